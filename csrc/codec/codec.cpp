@@ -1,0 +1,1 @@
+// Placeholder of the codec library; replaced by the kernels.

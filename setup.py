@@ -1,0 +1,46 @@
+"""Build diloco_comm: CMake compiles the extension; the list of sources is in CMakeLists.txt alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+NEEDS_BUILD = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
+
+if importlib.util.find_spec("torch") is None and NEEDS_BUILD & set(sys.argv):
+    sys.exit(
+        "diloco_comm is compiled against the PyTorch that you run: install torch first, "
+        "then use `pip install --no-build-isolation .`"
+    )
+
+
+class CMakeBuild(build_ext):
+    """Configure with CMake, build with ninja, and put the library where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build_dir = Path(self.build_temp).resolve()
+        build_dir.mkdir(parents=True, exist_ok=True)
+        options = {
+            "CMAKE_BUILD_TYPE": "Debug" if self.debug else "Release",
+            "CMAKE_LIBRARY_OUTPUT_DIRECTORY": str(target.parent),
+            "Python_EXECUTABLE": sys.executable,
+            "DILOCO_CUDA": os.environ.get("DILOCO_CUDA", "AUTO"),
+            "DILOCO_WERROR": os.environ.get("DILOCO_WERROR", "OFF"),
+        }
+        flags = [f"-D{key}={value}" for key, value in options.items()]
+        subprocess.check_call(["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir), *flags])
+        subprocess.check_call(["cmake", "--build", str(build_dir), "--target", "_C"])
+
+
+setup(
+    ext_modules=[Extension("diloco_comm._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
