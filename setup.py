@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,17 @@ if importlib.util.find_spec("torch") is None and NEEDS_BUILD & set(sys.argv):
     )
 
 
+def find_tool(name: str) -> str:
+    """Find a build tool on PATH or beside the running Python, where pip puts it."""
+    beside = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+    tool = shutil.which(name, path=beside)
+    if tool is None:
+        sys.exit(
+            f"building diloco_comm needs {name}, which was not found: run `pip install cmake ninja` first"
+        )
+    return tool
+
+
 class CMakeBuild(build_ext):
     """Configure with CMake, build with ninja, and put the library where setuptools expects it."""
 
@@ -31,13 +43,14 @@ class CMakeBuild(build_ext):
         options = {
             "CMAKE_BUILD_TYPE": "Debug" if self.debug else "Release",
             "CMAKE_LIBRARY_OUTPUT_DIRECTORY": str(target.parent),
+            "CMAKE_MAKE_PROGRAM": find_tool("ninja"),
             "Python_EXECUTABLE": sys.executable,
-            "DILOCO_CUDA": os.environ.get("DILOCO_CUDA", "AUTO"),
             "DILOCO_WERROR": os.environ.get("DILOCO_WERROR", "OFF"),
         }
         flags = [f"-D{key}={value}" for key, value in options.items()]
-        subprocess.check_call(["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir), *flags])
-        subprocess.check_call(["cmake", "--build", str(build_dir), "--target", "_C"])
+        cmake = find_tool("cmake")
+        subprocess.check_call([cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir), *flags])
+        subprocess.check_call([cmake, "--build", str(build_dir), "--target", "_C"])
 
 
 setup(

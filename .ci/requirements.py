@@ -9,6 +9,8 @@ try:
 except ModuleNotFoundError:
     import tomli as tomllib
 
-extras = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+extras = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
 names = [name for key in ("cli", "plot", "dev") for name in extras[key]]
 print(*(name for name in names if not name.startswith("diloco_comm")))
