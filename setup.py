@@ -1,4 +1,4 @@
-"""Build diloco_comm: CMake compiles the extension; the list of sources is in CMakeLists.txt alone."""
+"""Build diloco_comm: CMake compiles the extension; CMakeLists.txt alone lists the sources."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_tool(name: str) -> str:
     tool = shutil.which(name, path=beside)
     if tool is None:
         sys.exit(
-            f"building diloco_comm needs {name}, which was not found: run `pip install cmake ninja` first"
+            f"building diloco_comm needs {name}, not found: run `pip install cmake ninja` first"
         )
     return tool
 

@@ -1,4 +1,4 @@
-"""Print what the development environment installs: the [cli], [plot] and [dev] extras of pyproject.toml."""
+"""Print the development requirements: the [cli], [plot] and [dev] extras of pyproject.toml."""
 
 from __future__ import annotations
 
