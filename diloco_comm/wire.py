@@ -1,0 +1,225 @@
+"""What travels: wire formats, the byte layout of a payload, and the key of stochastic rounding.
+
+Pure arithmetic on sizes. The bits of each code are defined in ``csrc/wire`` and, in plain PyTorch,
+in ``reference.py``; ``docs/wire-formats.md`` describes both.
+
+This module imports nothing of ours: everything else may import it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Bits of one code, and the largest magnitude a code stands for (None: no scale travels).
+_CODES: dict[str, tuple[int, float | None]] = {
+    "fp32": (32, None),
+    "bf16": (16, None),
+    "fp16": (16, None),
+    "fp8_e4m3": (8, 448.0),
+    "fp8_e5m2": (8, 57344.0),
+    "int8": (8, 127.0),
+    "int4": (4, 7.0),
+    "e3m0": (4, 16.0),
+}
+WIRES: tuple[str, ...] = tuple(_CODES)
+BLOCK_SIZES: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
+
+SCALE_BYTES = 2  # one bf16, little endian, for each block
+ALIGNMENT = 16  # runs, and the codes inside a run, start at multiples of this many bytes
+
+STAGE_ENCODE = 0
+STAGE_REDUCE = 1
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return _ceil_div(value, multiple) * multiple
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """Name how elements are encoded and how many of them share a scale.
+
+    Args:
+        name: One of ``WIRES``.
+        block_size: Elements that share one scale, one of ``BLOCK_SIZES``. Formats without scales
+            keep it too: runs are cut at its multiples.
+
+    Raises:
+        ValueError: If the name or the block size is not one of those.
+    """
+
+    name: str = "int8"
+    block_size: int = 256
+
+    def __post_init__(self) -> None:
+        if self.name not in _CODES:
+            raise ValueError(f"unknown wire {self.name!r}: it must be one of {', '.join(WIRES)}")
+        if self.block_size not in BLOCK_SIZES:
+            allowed = ", ".join(map(str, BLOCK_SIZES))
+            raise ValueError(f"block_size must be one of {allowed}, got {self.block_size!r}")
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of one element's code, its share of the scale not counted."""
+        return _CODES[self.name][0]
+
+    @property
+    def has_scales(self) -> bool:
+        return _CODES[self.name][1] is not None
+
+    @property
+    def qmax(self) -> float:
+        """Largest magnitude of a code; the scale is a block's absmax over it, rounded up.
+
+        Raises:
+            ValueError: If the format has no scales.
+        """
+        qmax = _CODES[self.name][1]
+        if qmax is None:
+            raise ValueError(f"wire {self.name} has no scales and therefore no qmax")
+        return qmax
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits an element costs on the wire, its share of the scale included, padding not."""
+        return self.code_bits + (8 * SCALE_BYTES / self.block_size if self.has_scales else 0.0)
+
+    def code_offset(self, run_elements: int) -> int:
+        """Bytes from the start of a run of ``run_elements`` to its first code."""
+        if not self.has_scales:
+            return 0
+        return _round_up(SCALE_BYTES * _ceil_div(run_elements, self.block_size), ALIGNMENT)
+
+    def run_bytes(self, run_elements: int) -> int:
+        """Bytes that a run of ``run_elements`` occupies in a payload: a multiple of 16."""
+        code_bytes = _ceil_div(run_elements * self.code_bits, 8)
+        return self.code_offset(run_elements) + _round_up(code_bytes, ALIGNMENT)
+
+
+def parse(wire: str | WireFormat, block_size: int = 256) -> WireFormat:
+    """Turn a wire's name into a ``WireFormat``; a ``WireFormat`` is returned as it is.
+
+    Raises:
+        ValueError: If the name or the block size is unknown.
+        TypeError: If ``wire`` is neither a string nor a ``WireFormat``.
+    """
+    if isinstance(wire, WireFormat):
+        return wire
+    if not isinstance(wire, str):
+        raise TypeError(f"wire must be a name or a WireFormat, got {type(wire).__name__}")
+    return WireFormat(wire, block_size)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Place the runs of one fragment in its payload.
+
+    The fragment's ``num_elements``, counted through its tensors one after the other, are cut in
+    ``num_runs`` runs of ``run_elements``. The last runs may be short or empty; in the payload each
+    run occupies ``run_bytes`` all the same.
+
+    Args:
+        num_elements: Elements of the fragment.
+        num_runs: World size times number of chunks: rank r owns run k*W + r of chunk k.
+        run_elements: Elements of a full run, a positive multiple of the wire's block size.
+        wire: Format and block size.
+
+    Raises:
+        ValueError: If the runs do not hold all elements or are not made of whole blocks.
+    """
+
+    num_elements: int
+    num_runs: int
+    run_elements: int
+    wire: WireFormat
+
+    def __post_init__(self) -> None:
+        if self.num_elements < 0:
+            raise ValueError(f"num_elements must not be negative, got {self.num_elements}")
+        if self.num_runs < 1:
+            raise ValueError(f"num_runs must be at least 1, got {self.num_runs}")
+        if self.run_elements < 1 or self.run_elements % self.wire.block_size:
+            raise ValueError(
+                "run_elements must be a positive multiple of the block size "
+                f"{self.wire.block_size}, got {self.run_elements}"
+            )
+        if self.num_runs * self.run_elements < self.num_elements:
+            raise ValueError(
+                f"{self.num_runs} runs of {self.run_elements} elements cannot hold "
+                f"{self.num_elements} elements"
+            )
+
+    @classmethod
+    def plan(
+        cls, num_elements: int, world_size: int, num_chunks: int = 1, wire: WireFormat | None = None
+    ) -> Layout:
+        """Cut ``num_elements`` into equal runs, one for each rank in each chunk.
+
+        Raises:
+            ValueError: If the world size or the number of chunks is below 1.
+        """
+        wire = WireFormat() if wire is None else wire
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        if num_chunks < 1:
+            raise ValueError(f"num_chunks must be at least 1, got {num_chunks}")
+        num_runs = world_size * num_chunks
+        run_elements = _round_up(max(_ceil_div(num_elements, num_runs), 1), wire.block_size)
+        return cls(num_elements, num_runs, run_elements, wire)
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes from the start of one run to the start of the next."""
+        return self.wire.run_bytes(self.run_elements)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the whole payload."""
+        return self.num_runs * self.run_bytes
+
+    def run_range(self, run_idx: int) -> tuple[int, int]:
+        """Return the elements [begin, end) of the fragment that run ``run_idx`` holds.
+
+        Raises:
+            IndexError: If there is no such run.
+        """
+        if not 0 <= run_idx < self.num_runs:
+            raise IndexError(f"run {run_idx} of a layout with {self.num_runs} runs")
+        begin = min(run_idx * self.run_elements, self.num_elements)
+        return begin, min(begin + self.run_elements, self.num_elements)
+
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _splitmix64(state: int) -> int:
+    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014."""
+    z = (state + _GOLDEN) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def rng_key(seed: int, replica: int, stage: int, round: int, fragment: int) -> int:
+    """Derive the key of stochastic rounding, different for each combination of the arguments.
+
+    Args:
+        seed: The user's seed.
+        replica: The one who rounds: the sender, or the owner of a shard when it is reduced.
+        stage: ``STAGE_ENCODE`` or ``STAGE_REDUCE``.
+        round: Outer round of the fragment.
+        fragment: Index of the fragment.
+
+    Returns:
+        A signed 64-bit integer, as an operator's argument must be.
+    """
+    key = seed & _MASK64
+    for part in (replica, stage, round, fragment):
+        key = _splitmix64(key) ^ (part & _MASK64)
+    key = _splitmix64(key)
+    return key - (1 << 64) if key >> 63 else key
