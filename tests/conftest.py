@@ -1,0 +1,44 @@
+"""Fixtures that give tests real processes; see workers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from workers import Crew, Pool, Zygote
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    process = Zygote()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def crew(zygote: Zygote) -> Iterator[Crew]:
+    processes = Crew(zygote)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def workers(crew: Crew) -> Callable[[int], Pool]:
+    """``workers(n)``: n persistent processes with a gloo default group of size n."""
+    return crew.pool
+
+
+@pytest.fixture
+def fresh_workers(zygote: Zygote) -> Iterator[Callable[..., Pool]]:
+    """``fresh_workers(n, init_group=True)``: processes of this test alone, which it may kill."""
+    crews: list[Crew] = []
+
+    def make(world: int, *, init_group: bool = True) -> Pool:
+        crews.append(Crew(zygote))
+        pool = crews[-1].pool(world, init_group=init_group)
+        pool.workers = crews[-1].first(world)
+        return pool
+
+    yield make
+    for processes in crews:
+        processes.close()

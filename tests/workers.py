@@ -1,0 +1,389 @@
+"""Worker processes for tests: forked once from a process that has imported torch, then reused.
+
+    results = workers(2).run(fn, argument)      # fn(rank, world, argument) on two processes
+
+Worker ``r`` of every pool is the same process; a pool of ``n`` uses the first ``n`` with a gloo
+default group of exactly that size over loopback. ``fresh_workers(n)`` gives processes of the
+test's own, which it may kill.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any
+
+GROUP_TIMEOUT = timedelta(seconds=60)
+# Peers of a worker that raised may wait for it; after this they are dumped and killed.
+GRACE_S = 10.0
+PRELOAD = ("numpy", "pytest", "torch", "torch.distributed", "torch._dynamo", "torch.optim")
+
+
+class WorkerError(RuntimeError):
+    """A worker died, hung, or raised what cannot be pickled."""
+
+
+# ---------------------------------------------------------------- in the zygote and the workers
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _zygote_main(fd: int) -> None:
+    """Import torch once, then fork a worker for every connection received."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in PRELOAD:
+        importlib.import_module(name)
+    control = Connection(fd)
+    while True:
+        try:
+            request, argument = control.recv()
+        except EOFError:
+            return
+        if request == "exit_code":
+            _, status = os.waitpid(argument, 0)
+            control.send(os.waitstatus_to_exitcode(status))
+            continue
+        handle = recv_handle(control)
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _worker_main(Connection(handle), argument)
+        os.close(handle)
+        control.send(pid)
+
+
+def _worker_main(connection: Connection, log: str) -> None:
+    """Serve jobs until the connection closes; never returns."""
+    _die_with_parent()
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+    import torch
+
+    torch.set_num_threads(1)
+    world = _World()
+    while True:
+        try:
+            job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        connection.send_bytes(_run_job(world, job))
+
+
+def _run_job(world: _World, job: dict[str, Any]) -> bytes:
+    sys.path[:] = job["sys_path"]
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        if job["init_group"]:
+            world.enter(job["world"], job["rank"], job["generation"], job["store"])
+        fn, args, kwargs = pickle.loads(job["call"])
+        value = fn(job["rank"], job["world"], *args, **kwargs)
+        return pickle.dumps(("ok", value, ""))
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            reply = pickle.dumps(("error", error, text))
+            pickle.loads(reply)
+        except Exception:
+            reply = pickle.dumps(("error", WorkerError(f"{type(error).__name__}: {error}"), text))
+        return reply
+    finally:
+        gc.collect()
+
+
+class _World:
+    """The default process group of a worker; rebuilt when size or generation changes."""
+
+    def __init__(self) -> None:
+        self.key: tuple[int, int] | None = None
+
+    def enter(self, size: int, rank: int, generation: int, address: tuple[str, int]) -> None:
+        import torch.distributed as dist
+
+        if self.key == (size, generation):
+            return
+        if self.key is not None:
+            self.leave()
+        store = dist.TCPStore(*address, is_master=False, timeout=GROUP_TIMEOUT)
+        self.key = (size, generation)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"world/{size}/{generation}", store),
+            rank=rank,
+            world_size=size,
+            timeout=GROUP_TIMEOUT,
+        )
+
+    def leave(self) -> None:
+        import torch.distributed as dist
+
+        self.key = None
+        package = sys.modules.get("diloco_comm")
+        with contextlib.suppress(Exception):
+            package.shutdown()  # type: ignore[union-attr]
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------- in the test process
+
+
+class Zygote:
+    """The process that all workers are forked from; they die with it, and it with us."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        self.control = Connection(ours.detach())
+        atexit.register(self.close)
+
+    def fork(self, log: str) -> tuple[int, Connection]:
+        ours, theirs = socket.socketpair()
+        self.control.send(("fork", log))
+        send_handle(self.control, theirs.fileno(), self.process.pid)
+        theirs.close()
+        return self.control.recv(), Connection(ours.detach())
+
+    def exit_code(self, pid: int) -> int:
+        self.control.send(("exit_code", pid))
+        return self.control.recv()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.control.close()
+
+
+class Worker:
+    """One process that runs one job at a time."""
+
+    def __init__(self, zygote: Zygote, log: str) -> None:
+        Path(log).touch()
+        self.log = Path(log)
+        self.zygote = zygote
+        self.pid, self.connection = zygote.fork(log)
+        self.code: int | None = None
+
+    def kill(self, sig: int = signal.SIGKILL) -> None:
+        if self.code is None:
+            os.kill(self.pid, sig)
+
+    def exit_code(self) -> int:
+        """Wait for the end of the process; negative for a signal, as in subprocess."""
+        if self.code is None:
+            self.code = self.zygote.exit_code(self.pid)
+            self.connection.close()
+        return self.code
+
+    def stop(self) -> None:
+        self.kill()
+        self.exit_code()
+
+    def output(self, limit: int = 6000) -> str:
+        return self.log.read_text(errors="replace")[-limit:]
+
+
+class Pool:
+    """``world`` workers that run the same function; a thin view on the processes.
+
+    ``store`` is the (host, port) of a TCPStore in the test process, which outlives the workers.
+    """
+
+    def __init__(self, crew: Crew, world: int, init_group: bool) -> None:
+        self.crew, self.world, self.init_group = crew, world, init_group
+        self.workers: list[Worker] = []
+        self.busy: set[int] = set()
+        self.failures: list[tuple[int, BaseException, str]] = []
+
+    @property
+    def store(self) -> tuple[str, int]:
+        return self.crew.store_address
+
+    def pid(self, rank: int) -> int:
+        return self.workers[rank].pid
+
+    def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:
+        self.workers[rank].kill(sig)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60,
+        expect_exit: set[int] | frozenset[int] = frozenset(),
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``fn(rank, world, *args, **kwargs)`` on every worker and return the results.
+
+        Args:
+            fn: A module-level function.
+            timeout: Seconds for all; then stacks are dumped and the processes killed.
+            expect_exit: Ranks that must die during the call; their result is None.
+
+        Raises:
+            The first exception of a worker, caused by a WorkerError with its traceback.
+        """
+        self.submit(fn, *args, **kwargs)
+        return self.collect(timeout=timeout, expect_exit=expect_exit)
+
+    def submit(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Start the call on ``ranks`` (default all) and return at once."""
+        assert not self.busy, "collect() the last call first"
+        self.workers = self.crew.first(self.world)
+        self.failures = []
+        call = pickle.dumps((fn, args, kwargs))
+        for rank in range(self.world) if ranks is None else ranks:
+            job = {
+                "sys_path": sys.path,
+                "rank": rank,
+                "world": self.world,
+                "generation": self.crew.generation,
+                "store": self.store,
+                "init_group": self.init_group,
+                "call": call,
+            }
+            self.workers[rank].connection.send_bytes(pickle.dumps(job))
+            self.busy.add(rank)
+
+    def collect(
+        self, *, timeout: float = 60, expect_exit: set[int] | frozenset[int] = frozenset()
+    ) -> list[Any]:
+        """Wait for the submitted call; see ``run``."""
+        results: list[Any] = [None] * self.world
+        exited: dict[int, int] = {}
+        deadline = time.monotonic() + timeout
+        while self.busy and time.monotonic() < deadline:
+            by_connection = {self.workers[rank].connection: rank for rank in self.busy}
+            for ready in wait(list(by_connection), deadline - time.monotonic()):
+                rank = by_connection[ready]  # type: ignore[index]
+                self.busy.discard(rank)
+                self._receive(rank, results, exited)
+            if self.failures or exited.keys() - expect_exit:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        stuck = sorted(self.busy)
+        stacks = self._dump(stuck) if stuck else ""
+        if stuck or exited or self.failures:
+            self.crew.after_failure(self.workers if stuck or exited else [])
+        self.busy.clear()
+        self._raise_for(stuck, stacks, exited, expect_exit, timeout)
+        return results
+
+    def _receive(self, rank: int, results: list[Any], exited: dict[int, int]) -> None:
+        try:
+            kind, value, text = pickle.loads(self.workers[rank].connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            exited[rank] = self.workers[rank].exit_code()
+            return
+        if kind == "ok":
+            results[rank] = value
+        else:
+            self.failures.append((rank, value, text))
+
+    def _dump(self, stuck: list[int]) -> str:
+        for rank in stuck:
+            self.workers[rank].kill(signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"worker {rank}:\n{self.workers[rank].output()}" for rank in stuck)
+
+    def _raise_for(
+        self,
+        stuck: list[int],
+        stacks: str,
+        exited: dict[int, int],
+        expect_exit: set[int] | frozenset[int],
+        timeout: float,
+    ) -> None:
+        if self.failures:
+            rank, error, text = self.failures[0]
+            others = "".join(f"\nworker {r} too: {e!r}" for r, e, _ in self.failures[1:])
+            raise error from WorkerError(f"worker {rank}:\n{text}{others}\n{stacks}")
+        for rank in sorted(exited.keys() - expect_exit):
+            log = self.workers[rank].output()
+            raise WorkerError(f"worker {rank} died with {exited[rank]}:\n{log}\n{stacks}")
+        if stuck:
+            raise WorkerError(f"workers {stuck} did not finish in {timeout} s:\n{stacks}")
+        if expect_exit - exited.keys():
+            raise WorkerError(f"workers {sorted(expect_exit - exited.keys())} should have died")
+
+
+class Crew:
+    """A list of processes that grows on demand, and the store they meet at."""
+
+    def __init__(self, zygote: Zygote) -> None:
+        import torch.distributed as dist
+
+        self.zygote = zygote
+        self.workers: list[Worker] = []
+        self.generation = 0
+        self.logs = tempfile.TemporaryDirectory(prefix="diloco-workers-")
+        self.num_forked = 0
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store_address = ("127.0.0.1", self.store.port)
+
+    def first(self, num_workers: int) -> list[Worker]:
+        while len(self.workers) < num_workers:
+            log = f"{self.logs.name}/{self.num_forked}"
+            self.num_forked += 1
+            self.workers.append(Worker(self.zygote, log))
+        return self.workers[:num_workers]
+
+    def after_failure(self, discard: list[Worker]) -> None:
+        """Make later calls start from a new default group, without the given processes."""
+        self.generation += 1
+        for worker in discard:
+            worker.stop()
+        self.workers = [worker for worker in self.workers if worker not in discard]
+
+    def pool(self, world: int, *, init_group: bool = True) -> Pool:
+        return Pool(self, world, init_group)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+        self.workers = []
+        self.logs.cleanup()
+
+
+if __name__ == "__main__":
+    # Functions are pickled under the module's real name.
+    sys.path.insert(0, str(Path(__file__).parent))
+    importlib.import_module("workers")._zygote_main(int(sys.argv[1]))
