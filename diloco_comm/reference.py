@@ -1,0 +1,370 @@
+"""Every operator in plain PyTorch: slow, obvious, and the truth that all others are compared with.
+
+The functions have the names and arguments of ``torch.ops.diloco_comm.*`` (less ``impl``) and give
+the same bytes. All arithmetic is IEEE fp32, one rounding for each operation, sub-normals kept.
+``all_reduce`` is what a whole exchange must leave behind, computed in one process.
+
+Imports torch, the sizes of ``wire.py`` and the bits of ``reference_codec.py``, nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .reference_codec import HUGE, SMALLEST_SCALE, decode_run, encode_run
+from .wire import STAGE_ENCODE, STAGE_REDUCE, Layout, WireFormat, rng_key
+
+NORM_TILE = 4096
+NORM_LANES = 16
+
+_F = TypeVar("_F", bound=Callable)
+
+
+def _exact(function: _F) -> _F:
+    """Run without autograd and with sub-normals kept, and restore the caller's setting."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):  # type: ignore[no-untyped-def]
+        flushes = (torch.tensor([SMALLEST_SCALE]) * 0.5).item() == 0.0
+        torch.set_flush_denormal(False)
+        try:
+            with torch.no_grad():
+                return function(*args, **kwargs)
+        finally:
+            torch.set_flush_denormal(flushes)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def _fp32(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float32)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """View a dense tensor as one dimension, in the order of its memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _gather(tensors: Sequence[Tensor], begin: int, end: int) -> Tensor:
+    """Return elements [begin, end) of the concatenation as fp32."""
+    if not tensors:
+        return torch.empty(0)
+    return torch.cat([_flat(tensor).float() for tensor in tensors])[begin:end]
+
+
+def _scatter(values: Tensor, tensors: Sequence[Tensor], begin: int) -> None:
+    """Write values into elements begin, begin + 1, ... of the concatenation, rounded to nearest."""
+    offset = 0
+    for tensor in tensors:
+        first = max(begin, offset)
+        last = min(begin + values.numel(), offset + tensor.numel())
+        if first < last:
+            part = values[first - begin : last - begin]
+            _flat(tensor)[first - offset : last - offset] = part.to(tensor.dtype)
+        offset += tensor.numel()
+
+
+def _num_elements(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _runs(begin: int, end: int, run_elements: int) -> list[tuple[int, int, int]]:
+    """Return (run index, first element, end) of the runs that cover [begin, end)."""
+    firsts = range(begin, end, run_elements)
+    return [(i // run_elements, i, min(i + run_elements, end)) for i in firsts]
+
+
+def _combine(
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    run_idx: int,
+    run_elements: int,
+    wire: WireFormat,
+    count: int,
+) -> Tensor:
+    """Return c_0 * d_0 + c_1 * d_1 + ... of one run, in the order of the list."""
+    run_bytes = wire.run_bytes(run_elements)
+    total = torch.empty(0)
+    for i, (payload, coefficient) in enumerate(zip(payloads, coefficients, strict=True)):
+        run = payload[run_idx * run_bytes : (run_idx + 1) * run_bytes]
+        term = _fp32(coefficient) * decode_run(run, run_elements, wire, count)
+        total = term if i == 0 else total + term
+    return total
+
+
+@_exact
+def encode(
+    outer: Tensor | None,
+    params: Sequence[Tensor],
+    payload: Tensor,
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    stochastic: bool = False,
+    rng_key: int = 0,
+    residual: Tensor | None = None,
+    new_residual: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """Encode outer - params [+ residual], or params, of elements [begin, end) into the payload."""
+    form = WireFormat(wire, block_size)
+    run_bytes = form.run_bytes(run_elements)
+    bad = 0
+    for run_idx, first, last in _runs(begin, end, run_elements):
+        x = _gather(params, first, last)
+        if outer is not None:
+            x = outer[first:last] - x
+        if residual is not None:
+            x = x + residual[first:last].float()
+        run = payload[run_idx * run_bytes : (run_idx + 1) * run_bytes]
+        bad += encode_run(x, run, run_elements, form, first, stochastic, rng_key)
+        if new_residual is not None:
+            error = x - decode_run(run, run_elements, form, last - first)
+            new_residual[first:last] = error.to(new_residual.dtype)
+    if nonfinite is not None:
+        nonfinite += bad
+
+
+@_exact
+def reduce(
+    received: Tensor,
+    result: Tensor,
+    weights: Sequence[float],
+    num_elements: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    stochastic: bool = False,
+    rng_key: int = 0,
+    index_begin: int = 0,
+    residual: Tensor | None = None,
+    new_residual: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """Decode one run from each rank, take the weighted sum in rank order, encode it once."""
+    form = WireFormat(wire, block_size)
+    runs = list(received.view(len(weights), form.run_bytes(run_elements)))
+    x = _combine(runs, weights, 0, run_elements, form, num_elements)
+    if residual is not None:
+        x = x + residual[:num_elements].float()
+    bad = encode_run(x, result, run_elements, form, index_begin, stochastic, rng_key)
+    if new_residual is not None:
+        error = x - decode_run(result, run_elements, form, num_elements)
+        new_residual[:num_elements] = error.to(new_residual.dtype)
+    if nonfinite is not None:
+        nonfinite += bad
+
+
+def _merged(outer: Tensor, params: Sequence[Tensor], begin: int, alpha: float) -> Tensor:
+    """Return alpha * params + (1 - alpha) * outer, fp32, for elements begin, begin + 1, ..."""
+    if alpha == 0:
+        return outer
+    local = _gather(params, begin, begin + outer.numel())
+    return _fp32(alpha) * local + _fp32(1 - alpha) * outer
+
+
+@_exact
+def outer_step(
+    outer: Tensor,
+    momentum: Tensor | None,
+    params: Sequence[Tensor],
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    optimizer: str,
+    lr: float,
+    mu: float = 0.0,
+    alpha: float = 0.0,
+    clip: float = math.inf,
+    verdict: Tensor | None = None,
+) -> None:
+    """Apply sgd, heavy_ball or nesterov to outer, and merge it into the parameters."""
+    if verdict is not None and verdict.item() != 0:
+        return
+    form = WireFormat(wire, block_size)
+    for run_idx, first, last in _runs(begin, end, run_elements):
+        g = _combine(payloads, coefficients, run_idx, run_elements, form, last - first)
+        step = g
+        if optimizer != "sgd":
+            assert momentum is not None
+            m = _fp32(mu) * momentum[first:last] + g
+            m = torch.minimum(torch.maximum(m, _fp32(-clip)), _fp32(clip))
+            momentum[first:last] = m
+            step = m if optimizer == "heavy_ball" else g + _fp32(mu) * m
+        new = outer[first:last] - _fp32(lr) * step
+        outer[first:last] = new
+        _scatter(_merged(new, params, first, alpha), params, first)
+
+
+@_exact
+def outer_step_adam(
+    outer: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    params: Sequence[Tensor],
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    alpha: float = 0.0,
+    verdict: Tensor | None = None,
+) -> None:
+    """Apply Adam's step number ``step`` (the first is 1) to outer, and merge it."""
+    if verdict is not None and verdict.item() != 0:
+        return
+    form = WireFormat(wire, block_size)
+    step_size = _fp32(lr / (1 - beta1**step))
+    correction = _fp32(math.sqrt(1 - beta2**step))
+    for run_idx, first, last in _runs(begin, end, run_elements):
+        g = _combine(payloads, coefficients, run_idx, run_elements, form, last - first)
+        m = _fp32(beta1) * exp_avg[first:last] + _fp32(1 - beta1) * g
+        v = _fp32(beta2) * exp_avg_sq[first:last] + (_fp32(1 - beta2) * g) * g
+        exp_avg[first:last] = m
+        exp_avg_sq[first:last] = v
+        new = outer[first:last] - (step_size * m) / (v.sqrt() / correction + _fp32(eps))
+        outer[first:last] = new
+        _scatter(_merged(new, params, first, alpha), params, first)
+
+
+@_exact
+def decode(
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    outs: Sequence[Tensor],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+) -> None:
+    """Write the weighted sum of the decoded payloads into elements [begin, end) of outs."""
+    form = WireFormat(wire, block_size)
+    for run_idx, first, last in _runs(begin, end, run_elements):
+        total = _combine(payloads, coefficients, run_idx, run_elements, form, last - first)
+        _scatter(total, outs, first)
+
+
+@_exact
+def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0) -> None:
+    """Set params to alpha * params + (1 - alpha) * outer."""
+    _scatter(_merged(outer, params, 0, alpha), params, 0)
+
+
+@_exact
+def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
+    """Write the squared norm of outer - params, or params, and the number of bad elements.
+
+    The differences are fp32, their squares and sums fp64. The order of the sum is fixed: tiles of
+    4096 elements are added one after the other; in a tile sixteen partial sums take every sixteenth
+    element, then the upper half is added to the lower half until one is left. Bad elements count
+    as zero.
+    """
+    x = _gather(params, 0, _num_elements(params))
+    if outer is not None:
+        x = outer - x
+    bad = ~(x.abs() <= HUGE)
+    square = torch.where(bad, 0.0, x).double() ** 2
+    tiles = torch.nn.functional.pad(square, (0, -square.numel() % NORM_TILE))
+    tiles = tiles.view(-1, NORM_TILE // NORM_LANES, NORM_LANES)
+    lanes = torch.zeros(tiles.shape[0], NORM_LANES, dtype=torch.float64)
+    for row in range(tiles.shape[1]):
+        lanes = lanes + tiles[:, row]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    total = 0.0
+    for tile in lanes.flatten().tolist():
+        total += tile
+    out[0] = total
+    out[1] = float(bad.sum())
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    """Return weights over their sum (fp64, in rank order), each rounded once to fp32."""
+    total = sum(float(weight) for weight in weights)
+    return [_fp32(float(weight) / total).item() for weight in weights]
+
+
+def all_reduce(
+    params: Sequence[Sequence[Tensor]],
+    layout: Layout,
+    weights: Sequence[float] | None = None,
+    *,
+    outers: Sequence[Tensor] | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
+    replicas: Sequence[int] | None = None,
+    round: int = 0,
+    fragment: int = 0,
+    residuals: Sequence[Tensor] | None = None,
+    new_residuals: Sequence[Tensor] | None = None,
+    reduce_residual: Tensor | None = None,
+    new_reduce_residual: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+) -> list[tuple[Tensor, float]]:
+    """Return the terms (payload, coefficient) that the exchange of one fragment leaves everywhere.
+
+    Args:
+        params: The fragment's tensors of each rank, in rank order.
+        layout: The fragment's layout, planned for ``len(params)`` ranks.
+        weights: One positive number a rank; equal by default.
+        outers: fp32 [N] outer parameters of each rank; without them the parameters are averaged.
+        stochastic, seed, replicas, round, fragment: Rounding and what its keys are made of.
+            ``replicas`` are the ranks' replica ids, by default 0, 1, ...
+        residuals, new_residuals: [N] for each rank, error feedback of the first encoding.
+        reduce_residual, new_reduce_residual: [N], error feedback of the second one; in an exchange
+            each rank holds the part of the runs it owns.
+        nonfinite: int64[W]; the bad elements that each rank met are added.
+    """
+    world_size, wire = len(params), layout.wire
+    replicas = range(world_size) if replicas is None else replicas
+    coefficients = normalised(weights or [1.0] * world_size)
+    form = (layout.run_elements, wire.name, wire.block_size)
+    counts = torch.zeros(world_size, 1, dtype=torch.int64)
+    payloads = [torch.zeros(layout.payload_bytes, dtype=torch.uint8) for _ in params]
+    for rank, payload in enumerate(payloads):
+        key = rng_key(seed, replicas[rank], STAGE_ENCODE, round, fragment)
+        old = residuals[rank] if residuals else None
+        new = new_residuals[rank] if new_residuals else None
+        encode(
+            outers[rank] if outers else None, params[rank], payload, 0, layout.num_elements, *form,
+            stochastic, key, old, new, counts[rank],
+        )  # fmt: skip
+    terms = list(zip(payloads, coefficients, strict=True))
+    if world_size > 2:
+        average = torch.zeros_like(payloads[0])
+        for run_idx in range(layout.num_runs):
+            owner = run_idx % world_size
+            begin, end = layout.run_range(run_idx)
+            run = slice(run_idx * layout.run_bytes, (run_idx + 1) * layout.run_bytes)
+            key = rng_key(seed, replicas[owner], STAGE_REDUCE, round, fragment)
+            old = None if reduce_residual is None else reduce_residual[begin:end]
+            new = None if new_reduce_residual is None else new_reduce_residual[begin:end]
+            reduce(
+                torch.cat([payload[run] for payload in payloads]), average[run], coefficients,
+                end - begin, *form, stochastic, key, begin, old, new, counts[owner],
+            )  # fmt: skip
+        terms = [(average, 1.0)]
+    if nonfinite is not None:
+        nonfinite += counts.flatten()
+    return terms
