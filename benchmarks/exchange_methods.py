@@ -1,0 +1,206 @@
+"""The all-reduces that benchmarks/exchange.py compares, and the check of their results."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Half a quantisation step next to a value x of a block with this scale: relative part of |x|,
+# and part of the scale. The step of e3m0 between 2^k and 2^(k+1) is widest against 1.5 * 2^k.
+_HALF_STEP = {
+    "fp32": (0.0, 0.0),
+    "bf16": (2.0**-8, 0.0),
+    "fp16": (2.0**-11, 2.0**-25),
+    "int8": (0.0, 0.5),
+    "int4": (0.0, 0.5),
+    "fp8_e4m3": (2.0**-4, 2.0**-10),
+    "fp8_e5m2": (2.0**-3, 2.0**-17),
+    "e3m0": (1 / 3, 0.125),
+}
+_QMAX = {"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "e3m0": 16.0}
+# fp32 arithmetic of encode, sum and decode: a few roundings of 2^-24 each.
+_FP32_SLACK = 2.0**-21
+
+
+class GlooAllReduce:
+    """What people use today: `torch.distributed.all_reduce` over gloo.
+
+    In fp32 the collective alone is timed, neither the subtraction before it nor the division
+    after it; in bf16 also the two casts.
+    """
+
+    impl = "gloo"
+
+    def __init__(self, wire: str = "fp32") -> None:
+        self.wire = wire
+
+    def prepare(self, num_elements: int) -> None:
+        self.tensor = torch.zeros(num_elements)
+        self.half = torch.zeros(num_elements if self.wire == "bf16" else 0, dtype=torch.bfloat16)
+
+    def load(self, source: Tensor) -> None:
+        self.tensor.copy_(source)
+
+    def run(self) -> None:
+        if self.wire == "fp32":
+            dist.all_reduce(self.tensor)
+            return
+        self.half.copy_(self.tensor)
+        dist.all_reduce(self.half)
+        self.tensor.copy_(self.half)
+
+    def result(self) -> Tensor:
+        return self.tensor / dist.get_world_size()
+
+    def sent_bytes(self) -> int:
+        """Bytes that a ring all-reduce sends from one rank, by formula."""
+        element_size = 4 if self.wire == "fp32" else 2
+        world = dist.get_world_size()
+        return 2 * (world - 1) * self.tensor.numel() * element_size // world
+
+
+class DilocoAllReduce:
+    """Our exchange: pseudo-gradient in, averaged tensor out, in place."""
+
+    def __init__(self, exchange: Any, wire: str, block_size: int, dtype: torch.dtype) -> None:
+        from diloco_comm.wire import WireFormat
+
+        self.exchange = exchange
+        self.format = WireFormat(wire, block_size)
+        self.wire = wire
+        self.dtype = dtype
+        self.impl = exchange.impl or _default_impl()
+        self.round = 0
+        self.last: Any = None
+
+    def prepare(self, num_elements: int) -> None:
+        self.slot = self.exchange.slot(num_elements, self.format)
+        self.tensor = torch.zeros(num_elements, dtype=self.dtype)
+
+    def load(self, source: Tensor) -> None:
+        self.tensor.copy_(source)
+
+    def run(self) -> None:
+        from diloco_comm import ops
+
+        header = self._header()
+        pending = self.exchange.start(self.slot, outer=None, params=[self.tensor], header=header)
+        self.last = pending.wait()
+        terms = self.last.terms
+        ops.decode(
+            [payload for payload, _ in terms],
+            [coefficient for _, coefficient in terms],
+            [self.tensor],
+            begin=0,
+            end=self.tensor.numel(),
+            run_elements=self.slot.layout.run_elements,
+            wire=self.format.name,
+            block_size=self.format.block_size,
+            impl=self.exchange.impl,
+        )
+        self.slot.commit()
+        self.round += 1
+
+    def _header(self) -> Any:
+        from diloco_comm.exchange import Header
+
+        return Header(
+            kind="all_reduce",
+            layout_hash=self.tensor.numel(),
+            fragment=0,
+            round=self.round,
+            sync_every=1,
+            num_fragments=1,
+            weight=1.0,
+            outer_lr=0.0,
+            inner_step=self.round,
+        )
+
+    def result(self) -> Tensor:
+        return self.tensor.float()
+
+    def sent_bytes(self) -> int:
+        """Bytes that the engine counted on its way to the peers in the last round."""
+        return int(self.last.sent_bytes)
+
+
+def _default_impl() -> str:
+    from diloco_comm import ops
+
+    return ops.default_impl() if hasattr(ops, "default_impl") else "default"
+
+
+def source_of(rank: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+    """Gaussian data that every rank can make for every other rank."""
+    generator = torch.Generator().manual_seed(1_000_003 * rank + num_elements)
+    return torch.randn(num_elements, generator=generator).to(dtype).float()
+
+
+def exact_mean(world: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+    """The mean over ranks in fp64, element by element."""
+    total = torch.zeros(num_elements, dtype=torch.float64)
+    for rank in range(world):
+        total += source_of(rank, num_elements, dtype)
+    return total / world
+
+
+def relative_l2(result: Tensor, exact: Tensor) -> float:
+    """||result - exact|| / ||exact||, in fp64."""
+    return float(
+        torch.linalg.vector_norm(result.double() - exact) / torch.linalg.vector_norm(exact)
+    )
+
+
+def error_bound(
+    wire: str, block_size: int, sources: Sequence[Tensor], exact: Tensor, *, two_phases: bool
+) -> Tensor:
+    """Largest error that the wire format allows, element by element, in fp64.
+
+    Each source is rounded once, by at most half a step of its block; with two phases the average
+    is rounded once more. Blocks are counted from the first element.
+    """
+    first = sum(_half_steps(wire, block_size, source.double()) for source in sources)
+    bound = first / len(sources)
+    if two_phases:
+        bound = bound + _half_steps(wire, block_size, exact.abs() + bound)
+    magnitude = torch.stack([s.abs().double() for s in sources]).amax(0)
+    return bound + _FP32_SLACK * magnitude
+
+
+def _half_steps(wire: str, block_size: int, values: Tensor) -> Tensor:
+    relative, absolute = _HALF_STEP[wire]
+    if wire not in _QMAX:
+        return values.abs() * relative + absolute
+    padded = torch.nn.functional.pad(values.abs(), (0, -values.numel() % block_size))
+    absmax = padded.view(-1, block_size).amax(1, keepdim=True)
+    # Rounding the scale up to bf16 makes it at most 2^-7 larger.
+    scale = (absmax / _QMAX[wire] * (1 + 2.0**-7)).clamp_min(2.0**-126)
+    return (padded.view(-1, block_size) * relative + scale * absolute).view(-1)[: values.numel()]
+
+
+def count_wrong(result: Tensor, exact: Tensor, bound: Tensor) -> int:
+    """Elements further from the exact mean than the bound, or all when the ranks disagree."""
+    if not same_on_all_ranks(result):
+        return result.numel()
+    error = (result.double() - exact).abs()
+    return int((~(error <= bound)).sum())
+
+
+def same_on_all_ranks(tensor: Tensor) -> bool:
+    """Whether every rank holds the same bytes; a collective."""
+    digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return all(torch.equal(mine, other) for other in everyone)
+
+
+def bus_factor(world: int) -> float:
+    """busbw / algbw of an all-reduce, as nccl-tests' PERFORMANCE page derives it."""
+    return 2 * (world - 1) / world if world > 1 else math.nan
