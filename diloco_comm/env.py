@@ -1,0 +1,55 @@
+"""Every environment variable this package reads; an argument always wins over the environment.
+
+| variable | meaning |
+|---|---|
+| ``DILOCO_COMM_IMPL`` | implementation of the operators: scalar, avx2, avx512 or reference |
+| ``DILOCO_COMM_TIMEOUT_S`` | seconds an exchange may take before it fails (default 1800) |
+| ``DILOCO_COMM_CHUNK_BYTES`` | bytes of a chunk on the wire (default: by size) |
+| ``DILOCO_COMM_LANES`` | process groups, hence connections, for the chunks (default 1) |
+| ``DILOCO_COMM_NVTX`` | 0 turns NVTX ranges off where the ``nvtx`` package is installed |
+"""
+
+from __future__ import annotations
+
+import os
+
+PREFIX = "DILOCO_COMM_"
+
+
+def impl() -> str:
+    """Return the implementation asked for, or "" for the fastest one of this machine."""
+    return os.environ.get(PREFIX + "IMPL", "")
+
+
+def timeout_s() -> float:
+    """Return the default deadline of one exchange in seconds."""
+    return _number("TIMEOUT_S", 1800.0)
+
+
+def chunk_bytes() -> int | None:
+    """Return the chunk size in bytes, or None for the table's choice."""
+    value = int(_number("CHUNK_BYTES", 0))
+    return value or None
+
+
+def lanes() -> int:
+    """Return the default number of lanes."""
+    return int(_number("LANES", 1))
+
+
+def use_nvtx() -> bool:
+    """Return whether NVTX ranges may be opened."""
+    return os.environ.get(PREFIX + "NVTX", "1") != "0"
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(PREFIX + name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{PREFIX}{name} must be a positive number, got {text!r}")
+    return value

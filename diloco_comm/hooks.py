@@ -1,0 +1,110 @@
+"""Count logical optimizer steps by post-step hooks, through wrappers and over several optimizers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+
+def hookable(optimizer: Any) -> list[Optimizer]:
+    """Return the real optimizers inside what the user gave: one, a wrapper, or a sequence.
+
+    Raises:
+        TypeError: If something in it has no post-step hook.
+    """
+    given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not given:
+        raise TypeError("optimizer is an empty list: at least one is needed")
+    return [_unwrap(item) for item in given]
+
+
+def _unwrap(optimizer: Any) -> Optimizer:
+    """Follow ``.optimizer`` until something really was initialised as a torch Optimizer."""
+    inner, seen = optimizer, set()
+    while id(inner) not in seen:
+        seen.add(id(inner))
+        # A wrapper may subclass Optimizer without running its __init__ and then cannot be hooked.
+        if isinstance(inner, Optimizer) and hasattr(inner, "_optimizer_step_post_hooks"):
+            return inner
+        inner = getattr(inner, "optimizer", inner)
+    raise TypeError(
+        f"cannot hook the step of a {type(optimizer).__name__}: give the torch.optim.Optimizer "
+        "inside it as optimizer=, or use attach=False and call diloco.step() after each step"
+    )
+
+
+class StepHooks:
+    """Call ``on_step`` once for each logical step of all optimizers together.
+
+    A logical step is complete when every optimizer has stepped. One that steps again before that
+    (a GradScaler skipped the other) completes the step that was open.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], on_step: Callable[[], None]) -> None:
+        self._on_step = on_step
+        self._all = set(range(len(optimizers)))
+        self._stepped: set[int] = set()
+        self._handles = [
+            optimizer.register_step_post_hook(self._make_hook(index))
+            for index, optimizer in enumerate(optimizers)
+        ]
+
+    def _make_hook(self, index: int) -> Callable[..., None]:
+        @torch.compiler.disable
+        def diloco_step_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._stepped_once(index)
+
+        return diloco_step_hook
+
+    def _stepped_once(self, index: int) -> None:
+        if index in self._stepped:
+            self._stepped = {index}
+            self._on_step()
+            return
+        self._stepped.add(index)
+        if self._stepped == self._all:
+            self._stepped = set()
+            self._on_step()
+
+    def remove(self) -> None:
+        """Stop counting; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class SkippedSteps:
+    """Count hooks after which the optimizer had not moved.
+
+    A fused optimizer under a GradScaler runs its hooks on an overflow too, with the weights
+    unchanged; its own ``step`` counter tells. Counters on an accelerator are not read: that
+    would make the host wait.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._last: int | None = None
+        self.count = 0
+
+    def observe(self) -> None:
+        """Look at the counter after one logical step."""
+        now = self._read()
+        if now is not None and now == (self._last or 0):
+            self.count += 1
+        self._last = now
+
+    def _read(self) -> int | None:
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                step = state.get("step") if isinstance(state, dict) else None
+                if isinstance(step, torch.Tensor) and step.device.type == "cpu":
+                    return int(step.item())
+                if isinstance(step, int):
+                    return step
+        return None

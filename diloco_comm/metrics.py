@@ -1,0 +1,78 @@
+"""What one outer step cost, and the sums of all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class SyncMetrics:
+    """One exchange of one fragment.
+
+    Attributes:
+        round: Outer round of the fragment, from 0.
+        fragment: Index of the fragment.
+        inner_step: Inner steps done when the result was applied.
+        sent_bytes, received_bytes: Payload and control bytes to and from the peers.
+        encode_s: The training loop encoded the pseudo-gradient.
+        exchange_s: From the first byte sent to the last one received.
+        reduce_s: Decoding, averaging and encoding the own shard.
+        exposed_s: The training loop waited for the result, doing nothing else.
+        outer_step_s: The training loop decoded, stepped and wrote the parameters.
+        overlap_fraction: Part of the exchange during which the training loop went on.
+        pseudo_gradient_norm: L2 norm of this replica's pseudo-gradient; NaN unless
+            ``norms=True``, since it takes one more pass over the parameters.
+        weight: This replica's weight in the mean.
+        is_applied: False when the round was voted down and skipped.
+    """
+
+    round: int
+    fragment: int
+    inner_step: int
+    sent_bytes: int
+    received_bytes: int
+    encode_s: float
+    exchange_s: float
+    reduce_s: float
+    exposed_s: float
+    outer_step_s: float
+    overlap_fraction: float
+    pseudo_gradient_norm: float
+    weight: float
+    is_applied: bool = True
+
+
+@dataclass
+class SyncTotals:
+    """Sums over all exchanges since the start."""
+
+    num_syncs: int = 0
+    num_skipped: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    encode_s: float = 0.0
+    exchange_s: float = 0.0
+    reduce_s: float = 0.0
+    exposed_s: float = 0.0
+    outer_step_s: float = 0.0
+
+    @property
+    def overlap_fraction(self) -> float:
+        """Part of all exchange time during which the training loop went on."""
+        return overlap_fraction(self.exchange_s, self.exposed_s)
+
+    def add(self, metrics: SyncMetrics) -> None:
+        """Count one more exchange."""
+        self.num_syncs += 1
+        self.num_skipped += not metrics.is_applied
+        for field in fields(self):
+            if hasattr(metrics, field.name) and field.name != "overlap_fraction":
+                total = getattr(self, field.name) + getattr(metrics, field.name)
+                setattr(self, field.name, total)
+
+
+def overlap_fraction(exchange_s: float, exposed_s: float) -> float:
+    """Return the hidden part of an exchange, between 0 and 1; 0 when nothing was exchanged."""
+    if exchange_s <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - exposed_s / exchange_s))

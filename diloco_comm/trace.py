@@ -1,0 +1,40 @@
+"""Ranges that profilers show: ``diloco_comm::encode fragment=0 round=3``.
+
+PyTorch's profiler sees them through ``record_function``; Nsight Systems through NVTX, in the
+domain ``diloco_comm``, where the ``nvtx`` package is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch.autograd.profiler import record_function
+
+from . import env
+
+DOMAIN = "diloco_comm"
+
+
+@contextmanager
+def span(stage: str, fragment: int, round: int) -> Iterator[None]:
+    """Open a range around one stage of one round."""
+    name = f"fragment={fragment} round={round}"
+    with record_function(f"{DOMAIN}::{stage} {name}"), _nvtx_range(f"{stage} {name}"):
+        yield
+
+
+def _nvtx_range(message: str) -> AbstractContextManager[Any]:
+    nvtx = _nvtx()
+    return nullcontext() if nvtx is None else nvtx.annotate(message, domain=DOMAIN)
+
+
+@functools.cache
+def _nvtx() -> Any:
+    if not env.use_nvtx() or importlib.util.find_spec("nvtx") is None:
+        return None
+    return importlib.import_module("nvtx")
