@@ -1,4 +1,4 @@
-"""Count logical optimizer steps by post-step hooks, through wrappers and over several optimizers."""
+"""Count logical optimizer steps by post-step hooks, also through wrappers."""
 
 from __future__ import annotations
 

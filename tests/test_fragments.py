@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import nn
@@ -101,7 +103,7 @@ def test_parameter_that_is_no_float_is_refused(dtype: torch.dtype) -> None:
 def test_parameter_with_gaps_is_refused() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(4, 4)[:, :2])
-    with pytest.raises(TypeError, match="'weight' of shape .* gaps or overlaps"):
+    with pytest.raises(TypeError, match=r"'weight' of shape .* gaps or overlaps"):
         trainable_parameters(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
@@ -208,7 +210,7 @@ def test_default_schedule_sends_all_once_by_step_h(sync_every: int, num: int) ->
     schedule = Schedule.plan(sync_every, num)
     sent = [schedule.due(step) for step in range(1, 3 * sync_every + 1)]
     for begin in range(0, 3 * sync_every, sync_every):
-        assert sorted(sum(sent[begin : begin + sync_every], [])) == list(range(num))
+        assert sorted(chain.from_iterable(sent[begin : begin + sync_every])) == list(range(num))
     assert num - 1 in schedule.due(sync_every)
 
 
