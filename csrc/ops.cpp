@@ -1,3 +1,583 @@
+// The operators torch.ops.diloco_comm.*: schemas, argument checks, CPU and Meta registrations.
+// Every argument is checked once, here; an error is one sentence with what was given and what is
+// expected.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/library.h>
 
-TORCH_LIBRARY(diloco_comm, m) {}
+#include <atomic>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "codec/codec.h"
+#include "codec/floors.h"
+#include "codec/serial.h"
+
+namespace diloco {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using codec::DType;
+using wire::Format;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kParallelGrain = int64_t{1} << 18;  // elements: some 100 us of one thread
+
+// Checks.
+
+Format parse_format(c10::string_view name) {
+    constexpr std::array<const char*, wire::kNumFormats> kNames{
+        "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "e3m0"};
+    for (int i = 0; i < wire::kNumFormats; ++i) {
+        if (name == kNames[i]) return static_cast<Format>(i);
+    }
+    TORCH_CHECK_VALUE(
+        false, "wire must be one of fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8, int4, e3m0, got '",
+        name, "'");
+}
+
+codec::RunLayout parse_layout(c10::string_view wire, int64_t block_size, int64_t run_elements) {
+    const Format format = parse_format(wire);
+    TORCH_CHECK_VALUE(block_size >= wire::kMinBlockSize && block_size <= wire::kMaxBlockSize &&
+                          (block_size & (block_size - 1)) == 0,
+                      "block_size must be one of 32, 64, 128, 256, 512, 1024, got ", block_size);
+    TORCH_CHECK_VALUE(run_elements > 0 && run_elements % block_size == 0,
+                      "run_elements must be a positive multiple of block_size ", block_size,
+                      ", got ", run_elements);
+    return {format, static_cast<int>(block_size), run_elements};
+}
+
+const codec::Kernels* parse_impl(c10::string_view impl) {
+    const codec::Kernels* kernels = codec::find_kernels(std::string(impl));
+    if (kernels == nullptr) {
+        std::string names;
+        for (const auto* each : codec::available_kernels()) names += std::string(" ") + each->name;
+        TORCH_CHECK_VALUE(false, "impl '", impl,
+                          "' cannot run on this machine's CPU; available:", names);
+    }
+    return kernels;
+}
+
+DType parse_dtype(const char* name, const Tensor& tensor) {
+    switch (tensor.scalar_type()) {
+        case at::kFloat:
+            return DType::kFp32;
+        case at::kBFloat16:
+            return DType::kBf16;
+        case at::kHalf:
+            return DType::kFp16;
+        default:
+            TORCH_CHECK_TYPE(false, name, " must be float32, bfloat16 or float16, got ",
+                             tensor.scalar_type());
+    }
+}
+
+void check_cpu(const char* name, const Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, " must be on the CPU like the others, got ",
+                      tensor.device());
+}
+
+void check_flat(const char* name, const Tensor& tensor, at::ScalarType dtype) {
+    check_cpu(name, tensor);
+    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be ", dtype, ", got ",
+                     tensor.scalar_type());
+    TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.is_contiguous(), name,
+                      " must be one-dimensional and contiguous, got shape ", tensor.sizes(),
+                      " strides ", tensor.strides());
+}
+
+void check_flat_of(const char* name, const Tensor& tensor, int64_t num_elements) {
+    check_flat(name, tensor, at::kFloat);
+    TORCH_CHECK_VALUE(tensor.numel() == num_elements, name, " must have ", num_elements,
+                      " elements like the fragment, got ", tensor.numel());
+}
+
+// A fragment's tensors as pointers. The storage is kept by the thread, so that nothing is allocated
+// in steady state.
+class FragmentView {
+  public:
+    FragmentView(const char* name, TensorList tensors) : storage_(thread_storage()) {
+        storage_.clear();
+        int64_t begin = 0;
+        for (const Tensor& tensor : tensors) {
+            check_cpu(name, tensor);
+            const DType dtype = parse_dtype(name, tensor);
+            TORCH_CHECK_VALUE(tensor.is_contiguous() || tensor.is_non_overlapping_and_dense(), name,
+                              " must fill their memory without gaps, got shape ", tensor.sizes(),
+                              " with strides ", tensor.strides());
+            storage_.push_back({tensor.data_ptr(), dtype, begin, tensor.numel()});
+            begin += tensor.numel();
+        }
+        fragment_ = {storage_.data(), static_cast<int64_t>(storage_.size()), begin};
+    }
+    const codec::Fragment& get() const { return fragment_; }
+    int64_t num_elements() const { return fragment_.num_elements; }
+
+  private:
+    static std::vector<codec::Segment>& thread_storage() {
+        static thread_local std::vector<codec::Segment> storage;
+        return storage;
+    }
+    std::vector<codec::Segment>& storage_;
+    codec::Fragment fragment_;
+};
+
+void check_range(const codec::RunLayout& layout, int64_t begin, int64_t end, int64_t num_elements) {
+    TORCH_CHECK_VALUE(0 <= begin && begin <= end && end <= num_elements, "[begin, end) = [", begin,
+                      ", ", end, ") must lie in the fragment's [0, ", num_elements, ")");
+    TORCH_CHECK_VALUE(
+        begin % layout.run_elements == 0 && (end % layout.run_elements == 0 || end == num_elements),
+        "[begin, end) = [", begin, ", ", end, ") must be whole runs of ", layout.run_elements,
+        " elements, or end at the fragment's ", num_elements);
+}
+
+int64_t run_bytes(const codec::RunLayout& layout) {
+    return wire::run_bytes(layout.format, layout.run_elements, layout.block_size);
+}
+
+void check_payload(const char* name, const Tensor& payload, const codec::RunLayout& layout,
+                   int64_t num_runs) {
+    check_flat(name, payload, at::kByte);
+    const int64_t bytes = run_bytes(layout);
+    TORCH_CHECK_VALUE(payload.numel() % bytes == 0 && payload.numel() / bytes >= num_runs, name,
+                      " must hold at least ", num_runs, " whole runs of ", bytes, " bytes, got ",
+                      payload.numel(), " bytes");
+}
+
+int64_t runs_up_to(const codec::RunLayout& layout, int64_t end) {
+    return (end + layout.run_elements - 1) / layout.run_elements;
+}
+
+// Payloads and their factors as pointers and fp32 numbers.
+struct TermList {
+    std::array<const uint8_t*, codec::kMaxTerms> payloads;
+    std::array<float, codec::kMaxTerms> coefficients;
+    int count = 0;
+
+    void add(const uint8_t* payload, double coefficient) {
+        payloads[count] = payload;
+        coefficients[count++] = static_cast<float>(coefficient);
+    }
+};
+
+TermList& thread_terms() {
+    static thread_local TermList terms;
+    terms.count = 0;
+    return terms;
+}
+
+const TermList& check_terms(TensorList payloads, c10::ArrayRef<double> coefficients,
+                            const codec::RunLayout& layout, int64_t end) {
+    TORCH_CHECK_VALUE(!payloads.empty() && payloads.size() <= codec::kMaxTerms,
+                      "payloads must hold 1 to ", codec::kMaxTerms, " tensors, got ",
+                      payloads.size());
+    TORCH_CHECK_VALUE(payloads.size() == coefficients.size(),
+                      "payloads and coefficients must be equally many, got ", payloads.size(),
+                      " and ", coefficients.size());
+    TermList& terms = thread_terms();
+    for (size_t i = 0; i < payloads.size(); ++i) {
+        check_payload("payloads", payloads[i], layout, runs_up_to(layout, end));
+        terms.add(payloads[i].const_data_ptr<uint8_t>(), coefficients[i]);
+    }
+    return terms;
+}
+
+void check_count(const char* name, const OptionalTensor& count) {
+    if (!count.has_value()) return;
+    check_flat(name, *count, at::kLong);
+    TORCH_CHECK_VALUE(count->numel() == 1, name, " must have one element, got ", count->numel());
+}
+
+// Both residuals share the dtype; either may be missing.
+DType check_residuals(const OptionalTensor& residual, const OptionalTensor& new_residual,
+                      int64_t num_elements) {
+    DType dtype = DType::kFp32;
+    for (const OptionalTensor* each : {&residual, &new_residual}) {
+        if (!each->has_value()) continue;
+        const Tensor& tensor = **each;
+        check_cpu("residual", tensor);
+        TORCH_CHECK_TYPE(
+            tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16,
+            "residual must be float32 or bfloat16, got ", tensor.scalar_type());
+        TORCH_CHECK_VALUE(
+            tensor.dim() == 1 && tensor.is_contiguous() && tensor.numel() == num_elements,
+            "residual must be one-dimensional and contiguous with ", num_elements,
+            " elements, got shape ", tensor.sizes());
+        dtype = parse_dtype("residual", tensor);
+    }
+    if (residual.has_value() && new_residual.has_value()) {
+        TORCH_CHECK_TYPE(residual->scalar_type() == new_residual->scalar_type(),
+                         "residual and new_residual must have one dtype, got ",
+                         residual->scalar_type(), " and ", new_residual->scalar_type());
+    }
+    return dtype;
+}
+
+void* data_or_null(const OptionalTensor& tensor) {
+    return tensor.has_value() ? tensor->data_ptr() : nullptr;
+}
+
+bool is_voted_down(const OptionalTensor& verdict) {
+    check_count("verdict", verdict);
+    return verdict.has_value() && *verdict->const_data_ptr<int64_t>() != 0;
+}
+
+// Autograd must notice that a tensor it saved was written.
+void mark_written(const Tensor& tensor) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+void mark_written(TensorList tensors) {
+    for (const Tensor& tensor : tensors) mark_written(tensor);
+}
+
+// Calls body(begin, end) for parts of [begin, end) that start at multiples of `unit`, on the
+// intra-op pool.
+template <class Body>
+void parallel(int64_t begin, int64_t end, int64_t unit, const Body& body) {
+    const int64_t units = (end - begin + unit - 1) / unit;
+    if (units == 0) return;
+    if (codec::SerialScope::is_active()) return body(begin, end);
+    at::parallel_for(0, units, std::max<int64_t>(kParallelGrain / unit, 1),
+                     [&](int64_t first, int64_t last) {
+                         body(begin + first * unit, std::min(begin + last * unit, end));
+                     });
+}
+
+// Operators on CPU tensors.
+
+int64_t run_encode(const codec::EncodeArgs& args, int64_t begin, int64_t end) {
+    std::atomic<int64_t> num_bad{0};
+    parallel(begin, end, args.layout.block_size,
+             [&](int64_t first, int64_t last) { num_bad += codec::encode(args, first, last); });
+    return num_bad;
+}
+
+void add_count(const OptionalTensor& nonfinite, int64_t count) {
+    if (nonfinite.has_value()) *nonfinite->data_ptr<int64_t>() += count;
+}
+
+void encode_cpu(const OptionalTensor& outer, TensorList params, const Tensor& payload,
+                int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
+                int64_t block_size, bool stochastic, int64_t rng_key,
+                const OptionalTensor& residual, const OptionalTensor& new_residual,
+                const OptionalTensor& nonfinite, c10::string_view impl) {
+    codec::EncodeArgs args{};
+    args.kernels = parse_impl(impl);
+    args.layout = parse_layout(wire, block_size, run_elements);
+    const FragmentView view("params", params);
+    args.params = view.get();
+    const int64_t num_elements = view.num_elements();
+    check_range(args.layout, begin, end, num_elements);
+    check_payload("payload", payload, args.layout, runs_up_to(args.layout, end));
+    args.payload = payload.data_ptr<uint8_t>();
+    if (outer.has_value()) {
+        check_flat_of("outer", *outer, num_elements);
+        args.outer = outer->const_data_ptr<float>();
+    }
+    args.residual_dtype = check_residuals(residual, new_residual, num_elements);
+    args.residual = data_or_null(residual);
+    args.new_residual = data_or_null(new_residual);
+    check_count("nonfinite", nonfinite);
+    args.is_stochastic = stochastic;
+    args.key = static_cast<uint64_t>(rng_key);
+    add_count(nonfinite, run_encode(args, begin, end));
+}
+
+void reduce_cpu(const Tensor& received, const Tensor& result, c10::ArrayRef<double> weights,
+                int64_t num_elements, int64_t run_elements, c10::string_view wire,
+                int64_t block_size, bool stochastic, int64_t rng_key, int64_t index_begin,
+                const OptionalTensor& residual, const OptionalTensor& new_residual,
+                const OptionalTensor& nonfinite, c10::string_view impl) {
+    codec::EncodeArgs args{};
+    args.kernels = parse_impl(impl);
+    args.layout = parse_layout(wire, block_size, run_elements);
+    TORCH_CHECK_VALUE(0 <= num_elements && num_elements <= run_elements,
+                      "num_elements must lie in [0, run_elements = ", run_elements, "], got ",
+                      num_elements);
+    TORCH_CHECK_VALUE(index_begin >= 0 && index_begin % block_size == 0,
+                      "index_begin must be a multiple of block_size ", block_size, ", got ",
+                      index_begin);
+    TORCH_CHECK_VALUE(!weights.empty() && weights.size() <= codec::kMaxTerms,
+                      "weights must hold 1 to ", codec::kMaxTerms, " numbers, got ",
+                      weights.size());
+    const auto num_runs = static_cast<int64_t>(weights.size());
+    check_payload("received", received, args.layout, num_runs);
+    TORCH_CHECK_VALUE(received.numel() == num_runs * run_bytes(args.layout), "received must hold ",
+                      num_runs, " runs, one for each weight, got ", received.numel(), " bytes");
+    check_payload("result", result, args.layout, 1);
+    TermList& terms = thread_terms();
+    const uint8_t* run = received.const_data_ptr<uint8_t>();
+    for (int64_t i = 0; i < num_runs; ++i) terms.add(run + i * run_bytes(args.layout), weights[i]);
+    args.term_payloads = terms.payloads.data();
+    args.coefficients = terms.coefficients.data();
+    args.num_terms = terms.count;
+    args.payload = result.data_ptr<uint8_t>();
+    args.residual_dtype = check_residuals(residual, new_residual, num_elements);
+    args.residual = data_or_null(residual);
+    args.new_residual = data_or_null(new_residual);
+    check_count("nonfinite", nonfinite);
+    args.is_stochastic = stochastic;
+    args.key = static_cast<uint64_t>(rng_key);
+    args.index_begin = static_cast<uint64_t>(index_begin);
+    add_count(nonfinite, run_encode(args, 0, num_elements));
+}
+
+void run_step(codec::StepArgs args, const Tensor& outer, const OptionalTensor& momentum,
+              const OptionalTensor& second, TensorList params, TensorList payloads,
+              c10::ArrayRef<double> coefficients, int64_t begin, int64_t end,
+              const OptionalTensor& verdict) {
+    const FragmentView view("params", params);
+    const int64_t num_elements = view.num_elements();
+    check_range(args.layout, begin, end, num_elements);
+    check_flat_of("outer", outer, num_elements);
+    if (momentum.has_value()) check_flat_of("momentum", *momentum, num_elements);
+    if (second.has_value()) check_flat_of("exp_avg_sq", *second, num_elements);
+    const TermList& terms = check_terms(payloads, coefficients, args.layout, end);
+    if (is_voted_down(verdict)) return;
+    args.params = view.get();
+    args.term_payloads = terms.payloads.data();
+    args.coefficients = terms.coefficients.data();
+    args.num_terms = terms.count;
+    args.outer = outer.data_ptr<float>();
+    args.momentum = static_cast<float*>(data_or_null(momentum));
+    args.second = static_cast<float*>(data_or_null(second));
+    parallel(begin, end, args.layout.block_size,
+             [&](int64_t first, int64_t last) { codec::outer_step(args, first, last); });
+    mark_written(params);
+}
+
+void set_alpha(codec::StepConstants& constants, double alpha) {
+    constants.alpha = static_cast<float>(alpha);
+    constants.one_minus_alpha = static_cast<float>(1.0 - alpha);
+}
+
+codec::Optimizer parse_optimizer(c10::string_view name, bool has_momentum) {
+    const codec::Optimizer optimizer = name == "sgd"          ? codec::Optimizer::kSgd
+                                       : name == "heavy_ball" ? codec::Optimizer::kHeavyBall
+                                       : name == "nesterov"   ? codec::Optimizer::kNesterov
+                                                              : codec::Optimizer::kAdam;
+    TORCH_CHECK_VALUE(optimizer != codec::Optimizer::kAdam,
+                      "optimizer must be sgd, heavy_ball or nesterov, got '", name, "'");
+    TORCH_CHECK_VALUE(optimizer == codec::Optimizer::kSgd || has_momentum, "optimizer ", name,
+                      " needs a momentum tensor, got None");
+    return optimizer;
+}
+
+void outer_step_cpu(const Tensor& outer, const OptionalTensor& momentum, TensorList params,
+                    TensorList payloads, c10::ArrayRef<double> coefficients, int64_t begin,
+                    int64_t end, int64_t run_elements, c10::string_view wire, int64_t block_size,
+                    c10::string_view optimizer, double lr, double mu, double alpha, double clip,
+                    const OptionalTensor& verdict, c10::string_view impl) {
+    codec::StepArgs args{};
+    args.kernels = parse_impl(impl);
+    args.layout = parse_layout(wire, block_size, run_elements);
+    args.constants.optimizer = parse_optimizer(optimizer, momentum.has_value());
+    TORCH_CHECK_VALUE(clip > 0.0, "clip must be positive, got ", clip);
+    args.constants.lr = static_cast<float>(lr);
+    args.constants.mu = static_cast<float>(mu);
+    args.constants.clip = static_cast<float>(clip);
+    set_alpha(args.constants, alpha);
+    const bool needs_momentum = args.constants.optimizer != codec::Optimizer::kSgd;
+    run_step(args, outer, needs_momentum ? momentum : OptionalTensor(), OptionalTensor(), params,
+             payloads, coefficients, begin, end, verdict);
+}
+
+void outer_step_adam_cpu(const Tensor& outer, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+                         TensorList params, TensorList payloads, c10::ArrayRef<double> coefficients,
+                         int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
+                         int64_t block_size, double lr, double beta1, double beta2, double eps,
+                         int64_t step, double alpha, const OptionalTensor& verdict,
+                         c10::string_view impl) {
+    codec::StepArgs args{};
+    args.kernels = parse_impl(impl);
+    args.layout = parse_layout(wire, block_size, run_elements);
+    TORCH_CHECK_VALUE(step >= 1, "step counts from 1, got ", step);
+    codec::StepConstants& constants = args.constants;
+    constants.optimizer = codec::Optimizer::kAdam;
+    const auto exponent = static_cast<double>(step);
+    constants.lr = static_cast<float>(lr / (1.0 - std::pow(beta1, exponent)));
+    constants.mu = static_cast<float>(beta1);
+    constants.one_minus_beta1 = static_cast<float>(1.0 - beta1);
+    constants.beta2 = static_cast<float>(beta2);
+    constants.one_minus_beta2 = static_cast<float>(1.0 - beta2);
+    constants.sqrt_correction = static_cast<float>(std::sqrt(1.0 - std::pow(beta2, exponent)));
+    constants.eps = static_cast<float>(eps);
+    set_alpha(constants, alpha);
+    run_step(args, outer, exp_avg, exp_avg_sq, params, payloads, coefficients, begin, end, verdict);
+}
+
+void decode_cpu(TensorList payloads, c10::ArrayRef<double> coefficients, TensorList outs,
+                int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
+                int64_t block_size, c10::string_view impl) {
+    codec::DecodeArgs args{};
+    args.kernels = parse_impl(impl);
+    args.layout = parse_layout(wire, block_size, run_elements);
+    const FragmentView view("outs", outs);
+    args.outs = view.get();
+    check_range(args.layout, begin, end, view.num_elements());
+    const TermList& terms = check_terms(payloads, coefficients, args.layout, end);
+    args.term_payloads = terms.payloads.data();
+    args.coefficients = terms.coefficients.data();
+    args.num_terms = terms.count;
+    parallel(begin, end, args.layout.block_size,
+             [&](int64_t first, int64_t last) { codec::decode(args, first, last); });
+    mark_written(outs);
+}
+
+void merge_cpu(const Tensor& outer, TensorList params, double alpha, c10::string_view impl) {
+    codec::MergeArgs args{};
+    args.kernels = parse_impl(impl);
+    const FragmentView view("params", params);
+    args.params = view.get();
+    check_flat_of("outer", outer, view.num_elements());
+    args.outer = outer.const_data_ptr<float>();
+    args.alpha = static_cast<float>(alpha);
+    args.one_minus_alpha = static_cast<float>(1.0 - alpha);
+    parallel(0, view.num_elements(), codec::kPlainBlock,
+             [&](int64_t first, int64_t last) { codec::merge(args, first, last); });
+    mark_written(params);
+}
+
+// The sums of the chunks are added in order, whatever the number of threads.
+void norms_cpu(const OptionalTensor& outer, TensorList params, const Tensor& out,
+               c10::string_view impl) {
+    codec::NormsArgs args{};
+    args.kernels = parse_impl(impl);
+    const FragmentView view("params", params);
+    args.params = view.get();
+    const int64_t num_elements = view.num_elements();
+    if (outer.has_value()) {
+        check_flat_of("outer", *outer, num_elements);
+        args.outer = outer->const_data_ptr<float>();
+    }
+    check_flat("out", out, at::kDouble);
+    TORCH_CHECK_VALUE(out.numel() == 2, "out must have two elements, got ", out.numel());
+    static thread_local std::vector<codec::Norms> chunk_storage;
+    std::vector<codec::Norms>& chunks = chunk_storage;
+    chunks.resize((num_elements + codec::kNormChunk - 1) / codec::kNormChunk);
+    parallel(0, num_elements, codec::kNormChunk, [&](int64_t first, int64_t last) {
+        for (int64_t at = first; at < last; at += codec::kNormChunk) {
+            const int64_t chunk_end = std::min(at + codec::kNormChunk, last);
+            chunks[at / codec::kNormChunk] = codec::norms(args, at, chunk_end);
+        }
+    });
+    codec::Norms total{};
+    for (const codec::Norms& chunk : chunks) {
+        total.squared += chunk.squared;
+        total.nonfinite += chunk.nonfinite;
+    }
+    out.data_ptr<double>()[0] = total.squared;
+    out.data_ptr<double>()[1] = static_cast<double>(total.nonfinite);
+}
+
+std::vector<std::string> cpu_impls() {
+    std::vector<std::string> names;
+    for (const auto* kernels : codec::available_kernels()) names.emplace_back(kernels->name);
+    return names;
+}
+
+// Runs one of the plain loops that the kernels are measured against.
+void floor_cpu(c10::string_view kind, TensorList buffers) {
+    std::array<codec::FloorBuffer, codec::kMaxFloorBuffers> pointers{};
+    TORCH_CHECK_VALUE(buffers.size() <= pointers.size(), "at most ", pointers.size(),
+                      " buffers, got ", buffers.size());
+    for (size_t i = 0; i < buffers.size(); ++i) {
+        check_cpu("buffers", buffers[i]);
+        TORCH_CHECK_VALUE(buffers[i].is_contiguous(), "buffers must be contiguous");
+        pointers[i] = {static_cast<uint8_t*>(buffers[i].data_ptr()), buffers[i].nbytes()};
+    }
+    const codec::Floor* floor = codec::find_floor(std::string(kind));
+    TORCH_CHECK_VALUE(floor != nullptr, "unknown floor '", kind, "'; known:", codec::floor_names());
+    TORCH_CHECK_VALUE(buffers.size() == static_cast<size_t>(floor->num_buffers), "floor ", kind,
+                      " takes ", floor->num_buffers, " buffers (", floor->buffers, "), got ",
+                      buffers.size());
+    const size_t elements = buffers[0].nbytes() / floor->bytes_per_element[0];
+    for (int i = 0; i < floor->num_buffers; ++i) {
+        TORCH_CHECK_VALUE(pointers[i].num_bytes == elements * floor->bytes_per_element[i], "floor ",
+                          kind, " buffer ", i, " must have ",
+                          elements * floor->bytes_per_element[i], " bytes, got ",
+                          pointers[i].num_bytes);
+    }
+    TORCH_CHECK_VALUE(elements % codec::kFloorUnit == 0,
+                      "the number of elements must be a multiple of ", codec::kFloorUnit, ", got ",
+                      elements);
+    parallel(0, static_cast<int64_t>(elements), codec::kFloorUnit,
+             [&](int64_t first, int64_t last) {
+                 floor->run(pointers.data(), static_cast<size_t>(first), static_cast<size_t>(last));
+             });
+}
+
+// Under torch.compile and on fake tensors there is nothing to compute: the operators only write
+// their arguments.
+template <class Function>
+struct Fake;
+template <class... Args>
+struct Fake<void (*)(Args...)> {
+    static void run(Args...) {}
+};
+
+}  // namespace
+}  // namespace diloco
+
+TORCH_LIBRARY(diloco_comm, m) {
+    m.set_python_module("diloco_comm.ops");
+    m.def(
+        "encode(Tensor? outer, Tensor[] params, Tensor(a!) payload, int begin, int end, int "
+        "run_elements, str wire, "
+        "int block_size, bool stochastic=False, int rng_key=0, Tensor? residual=None, Tensor(b!)? "
+        "new_residual=None, "
+        "Tensor(c!)? nonfinite=None, str impl='') -> ()");
+    m.def(
+        "reduce(Tensor received, Tensor(a!) result, float[] weights, int num_elements, int "
+        "run_elements, str wire, "
+        "int block_size, bool stochastic=False, int rng_key=0, int index_begin=0, Tensor? "
+        "residual=None, "
+        "Tensor(b!)? new_residual=None, Tensor(c!)? nonfinite=None, str impl='') -> ()");
+    m.def(
+        "outer_step(Tensor(a!) outer, Tensor(b!)? momentum, Tensor(c!)[] params, Tensor[] "
+        "payloads, "
+        "float[] coefficients, int begin, int end, int run_elements, str wire, int block_size, str "
+        "optimizer, float lr, "
+        "float mu=0., float alpha=0., float clip=inf, Tensor? verdict=None, str impl='') -> ()");
+    m.def(
+        "outer_step_adam(Tensor(a!) outer, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)[] "
+        "params, "
+        "Tensor[] payloads, float[] coefficients, int begin, int end, int run_elements, str wire, "
+        "int block_size, "
+        "float lr, float beta1, float beta2, float eps, int step, float alpha=0., Tensor? "
+        "verdict=None, str impl='') "
+        "-> ()");
+    m.def(
+        "decode(Tensor[] payloads, float[] coefficients, Tensor(a!)[] outs, int begin, int end, "
+        "int run_elements, "
+        "str wire, int block_size, str impl='') -> ()");
+    m.def("merge(Tensor outer, Tensor(a!)[] params, float alpha=0., str impl='') -> ()");
+    m.def("norms(Tensor? outer, Tensor[] params, Tensor(a!) out, str impl='') -> ()");
+    m.def("_floor(str kind, Tensor(a!)[] buffers) -> ()");
+    m.def("_cpu_impls() -> str[]", &diloco::cpu_impls);
+}
+
+TORCH_LIBRARY_IMPL(diloco_comm, CPU, m) {
+    m.impl("encode", &diloco::encode_cpu);
+    m.impl("reduce", &diloco::reduce_cpu);
+    m.impl("outer_step", &diloco::outer_step_cpu);
+    m.impl("outer_step_adam", &diloco::outer_step_adam_cpu);
+    m.impl("decode", &diloco::decode_cpu);
+    m.impl("merge", &diloco::merge_cpu);
+    m.impl("norms", &diloco::norms_cpu);
+    m.impl("_floor", &diloco::floor_cpu);
+}
+
+TORCH_LIBRARY_IMPL(diloco_comm, Meta, m) {
+    m.impl("encode", &diloco::Fake<decltype(&diloco::encode_cpu)>::run);
+    m.impl("reduce", &diloco::Fake<decltype(&diloco::reduce_cpu)>::run);
+    m.impl("outer_step", &diloco::Fake<decltype(&diloco::outer_step_cpu)>::run);
+    m.impl("outer_step_adam", &diloco::Fake<decltype(&diloco::outer_step_adam_cpu)>::run);
+    m.impl("decode", &diloco::Fake<decltype(&diloco::decode_cpu)>::run);
+    m.impl("merge", &diloco::Fake<decltype(&diloco::merge_cpu)>::run);
+    m.impl("norms", &diloco::Fake<decltype(&diloco::norms_cpu)>::run);
+}

@@ -1,1 +1,378 @@
-// Placeholder of the codec library; replaced by the kernels.
+#include "codec/codec.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "codec/fp_environment.h"
+#include "codec/serial.h"
+#include "wire/codes.h"
+
+namespace diloco::codec {
+namespace {
+
+using wire::Format;
+
+int64_t element_bytes(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
+
+uint8_t* offset(void* data, DType dtype, int64_t elements) {
+    return static_cast<uint8_t*>(data) + elements * element_bytes(dtype);
+}
+
+const uint8_t* offset(const void* data, DType dtype, int64_t elements) {
+    return static_cast<const uint8_t*>(data) + elements * element_bytes(dtype);
+}
+
+// A stretch of a fragment inside one run: whole blocks of one segment, or (data is null) one block
+// that straddles segments or is cut short by the end.
+struct Piece {
+    int64_t begin;
+    int64_t size;
+    uint8_t* data;
+    DType dtype;
+    int64_t segment_idx;
+};
+
+template <class Body>
+void for_each_piece(const Fragment& fragment, const RunLayout& layout, int64_t begin, int64_t end,
+                    Body&& body) {
+    const Segment* segments = fragment.segments;
+    int64_t idx = 0;
+    if (fragment.num_segments > 0) {
+        const Segment* next = std::upper_bound(
+            segments, segments + fragment.num_segments, begin,
+            [](int64_t position, const Segment& segment) { return position < segment.begin; });
+        idx = next - segments - 1;
+    }
+    const int64_t block = layout.block_size;
+    for (int64_t at = begin; at < end;) {
+        const int64_t run_end = std::min((at / layout.run_elements + 1) * layout.run_elements, end);
+        while (segments[idx].begin + segments[idx].size <= at) ++idx;
+        const Segment& segment = segments[idx];
+        const int64_t whole =
+            (std::min(segment.begin + segment.size, run_end) - at) / block * block;
+        Piece piece{at, whole, nullptr, segment.dtype, idx};
+        if (whole > 0) {
+            piece.data = offset(segment.data, segment.dtype, at - segment.begin);
+        } else {
+            piece.size = std::min(block, run_end - at);
+        }
+        body(piece);
+        at += piece.size;
+    }
+}
+
+float load(const uint8_t* data, DType dtype) {
+    if (dtype == DType::kFp32) {
+        float value;
+        std::memcpy(&value, data, sizeof(value));
+        return value;
+    }
+    uint16_t code;
+    std::memcpy(&code, data, sizeof(code));
+    return dtype == DType::kBf16 ? wire::code_value<Format::kBf16>(code)
+                                 : wire::code_value<Format::kFp16>(code);
+}
+
+void store(uint8_t* data, DType dtype, float value) {
+    if (dtype == DType::kFp32) {
+        std::memcpy(data, &value, sizeof(value));
+        return;
+    }
+    const uint16_t code =
+        dtype == DType::kBf16 ? wire::bf16_nearest(value) : wire::fp16_nearest(value);
+    std::memcpy(data, &code, sizeof(code));
+}
+
+// Calls body(data, dtype, position in the piece) for each element of a straddling piece.
+template <class Body>
+void for_each_element(const Fragment& fragment, const Piece& piece, Body&& body) {
+    int64_t idx = piece.segment_idx;
+    for (int64_t i = 0; i < piece.size; ++i) {
+        const int64_t at = piece.begin + i;
+        while (fragment.segments[idx].begin + fragment.segments[idx].size <= at) ++idx;
+        const Segment& segment = fragment.segments[idx];
+        body(offset(segment.data, segment.dtype, at - segment.begin), segment.dtype, i);
+    }
+}
+
+// A block on the stack, filled up with zeros.
+struct alignas(64) StackBlock {
+    float value[wire::kMaxBlockSize];
+
+    void gather(const Fragment& fragment, const Piece& piece) {
+        for_each_element(fragment, piece, [&](const uint8_t* data, DType dtype, int64_t i) {
+            value[i] = load(data, dtype);
+        });
+        clear_from(piece.size);
+    }
+    void scatter(const Fragment& fragment, const Piece& piece) const {
+        for_each_element(fragment, piece, [&](uint8_t* data, DType dtype, int64_t i) {
+            store(data, dtype, value[i]);
+        });
+    }
+    void copy_in(const void* source, DType dtype, int64_t begin, int64_t size) {
+        std::memcpy(value, offset(source, dtype, begin), size * element_bytes(dtype));
+        std::memset(reinterpret_cast<uint8_t*>(value) + size * element_bytes(dtype), 0,
+                    sizeof(value) - size * element_bytes(dtype));
+    }
+    void copy_out(void* target, DType dtype, int64_t begin, int64_t size) const {
+        std::memcpy(offset(target, dtype, begin), value, size * element_bytes(dtype));
+    }
+    void clear_from(int64_t size) {
+        std::memset(value + size, 0, (wire::kMaxBlockSize - size) * sizeof(float));
+    }
+};
+
+// Where the scales and codes of an element lie in a payload.
+struct PayloadPosition {
+    int64_t scales;
+    int64_t codes;
+};
+
+PayloadPosition locate(const RunLayout& layout, int64_t element) {
+    const int64_t run = element / layout.run_elements, within = element % layout.run_elements;
+    const int64_t start =
+        run * wire::run_bytes(layout.format, layout.run_elements, layout.block_size);
+    return {start + 2 * (within / layout.block_size),
+            start + wire::code_offset(layout.format, layout.run_elements, layout.block_size) +
+                wire::code_bytes(layout.format, within)};
+}
+
+// The payloads of an operator with pointers to one position of each.
+class Terms {
+  public:
+    Terms(const uint8_t* const* payloads, const float* coefficients, int count)
+        : payloads_(payloads), count_(count) {
+        for (int i = 0; i < count; ++i) terms_[i].coefficient = coefficients[i];
+    }
+    const Term* at(const PayloadPosition& position) {
+        for (int i = 0; i < count_; ++i) {
+            terms_[i].scales = payloads_[i] + position.scales;
+            terms_[i].codes = payloads_[i] + position.codes;
+        }
+        return terms_;
+    }
+    int count() const { return count_; }
+
+  private:
+    const uint8_t* const* payloads_;
+    int count_;
+    Term terms_[kMaxTerms];
+};
+
+int64_t blocks_of(int64_t elements, int block_size) {
+    return (elements + block_size - 1) / block_size;
+}
+
+// A short block is encoded on the stack, so that padding is never written.
+int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece) {
+    StackBlock outer, residual, new_residual;
+    alignas(64) uint8_t codes[wire::kMaxBlockSize * sizeof(float)];
+    uint8_t* target = span.codes;
+    span.codes = codes;
+    if (args.outer != nullptr) {
+        outer.copy_in(args.outer, DType::kFp32, piece.begin, piece.size);
+        span.outer = outer.value;
+    }
+    if (args.residual != nullptr) {
+        residual.copy_in(args.residual, args.residual_dtype, piece.begin, piece.size);
+        span.residual = residual.value;
+    }
+    if (args.new_residual != nullptr) span.new_residual = new_residual.value;
+    const int64_t bad = args.kernels->encode(span);
+    std::memcpy(target, codes, wire::code_bytes(args.layout.format, piece.size));
+    if (args.new_residual != nullptr) {
+        new_residual.copy_out(args.new_residual, args.residual_dtype, piece.begin, piece.size);
+    }
+    return bad;
+}
+
+int64_t encode_piece(const EncodeArgs& args, Terms& terms, const Piece& piece) {
+    const RunLayout& layout = args.layout;
+    const PayloadPosition position = locate(layout, piece.begin);
+    EncodeSpan span{};
+    span.format = layout.format;
+    span.block_size = layout.block_size;
+    span.num_blocks = blocks_of(piece.size, layout.block_size);
+    span.outer = args.outer != nullptr ? args.outer + piece.begin : nullptr;
+    span.params = piece.data;
+    span.param_dtype = piece.dtype;
+    span.num_terms = terms.count();
+    span.terms = span.num_terms > 0 ? terms.at(position) : nullptr;
+    span.residual_dtype = args.residual_dtype;
+    if (args.residual != nullptr) {
+        span.residual = offset(args.residual, args.residual_dtype, piece.begin);
+    }
+    if (args.new_residual != nullptr) {
+        span.new_residual = offset(args.new_residual, args.residual_dtype, piece.begin);
+    }
+    span.scales = args.payload + position.scales;
+    span.codes = args.payload + position.codes;
+    span.is_stochastic = args.is_stochastic;
+    span.element = args.index_begin + static_cast<uint64_t>(piece.begin);
+    span.key = args.key;
+    StackBlock params;
+    if (piece.data == nullptr && span.num_terms == 0) {
+        params.gather(args.params, piece);
+        span.params = params.value;
+        span.param_dtype = DType::kFp32;
+    }
+    return piece.size % layout.block_size == 0 ? args.kernels->encode(span)
+                                               : encode_short(args, span, piece);
+}
+
+}  // namespace
+
+int64_t encode(const EncodeArgs& args, int64_t begin, int64_t end) {
+    const IeeeScope ieee;
+    Terms terms(args.term_payloads, args.coefficients, args.num_terms);
+    int64_t bad = 0;
+    if (args.num_terms > 0) {
+        // A run that is reduced is one stretch of whole blocks and a short one.
+        const int64_t whole = (end - begin) / args.layout.block_size * args.layout.block_size;
+        if (whole > 0) bad += encode_piece(args, terms, {begin, whole, nullptr, DType::kFp32, 0});
+        if (begin + whole < end) {
+            bad += encode_piece(args, terms,
+                                {begin + whole, end - begin - whole, nullptr, DType::kFp32, 0});
+        }
+        return bad;
+    }
+    for_each_piece(args.params, args.layout, begin, end,
+                   [&](const Piece& piece) { bad += encode_piece(args, terms, piece); });
+    return bad;
+}
+
+void decode(const DecodeArgs& args, int64_t begin, int64_t end) {
+    const IeeeScope ieee;
+    Terms terms(args.term_payloads, args.coefficients, args.num_terms);
+    for_each_piece(args.outs, args.layout, begin, end, [&](const Piece& piece) {
+        StackBlock block;
+        DecodeSpan span{};
+        span.format = args.layout.format;
+        span.block_size = args.layout.block_size;
+        span.num_blocks = blocks_of(piece.size, args.layout.block_size);
+        span.terms = terms.at(locate(args.layout, piece.begin));
+        span.num_terms = terms.count();
+        span.out = piece.data != nullptr ? piece.data : reinterpret_cast<uint8_t*>(block.value);
+        span.out_dtype = piece.data != nullptr ? piece.dtype : DType::kFp32;
+        args.kernels->decode(span);
+        if (piece.data == nullptr) block.scatter(args.outs, piece);
+    });
+}
+
+namespace {
+
+// A block that straddles tensors is gathered and scattered; one that is cut short takes its outer
+// state along.
+void step_block(const StepArgs& args, StepSpan span, const Piece& piece) {
+    StackBlock params, outer, momentum, second;
+    params.gather(args.params, piece);
+    span.params = params.value;
+    span.param_dtype = DType::kFp32;
+    const bool is_short = piece.size < args.layout.block_size;
+    if (is_short) {
+        outer.copy_in(args.outer, DType::kFp32, piece.begin, piece.size);
+        span.outer = outer.value;
+        if (args.momentum != nullptr) {
+            momentum.copy_in(args.momentum, DType::kFp32, piece.begin, piece.size);
+            span.momentum = momentum.value;
+        }
+        if (args.second != nullptr) {
+            second.copy_in(args.second, DType::kFp32, piece.begin, piece.size);
+            span.second = second.value;
+        }
+    }
+    args.kernels->outer_step(span);
+    params.scatter(args.params, piece);
+    if (!is_short) return;
+    outer.copy_out(args.outer, DType::kFp32, piece.begin, piece.size);
+    if (args.momentum != nullptr) {
+        momentum.copy_out(args.momentum, DType::kFp32, piece.begin, piece.size);
+    }
+    if (args.second != nullptr) second.copy_out(args.second, DType::kFp32, piece.begin, piece.size);
+}
+
+}  // namespace
+
+void outer_step(const StepArgs& args, int64_t begin, int64_t end) {
+    const IeeeScope ieee;
+    Terms terms(args.term_payloads, args.coefficients, args.num_terms);
+    for_each_piece(args.params, args.layout, begin, end, [&](const Piece& piece) {
+        StepSpan span{};
+        span.format = args.layout.format;
+        span.block_size = args.layout.block_size;
+        span.num_blocks = blocks_of(piece.size, args.layout.block_size);
+        span.terms = terms.at(locate(args.layout, piece.begin));
+        span.num_terms = terms.count();
+        span.outer = args.outer + piece.begin;
+        span.momentum = args.momentum != nullptr ? args.momentum + piece.begin : nullptr;
+        span.second = args.second != nullptr ? args.second + piece.begin : nullptr;
+        span.params = piece.data;
+        span.param_dtype = piece.dtype;
+        span.constants = &args.constants;
+        if (piece.data != nullptr) {
+            args.kernels->outer_step(span);
+        } else {
+            step_block(args, span, piece);
+        }
+    });
+}
+
+void merge(const MergeArgs& args, int64_t begin, int64_t end) {
+    const IeeeScope ieee;
+    const RunLayout layout{Format::kFp32, kPlainBlock, INT64_MAX / 2};
+    for_each_piece(args.params, layout, begin, end, [&](const Piece& piece) {
+        MergeSpan span{piece.size, args.outer + piece.begin, piece.data, piece.dtype,
+                       args.alpha, args.one_minus_alpha};
+        if (piece.data != nullptr) {
+            args.kernels->merge(span);
+            return;
+        }
+        StackBlock params, outer;
+        params.gather(args.params, piece);
+        outer.copy_in(args.outer, DType::kFp32, piece.begin, piece.size);
+        span.num_elements = kPlainBlock;
+        span.outer = outer.value;
+        span.params = params.value;
+        span.param_dtype = DType::kFp32;
+        args.kernels->merge(span);
+        params.scatter(args.params, piece);
+    });
+}
+
+Norms norms(const NormsArgs& args, int64_t begin, int64_t end) {
+    const IeeeScope ieee;
+    const RunLayout layout{Format::kFp32, kPlainBlock, INT64_MAX / 2};
+    double lanes[kNormLanes] = {};
+    int64_t bad = 0;
+    for_each_piece(args.params, layout, begin, end, [&](const Piece& piece) {
+        NormsSpan span{piece.size, args.outer != nullptr ? args.outer + piece.begin : nullptr,
+                       piece.data, piece.dtype, lanes};
+        StackBlock params, outer;
+        if (piece.data == nullptr) {
+            params.gather(args.params, piece);
+            span.num_elements = kPlainBlock;
+            span.params = params.value;
+            span.param_dtype = DType::kFp32;
+            if (args.outer != nullptr) {
+                outer.copy_in(args.outer, DType::kFp32, piece.begin, piece.size);
+                span.outer = outer.value;
+            }
+        }
+        bad += args.kernels->norms(span);
+    });
+    for (int half = kNormLanes / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    }
+    return {lanes[0], bad};
+}
+
+namespace {
+thread_local bool is_serial = false;
+}  // namespace
+
+SerialScope::SerialScope() : previous_(is_serial) { is_serial = true; }
+SerialScope::~SerialScope() { is_serial = previous_; }
+bool SerialScope::is_active() { return is_serial; }
+
+}  // namespace diloco::codec

@@ -1,0 +1,115 @@
+// The CPU codec: operators over ranges of a fragment, torch-free.
+// A fragment is a list of tensors, virtually concatenated. Each function works on elements [begin,
+// end), where begin is a multiple of the block size and end is one too or the fragment's end, on
+// the calling thread; ranges that do not overlap may run on different threads at the same time.
+// Nothing is allocated.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "codec/kernels.h"
+
+namespace diloco::codec {
+
+// One tensor of a fragment: elements [begin, begin + size) of the concatenation.
+struct Segment {
+    void* data;
+    DType dtype;
+    int64_t begin;
+    int64_t size;
+};
+
+struct Fragment {
+    const Segment* segments;  // in order, without gaps; empty ones are allowed
+    int64_t num_segments;
+    int64_t num_elements;
+};
+
+// How runs lie in a payload.
+struct RunLayout {
+    wire::Format format;
+    int block_size;
+    int64_t run_elements;
+};
+
+struct EncodeArgs {
+    const Kernels* kernels;
+    RunLayout layout;
+    const float* outer;  // or null
+    Fragment params;     // no segments: the weighted sum of `terms`' runs is encoded
+    const uint8_t* const* term_payloads;
+    const float* coefficients;
+    int num_terms;
+    uint8_t* payload;
+    const void* residual;  // or null
+    void* new_residual;    // or null
+    DType residual_dtype;
+    bool is_stochastic;
+    uint64_t index_begin;  // index in the fragment of element 0
+    uint64_t key;
+};
+
+struct DecodeArgs {
+    const Kernels* kernels;
+    RunLayout layout;
+    const uint8_t* const* term_payloads;
+    const float* coefficients;
+    int num_terms;
+    Fragment outs;
+};
+
+struct StepArgs {
+    const Kernels* kernels;
+    RunLayout layout;
+    const uint8_t* const* term_payloads;
+    const float* coefficients;
+    int num_terms;
+    float* outer;
+    float* momentum;  // or null
+    float* second;    // or null
+    Fragment params;
+    StepConstants constants;
+};
+
+struct MergeArgs {
+    const Kernels* kernels;
+    const float* outer;
+    Fragment params;
+    float alpha;
+    float one_minus_alpha;
+};
+
+struct NormsArgs {
+    const Kernels* kernels;
+    const float* outer;  // or null
+    Fragment params;
+};
+
+struct Norms {
+    double squared;
+    int64_t nonfinite;
+};
+
+constexpr int kMaxTerms = 1024;
+// Sums of squares are taken over chunks of this many elements and added in order.
+constexpr int64_t kNormChunk = 4096;
+// Block of the operators that know no wire.
+constexpr int kPlainBlock = 256;
+
+// Returns the number of bad elements (wire/scale.h).
+int64_t encode(const EncodeArgs& args, int64_t begin, int64_t end);
+void decode(const DecodeArgs& args, int64_t begin, int64_t end);
+void outer_step(const StepArgs& args, int64_t begin, int64_t end);
+void merge(const MergeArgs& args, int64_t begin, int64_t end);
+// One chunk: begin is a multiple of kNormChunk, end at most begin + kNormChunk.
+Norms norms(const NormsArgs& args, int64_t begin, int64_t end);
+
+// The implementation called `name` ("": the fastest that this machine runs), or null when it is
+// unknown or cannot run.
+const Kernels* find_kernels(const std::string& name);
+// Those that run on this machine, slowest first.
+const std::vector<const Kernels*>& available_kernels();
+
+}  // namespace diloco::codec

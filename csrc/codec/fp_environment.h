@@ -1,0 +1,39 @@
+// Every entry of the codec runs with IEEE defaults (round to nearest even, sub-normals kept) and
+// restores what it found: torch.set_flush_denormal and -ffast-math libraries change the thread's
+// state, and with it bytes.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__SSE__)
+#include <immintrin.h>
+#endif
+
+namespace diloco::codec {
+
+class IeeeScope {
+  public:
+#if defined(__SSE__)
+    IeeeScope() : saved_(_mm_getcsr()) { _mm_setcsr(kDefault); }
+    ~IeeeScope() { _mm_setcsr(saved_); }
+
+  private:
+    static constexpr unsigned kDefault = 0x1F80;  // all exceptions masked, no FTZ, no DAZ
+    unsigned saved_;
+#elif defined(__aarch64__)
+    IeeeScope() : saved_(__builtin_aarch64_get_fpcr64()) { __builtin_aarch64_set_fpcr64(0); }
+    ~IeeeScope() { __builtin_aarch64_set_fpcr64(saved_); }
+
+  private:
+    unsigned long long saved_;
+#else
+    IeeeScope() {}
+    ~IeeeScope() {}
+#endif
+
+  public:
+    IeeeScope(const IeeeScope&) = delete;
+    IeeeScope& operator=(const IeeeScope&) = delete;
+};
+
+}  // namespace diloco::codec

@@ -1,0 +1,120 @@
+// What one implementation (scalar, AVX2, AVX-512) provides: kernels over whole blocks that lie
+// contiguously in memory. Segments, short blocks, runs and threads are the driver's business
+// (codec.cpp). Every implementation writes the same bytes; the caller has cleared flush-to-zero
+// (fp_environment.h).
+#pragma once
+
+#include <cstdint>
+
+#include "wire/format.h"
+
+namespace diloco::codec {
+
+enum class DType : int { kFp32, kBf16, kFp16 };
+enum class Optimizer : int { kSgd, kHeavyBall, kNesterov, kAdam };
+
+// A payload's blocks and the factor of their decoded values.
+struct Term {
+    const uint8_t* scales;  // bf16, one a block; unused by the formats without scales
+    const uint8_t* codes;
+    float coefficient;
+};
+
+// Encodes x = outer - params (or params, or the weighted sum of `terms`) + residual.
+struct EncodeSpan {
+    wire::Format format;
+    int block_size;
+    int64_t num_blocks;
+    const float* outer;  // or null
+    const void* params;  // or null when there are terms
+    DType param_dtype;
+    const Term* terms;
+    int num_terms;
+    const void* residual;  // or null
+    void* new_residual;    // or null
+    DType residual_dtype;  // fp32 or bf16
+    uint8_t* scales;
+    uint8_t* codes;
+    bool is_stochastic;
+    uint64_t element;  // index of the first element in the fragment
+    uint64_t key;
+};
+
+// out = sum of coefficient * decoded value.
+struct DecodeSpan {
+    wire::Format format;
+    int block_size;
+    int64_t num_blocks;
+    const Term* terms;
+    int num_terms;
+    void* out;
+    DType out_dtype;
+};
+
+struct StepConstants {
+    Optimizer optimizer;
+    float lr;     // Adam: lr / (1 - beta1^step)
+    float mu;     // Adam: beta1
+    float clip;   // +Inf: none
+    float alpha;  // weight of the local value
+    float one_minus_alpha;
+    float one_minus_beta1;  // Adam only, as the next four
+    float beta2;
+    float one_minus_beta2;
+    float sqrt_correction;  // sqrt(1 - beta2^step)
+    float eps;
+};
+
+// Outer optimizer on g = sum of terms, then the merge into the parameters.
+struct StepSpan {
+    wire::Format format;
+    int block_size;
+    int64_t num_blocks;
+    const Term* terms;
+    int num_terms;
+    float* outer;
+    float* momentum;  // or null (SGD)
+    float* second;    // Adam's exp_avg_sq, else null
+    void* params;
+    DType param_dtype;
+    const StepConstants* constants;
+};
+
+// params = alpha * params + (1 - alpha) * outer; a copy when alpha is 0.
+struct MergeSpan {
+    int64_t num_elements;  // a multiple of 32
+    const float* outer;
+    void* params;
+    DType param_dtype;
+    float alpha;
+    float one_minus_alpha;
+};
+
+// Adds the squares of the good elements of outer - params, in fp64, to 16 lanes: element i goes to
+// lane i mod 16.
+struct NormsSpan {
+    int64_t num_elements;  // a multiple of 32
+    const float* outer;    // or null
+    const void* params;
+    DType param_dtype;
+    double* lanes;
+};
+
+constexpr int kNormLanes = 16;
+
+struct Kernels {
+    const char* name;
+    int64_t (*encode)(const EncodeSpan&);  // returns the number of bad elements
+    void (*decode)(const DecodeSpan&);
+    void (*outer_step)(const StepSpan&);
+    void (*merge)(const MergeSpan&);
+    int64_t (*norms)(const NormsSpan&);  // returns the number of bad elements
+};
+
+extern const Kernels kScalarKernels;
+#if defined(DILOCO_X86)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+}  // namespace diloco::codec

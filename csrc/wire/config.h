@@ -1,0 +1,29 @@
+// What every file of csrc/wire may use, in C++ and in CUDA alike; no torch, no CUDA header.
+// All functions are `static`: each translation unit keeps its own copy, so code compiled for one
+// instruction set can never be linked into another (one-definition rule).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#define DILOCO_HD __host__ __device__ static inline
+#else
+#define DILOCO_HD [[maybe_unused]] static inline
+#endif
+
+namespace diloco::wire {
+
+DILOCO_HD uint32_t float_bits(float value) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+DILOCO_HD float bits_float(uint32_t bits) {
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+}  // namespace diloco::wire

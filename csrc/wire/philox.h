@@ -1,0 +1,56 @@
+// Random bits for stochastic rounding: Philox-4x32 with 10 rounds (Salmon et al., SC 2011), 16 bits
+// an element.
+//
+// Exact mapping, for an element with index `e` *in the fragment* and a 64-bit `key`:
+//   counter = (lo32(e / 8), hi32(e / 8), 0, 0)      one Philox block serves 8 consecutive elements
+//   key     = (lo32(key), hi32(key))
+//   out     = Philox4x32_10(counter, key)           words out[0..3]
+//   r16     = (out[(e % 8) / 2] >> (16 * (e % 2))) & 0xFFFF
+// i.e. the 16 bytes of the output block, little endian, read as eight uint16 in element order.
+//
+// One round: (c0, c1, c2, c3) <- (hi(M1*c2) ^ c1 ^ k0, lo(M1*c2), hi(M0*c0) ^ c3 ^ k1, lo(M0*c0));
+// after each round but the last, (k0, k1) += (W0, W1).
+#pragma once
+
+#include "wire/config.h"
+
+namespace diloco::wire {
+
+constexpr uint32_t kPhiloxM0 = 0xD2511F53u;
+constexpr uint32_t kPhiloxM1 = 0xCD9E8D57u;
+constexpr uint32_t kPhiloxW0 = 0x9E3779B9u;
+constexpr uint32_t kPhiloxW1 = 0xBB67AE85u;
+constexpr int kPhiloxRounds = 10;
+constexpr int kElementsPerPhilox = 8;
+
+struct PhiloxBlock {
+    uint32_t word[4];
+};
+
+DILOCO_HD PhiloxBlock philox(uint64_t counter, uint64_t key) {
+    uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32);
+    uint32_t c2 = 0, c3 = 0;
+    uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+        const uint64_t p0 = static_cast<uint64_t>(kPhiloxM0) * c0;
+        const uint64_t p1 = static_cast<uint64_t>(kPhiloxM1) * c2;
+        c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+        c1 = static_cast<uint32_t>(p1);
+        c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+        c3 = static_cast<uint32_t>(p0);
+        k0 += kPhiloxW0;
+        k1 += kPhiloxW1;
+    }
+    return {{c0, c1, c2, c3}};
+}
+
+DILOCO_HD uint32_t random16_of(const PhiloxBlock& block, uint64_t element) {
+    const uint32_t lane = static_cast<uint32_t>(element % kElementsPerPhilox);
+    return (block.word[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
+}
+
+DILOCO_HD uint32_t random16(uint64_t element, uint64_t key) {
+    return random16_of(philox(element / kElementsPerPhilox, key), element);
+}
+
+}  // namespace diloco::wire

@@ -1,0 +1,83 @@
+// Stochastic rounding of one element with 16 random bits r (philox.h): the code is one of the two
+// neighbours of y, with the probability of the upper one equal to the distance from the lower one,
+// to 2^-17 of their distance.
+//   u = (2 r + 1) * 2^-17                       exact in fp32, in (0, 1), symmetric around 1/2
+//   int8, int4:     code = floor(y + u)          one fp32 addition; then clamped to [-qmax, qmax]
+//   minifloats:     s = 23 - M mantissa bits are dropped. |y| below the smallest normal:
+//                     s > 16 (fp8, e3m0):  magnitude = floor(|y| * 2^(B - 1 + M) + u)
+//                     s <= 16 (fp16):      the same with u = (2 (r >> (16 - s)) + 1) * 2^-(s + 1),
+//                     so that the sum is
+//                                          not rounded up to the next code
+//                   else random bits are added below the kept mantissa, and cut off with the rest:
+//                     s > 16 (fp8, e3m0):  bits + (r << (s - 16)) + (1 << (s - 17))
+//                     s <= 16 (fp16):      bits + (r >> (16 - s))
+//                   then clamped to the largest finite magnitude (fp16: not clamped, an overflow is
+//                   a bad element); the sign of y is kept (e3m0: zero is code 0)
+//   bf16:           (bits + r) >> 16
+//   fp32:           exact
+#pragma once
+
+#include "wire/codes.h"
+#include "wire/philox.h"
+
+namespace diloco::wire {
+
+DILOCO_HD float uniform_of(uint32_t r) { return static_cast<float>(2 * r + 1) * 0x1p-17f; }
+
+DILOCO_HD int32_t integer_stochastic(float y, int32_t limit, uint32_t r) {
+    const int32_t code = static_cast<int32_t>(__builtin_floorf(y + uniform_of(r)));
+    return code > limit ? limit : code < -limit ? -limit : code;
+}
+
+// The uniform number for the sub-normals of a minifloat.
+template <int kShift>
+DILOCO_HD float grid_uniform_of(uint32_t r) {
+    if constexpr (kShift > 16) {
+        return uniform_of(r);
+    } else {
+        return static_cast<float>(2 * (r >> (16 - kShift)) + 1) *
+               bits_float(static_cast<uint32_t>(126 - kShift) << 23);
+    }
+}
+
+// Random bits aligned with the mantissa bits that a minifloat drops.
+template <int kShift>
+DILOCO_HD uint32_t dropped_bits(uint32_t r) {
+    if constexpr (kShift > 16) {
+        return (r << (kShift - 16)) + (1u << (kShift - 17));
+    } else {
+        return r >> (16 - kShift);
+    }
+}
+
+template <Format kFormat>
+DILOCO_HD uint32_t minifloat_stochastic(float y, uint32_t r) {
+    using L = MinifloatLayout<kFormat>;
+    const uint32_t bits = float_bits(y), magnitude = bits & kMagnitudeMask;
+    uint32_t code;
+    if (magnitude < L::kSmallestNormalBits) {
+        const float grid = bits_float(magnitude) * bits_float(L::kSubnormalScaleBits);
+        code = static_cast<uint32_t>(__builtin_floorf(grid + grid_uniform_of<L::kShift>(r)));
+    } else {
+        code = ((magnitude + dropped_bits<L::kShift>(r)) >> L::kShift) - L::kRebias;
+    }
+    return with_sign<kFormat>(smaller(code, L::kLargest), bits);
+}
+
+// The code of `y`, in the low code_bits(kFormat) bits. y is not bad (scale.h).
+template <Format kFormat>
+DILOCO_HD uint32_t encode_stochastic(float y, uint32_t r) {
+    if constexpr (kFormat == Format::kFp32) {
+        return float_bits(y);
+    } else if constexpr (kFormat == Format::kBf16) {
+        return (float_bits(y) + r) >> 16;
+    } else if constexpr (kFormat == Format::kInt8) {
+        return static_cast<uint32_t>(integer_stochastic(y, 127, r)) & 0xFFu;
+    } else if constexpr (kFormat == Format::kInt4) {
+        return static_cast<uint32_t>(integer_stochastic(y, 7, r)) & 0xFu;
+    } else {
+        return minifloat_stochastic<kFormat>(y, r);
+    }
+}
+
+}  // namespace diloco::wire

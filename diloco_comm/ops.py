@@ -1,0 +1,318 @@
+"""Load the C++ extension and call its operators, by default in the fastest implementation.
+
+The schemas are those of ``torch.ops.diloco_comm.*`` (``csrc/ops.cpp``), with the same names and
+keyword arguments; the numeric definition is ``docs/wire-formats.md``. A *fragment* is a list of
+tensors, virtually concatenated to N elements; ``begin`` and ``end`` count in it. All operators work
+in place on buffers of the caller and allocate nothing.
+
+``impl`` is "" for the default (the environment's, else the fastest that this machine runs) or the
+name of one implementation, which then runs or raises: nothing is ever replaced in silence.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import env
+
+try:
+    from . import _C  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "the C++ extension of diloco_comm is not built for this Python and torch "
+        f"(torch {torch.__version__}): run `pip install --no-build-isolation .` in its sources "
+        f"({error})"
+    ) from error
+
+# Where each implementation lives. "reference" is plain PyTorch; the others are chosen in C++, which
+# refuses by name what the processor cannot run.
+IMPLEMENTATIONS = {
+    "reference": "diloco_comm.reference",
+    "scalar": "csrc/codec/kernels_scalar.cpp",
+    "avx2": "csrc/codec/kernels_avx2.cpp",
+    "avx512": "csrc/codec/kernels_avx512.cpp",
+}
+
+
+def available_impls() -> tuple[str, ...]:
+    """Name the implementations that this machine runs, slowest first; the last is the default."""
+    return ("reference", *torch.ops.diloco_comm._cpu_impls())
+
+
+def resolve_impl(impl: str = "") -> str:
+    """Return the name to pass on: the argument's, else the environment's, else "" (the fastest).
+
+    Raises:
+        ValueError: If the name is unknown or the machine cannot run it.
+    """
+    impl = impl or env.impl()
+    if impl and impl not in available_impls():
+        raise ValueError(
+            f"impl must be one of {', '.join(available_impls())} on this machine, got {impl!r}"
+        )
+    return impl
+
+
+def _call(name: str, impl: str, *args: object, **kwargs: object) -> None:
+    """Run one operator, without autograd: the operators write parameters in place."""
+    impl = resolve_impl(impl)
+    with torch.no_grad():
+        if impl == "reference":
+            getattr(importlib.import_module("diloco_comm.reference"), name)(*args, **kwargs)
+        else:
+            getattr(torch.ops.diloco_comm, name)(*args, **kwargs, impl=impl)
+
+
+def encode(
+    outer: Tensor | None,
+    params: Sequence[Tensor],
+    payload: Tensor,
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    *,
+    stochastic: bool = False,
+    rng_key: int = 0,
+    residual: Tensor | None = None,
+    new_residual: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+    impl: str = "",
+) -> None:
+    """Write Q(outer - params + residual) of elements [begin, end) into the fragment's payload.
+
+    Args:
+        outer: 1-D fp32 [N], or None to encode the parameters themselves.
+        params: The fragment's tensors where they lie: fp32, bf16 or fp16, any shape, dense.
+        payload: 1-D uint8, whole runs of the wire's ``run_bytes(run_elements)``. Only the runs of
+            [begin, end) are written, and no padding.
+        begin, end: Multiples of ``run_elements``; ``end`` may be N.
+        run_elements: Elements of a run, a multiple of ``block_size``.
+        wire, block_size: As in ``wire.WireFormat``.
+        stochastic: Round stochastically, with Philox keyed by ``rng_key``, instead of to nearest.
+        residual, new_residual: 1-D fp32 or bf16 [N]; what the encoding lost is written to the
+            second. They may be the same tensor.
+        nonfinite: int64 [1]; the number of bad elements is added.
+        impl: Implementation, or "" for the default.
+
+    Raises:
+        ValueError, TypeError: If sizes, dtypes or names do not fit.
+    """
+    _call(
+        "encode",
+        impl,
+        outer,
+        list(params),
+        payload,
+        begin,
+        end,
+        run_elements,
+        wire,
+        block_size,
+        stochastic=stochastic,
+        rng_key=rng_key,
+        residual=residual,
+        new_residual=new_residual,
+        nonfinite=nonfinite,
+    )
+
+
+def reduce(
+    received: Tensor,
+    result: Tensor,
+    weights: Sequence[float],
+    num_elements: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    *,
+    stochastic: bool = False,
+    rng_key: int = 0,
+    index_begin: int = 0,
+    residual: Tensor | None = None,
+    new_residual: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+    impl: str = "",
+) -> None:
+    """Decode one run of each rank, sum them by weight in rank order, encode the sum once.
+
+    Args:
+        received: 1-D uint8, one run for each weight, in rank order.
+        result: 1-D uint8, at least one run; the first is written.
+        weights: Factors of the runs, normalised to a sum of 1.
+        num_elements: Elements in the run, at most ``run_elements``.
+        index_begin: Index in the fragment of the run's first element (for stochastic rounding).
+        residual, new_residual: 1-D fp32 or bf16 [num_elements], as in ``encode``.
+
+    The other arguments and the errors are those of ``encode``.
+    """
+    _call(
+        "reduce",
+        impl,
+        received,
+        result,
+        list(weights),
+        num_elements,
+        run_elements,
+        wire,
+        block_size,
+        stochastic=stochastic,
+        rng_key=rng_key,
+        index_begin=index_begin,
+        residual=residual,
+        new_residual=new_residual,
+        nonfinite=nonfinite,
+    )
+
+
+def outer_step(
+    outer: Tensor,
+    momentum: Tensor | None,
+    params: Sequence[Tensor],
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    optimizer: str,
+    lr: float,
+    *,
+    mu: float = 0.0,
+    alpha: float = 0.0,
+    clip: float = float("inf"),
+    verdict: Tensor | None = None,
+    impl: str = "",
+) -> None:
+    """Step the outer optimizer on g = sum_i c_i * decode(payload_i), then merge into the params.
+
+    Args:
+        outer, momentum: 1-D fp32 [N], updated in place; "sgd" needs no momentum.
+        params: The fragment's tensors, set to alpha * params + (1 - alpha) * outer.
+        payloads, coefficients: The terms of g: whole payloads of the fragment, and factors.
+        optimizer: "sgd", "heavy_ball" or "nesterov".
+        clip: Bound on the magnitude of the momentum's elements.
+        verdict: int64 [1]; nothing is done when it is not zero.
+
+    The other arguments and the errors are those of ``encode``.
+    """
+    _call(
+        "outer_step",
+        impl,
+        outer,
+        momentum,
+        list(params),
+        list(payloads),
+        list(coefficients),
+        begin,
+        end,
+        run_elements,
+        wire,
+        block_size,
+        optimizer,
+        lr,
+        mu=mu,
+        alpha=alpha,
+        clip=clip,
+        verdict=verdict,
+    )
+
+
+def outer_step_adam(
+    outer: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    params: Sequence[Tensor],
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    *,
+    alpha: float = 0.0,
+    verdict: Tensor | None = None,
+    impl: str = "",
+) -> None:
+    """Step Adam as the outer optimizer; ``step`` counts from 1. Else as ``outer_step``."""
+    _call(
+        "outer_step_adam",
+        impl,
+        outer,
+        exp_avg,
+        exp_avg_sq,
+        list(params),
+        list(payloads),
+        list(coefficients),
+        begin,
+        end,
+        run_elements,
+        wire,
+        block_size,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        step,
+        alpha=alpha,
+        verdict=verdict,
+    )
+
+
+def decode(
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    outs: Sequence[Tensor],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    *,
+    impl: str = "",
+) -> None:
+    """Set elements [begin, end) of ``outs`` to sum_i c_i * decode(payload_i).
+
+    Args:
+        outs: Tensors (fp32, bf16 or fp16, any shape, dense), virtually concatenated.
+
+    The other arguments and the errors are those of ``outer_step``.
+    """
+    _call(
+        "decode",
+        impl,
+        list(payloads),
+        list(coefficients),
+        list(outs),
+        begin,
+        end,
+        run_elements,
+        wire,
+        block_size,
+    )
+
+
+def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0, *, impl: str = "") -> None:
+    """Set params to alpha * params + (1 - alpha) * outer (1-D fp32 [N]), in the params' dtypes."""
+    _call("merge", impl, outer, list(params), alpha)
+
+
+def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: str = "") -> None:
+    """Write to ``out`` (fp64 [2]) the squared L2 norm of outer - params and the bad elements.
+
+    Without ``outer`` the norm is that of the params. Bad elements (NaN, Inf, above 2^126) are
+    counted and left out of the norm. The order of summation is fixed, whatever the threads.
+    """
+    _call("norms", impl, outer, list(params), out)
