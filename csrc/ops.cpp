@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -298,7 +299,7 @@ void reduce_cpu(const Tensor& received, const Tensor& result, c10::ArrayRef<doub
     TORCH_CHECK_VALUE(0 <= num_elements && num_elements <= run_elements,
                       "num_elements must lie in [0, run_elements = ", run_elements, "], got ",
                       num_elements);
-    TORCH_CHECK_VALUE(index_begin >= 0 && index_begin % block_size == 0,
+    TORCH_CHECK_VALUE(index_begin >= 0 && (num_elements == 0 || index_begin % block_size == 0),
                       "index_begin must be a multiple of block_size ", block_size, ", got ",
                       index_begin);
     TORCH_CHECK_VALUE(!weights.empty() && weights.size() <= codec::kMaxTerms,
@@ -379,7 +380,10 @@ void outer_step_cpu(const Tensor& outer, const OptionalTensor& momentum, TensorL
     TORCH_CHECK_VALUE(clip > 0.0, "clip must be positive, got ", clip);
     args.constants.lr = static_cast<float>(lr);
     args.constants.mu = static_cast<float>(mu);
-    args.constants.clip = static_cast<float>(clip);
+    // Schemas cannot say inf: a bound that fp32 cannot hold is none.
+    constexpr float kLargest = std::numeric_limits<float>::max();
+    args.constants.clip =
+        clip > kLargest ? std::numeric_limits<float>::infinity() : static_cast<float>(clip);
     set_alpha(args.constants, alpha);
     const bool needs_momentum = args.constants.optimizer != codec::Optimizer::kSgd;
     run_step(args, outer, needs_momentum ? momentum : OptionalTensor(), OptionalTensor(), params,
@@ -542,7 +546,7 @@ TORCH_LIBRARY(diloco_comm, m) {
         "payloads, "
         "float[] coefficients, int begin, int end, int run_elements, str wire, int block_size, str "
         "optimizer, float lr, "
-        "float mu=0., float alpha=0., float clip=inf, Tensor? verdict=None, str impl='') -> ()");
+        "float mu=0., float alpha=0., float clip=1e308, Tensor? verdict=None, str impl='') -> ()");
     m.def(
         "outer_step_adam(Tensor(a!) outer, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)[] "
         "params, "

@@ -241,7 +241,9 @@ def outer_step_adam(
         v = _fp32(beta2) * exp_avg_sq[first:last] + (_fp32(1 - beta2) * g) * g
         exp_avg[first:last] = m
         exp_avg_sq[first:last] = v
-        new = outer[first:last] - (step_size * m) / (v.sqrt() / correction + _fp32(eps))
+        # torch's fp32 square root is not the IEEE one; fp64's, rounded once more, is.
+        root = v.double().sqrt().float()
+        new = outer[first:last] - (step_size * m) / (root / correction + _fp32(eps))
         outer[first:last] = new
         _scatter(_merged(new, params, first, alpha), params, first)
 

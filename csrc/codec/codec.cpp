@@ -166,10 +166,19 @@ int64_t blocks_of(int64_t elements, int block_size) {
 
 // A short block is encoded on the stack, so that padding is never written.
 int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece) {
-    StackBlock outer, residual, new_residual;
+    StackBlock sum, outer, residual, new_residual;
     alignas(64) uint8_t codes[wire::kMaxBlockSize * sizeof(float)];
     uint8_t* target = span.codes;
     span.codes = codes;
+    if (span.num_terms > 0) {
+        // What follows the last code in a received run may be anything.
+        args.kernels->decode(
+            {span.format, span.block_size, 1, span.terms, span.num_terms, sum.value, DType::kFp32});
+        sum.clear_from(piece.size);
+        span.params = sum.value;
+        span.param_dtype = DType::kFp32;
+        span.num_terms = 0;
+    }
     if (args.outer != nullptr) {
         outer.copy_in(args.outer, DType::kFp32, piece.begin, piece.size);
         span.outer = outer.value;

@@ -1,0 +1,1 @@
+"""The C++ extension. Importing it registers ``torch.ops.diloco_comm.*`` (see ``ops.py``)."""
