@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import json
 import os
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+_PR_SET_PDEATHSIG = 1
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -94,7 +96,12 @@ def slowest_of_ranks(seconds: Sequence[float]) -> list[float]:
 
 
 def init_workers(timeout_s: float = 120.0) -> tuple[int, int]:
-    """Join the gloo group that `run_workers` or torchrun prepared; one thread a process."""
+    """Join the gloo group that `run_workers` or torchrun prepared; one thread a process.
+
+    The process dies with its launcher, so that a killed benchmark leaves nothing behind.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method="env://", timeout=timeout)
@@ -119,6 +126,7 @@ def run_workers(
     prefixes: Sequence[Sequence[str]] | None = None,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 600.0,
+    stdout: int | None = None,
 ) -> None:
     """Start `command` once a rank with torchrun's environment and wait for all of them.
 
@@ -127,6 +135,8 @@ def run_workers(
         world: Number of ranks.
         prefixes: Words before the command, one list a rank (``ip netns exec NAME``).
         env: Variables beside RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        timeout_s: Seconds for all of them together.
+        stdout: As in subprocess.Popen.
 
     Raises:
         RuntimeError: If a rank fails or the time is over; the others are killed first.
@@ -139,7 +149,8 @@ def run_workers(
         for rank in range(world):
             words = [*(prefixes[rank] if prefixes else []), *command]
             rank_env = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            workers.append(subprocess.Popen(words, env=rank_env, start_new_session=True))
+            options = {"env": rank_env, "stdout": stdout, "start_new_session": True}
+            workers.append(subprocess.Popen(words, **options))
         _wait(workers, time.monotonic() + timeout_s)
     finally:
         for worker in workers:

@@ -225,9 +225,13 @@ def interface_bits(method: Any, source: torch.Tensor, count: int) -> dict[str, f
 
 
 def transmitted_bytes() -> int:
-    """The transmit counter of the interface that gloo uses."""
+    """The transmit counter of the interface that gloo uses, in this process's network namespace."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == name:
+            return int(counters.split()[8])
+    raise RuntimeError(f"no network interface {name!r}")
 
 
 def print_header(report: common.Report, args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from common import run_workers, stoppable
 
@@ -112,7 +113,7 @@ class Network:
         for name in [*self.names, self.switch]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
-    def run(self, command: list[str], *, timeout_s: float = 600.0) -> None:
+    def run(self, command: list[str], **options: Any) -> None:
         """Run one process of `command` in each namespace, as `common.run_workers`.
 
         The command is told what the link is (``--link``) and how many bytes empty the shapers'
@@ -123,7 +124,7 @@ class Network:
         env |= {"GLOO_SOCKET_IFNAME": INTERFACE, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         prefixes = [["ip", "netns", "exec", name] for name in self.names]
         command = [*command, "--link", self.description, "--drain", str(2 * self.burst_bytes)]
-        run_workers(command, self.world, prefixes=prefixes, env=env, timeout_s=timeout_s)
+        run_workers(command, self.world, prefixes=prefixes, env=env, **options)
 
 
 def parse_rate(text: str) -> float | None:

@@ -25,18 +25,18 @@ import torch.distributed as dist
 from flat_baseline import HONEST, FlatDiLoCo, RawParts, honesty
 from torch import Tensor, nn
 
-_VOCABULARY, _WIDTH, _LAYERS = 12_288, 512, 6
+_VOCABULARY, _LAYERS = 12_288, 6
 
 
 class Transformer(nn.Module):
-    """A small language model: 73 tensors of mixed sizes, 25.2 M parameters, 101 MB in fp32."""
+    """A small language model of 73 tensors; width 512 makes 25.2 M parameters, 101 MB in fp32."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.embedding = nn.Embedding(_VOCABULARY, width)
         options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
         layers = [
-            nn.TransformerEncoderLayer(_WIDTH, 8, 4 * _WIDTH, **options) for _ in range(_LAYERS)
+            nn.TransformerEncoderLayer(width, 8, 4 * width, **options) for _ in range(_LAYERS)
         ]
         self.layers = nn.ModuleList(layers)
 
@@ -54,9 +54,9 @@ class Transformer(nn.Module):
 class Replica:
     """One model with its inner optimizer; a subclass says how it synchronises."""
 
-    def __init__(self) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.model = Transformer()
+        self.model = Transformer(args.width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, foreach=True)
         self.tokens = torch.Generator().manual_seed(100 + dist.get_rank())
 
@@ -74,8 +74,10 @@ class Replica:
 
 
 class FlatReplica(Replica):
-    def __init__(self) -> None:
-        super().__init__()
+    """The baseline."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
         self.diloco = FlatDiLoCo(self.model.parameters())
         self.sync = self.diloco.sync  # type: ignore[method-assign]
 
@@ -84,7 +86,7 @@ class DilocoReplica(Replica):
     """Ours; the user calls `step` after each inner step, and the H-th of them synchronises."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__()
+        super().__init__(args)
         self.diloco = attach(self.model, self.optimizer, args)
         self.sync = self.diloco.step  # type: ignore[method-assign]
 
@@ -130,7 +132,7 @@ def run_round(replica: Replica, sync_every: int) -> tuple[float, float]:
 
 def compare(args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds a round, slowest rank: blocked and CPU time of both, and torch's raw parts."""
-    replicas: dict[str, Replica] = {"diloco": DilocoReplica(args), "flat": FlatReplica()}
+    replicas: dict[str, Replica] = {"diloco": DilocoReplica(args), "flat": FlatReplica(args)}
     parts = RawParts(sum(p.numel() for p in replicas["flat"].model.parameters()))
     names = ("all_reduce", "sub", "foreach_sgd")
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -176,7 +178,7 @@ def measure_memory(args: argparse.Namespace) -> dict[str, float]:
     The model and its gradients exist before; the inner steps in between change the parameters in
     place and allocate nothing, so that all growth is DiLoCo's, its group's and the engine's.
     """
-    replica = Replica()
+    replica = Replica(args)
     parameters = list(replica.model.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -212,6 +214,7 @@ def main() -> int:
     add("-n", "--iters", type=int, default=9, help="rounds measured")
     add("-w", "--warmup_iters", type=int, default=2, help="rounds thrown away before them")
     add("--sync-every", type=int, default=4, help="inner steps a round (H)")
+    add("--width", type=int, default=512, help="width of the model")
     add("--wire", default="int8", help="wire format of ours; the baseline sends fp32")
     add("--lanes", type=int, default=1, help="process groups used in parallel")
     add("--impl", default="", help="force an implementation")
