@@ -20,7 +20,7 @@ from torch import Tensor
 from .reference_codec import HUGE, SMALLEST_SCALE, decode_run, encode_run
 from .wire import STAGE_ENCODE, STAGE_REDUCE, Layout, WireFormat, rng_key
 
-NORM_TILE = 4096
+NORM_TILE = 65536
 NORM_LANES = 16
 
 _F = TypeVar("_F", bound=Callable)
@@ -277,9 +277,9 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
     """Write the squared norm of outer - params, or params, and the number of bad elements.
 
     The differences are fp32, their squares and sums fp64. The order of the sum is fixed: tiles of
-    4096 elements are added one after the other; in a tile sixteen partial sums take every sixteenth
-    element, then the upper half is added to the lower half until one is left. Bad elements count
-    as zero.
+    65536 elements are added one after the other; in a tile sixteen partial sums take every
+    sixteenth element, then the upper half is added to the lower half until one is left. Bad
+    elements count as zero.
     """
     x = _gather(params, 0, _num_elements(params))
     if outer is not None:
