@@ -1,4 +1,9 @@
 // The Python module: a list of what each area registers, nothing more.
 #include <torch/extension.h>
 
-PYBIND11_MODULE(_C, m) { m.doc() = "C++ operators and exchange engine of diloco_comm."; }
+#include "exchange/bindings.h"
+
+PYBIND11_MODULE(_C, m) {
+    m.doc() = "C++ operators and exchange engine of diloco_comm.";
+    diloco::register_exchange(m);
+}

@@ -269,6 +269,7 @@ class Pool:
         """Start the call on ``ranks`` (default all) and return at once."""
         assert not self.busy, "collect() the last call first"
         self.workers = self.crew.first(self.world)
+        self.crew.begin_world(self.world, self.init_group)
         self.failures = []
         call = pickle.dumps((fn, args, kwargs))
         for rank in range(self.world) if ranks is None else ranks:
@@ -356,6 +357,7 @@ class Crew:
         self.generation = 0
         self.logs = tempfile.TemporaryDirectory(prefix="diloco-workers-")
         self.num_forked = 0
+        self.last_size = 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.store_address = ("127.0.0.1", self.store.port)
 
@@ -365,6 +367,12 @@ class Crew:
             self.num_forked += 1
             self.workers.append(Worker(self.zygote, log))
         return self.workers[:num_workers]
+
+    def begin_world(self, size: int, init_group: bool) -> None:
+        """Give a group of another size a new name: gloo would find its predecessor's addresses."""
+        if init_group and size != self.last_size:
+            self.last_size = size
+            self.generation += 1
 
     def after_failure(self, discard: list[Worker]) -> None:
         """Make later calls start from a new default group, without the given processes."""

@@ -165,8 +165,10 @@ float adam_update(const StepConstants& c, float& m, float& v, float g) {
 
 float momentum_update(const StepConstants& c, float& m, float g) {
     m = c.mu * m + g;
-    m = -c.clip > m ? -c.clip : m;
-    m = c.clip < m ? c.clip : m;
+    if (c.clip < __builtin_inff()) {
+        m = m > -c.clip ? m : -c.clip;
+        m = m < c.clip ? m : c.clip;
+    }
     return c.lr * (c.optimizer == Optimizer::kNesterov ? g + c.mu * m : m);
 }
 

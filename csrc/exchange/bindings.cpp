@@ -1,0 +1,263 @@
+#include "exchange/bindings.h"
+
+#include <pybind11/stl.h>
+#include <torch/extension.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "exchange/engine.h"
+#include "exchange/pages.h"
+
+namespace py = pybind11;
+
+namespace diloco {
+namespace {
+
+using std::chrono::milliseconds;
+
+milliseconds from_seconds(double seconds) {
+    return milliseconds(static_cast<int64_t>(seconds * 1e3));
+}
+
+// A tensor of the same storage without a Python object; undefined for None.
+at::Tensor alias(const std::optional<at::Tensor>& tensor) {
+    return tensor.has_value() ? tensor->detach() : at::Tensor();
+}
+
+c10::IValue alias_value(const std::optional<at::Tensor>& tensor) {
+    return tensor.has_value() ? c10::IValue(tensor->detach()) : c10::IValue();
+}
+
+c10::IValue alias_list(const std::vector<at::Tensor>& tensors) {
+    c10::List<at::Tensor> list;
+    list.reserve(tensors.size());
+    for (const at::Tensor& tensor : tensors) list.push_back(tensor.detach());
+    return list;
+}
+
+std::vector<Transfer> alias_transfers(const std::vector<std::pair<int, at::Tensor>>& items) {
+    std::vector<Transfer> transfers;
+    for (const auto& [peer, bytes] : items) transfers.push_back({peer, bytes.detach()});
+    return transfers;
+}
+
+std::shared_ptr<Plan> make_plan(int64_t num_elements, int64_t num_runs, int64_t run_elements,
+                                int64_t run_bytes, const std::string& wire, int64_t block_size,
+                                int64_t world_size, int num_lanes, int window,
+                                const std::string& impl) {
+    auto plan = std::make_shared<Plan>();
+    plan->layout = {num_elements, num_runs, run_elements, run_bytes, wire, block_size};
+    plan->num_chunks = num_runs / world_size;
+    plan->num_phases = world_size == 1 ? 0 : world_size == 2 ? 1 : 2;
+    plan->window = window;
+    plan->schedule = make_schedule(static_cast<int>(plan->num_chunks),
+                                   static_cast<int>(plan->num_phases), num_lanes, window);
+    plan->impl = impl;
+    return plan;
+}
+
+// Waits at most `seconds`; true when the job is done. Releases the GIL in slices, so that Ctrl-C
+// ends the wait.
+bool wait_job(Job& job, double seconds) {
+    const auto deadline = Clock::now() + from_seconds(seconds);
+    while (true) {
+        {
+            py::gil_scoped_release no_gil;
+            std::unique_lock<std::mutex> lock(job.mutex);
+            const auto slice = std::min(deadline, Clock::now() + milliseconds(100));
+            if (job.changed.wait_until(lock, slice, [&] { return job.is_done; })) return true;
+        }
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        if (Clock::now() >= deadline) return false;
+    }
+}
+
+std::map<std::string, int64_t> counters(Job& job) {
+    return {{"caller_minor_faults", job.caller_faults},
+            {"engine_minor_faults", job.engine_faults},
+            {"sent_bytes", job.sent_bytes},
+            {"received_bytes", job.received_bytes}};
+}
+
+void register_messages(py::module_& m) {
+    py::class_<Header>(m, "Header")
+        .def(py::init([](const std::string& kind) {
+                 Header header;
+                 header.kind = static_cast<uint32_t>(kind_from_name(kind));
+                 return header;
+             }),
+             py::arg("kind"))
+        .def_property_readonly("kind", [](const Header& h) { return kind_name(Kind(h.kind)); })
+        .def_property(
+            "wire", [](const Header& h) { return std::string(h.wire, strnlen(h.wire, 16)); },
+            [](Header& h, const std::string& wire) {
+                TORCH_CHECK_VALUE(wire.size() < sizeof(h.wire), "wire name too long: ", wire);
+                std::memset(h.wire, 0, sizeof(h.wire));
+                std::memcpy(h.wire, wire.data(), wire.size());
+            })
+        .def_readwrite("flags", &Header::flags)
+        .def_readonly("replica", &Header::replica)
+        .def_readonly("epoch", &Header::epoch)
+        .def_readwrite("block_size", &Header::block_size)
+        .def_readwrite("num_elements", &Header::num_elements)
+        .def_readwrite("num_chunks", &Header::num_chunks)
+        .def_readwrite("layout_hash", &Header::layout_hash)
+        .def_readwrite("fragment", &Header::fragment)
+        .def_readwrite("round", &Header::round)
+        .def_readwrite("sync_every", &Header::sync_every)
+        .def_readwrite("num_fragments", &Header::num_fragments)
+        .def_readwrite("inner_step", &Header::inner_step)
+        .def_readwrite("num_bytes", &Header::num_bytes)
+        .def_readwrite("source_rank", &Header::source_rank)
+        .def_readwrite("weight", &Header::weight)
+        .def_readwrite("outer_lr", &Header::outer_lr)
+        .def_readwrite("gap", &Header::gap);
+    m.def("find_mismatch", &find_mismatch, py::arg("headers"));
+}
+
+void register_jobs(py::module_& m) {
+    py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
+        py::init(&make_plan), py::arg("num_elements"), py::arg("num_runs"), py::arg("run_elements"),
+        py::arg("run_bytes"), py::arg("wire"), py::arg("block_size"), py::arg("world_size"),
+        py::arg("num_lanes"), py::arg("window"), py::arg("impl"));
+    py::class_<Failure>(m, "Failure")
+        .def_readonly("kind", &Failure::kind)
+        .def_readonly("message", &Failure::message)
+        .def_readonly("stage", &Failure::stage)
+        .def_readonly("seconds", &Failure::seconds)
+        .def_readonly("missing", &Failure::missing)
+        .def_readonly("replicas", &Failure::replicas)
+        .def_readonly("inner_steps", &Failure::inner_steps);
+    py::class_<Job, std::shared_ptr<Job>>(m, "Job")
+        .def("wait", &wait_job, py::arg("seconds"))
+        .def_property_readonly("is_done",
+                               [](Job& job) {
+                                   std::lock_guard<std::mutex> lock(job.mutex);
+                                   return job.is_done;
+                               })
+        .def_readonly("failure", &Job::failure)
+        .def_readonly("headers", &Job::headers)
+        .def_readonly("weights", &Job::weights)
+        .def_readonly("blobs", &Job::blobs)
+        .def_readonly("seconds", &Job::seconds)
+        .def_readonly("encode_seconds", &Job::encode_seconds)
+        .def_property_readonly("counters", &counters);
+}
+
+void set_reduce_residuals(Job& job, const std::optional<at::Tensor>& residual,
+                          const std::optional<at::Tensor>& new_residual) {
+    job.reduce_residual = alias(residual);
+    job.new_reduce_residual = alias(new_residual);
+}
+
+JobPtr start(Engine& engine, const std::shared_ptr<Plan>& plan, const Header& header,
+             const at::Tensor& payload, const std::optional<at::Tensor>& result,
+             const std::optional<at::Tensor>& outer, const std::vector<at::Tensor>& params,
+             int64_t encode_key, int64_t reduce_key, const std::optional<at::Tensor>& residual,
+             const std::optional<at::Tensor>& new_residual,
+             const std::optional<at::Tensor>& reduce_residual,
+             const std::optional<at::Tensor>& new_reduce_residual) {
+    auto job = std::make_shared<Job>();
+    job->plan = plan;
+    job->header = header;
+    job->payload = payload.detach();
+    job->result = alias(result);
+    job->encode = {alias_value(outer), alias_list(params), encode_key, alias_value(residual),
+                   alias_value(new_residual)};
+    job->reduce_key = reduce_key;
+    set_reduce_residuals(*job, reduce_residual, new_reduce_residual);
+    job->encode_bad = at::zeros({1}, at::kLong);
+    job->reduce_bad = at::zeros({1}, at::kLong);
+    py::gil_scoped_release no_gil;
+    engine.start(job);
+    return job;
+}
+
+JobPtr submit(Engine& engine, const Header& header, const std::optional<at::Tensor>& blob,
+              const std::vector<std::pair<int, at::Tensor>>& sends,
+              const std::vector<std::pair<int, at::Tensor>>& recvs) {
+    auto job = std::make_shared<Job>();
+    job->header = header;
+    job->blob = alias(blob);
+    job->sends = alias_transfers(sends);
+    job->recvs = alias_transfers(recvs);
+    py::gil_scoped_release no_gil;
+    engine.submit(job);
+    return job;
+}
+
+void attach(Engine& engine, int64_t epoch, int rank, std::vector<int64_t> replicas,
+            std::vector<BackendPtr> groups, c10::intrusive_ptr<c10d::Store> store,
+            const std::string& prefix) {
+    py::gil_scoped_release no_gil;
+    engine.attach({epoch, rank, std::move(replicas)}, std::move(groups), std::move(store), prefix);
+}
+
+void inject_fault(Engine& engine, const std::string& action, const std::string& stage,
+                  int64_t chunk, int64_t num_peers, double seconds, double max_delay_us,
+                  uint64_t seed) {
+    engine.inject_fault({action, stage, chunk, num_peers, seconds, max_delay_us, seed});
+}
+
+void register_engine(py::module_& m) {
+    using release = py::call_guard<py::gil_scoped_release>;
+    py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+        .def(py::init([](int64_t replica, double timeout_s, double report_patience_s) {
+                 return std::shared_ptr<Engine>(new Engine({replica, from_seconds(timeout_s),
+                                                            from_seconds(report_patience_s)}),
+                                                [](Engine* engine) {
+                                                    if (!engine->is_own_process()) return;
+                                                    py::gil_scoped_release no_gil;
+                                                    delete engine;
+                                                });
+             }),
+             py::arg("replica"), py::arg("timeout_s"), py::arg("report_patience_s"))
+        .def("attach", &attach, py::arg("epoch"), py::arg("rank"), py::arg("replicas"),
+             py::arg("groups"), py::arg("store"), py::arg("prefix"))
+        .def("start", &start, py::arg("plan"), py::arg("header"), py::arg("payload"),
+             py::arg("result"), py::arg("outer"), py::arg("params"), py::arg("encode_key"),
+             py::arg("reduce_key"), py::arg("residual"), py::arg("new_residual"),
+             py::arg("reduce_residual"), py::arg("new_reduce_residual"))
+        .def("submit", &submit, py::arg("header"), py::arg("blob") = py::none(),
+             py::arg("sends") = std::vector<std::pair<int, at::Tensor>>(),
+             py::arg("recvs") = std::vector<std::pair<int, at::Tensor>>())
+        .def("reserve_staging", &Engine::reserve_staging, py::arg("num_bytes"), release())
+        .def("emulate_link", &Engine::emulate_link, py::arg("gbps"), py::arg("rtt_ms"), release())
+        .def("inject_fault", &inject_fault, py::arg("action") = "", py::arg("stage") = "",
+             py::arg("chunk") = -1, py::arg("num_peers") = 0, py::arg("seconds") = 0.0,
+             py::arg("max_delay_us") = 0.0, py::arg("seed") = 0)
+        .def(
+            "close",
+            [](Engine& engine, double patience_s, int64_t inner_step) {
+                py::gil_scoped_release no_gil;
+                engine.close(from_seconds(patience_s), inner_step);
+            },
+            py::arg("patience_s"), py::arg("inner_step"))
+        .def("check_process", &Engine::check_process)
+        .def_property_readonly("dead_reason", &Engine::dead_reason);
+}
+
+}  // namespace
+
+void register_exchange(py::module_& m) {
+    m.def("empty_pages", &empty_pages, py::arg("num_bytes"),
+          "A zeroed uint8 tensor, 64-byte aligned, huge pages advised, every page touched.");
+    m.def("minor_faults", &minor_faults, "Minor page faults of the calling thread so far.");
+    m.def(
+        "make_schedule",
+        [](int num_chunks, int num_phases, int num_lanes, int window) {
+            std::vector<std::tuple<std::string, int, int>> steps;
+            for (const Step& step : make_schedule(num_chunks, num_phases, num_lanes, window)) {
+                steps.emplace_back(action_name(step.action), step.chunk, step.lane);
+            }
+            return steps;
+        },
+        py::arg("num_chunks"), py::arg("num_phases"), py::arg("num_lanes"), py::arg("window"),
+        "The steps of an exchange in their order: (action, chunk, lane).");
+    register_messages(m);
+    register_jobs(m);
+    register_engine(m);
+}
+
+}  // namespace diloco

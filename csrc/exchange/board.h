@@ -1,0 +1,45 @@
+// Notices on the store: who failed where, who left. The group is silent once it is broken.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+namespace diloco {
+
+struct Departure {
+    int64_t replica;
+    int64_t inner_step;
+};
+
+// The notices of one epoch. A store that does not answer is treated as one without notices.
+class Board {
+  public:
+    Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix, int64_t replica,
+          std::vector<int64_t> members);
+
+    void report_failure(const std::string& text);
+    void report_departure(int64_t inner_step);
+
+    // True once any member has reported a failure / has left.
+    bool is_failed();
+    bool is_left();
+    std::vector<Departure> departures();
+
+    // Members that have neither reported nor left, after waiting up to `patience` for them.
+    std::vector<int64_t> wait_for_reports(std::chrono::milliseconds patience);
+
+  private:
+    std::string key(const char* what, int64_t replica) const;
+    bool has(const std::string& key);
+    void set(const std::string& key, const std::string& value);
+
+    c10::intrusive_ptr<c10d::Store> store_;
+    std::string prefix_;
+    int64_t replica_;
+    std::vector<int64_t> members_;
+};
+
+}  // namespace diloco

@@ -1,0 +1,354 @@
+#include "exchange/engine.h"
+
+#include <ATen/Parallel.h>
+#include <c10/util/ParallelGuard.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <sstream>
+#include <utility>
+
+#include "exchange/operators.h"
+#include "exchange/pages.h"
+
+namespace diloco {
+namespace {
+
+using std::chrono::milliseconds;
+
+// The watcher leaves short jobs alone.
+constexpr milliseconds kWatchAfter{250};
+
+double seconds_since(Clock::time_point begin) {
+    return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+std::string list(const std::vector<int64_t>& values) {
+    std::ostringstream text;
+    for (size_t i = 0; i < values.size(); ++i) text << (i ? ", " : "") << values[i];
+    return text.str();
+}
+
+std::string rounded(double seconds) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%.1f", seconds);
+    return text;
+}
+
+std::string subject(const Header& header) {
+    std::ostringstream text;
+    const auto kind = static_cast<Kind>(header.kind);
+    text << kind_name(kind);
+    if (kind == Kind::kSync || kind == Kind::kFlush) {
+        text << " of fragment " << header.fragment << ", round " << header.round;
+    }
+    return text.str();
+}
+
+}  // namespace
+
+Engine::Engine(EngineOptions options) : options_(options), pid_(getpid()) {
+    thread_ = std::make_unique<std::thread>([this] { loop(); });
+    watcher_ = std::make_unique<std::thread>([this] { watch(); });
+}
+
+Engine::~Engine() { close(milliseconds(0), -1); }
+
+bool Engine::is_own_process() const { return getpid() == pid_; }
+
+void Engine::check_process() const {
+    TORCH_CHECK(is_own_process(), "this Exchange belongs to process ", pid_,
+                " and cannot be used in its forked child ", getpid(),
+                ": create a new Exchange there");
+}
+
+std::string Engine::dead_reason() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return dead_reason_;
+}
+
+void Engine::refuse_if_dead() const {
+    TORCH_CHECK(!is_closing_, "this Exchange is closed");
+    TORCH_CHECK(is_attached_, "this Exchange has no group yet");
+    TORCH_CHECK(dead_reason_.empty(), "epoch ", epoch_, " of this Exchange is dead: ", dead_reason_,
+                ". Call change_group() with the replicas that live");
+}
+
+// ------------------------------------------------------------------- from the callers' threads
+
+void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
+                    c10::intrusive_ptr<c10d::Store> store, const std::string& prefix) {
+    check_process();
+    TORCH_CHECK(membership.size() == 1 || groups.size() >= 2,
+                "attach: a control group and at least one lane are needed");
+    auto board =
+        std::make_unique<Board>(std::move(store), prefix, options_.replica, membership.replicas);
+    auto session = std::make_shared<Session>(std::move(membership), std::move(groups),
+                                             options_.timeout, faults_);
+    std::shared_ptr<Session> old;
+    {
+        std::unique_lock<std::mutex> lock(mutex_);
+        TORCH_CHECK(!is_closing_, "this Exchange is closed");
+        changed_.wait(lock, [this] { return queue_.empty() && !is_busy_; });
+        session->emulate_link(link_gbps_, link_rtt_ms_);
+        epoch_ = session->membership().epoch;
+        old = std::exchange(session_, std::move(session));
+        board_ = std::move(board);
+        dead_reason_.clear();
+        is_attached_ = true;
+    }
+}
+
+void Engine::start(const JobPtr& job) {
+    check_process();
+    const int64_t faults = minor_faults();
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        refuse_if_dead();
+        finished_.clear();
+    }
+    encode_all(job);
+    job->encode = EncodeInputs();
+    job->caller_faults = minor_faults() - faults;
+}
+
+void Engine::encode_all(const JobPtr& job) {
+    const Plan& plan = *job->plan;
+    const int64_t chunk_elements =
+        plan.layout.num_runs / plan.num_chunks * plan.layout.run_elements;
+    // One chunk first, so that the link has work; then enough for every intra-op thread.
+    constexpr int64_t kElementsPerThread = int64_t{1} << 20;
+    const int64_t batch =
+        std::max<int64_t>(1, at::get_num_threads() * kElementsPerThread / chunk_elements);
+    const auto begin_time = Clock::now();
+    bool is_submitted = false;
+    try {
+        for (int64_t chunk = 0; chunk < plan.num_chunks;) {
+            const int64_t end_chunk = chunk == 0 ? 1 : std::min(plan.num_chunks, chunk + batch);
+            const int64_t begin = std::min(chunk * chunk_elements, plan.layout.num_elements);
+            const int64_t end = std::min(end_chunk * chunk_elements, plan.layout.num_elements);
+            if (begin < end) call_encode(*job, begin, end);
+            chunk = end_chunk;
+            job->announce(chunk);
+            // A wrong argument shows in the first call, before any peer has heard of this job.
+            if (!is_submitted) submit(job);
+            is_submitted = true;
+        }
+    } catch (...) {
+        std::lock_guard<std::mutex> lock(job->mutex);
+        job->is_encode_failed = true;
+        job->changed.notify_all();
+        throw;
+    }
+    std::lock_guard<std::mutex> lock(job->mutex);
+    job->encode_seconds = seconds_since(begin_time);
+}
+
+void Engine::submit(const JobPtr& job) {
+    check_process();
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        refuse_if_dead();
+        finished_.clear();
+        queue_.push_back(job);
+    }
+    changed_.notify_all();
+}
+
+void Engine::reserve_staging(int64_t num_bytes) {
+    check_process();
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (staging_.defined() && staging_.numel() >= num_bytes) return;
+    changed_.wait(lock, [this] { return queue_.empty() && !is_busy_; });
+    staging_ = empty_pages(num_bytes);
+}
+
+void Engine::emulate_link(double gbps, double rtt_ms) {
+    check_process();
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return queue_.empty() && !is_busy_; });
+    link_gbps_ = gbps;
+    link_rtt_ms_ = rtt_ms;
+    if (session_) session_->emulate_link(gbps, rtt_ms);
+}
+
+void Engine::inject_fault(const Fault& fault) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    next_fault_ = fault;
+    has_next_fault_ = true;
+}
+
+void Engine::close(milliseconds patience, int64_t inner_step) {
+    if (!is_own_process()) return;
+    {
+        std::unique_lock<std::mutex> lock(mutex_);
+        if (is_closing_) return;
+        is_closing_ = true;
+        leave_step_ = inner_step;
+        changed_.notify_all();
+        const bool is_idle =
+            changed_.wait_for(lock, patience, [this] { return queue_.empty() && !is_busy_; });
+        // A job that still waits for a peer ends here; those behind it fail with it.
+        if (!is_idle && session_) session_->abort();
+    }
+    thread_->join();
+    watcher_->join();
+    session_.reset();
+    finished_.clear();
+}
+
+// ---------------------------------------------------------------------- on the engine's threads
+
+void Engine::loop() {
+    pthread_setname_np(pthread_self(), "diloco-engine");
+    // Kernels called from here stay on this thread: the intra-op pool belongs to the training loop.
+    const c10::ParallelGuard serial(true);
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+        changed_.wait(lock, [this] { return is_closing_ || !queue_.empty(); });
+        if (queue_.empty()) break;
+        running_ = queue_.front();
+        queue_.pop_front();
+        is_busy_ = true;
+        running_since_ = Clock::now();
+        if (std::exchange(has_next_fault_, false)) faults_.set(next_fault_);
+        const JobPtr job = running_;
+        lock.unlock();
+        run(job);
+        lock.lock();
+        finished_.push_back(std::move(running_));
+        is_busy_ = false;
+        changed_.notify_all();
+    }
+    const std::shared_ptr<Session> session = session_;
+    const int64_t step = leave_step_;
+    lock.unlock();
+    if (session && session->membership().size() > 1) {
+        board_->report_departure(step);
+        session->leave(step);
+    }
+}
+
+// Wakes the engine thread when a peer has reported a failure, or has left before its header: the
+// wait for a third peer would not notice.
+void Engine::watch() {
+    pthread_setname_np(pthread_self(), "diloco-watch");
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+        changed_.wait(lock, [this] { return is_closing_ || is_busy_; });
+        if (!is_busy_) return;
+        changed_.wait_for(lock, kWatchAfter);
+        if (!is_busy_ || !session_ || Clock::now() - running_since_ < kWatchAfter) continue;
+        if (session_->membership().size() == 1) continue;
+        const std::shared_ptr<Session> session = session_;
+        lock.unlock();
+        const bool is_broken =
+            board_->is_failed() || (session->is_waiting_for_headers() && board_->is_left());
+        lock.lock();
+        if (is_broken && is_busy_ && session_ == session) session->abort();
+    }
+}
+
+void Engine::run(const JobPtr& job) {
+    const auto begin = Clock::now();
+    const int64_t faults = minor_faults();
+    std::shared_ptr<Session> session;
+    Failure failure;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        session = session_;
+        failure = dead_failure_;
+    }
+    if (!session) {
+        failure.message = subject(job->header) + " was not started: " + dead_reason();
+        job->finish(std::move(failure));
+        return;
+    }
+    bool is_epoch_dead = true;
+    failure = Failure();
+    failure.kind = "SyncError";
+    try {
+        session->run(*job, staging_);
+        job->seconds["total"] = seconds_since(begin);
+        job->engine_faults = minor_faults() - faults;
+        job->finish();
+        return;
+    } catch (const Rejected& rejected) {
+        failure = rejected.failure;
+        is_epoch_dead = failure.kind == "PeerLeft";
+    } catch (const TransportError& error) {
+        const auto& replicas = session->membership().replicas;
+        failure.message = "replica " +
+                          std::to_string(replicas[static_cast<size_t>(std::max(error.peer, 0))]) +
+                          ": " + error.what();
+    } catch (const std::exception& error) {
+        failure.message = error.what();
+    }
+    failure.stage = session->stage();
+    failure.seconds = seconds_since(begin);
+    if (is_epoch_dead) {
+        // The groups are closed first, so that peers that wait for us notice at once.
+        session.reset();
+        fail_epoch(*job, failure);
+    } else {
+        failure.message = subject(job->header) + ": " + failure.message;
+    }
+    job->finish(std::move(failure));
+}
+
+void Engine::fail_epoch(const Job& job, Failure& failure) {
+    const std::string where = subject(job.header) + " failed at " + failure.stage + " after " +
+                              rounded(failure.seconds) + " s";
+    std::shared_ptr<Session> dead;
+    bool is_closing;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        dead = std::move(session_);
+        session_.reset();
+        dead_reason_ = where;
+        is_closing = is_closing_;
+    }
+    dead.reset();
+    board_->report_failure(where);
+    if (is_closing) {
+        failure.message = where + ": the Exchange was closed";
+    } else {
+        blame(failure, where);
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    dead_failure_ = failure;
+    dead_reason_ = failure.message;
+}
+
+// Completes the failure with who left or did not report.
+void Engine::blame(Failure& failure, const std::string& where) {
+    const bool is_at_header = failure.stage == "header";
+    if (failure.kind != "PeerLeft" && is_at_header) {
+        for (const Departure& gone : board_->departures()) {
+            failure.kind = "PeerLeft";
+            failure.replicas.push_back(gone.replica);
+            failure.inner_steps.push_back(gone.inner_step);
+        }
+    }
+    if (failure.kind == "PeerLeft") {
+        failure.missing = failure.replicas;
+        failure.message = where + ": replica " + list(failure.replicas) +
+                          " closed its Exchange and left, at inner step " +
+                          list(failure.inner_steps);
+        return;
+    }
+    failure.missing = board_->wait_for_reports(options_.report_patience);
+    const std::string cause = failure.message.empty() ? "" : " (" + failure.message + ")";
+    failure.message = where + cause + ": ";
+    if (failure.missing.empty()) {
+        failure.message += "all other replicas live and reported a failure too";
+    } else {
+        failure.message +=
+            (failure.missing.size() == 1 ? "replica " : "replicas ") + list(failure.missing) +
+            " did not report within " +
+            rounded(std::chrono::duration<double>(options_.report_patience).count()) + " s";
+    }
+}
+
+}  // namespace diloco

@@ -1,0 +1,32 @@
+// Faults on purpose, for tests: random delays before steps, and a stop or a death at a stage.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <string>
+
+namespace diloco {
+
+struct Fault {
+    std::string action;         // "", "kill" (SIGKILL to ourselves), "sleep" or "fail"
+    std::string stage;          // a step's name (schedule.h), "header" or "vote"
+    int64_t chunk = -1;         // of that step; -1 is any
+    int64_t num_peers = 0;      // header and vote: after telling this many peers
+    double seconds = 0.0;       // of "sleep"
+    double max_delay_us = 0.0;  // random delay before every step
+    uint64_t seed = 0;
+};
+
+class FaultInjector {
+  public:
+    void set(Fault fault);
+
+    // Called before a step, and in header and vote before each message to a peer.
+    void before(const char* stage, int64_t chunk, int64_t num_told);
+
+  private:
+    Fault fault_;
+    std::mt19937_64 random_;
+};
+
+}  // namespace diloco

@@ -1,0 +1,133 @@
+// One piece of work for the engine thread: what goes in, how far it is, what came out.
+//
+// The calling thread makes a job and encodes into its payload, chunk by chunk; the engine thread
+// ships what is encoded. Tensors are aliases without a Python object, so that dropping the last
+// reference on the engine thread never needs the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "exchange/message.h"
+#include "exchange/schedule.h"
+
+namespace diloco {
+
+// Where the runs of a fragment lie in its payload; see wire.py.
+struct Layout {
+    int64_t num_elements = 0;
+    int64_t num_runs = 1;
+    int64_t run_elements = 0;
+    int64_t run_bytes = 0;
+    std::string wire;
+    int64_t block_size = 0;
+
+    int64_t run_begin(int64_t run) const { return std::min(run * run_elements, num_elements); }
+    int64_t run_length(int64_t run) const { return run_begin(run + 1) - run_begin(run); }
+};
+
+// What a slot's exchanges have in common; made once.
+struct Plan {
+    Layout layout;
+    int64_t num_chunks = 1;
+    int64_t num_phases = 0;  // 0: one rank; 1: whole payloads, two ranks; 2: reduce and publish
+    int64_t window = 1;
+    Schedule schedule;
+    bool stochastic = false;
+    std::string impl;
+};
+
+// Why a job ended without a result. `kind` names the Python exception.
+struct Failure {
+    std::string kind;  // "SyncError", "ReplicaMismatch", "PeerLeft", "NonFiniteError"
+    std::string message;
+    std::string stage;
+    double seconds = 0.0;
+    std::vector<int64_t> missing;   // replicas that did not report
+    std::vector<int64_t> replicas;  // PeerLeft: who left; NonFiniteError: who has bad elements
+    std::vector<int64_t> inner_steps;
+};
+
+// Exact bytes to or from one rank.
+struct Transfer {
+    int peer = 0;
+    at::Tensor bytes;
+};
+
+struct EncodeInputs {
+    c10::IValue outer;   // Tensor?
+    c10::IValue params;  // Tensor[]
+    int64_t rng_key = 0;
+    c10::IValue residual;
+    c10::IValue new_residual;
+};
+
+struct Job {
+    // Inputs, constant once the job is submitted.
+    Header header;
+    std::shared_ptr<const Plan> plan;
+    at::Tensor payload;  // own, uint8
+    at::Tensor result;   // the average (two phases) or the peer's payload (one phase)
+    EncodeInputs encode;
+    int64_t reduce_key = 0;
+    at::Tensor reduce_residual;  // [num_chunks * run_elements] fp32/bf16, own runs, or undefined
+    at::Tensor new_reduce_residual;  // same
+    std::vector<Transfer> sends;
+    std::vector<Transfer> recvs;
+    at::Tensor blob;  // kObjects: uint8
+
+    // Progress, guarded by `mutex`.
+    std::mutex mutex;
+    std::condition_variable changed;
+    int64_t num_encoded = 0;  // chunks
+    bool is_encode_failed = false;
+    bool is_done = false;
+
+    // Outcome, constant once is_done.
+    std::optional<Failure> failure;
+    std::vector<Header> headers;
+    std::vector<double> weights;  // normalised, rank order
+    std::vector<at::Tensor> blobs;
+    std::map<std::string, double> seconds;
+    double encode_seconds = 0.0;
+    int64_t sent_bytes = 0;
+    int64_t received_bytes = 0;
+    int64_t caller_faults = 0;
+    int64_t engine_faults = 0;
+    at::Tensor encode_bad;  // int64[1]
+    at::Tensor reduce_bad;
+
+    bool has_payload() const { return plan != nullptr; }
+
+    void announce(int64_t chunks) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            num_encoded = chunks;
+        }
+        changed.notify_all();
+    }
+
+    void finish(std::optional<Failure> why = std::nullopt) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            failure = std::move(why);
+            is_done = true;
+        }
+        changed.notify_all();
+    }
+};
+
+using JobPtr = std::shared_ptr<Job>;
+
+}  // namespace diloco

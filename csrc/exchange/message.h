@@ -1,0 +1,66 @@
+// What the ranks tell each other around an exchange: fixed-size headers before it, votes after it.
+//
+// A header exchange completes before anything whose size depends on the model is posted: two ranks
+// that post different sizes would abort the process (gloo) or hang (NCCL). Little endian.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace diloco {
+
+constexpr uint32_t kMagic = 0x434c4944;  // "DILC"
+constexpr uint32_t kProtocolVersion = 1;
+
+enum class Kind : uint32_t {
+    kSync = 1,
+    kFlush,
+    kAllReduce,
+    kObjects,    // small blobs, everyone to everyone
+    kBroadcast,  // exact bytes, one to all
+    kTransfer,   // exact bytes, listed pairs
+    kLeave,
+};
+
+const char* kind_name(Kind kind);
+Kind kind_from_name(const std::string& name);
+
+struct Header {
+    uint32_t magic = kMagic;
+    uint32_t protocol = kProtocolVersion;
+    uint32_t kind = 0;
+    uint32_t flags = 0;  // bit 0: stochastic rounding
+    uint64_t sequence = 0;
+    int64_t epoch = 0;
+    int64_t replica = 0;
+    char wire[16] = {};
+    int64_t block_size = 0;
+    int64_t num_elements = 0;
+    int64_t num_chunks = 0;
+    uint64_t layout_hash = 0;
+    int64_t fragment = 0;
+    int64_t round = 0;
+    int64_t sync_every = 0;
+    int64_t num_fragments = 0;
+    int64_t inner_step = 0;
+    int64_t num_bytes = 0;    // kObjects: length of this rank's blob; kBroadcast: bytes in all
+    int64_t source_rank = 0;  // kBroadcast
+    double weight = 1.0;
+    double outer_lr = 0.0;
+    double gap = 1.0;
+};
+static_assert(sizeof(Header) == 168, "the header is a wire format");
+
+struct Vote {
+    uint64_t sequence = 0;
+    int64_t num_bad = 0;  // elements that were NaN, Inf or out of range on this rank
+    int64_t reserved[2] = {};
+};
+static_assert(sizeof(Vote) == 32, "the vote is a wire format");
+
+// The first difference that forbids this exchange, as one sentence that names replicas and values;
+// empty when the headers agree. `headers` in rank order.
+std::string find_mismatch(const std::vector<Header>& headers);
+
+}  // namespace diloco

@@ -1,0 +1,409 @@
+#include "exchange/session.h"
+
+#include <cmath>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+#include "exchange/operators.h"
+#include "exchange/pages.h"
+
+namespace diloco {
+namespace {
+
+constexpr int kControl = 0;
+
+class Stopwatch {
+  public:
+    explicit Stopwatch(double& total) : total_(total), begin_(Clock::now()) {}
+    ~Stopwatch() { total_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
+
+  private:
+    double& total_;
+    Clock::time_point begin_;
+};
+
+int header_tag(uint64_t sequence) { return static_cast<int>((2 * sequence) & 0x3fffffff); }
+int vote_tag(uint64_t sequence) { return static_cast<int>((2 * sequence + 1) & 0x3fffffff); }
+
+uint8_t* bytes(const at::Tensor& tensor) { return tensor.data_ptr<uint8_t>(); }
+
+}  // namespace
+
+Session::Session(Membership membership, std::vector<BackendPtr> groups,
+                 std::chrono::milliseconds timeout, FaultInjector& faults)
+    : membership_(std::move(membership)),
+      timeout_(timeout),
+      faults_(faults),
+      headers_in_(static_cast<size_t>(membership_.size())),
+      votes_in_(static_cast<size_t>(membership_.size())),
+      transport_(std::move(groups), membership_.rank, membership_.size()),
+      header_recvs_(static_cast<size_t>(membership_.size())),
+      vote_recvs_(static_cast<size_t>(membership_.size())) {
+    post_header_recvs();
+}
+
+int Session::data_tag(int phase, int64_t index) const {
+    // Ten bits of sequence keep neighbouring jobs apart; 2^19 chunks or transfers in a job.
+    TORCH_CHECK(index < (1 << 19), "an exchange cannot have more than 524288 chunks");
+    const auto job = static_cast<int>((sequence_ & 0x3ff) << 20);
+    return job | (phase << 19) | static_cast<int>(index);
+}
+
+void Session::run(Job& job, const at::Tensor& staging) {
+    deadline_ = Clock::now() + timeout_;
+    const int64_t sent = transport_.sent_bytes();
+    const int64_t received = transport_.received_bytes();
+    exchange_headers(job);
+    check_headers(job);
+    switch (Kind(job.header.kind)) {
+        case Kind::kObjects:
+            exchange_blobs(job);
+            break;
+        case Kind::kBroadcast:
+        case Kind::kTransfer:
+            transfer(job);
+            break;
+        default:
+            post_vote_recvs(sequence_ - 1);
+            run_chunks(job, staging);
+    }
+    job.sent_bytes = transport_.sent_bytes() - sent;
+    job.received_bytes = transport_.received_bytes() - received;
+}
+
+void Session::wait_all(std::vector<Receipt>& receipts) {
+    for (Receipt& receipt : receipts) transport_.wait(receipt, deadline_);
+    receipts.clear();
+}
+
+// ------------------------------------------------------------------------------------- headers
+
+void Session::post_header_recvs() {
+    // Posted before they are needed: a peer's header, or its leave, arrives without a round trip.
+    for (int i = 1; i <= num_peers(); ++i) {
+        const auto from = static_cast<size_t>(peer(i));
+        header_recvs_[from] = transport_.recv(kControl, peer(i), header_tag(sequence_),
+                                              &headers_in_[from], sizeof(Header));
+    }
+}
+
+void Session::exchange_headers(Job& job) {
+    stage_ = "header";
+    Stopwatch watch(job.seconds["header"]);
+    const uint64_t sequence = sequence_;
+    job.header.sequence = sequence;
+    job.header.epoch = membership_.epoch;
+    job.header.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
+    header_out_ = job.header;
+    is_waiting_for_headers_ = true;
+    for (int i = 1; i <= num_peers(); ++i) {
+        faults_.before("header", -1, i - 1);
+        control_sends_.push_back(
+            transport_.send(kControl, peer(i), header_tag(sequence), &header_out_, sizeof(Header)));
+    }
+    job.headers.assign(headers_in_.size(), job.header);
+    Failure left;
+    for (int rank = 0; rank < transport_.size(); ++rank) {
+        if (rank == transport_.rank()) continue;
+        const auto from = static_cast<size_t>(rank);
+        transport_.wait(header_recvs_[from], deadline_);
+        const Header& header = headers_in_[from];
+        if (header.magic != kMagic || header.sequence != sequence) {
+            throw TransportError(rank, "a header that is not ours arrived");
+        }
+        if (Kind(header.kind) == Kind::kLeave) {
+            left.replicas.push_back(header.replica);
+            left.inner_steps.push_back(header.inner_step);
+            break;
+        }
+        job.headers[from] = header;
+    }
+    is_waiting_for_headers_ = false;
+    if (!left.replicas.empty()) {
+        left.kind = "PeerLeft";
+        left.stage = stage_;
+        throw Rejected(std::move(left));
+    }
+    wait_all(control_sends_);
+    ++sequence_;
+    post_header_recvs();
+}
+
+void Session::check_headers(Job& job) {
+    Failure failure;
+    failure.stage = stage_;
+    failure.message = find_mismatch(job.headers);
+    if (!failure.message.empty()) {
+        failure.kind = "ReplicaMismatch";
+        throw Rejected(std::move(failure));
+    }
+    if (!job.has_payload()) return;
+    double sum = 0.0;
+    bool is_valid = true;
+    for (const Header& header : job.headers) {
+        is_valid = is_valid && std::isfinite(header.weight) && header.weight >= 0.0;
+        sum += header.weight;
+    }
+    if (!is_valid || !(sum > 0.0) || !std::isfinite(sum)) {
+        std::ostringstream text;
+        text << "the replicas' weights must be finite, not negative, and not all zero:";
+        for (const Header& header : job.headers) {
+            text << " replica " << header.replica << " has " << header.weight << ";";
+        }
+        failure.kind = "SyncError";
+        failure.message = text.str();
+        failure.message.pop_back();
+        throw Rejected(std::move(failure));
+    }
+    job.weights.clear();
+    for (const Header& header : job.headers) {
+        job.weights.push_back(static_cast<double>(static_cast<float>(header.weight / sum)));
+    }
+}
+
+void Session::leave(int64_t inner_step) {
+    deadline_ = Clock::now() + std::chrono::seconds(1);
+    header_out_ = Header();
+    header_out_.kind = static_cast<uint32_t>(Kind::kLeave);
+    header_out_.sequence = sequence_;
+    header_out_.epoch = membership_.epoch;
+    header_out_.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
+    header_out_.inner_step = inner_step;
+    for (int i = 1; i <= num_peers(); ++i) {
+        try {
+            control_sends_.push_back(transport_.send(kControl, peer(i), header_tag(sequence_),
+                                                     &header_out_, sizeof(Header)));
+        } catch (const TransportError&) {
+            // Gone before us.
+        }
+    }
+    for (Receipt& receipt : control_sends_) {
+        try {
+            transport_.wait(receipt, deadline_);
+        } catch (const std::runtime_error&) {
+        }
+    }
+    control_sends_.clear();
+}
+
+// -------------------------------------------------------------------------------------- chunks
+
+void Session::wait_for_encoded(Job& job, int64_t chunk) {
+    Stopwatch watch(job.seconds["wait_encode"]);
+    std::unique_lock<std::mutex> lock(job.mutex);
+    job.changed.wait(lock, [&] { return job.num_encoded > chunk || job.is_encode_failed; });
+    if (job.is_encode_failed) throw std::runtime_error("encoding failed on this replica");
+}
+
+void Session::run_chunks(Job& job, const at::Tensor& staging) {
+    const Plan& plan = *job.plan;
+    const auto depth = static_cast<size_t>(2 * plan.window + 1);
+    if (in_flight_.size() < depth) in_flight_.resize(depth);
+    for (const Step& step : plan.schedule) {
+        faults_.before(action_name(step.action), step.chunk, 0);
+        run_step(job, step, staging);
+    }
+}
+
+void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
+    const int64_t depth = 2 * job.plan->window + 1;
+    InFlight& chunk = in_flight_[static_cast<size_t>(std::max(step.chunk, 0) % depth)];
+    stage_ = action_name(step.action);
+    switch (step.action) {
+        case Action::kPostExchange:
+            if (job.plan->num_phases == 1) {
+                post_chunk(job, step);
+            } else {
+                post_exchange(job, step, staging);
+            }
+            break;
+        case Action::kWaitExchange: {
+            Stopwatch watch(job.seconds["exchange"]);
+            wait_all(chunk.exchange_recvs);
+            if (job.plan->num_phases == 1) wait_all(chunk.sends);
+            break;
+        }
+        case Action::kReduce: {
+            Stopwatch watch(job.seconds["reduce"]);
+            reduce(job, step.chunk, staging);
+            break;
+        }
+        case Action::kPostPublish:
+            post_publish(job, step);
+            break;
+        case Action::kWaitPublish: {
+            Stopwatch watch(job.seconds["exchange"]);
+            wait_all(chunk.publish_recvs);
+            wait_all(chunk.sends);
+            break;
+        }
+        case Action::kVote: {
+            Stopwatch watch(job.seconds["vote"]);
+            vote(job);
+            break;
+        }
+    }
+}
+
+// One phase: the whole chunk to the only peer.
+void Session::post_chunk(Job& job, const Step& step) {
+    const Layout& layout = job.plan->layout;
+    const int64_t first = step.chunk * transport_.size();
+    int64_t num_runs = 0;
+    while (num_runs < transport_.size() && layout.run_length(first + num_runs) > 0) ++num_runs;
+    const auto num_bytes = static_cast<size_t>(num_runs * layout.run_bytes);
+    const int64_t offset = first * layout.run_bytes;
+    const int tag = data_tag(0, step.chunk);
+    InFlight& chunk = in_flight_[static_cast<size_t>(step.chunk % (2 * job.plan->window + 1))];
+    chunk.exchange_recvs.push_back(
+        transport_.recv(1 + step.lane, peer(1), tag, bytes(job.result) + offset, num_bytes));
+    wait_for_encoded(job, step.chunk);
+    chunk.sends.push_back(
+        transport_.send(1 + step.lane, peer(1), tag, bytes(job.payload) + offset, num_bytes));
+}
+
+void Session::post_exchange(Job& job, const Step& step, const at::Tensor& staging) {
+    const Layout& layout = job.plan->layout;
+    const int64_t size = transport_.size();
+    const int64_t first = step.chunk * size;
+    const int64_t stride = layout.run_bytes;
+    const auto run_bytes = static_cast<size_t>(stride);
+    const int group = 1 + step.lane;
+    InFlight& chunk = in_flight_[static_cast<size_t>(step.chunk % (2 * job.plan->window + 1))];
+    uint8_t* received = bytes(staging) + (step.chunk % job.plan->window) * size * stride;
+    const bool owns = layout.run_length(first + transport_.rank()) > 0;
+    for (int i = 1; i <= num_peers(); ++i) {
+        const int from = peer(i);
+        if (owns) {
+            chunk.exchange_recvs.push_back(transport_.recv(group, from, data_tag(0, step.chunk),
+                                                           received + from * stride, run_bytes));
+        }
+        if (layout.run_length(first + from) > 0) {
+            chunk.publish_recvs.push_back(
+                transport_.recv(group, from, data_tag(1, step.chunk),
+                                bytes(job.result) + (first + from) * stride, run_bytes));
+        }
+    }
+    wait_for_encoded(job, step.chunk);
+    for (int i = 1; i <= num_peers(); ++i) {
+        const int to = peer(i);
+        if (layout.run_length(first + to) == 0) continue;
+        chunk.sends.push_back(transport_.send(group, to, data_tag(0, step.chunk),
+                                              bytes(job.payload) + (first + to) * stride,
+                                              run_bytes));
+    }
+}
+
+void Session::reduce(Job& job, int64_t chunk, const at::Tensor& staging) {
+    const Layout& layout = job.plan->layout;
+    const int64_t size = transport_.size();
+    const int64_t run = chunk * size + transport_.rank();
+    if (layout.run_length(run) == 0) return;
+    const int64_t stride = layout.run_bytes;
+    const at::Tensor received =
+        staging.narrow(0, (chunk % job.plan->window) * size * stride, size * stride);
+    std::memcpy(bytes(received) + transport_.rank() * stride, bytes(job.payload) + run * stride,
+                static_cast<size_t>(stride));
+    call_reduce(job, received, job.result.narrow(0, run * stride, stride), run, chunk);
+}
+
+void Session::post_publish(Job& job, const Step& step) {
+    const Layout& layout = job.plan->layout;
+    const int64_t run = step.chunk * static_cast<int64_t>(transport_.size()) + transport_.rank();
+    if (layout.run_length(run) == 0) return;
+    InFlight& chunk = in_flight_[static_cast<size_t>(step.chunk % (2 * job.plan->window + 1))];
+    for (int i = 1; i <= num_peers(); ++i) {
+        chunk.sends.push_back(transport_.send(1 + step.lane, peer(i), data_tag(1, step.chunk),
+                                              bytes(job.result) + run * layout.run_bytes,
+                                              static_cast<size_t>(layout.run_bytes)));
+    }
+}
+
+// --------------------------------------------------------------------------- vote, plain bytes
+
+void Session::post_vote_recvs(uint64_t sequence) {
+    for (int i = 1; i <= num_peers(); ++i) {
+        const auto from = static_cast<size_t>(peer(i));
+        vote_recvs_[from] =
+            transport_.recv(kControl, peer(i), vote_tag(sequence), &votes_in_[from], sizeof(Vote));
+    }
+}
+
+void Session::vote(Job& job) {
+    const uint64_t sequence = job.header.sequence;
+    vote_out_ = Vote();
+    vote_out_.sequence = sequence;
+    vote_out_.num_bad = job.encode_bad.item<int64_t>() + job.reduce_bad.item<int64_t>();
+    for (int i = 1; i <= num_peers(); ++i) {
+        if (i > 1) faults_.before("vote", -1, i - 1);
+        control_sends_.push_back(
+            transport_.send(kControl, peer(i), vote_tag(sequence), &vote_out_, sizeof(Vote)));
+    }
+    std::vector<int64_t> num_bad(votes_in_.size(), vote_out_.num_bad);
+    for (int rank = 0; rank < transport_.size(); ++rank) {
+        if (rank == transport_.rank()) continue;
+        const auto from = static_cast<size_t>(rank);
+        transport_.wait(vote_recvs_[from], deadline_);
+        if (votes_in_[from].sequence != sequence) {
+            throw TransportError(rank, "a vote that is not ours arrived");
+        }
+        num_bad[from] = votes_in_[from].num_bad;
+    }
+    wait_all(control_sends_);
+    reject_bad_elements(job, num_bad);
+}
+
+void Session::reject_bad_elements(Job& job, const std::vector<int64_t>& num_bad) {
+    Failure failure;
+    std::ostringstream text;
+    for (size_t rank = 0; rank < num_bad.size(); ++rank) {
+        if (num_bad[rank] == 0) continue;
+        text << (failure.replicas.empty() ? "" : ", ") << num_bad[rank] << " on replica "
+             << membership_.replicas[rank];
+        failure.replicas.push_back(membership_.replicas[rank]);
+    }
+    if (failure.replicas.empty()) return;
+    failure.kind = "NonFiniteError";
+    failure.stage = stage_;
+    failure.message = "elements that are NaN, Inf or out of the wire's range: " + text.str();
+    throw Rejected(std::move(failure));
+}
+
+void Session::exchange_blobs(Job& job) {
+    stage_ = "objects";
+    job.blobs.assign(headers_in_.size(), at::Tensor());
+    std::vector<Receipt> receipts;
+    for (int i = 1; i <= num_peers(); ++i) {
+        const auto from = static_cast<size_t>(peer(i));
+        job.blobs[from] = empty_pages(job.headers[from].num_bytes);
+        receipts.push_back(transport_.recv(1, peer(i), data_tag(0, 0), bytes(job.blobs[from]),
+                                           static_cast<size_t>(job.headers[from].num_bytes)));
+    }
+    job.blobs[static_cast<size_t>(transport_.rank())] = job.blob;
+    for (int i = 1; i <= num_peers(); ++i) {
+        receipts.push_back(transport_.send(1, peer(i), data_tag(0, 0), bytes(job.blob),
+                                           static_cast<size_t>(job.blob.numel())));
+    }
+    wait_all(receipts);
+}
+
+void Session::transfer(Job& job) {
+    stage_ = kind_name(Kind(job.header.kind));
+    std::vector<Receipt> receipts;
+    std::vector<int64_t> next(headers_in_.size(), 0);
+    for (Transfer& item : job.recvs) {
+        receipts.push_back(
+            transport_.recv(1, item.peer, data_tag(0, next[static_cast<size_t>(item.peer)]++),
+                            bytes(item.bytes), static_cast<size_t>(item.bytes.numel())));
+    }
+    next.assign(next.size(), 0);
+    for (Transfer& item : job.sends) {
+        receipts.push_back(
+            transport_.send(1, item.peer, data_tag(0, next[static_cast<size_t>(item.peer)]++),
+                            bytes(item.bytes), static_cast<size_t>(item.bytes.numel())));
+    }
+    wait_all(receipts);
+}
+
+}  // namespace diloco

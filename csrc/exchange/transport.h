@@ -1,0 +1,87 @@
+// Messages between the ranks of one epoch over c10d backends: tagged send and recv, deadlines,
+// abort from another thread, and an emulated link.
+//
+// Group 0 is the control group (headers, votes, small objects), groups 1.. are the data lanes.
+// Every message has its own tag, so nothing depends on the order in which messages arrive.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "exchange/link.h"
+
+namespace diloco {
+
+using Clock = std::chrono::steady_clock;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// A message was lost: the group is dead from here on.
+class TransportError : public std::runtime_error {
+  public:
+    TransportError(int peer, const std::string& what) : std::runtime_error(what), peer(peer) {}
+    int peer;
+};
+
+// abort() ended a wait.
+class Aborted : public std::runtime_error {
+  public:
+    Aborted() : std::runtime_error("the exchange was closed") {}
+};
+
+// One posted message. Empty when there was nothing to send.
+struct Receipt {
+    WorkPtr work;
+    std::shared_ptr<DelayedSend> delayed;  // with an emulated link
+    int peer = -1;
+};
+
+class Transport {
+  public:
+    Transport(std::vector<BackendPtr> groups, int rank, int size);
+
+    int rank() const { return rank_; }
+    int size() const { return size_; }
+    int num_lanes() const { return static_cast<int>(groups_.size()) - 1; }
+
+    // `group` 0 is control, 1 + lane is data. The memory must outlive the receipt.
+    Receipt send(int group, int peer, int tag, const void* data, size_t num_bytes);
+    Receipt recv(int group, int peer, int tag, void* data, size_t num_bytes);
+
+    // Throws TransportError (also at the deadline) or Aborted. Leaves the receipt empty.
+    void wait(Receipt& receipt, Clock::time_point deadline);
+
+    // Ends the current and every later wait. From any thread.
+    void abort();
+
+    // Later sends go over a link of this rate and round-trip time; a rate of 0 is the real link.
+    void emulate_link(double gbps, double rtt_ms);
+
+    int64_t sent_bytes() const { return sent_bytes_; }
+    int64_t received_bytes() const { return received_bytes_; }
+
+  private:
+    WorkPtr post_send(int group, int peer, int tag, const void* data, size_t num_bytes);
+    void wait_for_work(c10d::Work& work, Clock::time_point deadline);
+
+    std::vector<BackendPtr> groups_;
+    int rank_;
+    int size_;
+    std::mutex post_mutex_;  // c10d backends do not promise that posting is thread-safe
+    std::mutex abort_mutex_;
+    c10d::Work* waiting_ = nullptr;
+    std::atomic<bool> is_aborted_{false};
+    int64_t sent_bytes_ = 0;
+    int64_t received_bytes_ = 0;
+    std::unique_ptr<Link> link_;  // last: its thread posts on the groups above
+};
+
+}  // namespace diloco

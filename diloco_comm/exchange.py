@@ -1,0 +1,378 @@
+"""The exchange engine of one replica: averages a fragment's payloads over all replicas.
+
+The work is done by a C++ thread (``csrc/exchange``) on process groups of its own; this class checks
+arguments, owns the buffers and turns failures into exceptions.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import _C, regroup
+from .regroup import Repair
+from .slot import (
+    Header,
+    Outcome,
+    Pending,
+    Slot,
+    Terms,
+    empty_pages,
+    error_from,
+    from_native,
+    to_native,
+)
+from .wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key
+
+__all__ = [
+    "Exchange",
+    "Header",
+    "Outcome",
+    "Pending",
+    "Repair",
+    "Slot",
+    "Terms",
+    "empty_pages",
+    "error_from",
+    "from_native",
+]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+# Payload bytes of a chunk on one rank, and chunks under way in each phase: see docs/benchmarks.
+DEFAULT_CHUNK_BYTES = 1 << 20
+DEFAULT_WINDOW = 8
+_open: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
+
+class Exchange:
+    """Exchange payloads with the other replicas, in an epoch of fixed membership.
+
+    Args:
+        store: Shared by all replicas; it must outlive those that may fail.
+        replica: Our id.
+        members: Sorted ids of all replicas of this epoch, ours among them.
+        lanes: Data connections to each peer.
+        chunk_bytes: Payload bytes of a chunk; equal on all replicas.
+        timeout: Of one exchange, from its turn on the engine thread to its vote.
+        device: Of the tensors; "cpu".
+        impl: Implementation of the operators; "" is the default one.
+        epoch: The first epoch is above this.
+        name: Distinguishes several exchanges on one store.
+        join: We come to replicas that call ``change_group`` with us among the members.
+        window: Chunks under way in each phase.
+        report_patience: Seconds that a failed exchange waits for the reports of the others.
+
+    Attributes:
+        rank, size: In the current epoch.
+        members, epoch: Of the current epoch.
+        joined: Members that came new in this epoch.
+        agreed_rounds: Last applied round of each fragment in this epoch's members, after repair.
+        link: Description of the emulated link, or None.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        ReplicaMismatch, SyncError: If the replicas do not come together.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        replica: int,
+        members: Sequence[int],
+        *,
+        lanes: int = 1,
+        chunk_bytes: int | None = None,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        device: torch.device | str = "cpu",
+        impl: str = "",
+        epoch: int = 0,
+        name: str = "default",
+        join: bool = False,
+        window: int = DEFAULT_WINDOW,
+        report_patience: float = 3.0,
+    ) -> None:
+        self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        if self.timeout <= 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
+            if value is not None and value < 1:
+                raise ValueError(f"{what} must be at least 1, got {value}")
+        if torch.device(device).type != "cpu":
+            raise NotImplementedError(f"Exchange serves CPU tensors only, not {device}")
+        self.replica, self.name = replica, name
+        self.members = _checked_members(members, replica)
+        self.epoch = epoch
+        self.lanes, self.window, self.impl = lanes, window, impl
+        self.chunk_bytes = chunk_bytes or DEFAULT_CHUNK_BYTES
+        self.link: str | None = None
+        self.inner_step = -1
+        self.joined: tuple[int, ...] = ()
+        self.agreed_rounds: dict[int, int] = {}
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._closed = False
+        self.store = store
+        self._engine = _C.Engine(replica, self.timeout, report_patience)
+        _open.add(self)
+        try:
+            regroup.enter(self, self.members, store, last_rounds=None, join=join)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_group(cls, group: dist.ProcessGroup | None = None, **kwargs: Any) -> Exchange:
+        """Make an exchange among the ranks of a process group; a collective call.
+
+        Our groups are our own: nothing interleaves with the collectives of ``group``.
+        """
+        store, rank, size = regroup.store_of_group(group)
+        return cls(store, rank, range(size), **kwargs)
+
+    @property
+    def rank(self) -> int:
+        return self.members.index(self.replica)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def slot(
+        self,
+        num_elements: int,
+        wire: WireFormat,
+        *,
+        error_feedback: bool = False,
+        residual_dtype: torch.dtype = torch.float32,
+    ) -> Slot:
+        """Allocate the persistent buffers of one fragment.
+
+        Args:
+            num_elements: Elements of the fragment, at least 1.
+            wire: What travels.
+            error_feedback: Keep what encoding loses, and add it to the next round.
+            residual_dtype: Of what is kept, fp32 or bf16.
+        """
+        slot = Slot(
+            num_elements, wire, error_feedback=error_feedback, residual_dtype=residual_dtype
+        )
+        self.plan_slot(slot)
+        self._slots.add(slot)
+        return slot
+
+    def plan_slot(self, slot: Slot) -> None:
+        """Lay a slot out for the current group."""
+        slot.plan(self.rank, self.size, self.chunk_bytes, self.lanes, self.window, self.impl)
+        self._engine.reserve_staging(slot.staging_bytes)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return list(self._slots)
+
+    def start(
+        self,
+        slot: Slot,
+        *,
+        outer: Tensor | None,
+        params: list[Tensor],
+        header: Header,
+        stochastic: bool = False,
+        seed: int = 0,
+    ) -> Pending:
+        """Encode a fragment and begin its exchange; return when everything is encoded.
+
+        The first chunk travels while the second is encoded. ``params`` and ``outer`` may change as
+        soon as this returns.
+
+        Args:
+            slot: The fragment's buffers.
+            outer: fp32 [num_elements]; None encodes the parameters themselves.
+            params: The fragment's tensors, num_elements in all.
+            header: What the other replicas are told and compare.
+            stochastic: Round stochastically, keyed by ``seed``, replica, round and fragment.
+
+        Raises:
+            RuntimeError: If the epoch is dead, the exchange is closed, or the process was forked.
+        """
+        self._engine.check_process()
+        self.inner_step = header.inner_step
+        round = slot.open_round(header)
+        keys = [
+            rng_key(seed, self.replica, stage, header.round, header.fragment) if stochastic else 0
+            for stage in (STAGE_ENCODE, STAGE_REDUCE)
+        ]
+        new_residual, new_reduce_residual = slot.new_residuals
+        job = self._engine.start(
+            plan=slot.native,
+            header=to_native(header, slot, stochastic),
+            payload=round.own,
+            result=round.result,
+            outer=outer,
+            params=params,
+            encode_key=keys[0],
+            reduce_key=keys[1],
+            residual=slot.residual,
+            new_residual=new_residual,
+            reduce_residual=slot.reduce_residual,
+            new_reduce_residual=new_reduce_residual,
+        )
+        pending = Pending(slot, round, job)
+        slot.add_round(round, pending)
+        return pending
+
+    def emulate_link(self, gbps: float, rtt_ms: float = 0.0) -> None:
+        """Send over an emulated link from now on: this rank's egress at ``gbps`` Gbit/s, with half
+        of ``rtt_ms`` before anything arrives. 0 Gbit/s removes it."""
+        if gbps < 0 or rtt_ms < 0:
+            raise ValueError(f"emulate_link needs gbps >= 0 and rtt_ms >= 0, got {gbps}, {rtt_ms}")
+        self._engine.emulate_link(gbps, rtt_ms)
+        self.link = f"emulated {gbps:g} Gbit/s, {rtt_ms:g} ms round trip" if gbps else None
+
+    def exchange_objects(self, blob: bytes) -> list[bytes]:
+        """Give ``blob`` to every replica and return all of theirs, in rank order."""
+        tensor = (
+            torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+            if blob
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        if self.size == 1:
+            self._engine.check_process()
+            return [bytes(blob)]
+        header = _C.Header("exchange_objects")
+        header.num_bytes = len(blob)
+        job = self._engine.submit(header, blob=tensor)
+        _finish(job)
+        return [received.numpy().tobytes() for received in job.blobs]
+
+    def broadcast(self, tensors: list[Tensor], source_rank: int) -> None:
+        """Copy the tensors of rank ``source_rank`` to all, exactly and in place; any dtype.
+
+        Raises:
+            ReplicaMismatch: If the numbers of bytes or the sources differ; nothing is changed.
+        """
+        if not 0 <= source_rank < self.size:
+            raise ValueError(f"source_rank must be in [0, {self.size}), got {source_rank}")
+        buffers = [_as_bytes(tensor) for tensor in tensors]
+        header = _C.Header("broadcast")
+        header.source_rank = source_rank
+        header.num_elements = sum(buffer.numel() for buffer in buffers)
+        header.layout_hash = _hash_sizes([buffer.numel() for buffer in buffers])
+        if self.size == 1:
+            self._engine.check_process()
+            return
+        is_source = self.rank == source_rank
+        peers = [rank for rank in range(self.size) if rank != source_rank]
+        sends = [(peer, b) for b in buffers for peer in peers if b.numel()] if is_source else []
+        recvs = [] if is_source else [(source_rank, b) for b in buffers if b.numel()]
+        _finish(self._engine.submit(header, sends=sends, recvs=recvs))
+        if not is_source:
+            for tensor, buffer in zip(tensors, buffers, strict=True):
+                _write_back(tensor, buffer)
+
+    def transfer(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
+        """Send and receive uint8 tensors between listed ranks; a collective call."""
+        _finish(self._engine.submit(_C.Header("transfer"), sends=sends, recvs=recvs))
+
+    def change_group(
+        self,
+        members: Sequence[int],
+        *,
+        store: dist.Store | None = None,
+        last_rounds: dict[int, int],
+    ) -> list[Repair]:
+        """Go on in a new epoch with ``members``: the survivors, or joiners too.
+
+        Called by every replica of the new epoch (a joiner constructs its Exchange with
+        ``join=True``), also after an attempt that failed. Slots are laid out anew.
+
+        Args:
+            members: Ids of the replicas, ours among them.
+            store: A new store when the old one died.
+            last_rounds: The last applied round of every fragment on this replica.
+
+        Returns:
+            The rounds that the others have applied and this replica must still apply.
+
+        Raises:
+            SyncError: If somebody does not come, or a replica is more than one round behind.
+        """
+        self._engine.check_process()
+        members = _checked_members(members, self.replica)
+        return regroup.enter(self, members, store, last_rounds=last_rounds, join=False)
+
+    def inject_fault(self, **fault: Any) -> None:
+        """For tests: delay, stop or kill this replica at a stage; see csrc/exchange/faults.h."""
+        self._engine.inject_fault(**fault)
+
+    def leave(self) -> None:
+        """Tell the peers that we go, and close."""
+        self.close()
+
+    def close(self) -> None:
+        """Finish what is under way, tell the peers, and end the engine thread; idempotent.
+
+        A peer that then starts an exchange gets ``PeerLeft``. What cannot finish within ten
+        seconds (or the timeout) is broken off.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        _open.discard(self)
+        self._engine.close(min(self.timeout, 10.0), self.inner_step)
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    for exchange in list(_open):
+        with contextlib.suppress(Exception):
+            exchange.close()
+
+
+def _checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:
+    result = tuple(members)
+    if list(result) != sorted(set(result)) or not result or result[0] < 0:
+        raise ValueError(f"members must be sorted, unique ids from 0, got {list(result)}")
+    if replica not in result:
+        raise ValueError(f"replica {replica} is not one of the members {list(result)}")
+    return result
+
+
+def _finish(job: _C.Job) -> None:
+    while not job.wait(3600.0):
+        pass
+    if job.failure is not None:
+        raise error_from(job.failure)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory as uint8, or a copy of it when it is not contiguous CPU memory."""
+    source = tensor.detach()
+    if source.device.type != "cpu" or not source.is_contiguous():
+        source = source.contiguous().cpu()
+    return source.reshape(-1).view(torch.uint8)
+
+
+def _write_back(tensor: Tensor, buffer: Tensor) -> None:
+    target = tensor.detach()
+    if buffer.numel() and buffer.data_ptr() != target.data_ptr():
+        target.copy_(buffer.view(target.dtype).view(target.shape))
+
+
+def _hash_sizes(sizes: list[int]) -> int:
+    digest = 1469598103934665603
+    for size in sizes:
+        digest = ((digest ^ size) * 1099511628211) & ((1 << 64) - 1)
+    return digest

@@ -1,0 +1,247 @@
+"""Enter an epoch: agree on it, connect, and bring replicas that are one round behind up to date."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import rendezvous
+from .errors import SyncError
+from .slot import Round, Terms
+from .wire import Layout, WireFormat
+
+if TYPE_CHECKING:
+    from .exchange import Exchange
+
+# Connections between live hosts take milliseconds; a peer that vanished must not cost the timeout.
+_CONNECT_LIMIT_S = 120.0
+
+
+@dataclass
+class Repair:
+    """A round that the other replicas have applied and this one has not.
+
+    ``terms`` are laid out as ``layout``, which is that of the group at the time.
+    """
+
+    fragment: int
+    round: int
+    terms: Terms
+    layout: Layout
+
+
+def enter(
+    exchange: Exchange,
+    members: Sequence[int],
+    store: dist.Store | None,
+    *,
+    last_rounds: dict[int, int] | None,
+    join: bool,
+) -> list[Repair]:
+    """Bring ``exchange`` into a new epoch with ``members``.
+
+    Args:
+        last_rounds: None for a new exchange.
+        join: A new exchange that comes to an old group.
+    """
+    if store is not None:
+        exchange.store = dist.PrefixStore(f"diloco_comm/{exchange.name}", store)
+    plan = _agree(exchange, members, last_rounds, join)
+    survivors = {r: i["rounds"] for r, i in plan.infos.items() if i["rounds"] is not None}
+    needs = find_repairs({r: {int(f): n for f, n in v.items()} for r, v in survivors.items()})
+    repaired = [_kept(exchange, fragment, number) for fragment, number, _ in needs]
+    rank, size = members.index(exchange.replica), len(members)
+    groups = []
+    if size > 1:
+        limit = min(exchange.timeout, _CONNECT_LIMIT_S)
+        groups = rendezvous.build_groups(
+            exchange.store, plan.epoch, rank, size, exchange.lanes, limit
+        )
+    exchange._engine.attach(
+        epoch=plan.epoch,
+        rank=rank,
+        replicas=list(members),
+        groups=groups,
+        store=exchange.store,
+        prefix=f"{plan.epoch}/board",
+    )
+    exchange.members, exchange.epoch = tuple(members), plan.epoch
+    exchange.joined = tuple(sorted(r for r, i in plan.infos.items() if i["join"]))
+    exchange.agreed_rounds = _newest(survivors)
+    del groups
+    repairs = _hand_over(exchange, needs, repaired) if needs else []
+    for slot in exchange.slots:
+        exchange.plan_slot(slot)
+    return repairs
+
+
+def _agree(
+    exchange: Exchange, members: Sequence[int], last_rounds: dict[int, int] | None, join: bool
+) -> rendezvous.Plan:
+    settings = {
+        "lanes": exchange.lanes,
+        "chunk_bytes": exchange.chunk_bytes,
+        "window": exchange.window,
+    }
+    rounds = None if last_rounds is None else {str(f): n for f, n in last_rounds.items()}
+    return rendezvous.agree(
+        exchange.store,
+        exchange.replica,
+        members,
+        epoch=exchange.epoch,
+        settings=settings,
+        info={"rounds": rounds, "join": join},
+        timeout=exchange.timeout,
+    )
+
+
+def _newest(survivors: dict[int, dict[str, int]]) -> dict[int, int]:
+    newest: dict[int, int] = {}
+    for rounds in survivors.values():
+        for fragment, number in rounds.items():
+            newest[int(fragment)] = max(number, newest.get(int(fragment), number))
+    return newest
+
+
+def find_repairs(last_rounds: dict[int, dict[int, int]]) -> list[tuple[int, int, list[int]]]:
+    """Compare the last applied rounds of the survivors.
+
+    Args:
+        last_rounds: fragment -> round, for each surviving replica.
+
+    Returns:
+        (fragment, round, replicas that are one behind), by fragment.
+
+    Raises:
+        SyncError: If a replica is more than one round behind, or lists other fragments.
+    """
+    fragments = sorted({fragment for rounds in last_rounds.values() for fragment in rounds})
+    repairs = []
+    for fragment in fragments:
+        lacking = [r for r, rounds in sorted(last_rounds.items()) if fragment not in rounds]
+        if lacking:
+            raise SyncError(f"replicas {lacking} gave no last round of fragment {fragment}")
+        newest = max(rounds[fragment] for rounds in last_rounds.values())
+        behind = [r for r, rounds in sorted(last_rounds.items()) if rounds[fragment] == newest - 1]
+        far = {r: v[fragment] for r, v in last_rounds.items() if v[fragment] < newest - 1}
+        if far:
+            raise SyncError(
+                f"fragment {fragment}: the group is at round {newest}, but "
+                + ", ".join(f"replica {r} at {number}" for r, number in sorted(far.items()))
+                + "; only one missing round can be repaired: let it join anew",
+                fragment=fragment,
+                round=newest,
+                stage="rendezvous",
+                missing=sorted(far),
+            )
+        if behind:
+            repairs.append((fragment, newest, behind))
+    return repairs
+
+
+def _kept(exchange: Exchange, fragment: int, number: int) -> Round | None:
+    for slot in exchange.slots:
+        round = slot.kept(fragment, number)
+        if round is not None:
+            return round
+    return None
+
+
+def _hand_over(
+    exchange: Exchange, needs: list[tuple[int, int, list[int]]], kept: list[Round | None]
+) -> list[Repair]:
+    """Send the kept terms of each round to the replicas that lack it."""
+    offers = [
+        json.loads(blob)
+        for blob in exchange.exchange_objects(
+            json.dumps([None if round is None else _describe(round) for round in kept]).encode()
+        )
+    ]
+    sends: list[tuple[int, Tensor]] = []
+    recvs: list[tuple[int, Tensor]] = []
+    repairs = []
+    for index, (fragment, number, behind) in enumerate(needs):
+        sources = [rank for rank, offer in enumerate(offers) if offer[index] is not None]
+        if not sources:
+            raise SyncError(
+                f"replicas {behind} lack round {number} of fragment {fragment}, and nobody kept it",
+                fragment=fragment,
+                round=number,
+                stage="repair",
+                missing=behind,
+            )
+        source, round = sources[0], kept[index]
+        if exchange.rank == source and round is not None:
+            for replica in behind:
+                peer = exchange.members.index(replica)
+                sends += [(peer, payload) for payload, _ in round.terms]
+        elif exchange.replica in behind:
+            repair = _allocate(fragment, number, offers[source][index])
+            recvs += [(source, payload) for payload, _ in repair.terms]
+            repairs.append(repair)
+    exchange.transfer(sends, recvs)
+    return repairs
+
+
+def _describe(round: Round) -> dict[str, Any]:
+    layout = round.layout
+    return {
+        "coefficients": [coefficient for _, coefficient in round.terms],
+        "num_elements": layout.num_elements,
+        "num_runs": layout.num_runs,
+        "run_elements": layout.run_elements,
+        "wire": layout.wire.name,
+        "block_size": layout.wire.block_size,
+    }
+
+
+def _allocate(fragment: int, number: int, offer: dict[str, Any]) -> Repair:
+    wire = WireFormat(offer["wire"], offer["block_size"])
+    layout = Layout(offer["num_elements"], offer["num_runs"], offer["run_elements"], wire)
+    terms = [
+        (torch.empty(layout.payload_bytes, dtype=torch.uint8), coefficient)
+        for coefficient in offer["coefficients"]
+    ]
+    return Repair(fragment, number, terms, layout)
+
+
+def store_of_group(group: dist.ProcessGroup | None) -> tuple[dist.Store, int, int]:
+    """Return the store of a group under a prefix that its ranks agree on, our rank, and the size.
+
+    A collective call: rank 0 draws the prefix and broadcasts it through the group.
+    """
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise ValueError("no group was given and torch.distributed is not initialised")
+    if group == dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
+        raise ValueError("this process is not a member of the group")
+    rank, size = group.rank(), group.size()
+    token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+    if size > 1:
+        kinds = [kind.type for kind in group._device_types]
+        on_device = token.to("cpu" if "cpu" in kinds else kinds[0])
+        group.broadcast([on_device], _broadcast_options()).wait()
+        token = on_device.cpu()
+    prefix = f"diloco_comm/{bytes(token.tolist()).hex()}"
+    return dist.PrefixStore(prefix, _group_store(group)), rank, size
+
+
+def _broadcast_options() -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return options
+
+
+def _group_store(group: dist.ProcessGroup) -> dist.Store:
+    known = dist.distributed_c10d._world.pg_map.get(group)
+    if known is not None:
+        return known[1]
+    return group.get_group_store()

@@ -1,0 +1,374 @@
+"""The persistent buffers of one fragment, and the rounds that use them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from . import _C
+from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+from .wire import Layout, WireFormat
+
+_ERRORS = {
+    error.__name__: error for error in (SyncError, ReplicaMismatch, PeerLeft, NonFiniteError)
+}
+Kind = Literal["sync", "flush", "all_reduce"]
+Terms = list[tuple[Tensor, float]]
+
+
+def empty_pages(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Allocate a zeroed CPU tensor that costs no page fault later.
+
+    64-byte aligned, huge pages advised, every page touched.
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return _C.empty_pages(num_bytes).view(dtype).view(shape)
+
+
+@dataclass
+class Header:
+    """What a replica tells the others before an exchange.
+
+    ``weight``, ``inner_step`` and ``gap`` may differ between replicas; everything else, and the
+    slot's wire, block size and number of elements, must be equal on all of them.
+    """
+
+    kind: Kind = "sync"
+    layout_hash: int = 0
+    fragment: int = 0
+    round: int = 0
+    sync_every: int = 0
+    num_fragments: int = 1
+    weight: float = 1.0
+    outer_lr: float = 0.0
+    inner_step: int = 0
+    gap: float = 1.0
+
+
+@dataclass
+class Outcome:
+    """What an exchange gave.
+
+    Attributes:
+        terms: (payload uint8 laid out as ``layout``, coefficient): their sum is the weighted mean.
+        headers: One a rank.
+        weights: Normalised, one a rank, as used.
+        seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
+            and total (on the engine thread).
+        sent_bytes, received_bytes: Everything this rank sent to and got from its peers.
+        counters: Minor page faults of the calling and the engine thread.
+    """
+
+    terms: Terms
+    layout: Layout
+    headers: list[Header]
+    weights: list[float]
+    seconds: dict[str, float]
+    sent_bytes: int
+    received_bytes: int
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Round:
+    """One exchange of a slot: buffers, and how far it is."""
+
+    header: Header
+    layout: Layout
+    own: Tensor
+    result: Tensor | None
+    state: Literal["started", "agreed", "committed", "failed"] = "started"
+    terms: Terms = field(default_factory=list)
+    # The round that wrote, or may have written, into our result after our commit.
+    overwritten_by: Pending | None = None
+
+    def has_terms(self) -> bool:
+        """Whether the terms are still the ones that were agreed on."""
+        if self.state not in ("agreed", "committed"):
+            return False
+        return self.overwritten_by is None or self.overwritten_by.failed_before_data()
+
+
+class Pending:
+    """An exchange under way.
+
+    Attributes:
+        payload: Our own encoded values; complete as soon as ``start`` has returned.
+        layout: Of the payload.
+    """
+
+    def __init__(self, slot: Slot, round: Round, job: _C.Job) -> None:
+        self.payload = round.own
+        self.layout = round.layout
+        self._slot = slot
+        self._round = round
+        self._job = job
+        self._outcome: Outcome | None = None
+        self._error: SyncError | None = None
+
+    def done(self) -> bool:
+        """Whether ``wait()`` would return, or raise, at once."""
+        return self._job.is_done
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Wait for the vote and return what the exchange gave.
+
+        Raises:
+            ReplicaMismatch, PeerLeft, NonFiniteError, SyncError: There is no result, on no replica
+                (after a SyncError at the vote some may have one; ``change_group`` settles it).
+            TimeoutError: After ``timeout`` seconds; the exchange goes on.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._outcome is None:
+            begin = time.perf_counter()
+            deadline = None if timeout is None else begin + timeout
+            while not self._job.wait(3600.0 if deadline is None else timeout or 0.0):
+                if deadline is not None and time.perf_counter() >= deadline:
+                    raise TimeoutError(f"the exchange was not done after {timeout} s")
+            self._resolve(time.perf_counter() - begin)
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None
+        return self._outcome
+
+    def failed_before_data(self) -> bool:
+        """Whether this exchange ended before any rank sent data for it."""
+        failure = self._job.failure if self._job.is_done else None
+        return failure is not None and failure.stage in ("", "header")
+
+    def _resolve(self, wait_s: float) -> None:
+        job, round = self._job, self._round
+        if job.failure is not None:
+            round.state = "failed"
+            self._error = error_from(job.failure, round.header)
+            return
+        round.state = "agreed"
+        round.terms = self._slot.terms_of(round, job.weights)
+        self._slot.on_agreed()
+        counters = dict(job.counters)
+        self._outcome = Outcome(
+            terms=round.terms,
+            layout=round.layout,
+            headers=[from_native(header) for header in job.headers],
+            weights=list(job.weights),
+            seconds={**job.seconds, "encode": job.encode_seconds, "wait": wait_s},
+            sent_bytes=counters.pop("sent_bytes"),
+            received_bytes=counters.pop("received_bytes"),
+            counters=counters,
+        )
+
+
+class Slot:
+    """Buffers of one fragment, allocated once and reused for ever.
+
+    Attributes:
+        layout: How payloads are laid out in the current group.
+        residual: Error feedback of the first encoding, [num_elements], or None.
+        reduce_residual: Of the second one, [num_chunks * run_elements]: the runs that this rank
+            owns, one after the other; None without error feedback or with fewer than three ranks.
+    """
+
+    def __init__(
+        self,
+        num_elements: int,
+        wire: WireFormat,
+        *,
+        error_feedback: bool = False,
+        residual_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if num_elements < 1:
+            raise ValueError(f"a slot needs at least one element, got {num_elements}")
+        self.num_elements = num_elements
+        self.wire = wire
+        self.error_feedback = error_feedback
+        self.residual_dtype = residual_dtype
+        self.residual: Tensor | None = None
+        self.reduce_residual: Tensor | None = None
+        self._new_residual: Tensor | None = None
+        self._new_reduce_residual: Tensor | None = None
+        if error_feedback:
+            self.residual = empty_pages(num_elements, residual_dtype)
+            self._new_residual = empty_pages(num_elements, residual_dtype)
+        self._owns: list[Tensor] = []
+        self._results: list[Tensor] = []
+        self.rounds: list[Round] = []
+        self._pendings: list[Pending] = []
+
+    def plan(
+        self, rank: int, world_size: int, chunk_bytes: int, lanes: int, window: int, impl: str
+    ) -> None:
+        """Lay the fragment out for a group; payloads of earlier rounds keep their own layout."""
+        block, wire = self.wire.block_size, self.wire
+        payload = Layout.plan(self.num_elements, world_size, 1, wire).payload_bytes
+        most = -(-self.num_elements // (world_size * block))
+        num_chunks = max(1, min(round(payload / chunk_bytes), most))
+        self.rank, self.world_size, self.num_chunks = rank, world_size, num_chunks
+        self.layout = Layout.plan(self.num_elements, world_size, num_chunks, wire)
+        layout = self.layout
+        self.native = _C.Plan(
+            layout.num_elements,
+            layout.num_runs,
+            layout.run_elements,
+            layout.run_bytes,
+            wire.name,
+            block,
+            world_size,
+            lanes,
+            window,
+            impl,
+        )
+        self.staging_bytes = window * world_size * layout.run_bytes if world_size > 2 else 0
+        self._owns = [empty_pages(layout.payload_bytes, torch.uint8)]
+        self._results = []
+        if world_size > 1:
+            self._results.append(empty_pages(layout.payload_bytes, torch.uint8))
+        self.reduce_residual = self._new_reduce_residual = None
+        if self.error_feedback and world_size > 2:
+            count = num_chunks * layout.run_elements
+            self.reduce_residual = empty_pages(count, self.residual_dtype)
+            self._new_reduce_residual = empty_pages(count, self.residual_dtype)
+
+    @property
+    def new_residuals(self) -> tuple[Tensor | None, Tensor | None]:
+        return self._new_residual, self._new_reduce_residual
+
+    def open_round(self, header: Header) -> Round:
+        """Choose buffers for a new round: none that an earlier round still needs.
+
+        Raises:
+            RuntimeError: If error feedback would need the verdict of the round before.
+        """
+        self._resolve_done()
+        failed = [r for r in self.rounds if r.state == "failed"]
+        self.rounds = [r for r in self.rounds if r not in failed[:-1]]
+        if self.error_feedback and any(r.state == "started" for r in self.rounds):
+            raise RuntimeError("with error feedback, wait() for a round before the next start()")
+        # Once a later round is agreed on, every peer has had the terms of the committed one.
+        is_needed = all(r.state != "agreed" for r in self.rounds)
+        committed = [r for r in self.rounds if r.state == "committed" and is_needed]
+        open_rounds = [r for r in self.rounds if r.state in ("started", "agreed", "failed")]
+        # With two ranks the own payload is one of the terms that a peer may have to be given.
+        keep = open_rounds + (committed if self.world_size == 2 else [])
+        own = self._take(self._owns, [r.own for r in keep])
+        result = None
+        if self.world_size > 1:
+            busy = [r.result for r in open_rounds if r.state != "failed"]
+            result = self._take(self._results, busy)
+        return Round(header, self.layout, own, result)
+
+    def add_round(self, round: Round, pending: Pending) -> None:
+        for earlier in self.rounds:
+            shared = earlier.result is not None and earlier.result is round.result
+            if earlier.state == "committed" and shared:
+                earlier.overwritten_by = pending
+        self.rounds.append(round)
+        self._pendings = [p for p in self._pendings if not p._outcome and not p._error]
+        self._pendings.append(pending)
+
+    def commit(self) -> None:
+        """Say that the oldest round agreed on is applied.
+
+        Its terms stay intact until data of a later round arrives, for a peer that is one behind.
+
+        Raises:
+            RuntimeError: If no round has been agreed on.
+        """
+        self._resolve_done()
+        for round in self.rounds:
+            if round.state == "agreed":
+                self.rounds = [r for r in self.rounds if r.state in ("started", "agreed")]
+                round.state = "committed"
+                return
+        raise RuntimeError("commit: no round of this slot has been agreed on; wait() first")
+
+    def discard(self) -> None:
+        """Give up the payloads of failed rounds, and of a round agreed on but not applied."""
+        self._resolve_done()
+        self.rounds = [r for r in self.rounds if r.state in ("started", "committed")]
+
+    def kept(self, fragment: int, number: int) -> Round | None:
+        """Return the round whose terms can still be given to a peer, or None."""
+        self._resolve_done()
+        for round in reversed(self.rounds):
+            here = (round.header.fragment, round.header.round)
+            if here == (fragment, number) and round.has_terms():
+                return round
+        return None
+
+    def terms_of(self, round: Round, weights: list[float]) -> Terms:
+        if round.result is None:
+            return [(round.own, 1.0)]
+        if len(weights) > 2:
+            return [(round.result, 1.0)]
+        payloads = [round.own, round.result] if self.rank == 0 else [round.result, round.own]
+        return list(zip(payloads, weights, strict=True))
+
+    def on_agreed(self) -> None:
+        self.residual, self._new_residual = self._new_residual, self.residual
+        self.reduce_residual, self._new_reduce_residual = (
+            self._new_reduce_residual,
+            self.reduce_residual,
+        )
+
+    def _resolve_done(self) -> None:
+        for pending in self._pendings:
+            if pending._outcome is None and pending._error is None and pending.done():
+                pending._resolve(0.0)
+
+    def _take(self, pool: list[Tensor], busy: list[Tensor | None]) -> Tensor:
+        for buffer in pool:
+            if not any(buffer is other for other in busy):
+                return buffer
+        pool.append(empty_pages(self.layout.payload_bytes, torch.uint8))
+        return pool[-1]
+
+
+def to_native(header: Header, slot: Slot, stochastic: bool) -> _C.Header:
+    native = _C.Header(header.kind)
+    for name in ("fragment", "round", "sync_every", "num_fragments", "inner_step"):
+        setattr(native, name, getattr(header, name))
+    native.layout_hash = header.layout_hash & (1 << 64) - 1
+    native.weight, native.outer_lr = float(header.weight), float(header.outer_lr)
+    native.gap = float(header.gap)
+    native.wire, native.block_size = slot.wire.name, slot.wire.block_size
+    native.num_elements, native.num_chunks = slot.num_elements, slot.num_chunks
+    native.flags = int(stochastic)
+    return native
+
+
+def from_native(native: _C.Header) -> Header:
+    return Header(
+        kind=cast(Kind, native.kind),
+        layout_hash=native.layout_hash,
+        fragment=native.fragment,
+        round=native.round,
+        sync_every=native.sync_every,
+        num_fragments=native.num_fragments,
+        weight=native.weight,
+        outer_lr=native.outer_lr,
+        inner_step=native.inner_step,
+        gap=native.gap,
+    )
+
+
+def error_from(failure: _C.Failure, header: Header | None = None) -> SyncError:
+    """Make the exception that a failed job stands for."""
+    error = _ERRORS[failure.kind](
+        failure.message,
+        fragment=-1 if header is None or header.kind == "all_reduce" else header.fragment,
+        round=-1 if header is None or header.kind == "all_reduce" else header.round,
+        stage=failure.stage,
+        seconds=failure.seconds,
+        missing=failure.missing,
+    )
+    if isinstance(error, PeerLeft | NonFiniteError):
+        error.replicas = tuple(failure.replicas)
+    if isinstance(error, PeerLeft):
+        error.inner_steps = tuple(failure.inner_steps)
+    return error

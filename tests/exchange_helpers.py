@@ -1,0 +1,94 @@
+"""What the tests of the exchange share: jobs for the workers, and what the reference gives."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco_comm import reference
+from diloco_comm.exchange import Exchange, Header, Outcome
+from diloco_comm.wire import Layout, WireFormat
+
+CHUNK_BYTES = 4096
+
+
+def values(seed: int, replica: int, num_elements: int) -> Tensor:
+    """Pseudo-random values with a wide range of magnitudes, different for each replica."""
+    generator = torch.Generator().manual_seed(1000 * seed + replica)
+    x = torch.randn(num_elements, generator=generator)
+    return x * torch.exp2(torch.randint(-6, 3, (num_elements,), generator=generator).float())
+
+
+def split(flat: Tensor) -> list[Tensor]:
+    """The same elements as several tensors, cut at places that divide nothing."""
+    n = flat.numel()
+    sizes = [n // 3, 0, n - n // 3 - n // 7, n // 7]
+    return list(flat.split(sizes))
+
+
+def digest(outcome: Outcome) -> str:
+    """One hash of the payload bytes that matter: those of the runs that hold elements."""
+    total = hashlib.sha256()
+    layout = outcome.layout
+    for payload, coefficient in outcome.terms:
+        total.update(repr(coefficient).encode())
+        for run in range(layout.num_runs):
+            begin, end = layout.run_range(run)
+            if end > begin:
+                part = payload[run * layout.run_bytes : (run + 1) * layout.run_bytes]
+                total.update(part.numpy().tobytes())
+    return total.hexdigest()
+
+
+def reference_digest(
+    params: list[list[Tensor]], layout: Layout, weights: list[float], **kwargs: Any
+) -> str:
+    terms = reference.all_reduce(params, layout, weights, **kwargs)
+    outcome = Outcome(terms, layout, [], [], {}, 0, 0)
+    return digest(outcome)
+
+
+def decode(outcome: Outcome) -> Tensor:
+    layout = outcome.layout
+    out = torch.zeros(layout.num_elements)
+    payloads = [payload for payload, _ in outcome.terms]
+    coefficients = [coefficient for _, coefficient in outcome.terms]
+    form = (layout.run_elements, layout.wire.name, layout.wire.block_size)
+    reference.decode(payloads, coefficients, [out], 0, layout.num_elements, *form)
+    return out
+
+
+@contextlib.contextmanager
+def exchange(rank: int, world: int, **kwargs: Any) -> Iterator[Exchange]:
+    """An exchange among the workers' default group."""
+    defaults: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "timeout": timedelta(seconds=30)}
+    made = Exchange.from_group(dist.group.WORLD, **{**defaults, **kwargs})
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def sync(
+    ex: Exchange,
+    slot: Any,
+    params: list[Tensor],
+    *,
+    weight: float = 1.0,
+    round: int = 0,
+    fragment: int = 0,
+    **kwargs: Any,
+) -> Outcome:
+    header = Header("sync", fragment=fragment, round=round, weight=weight)
+    return ex.start(slot, outer=None, params=params, header=header, **kwargs).wait(40)
+
+
+def wire_of(name: str) -> WireFormat:
+    return WireFormat(name, 64)
