@@ -165,10 +165,8 @@ float adam_update(const StepConstants& c, float& m, float& v, float g) {
 
 float momentum_update(const StepConstants& c, float& m, float g) {
     m = c.mu * m + g;
-    if (c.clip < __builtin_inff()) {
-        m = m > -c.clip ? m : -c.clip;
-        m = m < c.clip ? m : c.clip;
-    }
+    m = -c.clip > m ? -c.clip : m;
+    m = c.clip < m ? c.clip : m;
     return c.lr * (c.optimizer == Optimizer::kNesterov ? g + c.mu * m : m);
 }
 

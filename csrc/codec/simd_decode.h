@@ -1,0 +1,183 @@
+// Decoding over a Vec (vec_avx2.h or vec_avx512.h, included before): weighted sums of payloads,
+// block by block.
+#pragma once
+
+#include "codec/kernels.h"
+#include "wire/codes.h"
+#include "wire/scale.h"
+
+namespace diloco::codec {
+namespace {
+
+using wire::Format;
+
+constexpr int kTermBatch = 16;
+// Elements handled by one turn of an inner loop; divides every block size.
+constexpr int kUnroll = 32;
+
+// What kWidth codes from element i on stand for, before the scale.
+template <Format kFormat>
+inline Vec::F code_values(const uint8_t* codes, int64_t i) {
+    if constexpr (kFormat == Format::kFp32) {
+        return Vec::load(reinterpret_cast<const float*>(codes) + i);
+    } else if constexpr (kFormat == Format::kBf16) {
+        return Vec::load_bf16(reinterpret_cast<const uint16_t*>(codes) + i);
+    } else if constexpr (kFormat == Format::kFp16) {
+        return Vec::load_fp16(reinterpret_cast<const uint16_t*>(codes) + i);
+    } else if constexpr (kFormat == Format::kFp8E4m3) {
+        return Vec::load_e4m3(codes + i);
+    } else if constexpr (kFormat == Format::kFp8E5m2) {
+        return Vec::load_e5m2(codes + i);
+    } else if constexpr (kFormat == Format::kInt8) {
+        return Vec::to_float(Vec::load_i8(codes + i));
+    } else if constexpr (kFormat == Format::kInt4) {
+        return Vec::int4_value(Vec::load_nibbles(codes + i / 2));
+    } else {
+        return Vec::e3m0_value(Vec::load_nibbles(codes + i / 2));
+    }
+}
+
+// The factors of up to kTermBatch payloads for one block. When all coefficients are powers of two
+// (1 included), both products of coefficient * (value * scale) are exact in any order as long as
+// the scales are not extreme: one factor does.
+struct BlockFactors {
+    float scale[kTermBatch];
+    float coefficient[kTermBatch];
+    bool is_single;  // coefficient already contains the scale
+};
+
+inline bool is_small_power_of_two(float x) {
+    const uint32_t bits = wire::float_bits(x);
+    return (bits & 0x7FFFFFu) == 0 && bits >= 0x3B800000u && bits <= 0x3F800000u;  // 2^-8 .. 1
+}
+
+template <Format kFormat>
+inline void load_factors(const Term* terms, int num_terms, int64_t block, BlockFactors& factors) {
+    constexpr uint32_t kLargeScale = 0x7000;  // 2^97 as bf16; negative ones are above it too
+    bool is_single = true;
+    for (int t = 0; t < num_terms; ++t) {
+        const float coefficient = terms[t].coefficient;
+        factors.coefficient[t] = coefficient;
+        is_single = is_single && is_small_power_of_two(coefficient);
+        if constexpr (wire::has_scales(kFormat)) {
+            uint16_t scale;
+            __builtin_memcpy(&scale, terms[t].scales + 2 * block, sizeof(scale));
+            factors.scale[t] = wire::scale_value(scale);
+            is_single = is_single && scale < kLargeScale && scale >= wire::kSmallestScale;
+        }
+    }
+    factors.is_single = is_single;
+    if (wire::has_scales(kFormat) && is_single) {
+        for (int t = 0; t < num_terms; ++t) factors.coefficient[t] *= factors.scale[t];
+    }
+}
+
+template <Format kFormat, bool kIsSingle>
+inline Vec::F weighted_value(const Term& term, const BlockFactors& factors, int t, int64_t i) {
+    Vec::F value = code_values<kFormat>(term.codes, i);
+    if constexpr (wire::has_scales(kFormat) && !kIsSingle) {
+        value = Vec::mul(value, Vec::set(factors.scale[t]));
+    }
+    return Vec::mul(Vec::set(factors.coefficient[t]), value);
+}
+
+// sum[j] (+)= c_0 * d_0 + c_1 * d_1 + ... for the elements of one block; begin is its first element
+// in the span.
+template <Format kFormat, bool kIsSingle, int kTerms>
+inline void sum_terms(const Term* terms, int num_terms, const BlockFactors& factors, int64_t begin,
+                      int size, bool is_first, float* sum) {
+    constexpr int kVectors = kUnroll / Vec::kWidth;
+    const int count = kTerms > 0 ? kTerms : num_terms;
+    for (int j = 0; j < size; j += kUnroll) {
+        Vec::F total[kVectors];
+        for (int k = 0; k < kVectors; ++k) {
+            const int at = j + k * Vec::kWidth;
+            const Vec::F term =
+                weighted_value<kFormat, kIsSingle>(terms[0], factors, 0, begin + at);
+            total[k] = is_first ? term : Vec::add(Vec::load(sum + at), term);
+        }
+        for (int t = 1; t < count; ++t) {
+            for (int k = 0; k < kVectors; ++k) {
+                const int64_t at = begin + j + k * Vec::kWidth;
+                total[k] = Vec::add(total[k],
+                                    weighted_value<kFormat, kIsSingle>(terms[t], factors, t, at));
+            }
+        }
+        for (int k = 0; k < kVectors; ++k) Vec::store(sum + j + k * Vec::kWidth, total[k]);
+    }
+}
+
+template <Format kFormat, bool kIsSingle>
+inline void sum_batch(const Term* terms, int count, const BlockFactors& factors, int64_t begin,
+                      int size, bool is_first, float* sum) {
+    switch (count) {
+        case 1:
+            return sum_terms<kFormat, kIsSingle, 1>(terms, 1, factors, begin, size, is_first, sum);
+        case 2:
+            return sum_terms<kFormat, kIsSingle, 2>(terms, 2, factors, begin, size, is_first, sum);
+        case 4:
+            return sum_terms<kFormat, kIsSingle, 4>(terms, 4, factors, begin, size, is_first, sum);
+        default:
+            return sum_terms<kFormat, kIsSingle, 0>(terms, count, factors, begin, size, is_first,
+                                                    sum);
+    }
+}
+
+// The weighted sum of block number `block` of all terms, as fp32.
+template <Format kFormat>
+void decode_block(const Term* terms, int num_terms, int64_t block, int size, float* sum) {
+    BlockFactors factors;
+    for (int first = 0; first < num_terms; first += kTermBatch) {
+        const int count = num_terms - first < kTermBatch ? num_terms - first : kTermBatch;
+        load_factors<kFormat>(terms + first, count, block, factors);
+        if (factors.is_single) {
+            sum_batch<kFormat, true>(terms + first, count, factors, block * size, size, first == 0,
+                                     sum);
+        } else {
+            sum_batch<kFormat, false>(terms + first, count, factors, block * size, size, first == 0,
+                                      sum);
+        }
+    }
+}
+
+inline void store_as(DType dtype, void* out, int64_t i, Vec::F value) {
+    if (dtype == DType::kFp32) {
+        Vec::store(static_cast<float*>(out) + i, value);
+    } else if (dtype == DType::kBf16) {
+        Vec::store_bf16(static_cast<uint16_t*>(out) + i, value);
+    } else {
+        Vec::store_fp16(static_cast<uint16_t*>(out) + i, value);
+    }
+}
+
+inline Vec::F load_as(DType dtype, const void* in, int64_t i) {
+    return dtype == DType::kFp32   ? Vec::load(static_cast<const float*>(in) + i)
+           : dtype == DType::kBf16 ? Vec::load_bf16(static_cast<const uint16_t*>(in) + i)
+                                   : Vec::load_fp16(static_cast<const uint16_t*>(in) + i);
+}
+
+inline bool is_streamable(const void* pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % (Vec::kWidth * sizeof(float)) == 0;
+}
+
+template <Format kFormat>
+void decode_format(const DecodeSpan& span) {
+    const int size = span.block_size;
+    const bool streams = span.out_dtype == DType::kFp32 && is_streamable(span.out);
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        alignas(64) float sum[wire::kMaxBlockSize];
+        decode_block<kFormat>(span.terms, span.num_terms, block, size, sum);
+        if (streams) {
+            float* out = static_cast<float*>(span.out) + block * size;
+            for (int j = 0; j < size; j += Vec::kWidth) Vec::stream(out + j, Vec::load(sum + j));
+        } else {
+            for (int j = 0; j < size; j += Vec::kWidth) {
+                store_as(span.out_dtype, span.out, block * size + j, Vec::load(sum + j));
+            }
+        }
+    }
+    if (streams) _mm_sfence();
+}
+
+}  // namespace
+}  // namespace diloco::codec

@@ -1,0 +1,175 @@
+// Eight fp32 lanes of AVX2 with F16C. Same names as vec_avx512.h; kernels_simd.h is written once
+// over both. Included by exactly one translation unit, inside its own flags; everything has
+// internal linkage.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace diloco::codec {
+namespace {
+
+struct Vec {
+    static constexpr int kWidth = 8;
+    using F = __m256;
+    using I = __m256i;
+    using M = __m256i;  // lanes of all ones or all zeros
+    using D = __m256d;
+
+    static F load(const float* p) { return _mm256_loadu_ps(p); }
+    static F load_bf16(const uint16_t* p) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(load_u16(p), 16));
+    }
+    static F load_fp16(const uint16_t* p) { return _mm256_cvtph_ps(load128(p)); }
+    static I load_u16(const uint16_t* p) { return _mm256_cvtepu16_epi32(load128(p)); }
+    static I load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(load64(p)); }
+    // Eight 4-bit codes: each byte goes to 64 bits, its high nibble is moved to the upper half.
+    static I load_nibbles(const uint8_t* p) {
+        int32_t packed;
+        __builtin_memcpy(&packed, p, sizeof(packed));
+        const I bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(packed));
+        return and_(or_(bytes, _mm256_slli_epi64(bytes, 28)), set(0xF));
+    }
+    static F load_e4m3(const uint8_t* p) {
+        // The code's bits as fp16 are its value times 2^-8; 0x7F, the NaN, becomes fp16's.
+        const __m128i code = _mm_slli_epi16(_mm_cvtepi8_epi16(load64(p)), 7);
+        const __m128i half = _mm_and_si128(code, _mm_set1_epi16(static_cast<short>(0xBFFF)));
+        const __m128i is_nan =
+            _mm_cmpeq_epi16(_mm_and_si128(half, _mm_set1_epi16(0x7FFF)), _mm_set1_epi16(0x3F80));
+        const __m128i value = _mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7E00)));
+        return _mm256_mul_ps(_mm256_cvtph_ps(value), set(256.0f));
+    }
+    static F load_e5m2(const uint8_t* p) {
+        return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(load64(p)), 8));
+    }
+    static F int4_value(I nibble) {
+        return to_float(_mm256_srai_epi32(_mm256_slli_epi32(nibble, 28), 28));
+    }
+    static F e3m0_value(I nibble) {
+        const F table = _mm256_setr_ps(0.0f, 0.25f, 0.5f, 1.0f, 2.0f, 4.0f, 8.0f, 16.0f);
+        const I sign = _mm256_slli_epi32(_mm256_srli_epi32(nibble, 3), 31);
+        return as_float(or_(as_int(_mm256_permutevar8x32_ps(table, nibble)), sign));
+    }
+
+    static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
+    static void stream(float* p, F v) { _mm256_stream_ps(p, v); }
+    static void store_u16(uint16_t* p, I v) {
+        // packus works in 128-bit halves; lanes hold at most 0xFFFF.
+        const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v), 0x08);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+    }
+    static void store_bytes(uint8_t* p, I v) {
+        const I index =
+            _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8,
+                             12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+        const I bytes = _mm256_shuffle_epi8(v, index);
+        const __m128i joined =
+            _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), joined);
+    }
+    // The low nibbles of eight lanes; the upper bits of a lane must be zero.
+    static void store_nibbles(uint8_t* p, I v) {
+        const I pairs = or_(v, _mm256_srli_epi64(v, 28));
+        const I index =
+            _mm256_setr_epi8(0, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 8, -1,
+                             -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+        const I bytes = _mm256_shuffle_epi8(pairs, index);
+        const int32_t packed = _mm_cvtsi128_si32(
+            _mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+        __builtin_memcpy(p, &packed, sizeof(packed));
+    }
+    static void store_bf16(uint16_t* p, F v) {
+        const I bits = as_int(v), lsb = and_(shift_right<16>(bits), set(1));
+        const I rounded = shift_right<16>(add(bits, add(lsb, set(0x7FFF))));
+        const M is_nan = as_int(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+        store_u16(p, select(is_nan, set(0x7FC0), rounded));
+    }
+    static void store_fp16(uint16_t* p, F v) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_half(v));
+    }
+
+    static F set(float x) { return _mm256_set1_ps(x); }
+    static I set(int32_t x) { return _mm256_set1_epi32(x); }
+    static F zero() { return _mm256_setzero_ps(); }
+
+    static I as_int(F v) { return _mm256_castps_si256(v); }
+    static F as_float(I v) { return _mm256_castsi256_ps(v); }
+    static I round_even(F v) { return _mm256_cvtps_epi32(v); }
+    static I round_down(F v) { return _mm256_cvtps_epi32(_mm256_floor_ps(v)); }
+    static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
+    static I to_half_bits(F v) { return _mm256_cvtepu16_epi32(to_half(v)); }
+
+    static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm256_div_ps(a, b); }
+    static F sqrt(F a) { return _mm256_sqrt_ps(a); }
+    static F min(F a, F b) { return _mm256_min_ps(a, b); }
+    static F max(F a, F b) { return _mm256_max_ps(a, b); }
+
+    static I add(I a, I b) { return _mm256_add_epi32(a, b); }
+    static I sub(I a, I b) { return _mm256_sub_epi32(a, b); }
+    static I and_(I a, I b) { return _mm256_and_si256(a, b); }
+    static I or_(I a, I b) { return _mm256_or_si256(a, b); }
+    static I min(I a, I b) { return _mm256_min_epi32(a, b); }
+    static I max(I a, I b) { return _mm256_max_epi32(a, b); }
+    template <int kBits>
+    static I shift_left(I a) {
+        return _mm256_slli_epi32(a, kBits);
+    }
+    template <int kBits>
+    static I shift_right(I a) {
+        return _mm256_srli_epi32(a, kBits);
+    }
+    static M less(I a, I b) { return _mm256_cmpgt_epi32(b, a); }
+    static I select(M m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
+    static F zero_where(M m, F v) { return _mm256_andnot_ps(as_float(m), v); }
+    static int count(M m) { return __builtin_popcount(_mm256_movemask_ps(as_float(m))); }
+    static uint32_t largest(I v) {
+        __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+        m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+        m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1));
+        return static_cast<uint32_t>(_mm_cvtsi128_si32(m));
+    }
+
+    // fp64: the lower and the upper four lanes.
+    static D low(F v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
+    static D high(F v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+    static D add(D a, D b) { return _mm256_add_pd(a, b); }
+    static D mul(D a, D b) { return _mm256_mul_pd(a, b); }
+    static D load(const double* p) { return _mm256_loadu_pd(p); }
+    static void store(double* p, D v) { _mm256_storeu_pd(p, v); }
+
+    // Philox (wire/philox.h): four counters in 64-bit lanes. They are taken in an order that makes
+    // the outputs, once merged to 128 bits each, come out as consecutive counters.
+    static constexpr int kPhiloxLanes = 4;
+    static I philox_counters(uint64_t first) {
+        return _mm256_add_epi64(set64(first), _mm256_setr_epi64x(0, 2, 1, 3));
+    }
+    static I high_half(I v) { return _mm256_srli_epi64(v, 32); }
+    static I multiply_low(I a, I b) { return _mm256_mul_epu32(a, b); }
+    static I set64(uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
+    static I xor3(I a, I b, I c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+    static void store_philox(uint16_t* p, I w0, I w1, I w2, I w3) {
+        const I a = _mm256_blend_epi32(w0, _mm256_slli_epi64(w1, 32), 0xAA);
+        const I b = _mm256_blend_epi32(w2, _mm256_slli_epi64(w3, 32), 0xAA);
+        I* out = reinterpret_cast<I*>(p);
+        _mm256_storeu_si256(out, _mm256_unpacklo_epi64(a, b));
+        _mm256_storeu_si256(out + 1, _mm256_unpackhi_epi64(a, b));
+    }
+
+  private:
+    static __m128i to_half(F v) {
+        return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    }
+    static __m128i load64(const uint8_t* p) {
+        return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    }
+    static __m128i load128(const uint16_t* p) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    }
+};
+
+}  // namespace
+}  // namespace diloco::codec

@@ -1,0 +1,156 @@
+// Sixteen fp32 lanes of AVX-512 (F, BW, VL, DQ). Same names as vec_avx2.h; kernels_simd.h is
+// written once over both. Included by exactly one translation unit, inside its own flags;
+// everything has internal linkage.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace diloco::codec {
+namespace {
+
+struct Vec {
+    static constexpr int kWidth = 16;
+    using F = __m512;
+    using I = __m512i;
+    using M = __mmask16;
+    using D = __m512d;
+
+    static F load(const float* p) { return _mm512_loadu_ps(p); }
+    static F load_bf16(const uint16_t* p) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(load_u16(p), 16));
+    }
+    static F load_fp16(const uint16_t* p) { return _mm512_cvtph_ps(load256(p)); }
+    static I load_u16(const uint16_t* p) { return _mm512_cvtepu16_epi32(load256(p)); }
+    static I load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(load128(p)); }
+    // Sixteen 4-bit codes: each byte goes to 64 bits, its high nibble is moved to the upper half.
+    static I load_nibbles(const uint8_t* p) {
+        const I bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+        return _mm512_and_si512(_mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28)), set(0xF));
+    }
+    static F load_e4m3(const uint8_t* p) {
+        // The code's bits as fp16 are its value times 2^-8; 0x7F, the NaN, becomes fp16's.
+        const __m256i code = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load128(p)), 7);
+        const __m256i half = _mm256_and_si256(code, _mm256_set1_epi16(static_cast<short>(0xBFFF)));
+        const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(
+            _mm256_and_si256(half, _mm256_set1_epi16(0x7FFF)), _mm256_set1_epi16(0x3F80));
+        const __m256i value = _mm256_or_si256(half, _mm256_maskz_set1_epi16(is_nan, 0x7E00));
+        return _mm512_mul_ps(_mm512_cvtph_ps(value), set(256.0f));
+    }
+    static F load_e5m2(const uint8_t* p) {
+        return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(load128(p)), 8));
+    }
+    static F int4_value(I nibble) {
+        const F table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+        return _mm512_permutexvar_ps(nibble, table);
+    }
+    static F e3m0_value(I nibble) {
+        const F table = _mm512_setr_ps(0.0f, 0.25f, 0.5f, 1.0f, 2.0f, 4.0f, 8.0f, 16.0f, -0.0f,
+                                       -0.25f, -0.5f, -1.0f, -2.0f, -4.0f, -8.0f, -16.0f);
+        return _mm512_permutexvar_ps(nibble, table);
+    }
+
+    static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+    static void stream(float* p, F v) { _mm512_stream_ps(p, v); }
+    static void store_u16(uint16_t* p, I v) { store256(p, _mm512_cvtepi32_epi16(v)); }
+    static void store_bytes(uint8_t* p, I v) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
+    }
+    // The low nibbles of sixteen lanes; the upper bits of a lane must be zero.
+    static void store_nibbles(uint8_t* p, I v) {
+        const I pairs = _mm512_or_si512(v, _mm512_srli_epi64(v, 28));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm512_cvtepi64_epi8(pairs));
+    }
+    static void store_bf16(uint16_t* p, F v) {
+        const I bits = as_int(v), lsb = and_(shift_right<16>(bits), set(1));
+        const I rounded = shift_right<16>(add(bits, add(lsb, set(0x7FFF))));
+        const M is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        store_u16(p, select(is_nan, set(0x7FC0), rounded));
+    }
+    static void store_fp16(uint16_t* p, F v) { store256(p, to_half(v)); }
+
+    static F set(float x) { return _mm512_set1_ps(x); }
+    static I set(int32_t x) { return _mm512_set1_epi32(x); }
+    static F zero() { return _mm512_setzero_ps(); }
+
+    static I as_int(F v) { return _mm512_castps_si512(v); }
+    static F as_float(I v) { return _mm512_castsi512_ps(v); }
+    static I round_even(F v) { return _mm512_cvtps_epi32(v); }
+    static I round_down(F v) {
+        return _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    }
+    static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+    static I to_half_bits(F v) { return _mm512_cvtepu16_epi32(to_half(v)); }
+
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm512_div_ps(a, b); }
+    static F sqrt(F a) { return _mm512_sqrt_ps(a); }
+    static F min(F a, F b) { return _mm512_min_ps(a, b); }
+    static F max(F a, F b) { return _mm512_max_ps(a, b); }
+
+    static I add(I a, I b) { return _mm512_add_epi32(a, b); }
+    static I sub(I a, I b) { return _mm512_sub_epi32(a, b); }
+    static I and_(I a, I b) { return _mm512_and_si512(a, b); }
+    static I or_(I a, I b) { return _mm512_or_si512(a, b); }
+    static I min(I a, I b) { return _mm512_min_epi32(a, b); }
+    static I max(I a, I b) { return _mm512_max_epi32(a, b); }
+    template <int kBits>
+    static I shift_left(I a) {
+        return _mm512_slli_epi32(a, kBits);
+    }
+    template <int kBits>
+    static I shift_right(I a) {
+        return _mm512_srli_epi32(a, kBits);
+    }
+    static M less(I a, I b) { return _mm512_cmplt_epi32_mask(a, b); }
+    static I select(M m, I yes, I no) { return _mm512_mask_mov_epi32(no, m, yes); }
+    static F zero_where(M m, F v) { return _mm512_maskz_mov_ps(static_cast<M>(~m), v); }
+    static int count(M m) { return __builtin_popcount(m); }
+    static uint32_t largest(I v) { return static_cast<uint32_t>(_mm512_reduce_max_epi32(v)); }
+
+    // fp64: the lower and the upper eight lanes.
+    static D low(F v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
+    static D high(F v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }
+    static D add(D a, D b) { return _mm512_add_pd(a, b); }
+    static D mul(D a, D b) { return _mm512_mul_pd(a, b); }
+    static D load(const double* p) { return _mm512_loadu_pd(p); }
+    static void store(double* p, D v) { _mm512_storeu_pd(p, v); }
+
+    // Philox (wire/philox.h): eight counters in 64-bit lanes. They are taken in an order that makes
+    // the outputs, once merged to 128 bits each, come out as consecutive counters.
+    static constexpr int kPhiloxLanes = 8;
+    static I philox_counters(uint64_t first) {
+        return _mm512_add_epi64(_mm512_set1_epi64(static_cast<long long>(first)),
+                                _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+    static I high_half(I v) { return _mm512_srli_epi64(v, 32); }
+    static I multiply_low(I a, I b) { return _mm512_mul_epu32(a, b); }
+    static I set64(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
+    static I xor3(I a, I b, I c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+    static void store_philox(uint16_t* p, I w0, I w1, I w2, I w3) {
+        const I a = _mm512_mask_shuffle_epi32(w0, 0xAAAA, w1, _MM_PERM_CCAA);
+        const I b = _mm512_mask_shuffle_epi32(w2, 0xAAAA, w3, _MM_PERM_CCAA);
+        _mm512_storeu_si512(p, _mm512_unpacklo_epi64(a, b));
+        _mm512_storeu_si512(p + 32, _mm512_unpackhi_epi64(a, b));
+    }
+
+  private:
+    static __m256i to_half(F v) {
+        return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    }
+    static __m128i load128(const uint8_t* p) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    }
+    static __m256i load256(const uint16_t* p) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    }
+    static void store256(uint16_t* p, __m256i v) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v);
+    }
+};
+
+}  // namespace
+}  // namespace diloco::codec
