@@ -102,10 +102,21 @@ def init_workers(timeout_s: float = 120.0) -> tuple[int, int]:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Some of torch's modules bind the default group as a default argument when they are imported
+    # (by the first optimizer, for one); it would then outlive destroy_process_group, and gloo's
+    # threads run into the interpreter's end.
+    import torch.distributed.nn
+
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method="env://", timeout=timeout)
     return dist.get_rank(), dist.get_world_size()
+
+
+def leave_workers() -> None:
+    """Leave the group once all ranks are done with it: the store lives in rank 0."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def is_worker() -> bool:

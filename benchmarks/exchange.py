@@ -294,10 +294,9 @@ def main() -> int:
 
 
 def finish(chosen: list[Any]) -> None:
-    dist.barrier()
     for exchange in {id(m.exchange): m.exchange for m in chosen if hasattr(m, "exchange")}.values():
         exchange.close()
-    dist.destroy_process_group()
+    common.leave_workers()
 
 
 if __name__ == "__main__":

@@ -69,13 +69,14 @@ class DilocoAllReduce:
     """Our exchange: pseudo-gradient in, averaged tensor out, in place."""
 
     def __init__(self, exchange: Any, wire: str, block_size: int, dtype: torch.dtype) -> None:
+        from diloco_comm.ops import resolve_impl
         from diloco_comm.wire import WireFormat
 
         self.exchange = exchange
         self.format = WireFormat(wire, block_size)
         self.wire = wire
         self.dtype = dtype
-        self.impl = exchange.impl or _default_impl()
+        self.impl = resolve_impl(exchange.impl)
         self.round = 0
         self.last: Any = None
 
@@ -128,12 +129,6 @@ class DilocoAllReduce:
     def sent_bytes(self) -> int:
         """Bytes that the engine counted on its way to the peers in the last round."""
         return int(self.last.sent_bytes)
-
-
-def _default_impl() -> str:
-    from diloco_comm import ops
-
-    return ops.default_impl() if hasattr(ops, "default_impl") else "default"
 
 
 def source_of(rank: int, num_elements: int, dtype: torch.dtype) -> Tensor:

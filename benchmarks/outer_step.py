@@ -238,8 +238,7 @@ def main() -> int:
         results = report_comparison(report, compare(args))
     if args.json and rank == 0:
         report.save(args.json, results)
-    dist.barrier()
-    dist.destroy_process_group()
+    common.leave_workers()
     return 0
 
 

@@ -141,8 +141,7 @@ def main() -> int:
         report.print(f" {name:>22} {results[name]['mean']:8.2f} {results[name]['max']:6d}")
     if args.json and rank == 0:
         report.save(args.json, results)
-    dist.barrier()
-    dist.destroy_process_group()
+    common.leave_workers()
     return 0
 
 

@@ -1,0 +1,199 @@
+"""The benchmarks run, print what docs/benchmarks.md says, and their checks can fail.
+
+No time is asserted here. Each script runs once, as a user runs it, at a tiny size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco_comm import reference
+from diloco_comm.wire import WIRES, Layout, WireFormat
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+Run = Callable[..., tuple[list[str], dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run a script of benchmarks/ and return its lines and its results file."""
+
+    def run_script(name: str, *arguments: str, status: int = 0) -> tuple[list[str], dict[str, Any]]:
+        path = tmp_path / "results.json"
+        command = [sys.executable, str(BENCHMARKS / name), *arguments]
+        done = subprocess.run(
+            [*command, "--json", str(path)], capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        document = json.loads(path.read_text()) if path.exists() else {}
+        return done.stdout.splitlines(), document
+
+    return run_script
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the scripts importable, as they are for each other."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def assert_document(document: dict[str, Any], lines: list[str]) -> None:
+    """The results file says when, what, where and how, and holds the full output."""
+    for key in ("date", "commit", "machine", "versions", "command", "results"):
+        assert key in document, key
+    assert document["output"] == lines
+    assert document["machine"]["cores"] >= 1
+    assert os.uname().nodename not in json.dumps(document["machine"])
+    assert document["command"].startswith("python benchmarks/")
+
+
+def table(lines: list[str]) -> list[list[str]]:
+    return [line.split() for line in lines if line and not line.startswith("#")]
+
+
+def test_exchange_prints_nccl_columns_and_checks_results(run: Run) -> None:
+    options = ["-b", "64K", "-e", "128K", "-n", "2", "-w", "1", "-c", "1"]
+    lines, document = run("exchange.py", "-g", "2", *options, "--wire", "int8,int4,gloo_bf16")
+    assert_document(document, lines)
+    header = next(line for line in lines if "algbw" in line)
+    assert header[1:].split()[:9] == ("size count wire impl time algbw busbw wirebw #wrong".split())
+    rows = table(lines)
+    assert [row[0] for row in rows] == ["65536"] * 4 + ["131072"] * 4
+    assert [row[2] for row in rows[:4]] == ["fp32", "int8", "int4", "bf16"]
+    assert all(row[8] == "0" for row in rows)
+    for row, result in zip(rows, document["results"], strict=True):
+        seconds = float(row[4]) / 1e6
+        assert float(row[5]) == pytest.approx(int(row[0]) / 1e9 / seconds, rel=0.05, abs=1e-3)
+        # Two workers: 2(n-1)/n is one.
+        assert float(row[6]) == pytest.approx(float(row[5]))
+        assert result["identical"] and result["seconds"]["samples"] == 2
+
+
+def test_exchange_on_an_emulated_link_says_so(run: Run) -> None:
+    options = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "0", "--emulate-link", "0.5,2"]
+    lines, document = run("exchange.py", "-g", "2", *options)
+    assert any("link: simulated" in line and "0.5,2" in line for line in lines)
+    assert "simulated" in document["link"]
+    assert any("vs fp32" in line for line in lines)
+    impls = [row["impl"] for row in document["results"]]
+    assert "gloo" not in impls
+
+
+def test_outer_step_compares_with_the_flat_baseline(run: Run) -> None:
+    options = ["-n", "1", "-w", "1", "--width", "16"]
+    lines, document = run("outer_step.py", "-g", "2", *options)
+    assert_document(document, lines)
+    assert {"diloco", "flat", "blocked_ratio", "honesty"} <= document["results"].keys()
+
+
+def test_flat_baseline_follows_the_equations(run: Run) -> None:
+    # The honesty ratio means nothing at this size, so either status will do.
+    options = ["-c", "1", "-n", "1", "--size", "64K"]
+    command = [sys.executable, str(BENCHMARKS / "flat_baseline.py"), "-g", "3", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "# out of bounds values: 0" in done.stdout, done.stdout + done.stderr
+
+
+def test_namespaces_carry_the_exchange_and_are_removed(run: Run, scripts: None) -> None:
+    import netns
+
+    reason = netns.missing()
+    if reason:
+        pytest.skip(reason)
+    options = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "0", "--wire", "int8"]
+    with netns.Network(2, netns.parse_rate("1gbit")) as network:
+        names = [*network.names, network.switch]
+        assert all(name in namespaces() for name in names)
+    assert not any(name in namespaces() for name in names)
+    lines, _ = run("netns.py", "--world", "2", "--rate", "500mbit", "--", *options)
+    assert any("simulated: 500 Mbit/s" in line for line in lines)
+    assert [row[2] for row in table(lines)] == ["fp32", "int8"]
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_check_accepts_the_format_and_nothing_worse(wire: str, world: int, scripts: None) -> None:
+    import exchange_methods as methods
+
+    count = 3000
+    sources = [methods.source_of(rank, count, torch.float32) for rank in range(world)]
+    exact = methods.exact_mean(world, count, torch.float32)
+    bound = methods.error_bound(wire, 256, sources, exact, two_phases=world > 2)
+    layout = Layout.plan(count, world, 1, WireFormat(wire, 256))
+    result = torch.empty(count)
+    terms = reference.all_reduce([[source] for source in sources], layout)
+    payloads, coefficients = [p for p, _ in terms], [c for _, c in terms]
+    run_elements = layout.run_elements
+    reference.decode(payloads, coefficients, [result], 0, count, run_elements, wire, 256)
+    error = (result.double() - exact).abs()
+    assert bool((error <= bound).all())
+    # The bound is no wider than what the worst element nearly reaches.
+    assert float((error / bound).max()) > (0.08 if wire == "fp32" else 0.5)
+
+
+def test_check_counts_wrong_elements_and_disagreeing_ranks(
+    scripts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import exchange_methods as methods
+
+    exact = methods.exact_mean(2, 1000, torch.float32)
+    sources = [methods.source_of(rank, 1000, torch.float32) for rank in range(2)]
+    bound = methods.error_bound("int8", 256, sources, exact, two_phases=False)
+    result = exact.float()
+    result[5] += 0.1
+    result[7] = float("nan")
+    monkeypatch.setattr(methods, "same_on_all_ranks", lambda tensor: True)
+    assert methods.count_wrong(result, exact, bound) == 2
+    monkeypatch.setattr(methods, "same_on_all_ranks", lambda tensor: False)
+    assert methods.count_wrong(result, exact, bound) == 1000
+
+
+def test_bars_verdicts(scripts: None) -> None:
+    import bars
+
+    def verdict(value: float | None, must: float | None, aim: float | None, higher: bool) -> str:
+        return bars.Figure(9, "x", value, must, aim, higher, "no root").verdict
+
+    assert verdict(3.9, 3.6, 3.85, True) == "aim"
+    assert verdict(3.7, 3.6, 3.85, True) == "must"
+    assert verdict(3.5, 3.6, 3.85, True) == "FAIL"
+    assert verdict(0.5, 0.55, 0.48, False) == "must"
+    assert verdict(0.6, 0.55, 0.48, False) == "FAIL"
+    assert verdict(8.2, 8.13, None, False) == "FAIL"
+    assert verdict(8.1, 8.13, None, False) == "ok"
+    assert verdict(0.9, None, 1.0, True) == "below aim"
+    assert verdict(None, 3.6, 3.85, True) == "skipped: no root"
+    assert verdict(float("nan"), 3.6, 3.85, True) == "FAIL"
+
+
+def test_bars_cover_the_list(scripts: None) -> None:
+    import bars
+
+    assert sorted(bar for group in bars.GROUPS for bar in group) == [*range(1, 17), 18]
+    assert bars.parse_only("9,10") == {9, 10}
+    with pytest.raises(Exception, match="bars among"):
+        bars.parse_only("99")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("64K", 65536), ("1M", 1 << 20), ("0.5G", 1 << 29)]
+)
+def test_sizes(text: str, size: int, scripts: None) -> None:
+    import common
+
+    assert common.parse_size(text) == size
+    assert common.parse_size(common.format_size(size)) == size
