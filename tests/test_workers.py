@@ -54,6 +54,13 @@ def test_pool_sizes_share_processes(workers) -> None:
     assert workers(2).run(total_of_ranks, 5.0)[0][0] == 5.0
 
 
+def test_worlds_can_be_entered_again(workers) -> None:
+    for _ in range(3):
+        for world in (2, 1, 3):
+            values = workers(world).run(total_of_ranks, 1.0, timeout=30)
+            assert [value for value, _, _ in values] == [sum(range(world))] * world
+
+
 def test_tensors_come_back_by_value(workers) -> None:
     assert torch.equal(workers(2).run(tensor_of)[1], torch.ones(3))
 
