@@ -1,5 +1,41 @@
-"""Communication backend for low-communication training in PyTorch."""
+"""Communication backend for low-communication training in PyTorch.
+
+    from diloco_comm import DiLoCo, Nesterov
+
+    diloco = DiLoCo(model, optimizer, sync_every=100, outer=Nesterov(lr=0.7, momentum=0.9))
+
+Importing touches no device and starts no thread.
+"""
 
 from __future__ import annotations
 
+from .diloco import DiLoCo
+from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+from .metrics import SyncMetrics, SyncTotals
+from .outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer
+from .overlap import Blocking, Overlap
+from .presets import fedavg, local_sgd
+from .wire import WireFormat
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "Blocking",
+    "DiLoCo",
+    "FromTorch",
+    "HeavyBall",
+    "Nesterov",
+    "NonFiniteError",
+    "OuterOptimizer",
+    "Overlap",
+    "PeerLeft",
+    "ReplicaMismatch",
+    "SyncError",
+    "SyncMetrics",
+    "SyncTotals",
+    "WireFormat",
+    "fedavg",
+    "local_sgd",
+]

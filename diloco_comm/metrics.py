@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+
+NUM_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -29,16 +34,16 @@ class SyncMetrics:
     round: int
     fragment: int
     inner_step: int
-    sent_bytes: int
-    received_bytes: int
-    encode_s: float
-    exchange_s: float
-    reduce_s: float
-    exposed_s: float
-    outer_step_s: float
-    overlap_fraction: float
-    pseudo_gradient_norm: float
-    weight: float
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    encode_s: float = 0.0
+    exchange_s: float = 0.0
+    reduce_s: float = 0.0
+    exposed_s: float = 0.0
+    outer_step_s: float = 0.0
+    overlap_fraction: float = 0.0
+    pseudo_gradient_norm: float = math.nan
+    weight: float = 1.0
     is_applied: bool = True
 
 
@@ -66,7 +71,7 @@ class SyncTotals:
         self.num_syncs += 1
         self.num_skipped += not metrics.is_applied
         for field in fields(self):
-            if hasattr(metrics, field.name) and field.name != "overlap_fraction":
+            if hasattr(metrics, field.name):
                 total = getattr(self, field.name) + getattr(metrics, field.name)
                 setattr(self, field.name, total)
 
@@ -76,3 +81,19 @@ def overlap_fraction(exchange_s: float, exposed_s: float) -> float:
     if exchange_s <= 0:
         return 0.0
     return min(1.0, max(0.0, 1.0 - exposed_s / exchange_s))
+
+
+class Recorder:
+    """Keep the latest metrics and all sums, and tell the callbacks."""
+
+    def __init__(self) -> None:
+        self.latest: deque[SyncMetrics] = deque(maxlen=NUM_KEPT)
+        self.totals = SyncTotals()
+        self.callbacks: list[Callable[[SyncMetrics], None]] = []
+
+    def add(self, metrics: SyncMetrics) -> None:
+        """Take in one exchange, applied or skipped."""
+        self.latest.append(metrics)
+        self.totals.add(metrics)
+        for callback in self.callbacks:
+            callback(metrics)

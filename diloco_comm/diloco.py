@@ -1,0 +1,390 @@
+"""DiLoCo attached to a training loop: from the step hook to the outer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import env, handshake, ops
+from . import state as saved_state
+from .fragments import (
+    FragmentSpec,
+    Schedule,
+    describe_parameters,
+    layout_hash,
+    make_fragments,
+    trainable_parameters,
+)
+from .hooks import SkippedSteps, StepHooks, hookable
+from .metrics import Recorder, SyncMetrics, SyncTotals
+from .outer import Factory, OuterOptimizer
+from .overlap import Overlap
+from .parts import BufferPart, ParameterPart, Part
+from .rounds import Rounds, Weight
+from .settings import choice, merge
+from .wire import WireFormat
+
+
+class DiLoCo:
+    """Train this replica on its own and share what it learned every ``sync_every`` steps.
+
+    Args:
+        model: Where names and layers come from.
+        optimizer: The inner optimizer, or several that together make one step. The parameters in
+            their groups that require gradients are exchanged; they are written in place only.
+        sync_every: Inner steps between two sends of the same fragment (H).
+        fragments: A number, ``"layers:3"``, ``"sequential:3"`` or lists of name patterns.
+        offsets: 1-based inner step of each fragment's first send; default floor(H*(p+1)/P).
+        overlap: When results are applied: ``Blocking()``.
+        outer: ``SGD``, ``HeavyBall``, ``Nesterov`` (default), ``Adam``, or a callable that makes
+            a ``torch.optim.Optimizer`` from a list of parameters.
+        group, mesh: The replicas, as a process group or a one-dimensional DeviceMesh; without
+            either, the default group; without that one, a single replica.
+        store, replica, num_replicas, members: The replicas as separate jobs that share a store:
+            this one's number, and how many there are or which numbers take part.
+        name: Tells several DiLoCo objects on one store apart.
+        wire, block_size: What travels, see ``wire.WIRES``; elements that share a scale.
+        rounding, seed: "nearest" or "stochastic", and the seed of the latter.
+        error_feedback: Add what the last encoding lost to the next one.
+        weight: This replica's weight in the mean, a number or a callable (tokens of the round).
+        init: "broadcast" (weights of the lowest replica), "check" (raise if they differ) or
+            "join" (take over the state of replicas that train already; see ``change_group``).
+        impl: Force an implementation of the operators.
+        config: Saved arguments (``diloco.config()``) for those left at their defaults here.
+        average_buffers: Average floating-point buffers too, in fp32, at the end of each round.
+        lanes, chunk_bytes: Connections to each peer; bytes of a chunk on the wire.
+        timeout: Seconds, or a timedelta, that an exchange may take.
+        on_nonfinite: "raise" or "skip" a round in which a replica's values are not finite.
+        norms: Measure the norm of the pseudo-gradient, one more pass over the parameters.
+        attach: False leaves it to the user to call ``step()`` after each optimizer step.
+
+    Raises:
+        ValueError, TypeError: For arguments that cannot be.
+        ReplicaMismatch: On every replica, when models, arguments or (``init="check"``) weights
+            differ between them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        sync_every: int | None = None,
+        fragments: FragmentSpec = 1,
+        offsets: Sequence[int] | None = None,
+        overlap: Overlap | str | None = None,
+        outer: OuterOptimizer | Factory | None = None,
+        group: dist.ProcessGroup | None = None,
+        mesh: Any = None,
+        store: dist.Store | None = None,
+        replica: int | None = None,
+        num_replicas: int | None = None,
+        members: Sequence[int] | None = None,
+        name: str = "default",
+        wire: str | WireFormat = "int8",
+        block_size: int = 256,
+        rounding: str = "nearest",
+        seed: int = 0,
+        error_feedback: bool = False,
+        weight: Weight = 1.0,
+        init: str = "broadcast",
+        impl: str = "",
+        config: Mapping[str, Any] | None = None,
+        average_buffers: bool = False,
+        lanes: int | None = None,
+        chunk_bytes: int | None = None,
+        timeout: float | timedelta | None = None,
+        on_nonfinite: str = "raise",
+        norms: bool = False,
+        attach: bool = True,
+    ) -> None:
+        given = {
+            "sync_every": sync_every,
+            "fragments": fragments,
+            "offsets": offsets,
+            "overlap": overlap,
+            "outer": outer,
+            "wire": wire,
+            "block_size": block_size,
+            "rounding": rounding,
+            "seed": seed,
+            "error_feedback": error_feedback,
+            "average_buffers": average_buffers,
+            "lanes": lanes,
+            "chunk_bytes": chunk_bytes,
+            "on_nonfinite": on_nonfinite,
+        }
+        choice("init", init, ("broadcast", "check", "join"))
+        self.settings = merge(given, config)
+        self.impl = ops.resolve_impl(impl)
+        self.inner_step = 0
+        self._recorder = Recorder()
+        self._is_swapped = False
+
+        optimizers = hookable(optimizer)
+        self._skipped = SkippedSteps(optimizers)
+        self._hooks: StepHooks | None = None
+        self._make_parts(model, optimizers)
+        group = handshake.replica_group(group, mesh, store)
+        self.exchange = handshake.make_exchange(
+            group=group,
+            store=store,
+            replica=replica,
+            num_replicas=num_replicas,
+            members=members,
+            name=name,
+            lanes=self.settings.lanes,
+            chunk_bytes=self.settings.chunk_bytes,
+            timeout=handshake.seconds(env.timeout_s() if timeout is None else timeout),
+            impl=self.impl,
+            join=init == "join",
+        )
+        self._rounds = Rounds(
+            self.exchange,
+            self.parts,
+            self.settings,
+            self._recorder,
+            layout=self._layout,
+            weight=weight,
+            norms=norms,
+            impl=self.impl,
+        )
+        try:
+            self._start(model, group, init)
+        except BaseException:
+            self.exchange.close()
+            raise
+        if attach:
+            self._hooks = StepHooks(optimizers, self.step)
+
+    # ------------------------------------------------------------------------- attaching
+
+    def _make_parts(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        settings = self.settings
+        named = trainable_parameters(model, optimizers)
+        fragments = make_fragments(model, named, settings.fragments)
+        self.schedule = Schedule.plan(settings.sync_every, len(fragments), settings.offsets)
+        self.parts: list[Part] = [
+            ParameterPart(fragment, settings.outer, settings.wire, settings.error_feedback)
+            for fragment in fragments
+        ]
+        self._num_fragments = len(fragments)
+        self._description = describe_parameters(fragments)
+        self._layout = layout_hash(fragments, self.schedule)
+        if settings.average_buffers:
+            buffers = BufferPart(len(fragments), model)
+            self.parts.append(buffers)
+            self._description += [f"buffer {n} {list(t.shape)}" for n, t in buffers.named().items()]
+            offsets = (*self.schedule.offsets, settings.sync_every)
+            self.schedule = Schedule(settings.sync_every, offsets)
+
+    def _start(self, model: nn.Module, group: dist.ProcessGroup | None, init: str) -> None:
+        if group is not None:
+            handshake.warn_if_ddp_spans_replicas(model, group)
+        self._agree()
+        named = {name: tensor for part in self.parts for name, tensor in part.named().items()}
+        if init == "check":
+            handshake.check_same_weights(self.exchange, named)
+        elif init == "broadcast":
+            self.exchange.broadcast(list(named.values()), 0)
+        for part in self.parts:
+            part.open_slot(self.exchange)
+        if init == "join":
+            self._share_state()
+        else:
+            for part in self._parameter_parts():
+                part.read_local()
+
+    def _agree(self) -> None:
+        """Compare model and settings with the other replicas."""
+        shown = {"number of fragments": self._num_fragments, **self.config()}
+        handshake.agree(self.exchange, self._description, shown)
+
+    def _parameter_parts(self) -> list[ParameterPart]:
+        return [part for part in self.parts if isinstance(part, ParameterPart)]
+
+    # -------------------------------------------------------------------- one inner step
+
+    def step(self) -> None:
+        """Count one inner step, send what is due and apply what has arrived.
+
+        Called by the optimizer's hook, or by the user with ``attach=False``.
+
+        Raises:
+            SyncError: The exchange failed and nothing of it was applied. ``change_group`` goes on
+                with the replicas that are left.
+        """
+        self._refuse_if_swapped()
+        self.inner_step += 1
+        self._skipped.observe()
+        for index in self.schedule.due(self.inner_step):
+            self._rounds.send(self.parts[index], self.inner_step, self._skipped.count)
+        for part in self.parts:
+            while part.in_flight and part.in_flight[0].apply_step <= self.inner_step:
+                self._rounds.receive(part, self.inner_step)
+
+    def flush(self) -> None:
+        """Share what was trained since the last send, and apply it; every replica calls this.
+
+        Afterwards outer and local parameters are identical on all replicas. A fragment that no
+        replica has trained since its last send is left alone.
+        """
+        self._refuse_if_swapped()
+        self._drain()
+        steps = [self.inner_step - part.last_sent for part in self.parts]
+        views = handshake.gather_json(self.exchange, steps)
+        stale = [part for part in self.parts if any(view[part.index] for view in views)]
+        for part in stale:
+            self._rounds.send(part, self.inner_step, self._skipped.count, kind="flush")
+        self._drain()
+
+    def _drain(self) -> None:
+        """Wait for everything in flight and apply it."""
+        for part in self.parts:
+            while part.in_flight:
+                self._rounds.receive(part, self.inner_step)
+
+    def _refuse_if_swapped(self) -> None:
+        if self._is_swapped:
+            raise RuntimeError("the model holds the outer parameters: leave outer_parameters()")
+
+    # ------------------------------------------------------------------- outer parameters
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """Put the outer parameters into the model, to evaluate them; restore it bit by bit."""
+        self._refuse_if_swapped()
+        local = [[tensor.clone() for tensor in part.tensors()] for part in self._parameter_parts()]
+        self._is_swapped = True
+        try:
+            for part in self._parameter_parts():
+                part.write_local(self.impl)
+            yield
+        finally:
+            self._is_swapped = False
+            for part, saved in zip(self._parameter_parts(), local, strict=True):
+                for tensor, value in zip(part.tensors(), saved, strict=True):
+                    tensor.copy_(value)
+
+    def outer_hash(self) -> str:
+        """Return a hash of all outer parameters, equal on replicas that agree bit by bit."""
+        return handshake.digest([part.outer for part in self._parameter_parts()])
+
+    @property
+    def outer(self) -> OuterOptimizer:
+        """The outer optimizer; assign ``outer.lr`` on every replica to change it from now on."""
+        return self.settings.outer
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that replicas share, as JSON types, for ``config=``."""
+        return self.settings.as_json()
+
+    # --------------------------------------------------------------------------- metrics
+
+    def metrics(self) -> list[SyncMetrics]:
+        """Return the latest exchanges, oldest first (4096 at most)."""
+        return list(self._recorder.latest)
+
+    def totals(self) -> SyncTotals:
+        """Return the sums over all exchanges since the start."""
+        return self._recorder.totals
+
+    def on_sync(self, callback: Callable[[SyncMetrics], None]) -> None:
+        """Call ``callback`` after every exchange, applied or skipped."""
+        self._recorder.callbacks.append(callback)
+
+    # ------------------------------------------------------------------- saving, resuming
+
+    def state_dict(self, *, shared: bool = False) -> dict[str, Any]:
+        """Return what a resumed run needs besides the model and the inner optimizer.
+
+        Tensors are views of the live buffers, under the parameters' names, fp32. What differs
+        between replicas is keyed ``replica_<r>``: every replica must save its own.
+
+        Args:
+            shared: Refuse if something differs between replicas, for a save by one of them alone.
+        """
+        return saved_state.collect(
+            self.parts,
+            replica=self.exchange.replica,
+            layout=self._layout,
+            inner_step=self.inner_step,
+            shared=shared,
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Take over a saved state, in place; local parameters come with the user's model.
+
+        Args:
+            strict: Raise when error-feedback residuals of this replica are missing, instead of
+                starting them at zero.
+
+        Raises:
+            ValueError: If the state was saved with another model, schedule or set of fragments.
+        """
+        self.inner_step = saved_state.restore(
+            self.parts,
+            state_dict,
+            replica=self.exchange.replica,
+            layout=self._layout,
+            strict=strict,
+        )
+
+    # ------------------------------------------------------------------------- the group
+
+    def change_group(self, members: Sequence[int], *, store: dist.Store | None = None) -> None:
+        """Go on with these replicas: the survivors of a failure, with or without newcomers.
+
+        Every member calls this after the same failure or at the same inner step; a newcomer
+        constructs ``DiLoCo(..., init="join", store=, replica=, members=)`` meanwhile.
+
+        Args:
+            members: Numbers of the replicas that go on.
+            store: Where they meet, if the old store is gone.
+
+        Raises:
+            SyncError: If the members did not all come, or are more than one round apart.
+        """
+        self._refuse_if_swapped()
+        self._rounds.forget()
+        last_rounds = {part.index: part.round - 1 for part in self.parts}
+        repairs = self.exchange.change_group(members, store=store, last_rounds=last_rounds)
+        for repair in repairs:
+            self._rounds.repair(repair)
+        if self.exchange.joined:
+            self._agree()
+            self._share_state()
+
+    def _share_state(self) -> None:
+        """Give the newcomers the outer state of the lowest replica that was here before."""
+        exchange = self.exchange
+        source = next(r for r in exchange.members if r not in exchange.joined)
+        self.inner_step = saved_state.send_or_receive(
+            exchange, self.parts, self.inner_step, exchange.members.index(source)
+        )
+        if exchange.replica in exchange.joined:
+            for part in self._parameter_parts():
+                part.write_local(self.impl)
+
+    def close(self) -> None:
+        """Tell the peers, end the engine's threads and take the hooks off; idempotent."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        self.exchange.inner_step = self.inner_step
+        self.exchange.close()
+
+    def __enter__(self) -> DiLoCo:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def emulate_link(self, gbps: float, rtt_ms: float = 0.0) -> None:
+        """Throttle the engine to a slow link, for tests and demonstrations."""
+        self.exchange.emulate_link(gbps, rtt_ms)

@@ -1,0 +1,181 @@
+"""Who the replicas are, and whether they agree, before the first exchange."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .errors import ReplicaMismatch
+from .exchange import Exchange
+from .fragments import memory_order
+
+
+def replica_group(
+    group: dist.ProcessGroup | None, mesh: Any, store: dist.Store | None
+) -> dist.ProcessGroup | None:
+    """Return the process group whose ranks are the replicas; None for a store, or one alone.
+
+    Raises:
+        ValueError: If more than one is given, or this process is not among the replicas.
+    """
+    if sum(item is not None for item in (group, mesh, store)) > 1:
+        raise ValueError("give only one of group, mesh and store")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh must have one dimension, the replicas, got {mesh.ndim}")
+        group = mesh.get_group()
+    if group is None and store is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError("group does not contain this rank: only its members can attach to it")
+    return group
+
+
+def make_exchange(
+    *,
+    group: dist.ProcessGroup | None,
+    store: dist.Store | None,
+    replica: int | None,
+    num_replicas: int | None,
+    members: Sequence[int] | None,
+    **options: Any,
+) -> Exchange:
+    """Build the engine over a group, over a store, or for one replica alone.
+
+    Raises:
+        ValueError: If the arguments do not go together.
+    """
+    if store is not None:
+        return _from_store(store, replica, num_replicas, members, options)
+    if replica is not None or num_replicas is not None or members is not None:
+        raise ValueError("replica, num_replicas and members need store=")
+    if group is None:
+        return Exchange(dist.HashStore(), 0, [0], **options)
+    return Exchange.from_group(group, **options)
+
+
+def _from_store(
+    store: dist.Store,
+    replica: int | None,
+    num_replicas: int | None,
+    members: Sequence[int] | None,
+    options: dict[str, Any],
+) -> Exchange:
+    if replica is None or (num_replicas is None) == (members is None):
+        raise ValueError("store needs replica, and one of num_replicas and members")
+    everyone = sorted(set(members)) if members is not None else list(range(num_replicas or 0))
+    if replica not in everyone:
+        raise ValueError(f"replica must be one of the members {everyone}, got {replica}")
+    return Exchange(store, replica, everyone, **options)
+
+
+def warn_if_ddp_spans_replicas(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Warn when DDP averages gradients over ranks of other replicas at every step."""
+    replicas = set(dist.get_process_group_ranks(group))
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            shared = replicas & set(dist.get_process_group_ranks(module.process_group))
+            if len(shared) > 1:
+                warnings.warn(
+                    f"DistributedDataParallel averages gradients over ranks {sorted(shared)} at "
+                    "every step, but these are different replicas: give it a process_group of "
+                    "this replica's own workers",
+                    stacklevel=3,
+                )
+                return
+
+
+# -------------------------------------------------------------------------------- agreement
+
+
+def gather_json(exchange: Exchange, value: Any) -> list[Any]:
+    """Return every replica's value, in rank order."""
+    blobs = exchange.exchange_objects(json.dumps(value).encode())
+    return [json.loads(blob) for blob in blobs]
+
+
+def agree(exchange: Exchange, model: list[str], settings: dict[str, Any]) -> None:
+    """Compare models and settings of all replicas.
+
+    Args:
+        model: One line for each parameter, as ``describe_parameters`` makes them.
+        settings: JSON types by name.
+
+    Raises:
+        ReplicaMismatch: On every replica, naming the first difference and who has which value.
+    """
+    views = gather_json(exchange, {"model": model, "settings": settings})
+    for replica, view in zip(exchange.members, views, strict=True):
+        for name, value in views[0]["settings"].items():
+            other = view["settings"].get(name)
+            if other != value:
+                raise ReplicaMismatch(
+                    f"{name} differs between replicas: {value!r} on replica "
+                    f"{exchange.members[0]}, {other!r} on replica {replica}"
+                )
+        if view["model"] != views[0]["model"]:
+            raise ReplicaMismatch(
+                _model_difference(exchange.members[0], views[0]["model"], replica, view["model"])
+            )
+
+
+def _model_difference(first: int, ours: list[str], second: int, theirs: list[str]) -> str:
+    if len(ours) != len(theirs):
+        return (
+            f"the model differs between replicas: {len(ours)} parameters on replica {first}, "
+            f"{len(theirs)} on replica {second}"
+        )
+    a, b = next((a, b) for a, b in zip(ours, theirs, strict=True) if a != b)
+    return (
+        f"the model differs between replicas: [{a}] on replica {first}, [{b}] on replica {second}"
+    )
+
+
+# ---------------------------------------------------------------------------- initial weights
+
+
+def check_same_weights(exchange: Exchange, tensors: dict[str, Tensor]) -> None:
+    """Compare the bytes of the initial weights.
+
+    Raises:
+        ReplicaMismatch: Naming the first parameter that differs, and the replicas.
+    """
+    digests = [digest([tensor]) for tensor in tensors.values()]
+    views = gather_json(exchange, digests)
+    for index, name in enumerate(tensors):
+        odd = [
+            r
+            for r, view in zip(exchange.members, views, strict=True)
+            if view[index] != views[0][index]
+        ]
+        if odd:
+            raise ReplicaMismatch(
+                f"initial weights differ: parameter {name!r} on replica {odd[0]} is not that of "
+                f'replica {exchange.members[0]}; load the same weights or use init="broadcast"'
+            )
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """Hash the bytes of dense tensors in memory order."""
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        flat = memory_order(tensor.detach()).cpu()
+        if flat.numel():
+            state.update(flat.view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def seconds(timeout: float | timedelta) -> float:
+    """Return a timeout in seconds, checked to be positive."""
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not value > 0:
+        raise ValueError(f"timeout must be positive, got {timeout!r}")
+    return value

@@ -1,0 +1,327 @@
+"""Outer optimizers: the step on averaged pseudo-gradients, taken on one fragment at a time.
+
+A pseudo-gradient is outer minus local parameters, so every outer optimizer descends it. An object
+of this module holds numbers only; the buffers of a fragment live in its ``OuterState``. The
+learning rate may be assigned at any time (``diloco.outer.lr = 0.5``) or be a function of the
+round; all replicas use the one that the lowest replica sent with the round.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+from .exchange import empty_pages
+from .wire import Layout
+
+LearningRate = float | Callable[[int], float]
+
+
+@dataclass
+class Update:
+    """What one outer step takes.
+
+    Attributes:
+        terms: Payloads (uint8, laid out as ``layout``) and their coefficients.
+        params: The fragment's parameters, written in place.
+        lr: Learning rate of this round.
+        alpha: Weight of the local value in the merge.
+        clip: Bound of the momentum's elements, for those that have one.
+    """
+
+    terms: list[tuple[Tensor, float]]
+    params: list[Tensor]
+    layout: Layout
+    lr: float
+    alpha: float = 0.0
+    clip: float = math.inf
+    impl: str = ""
+
+    def payloads(self) -> dict[str, Any]:
+        """Return the arguments that say where the encoded elements are."""
+        return {
+            "payloads": [payload for payload, _ in self.terms],
+            "coefficients": [coefficient for _, coefficient in self.terms],
+            "begin": 0,
+            "end": self.layout.num_elements,
+            "run_elements": self.layout.run_elements,
+            "wire": self.layout.wire.name,
+            "block_size": self.layout.wire.block_size,
+            "impl": self.impl,
+        }
+
+
+class OuterState(ABC):
+    """Outer parameters of one fragment and what its optimizer keeps for them.
+
+    Attributes:
+        outer: fp32 ``[num_elements]``; the shared model.
+        num_steps: Outer steps taken; equal to the rounds applied.
+    """
+
+    def __init__(self, outer: Tensor) -> None:
+        self.outer = outer
+        self.num_steps = 0
+
+    @abstractmethod
+    def step(self, update: Update) -> None:
+        """Take one outer step and merge the result into the parameters."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the buffers with one fp32 element for each parameter element."""
+
+    def extra(self) -> dict[str, Any]:
+        """Return what else must be saved."""
+        return {}
+
+    def load(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
+        """Copy saved buffers in; ``num_steps`` is already that of the save."""
+        own = self.tensors()
+        if own.keys() != tensors.keys():
+            raise ValueError(
+                f"the saved outer optimizer has buffers {sorted(tensors)}, this one {sorted(own)}"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+class OuterOptimizer(ABC):
+    """Base of the outer optimizers: numbers that all replicas must share."""
+
+    lr: LearningRate
+
+    @abstractmethod
+    def make_state(self, outer: Tensor) -> OuterState:
+        """Allocate the buffers for one fragment's outer parameters."""
+
+    def lr_at(self, round: int, state: OuterState) -> float:
+        """Return the learning rate of this round."""
+        return float(self.lr(round) if callable(self.lr) else self.lr)
+
+    def config(self) -> dict[str, Any]:
+        """Return class and arguments as JSON types; a function is shown by its name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        shown = {k: _name_of(v) if callable(v) else v for k, v in values.items()}
+        return {"name": type(self).__name__, **shown}
+
+
+# ------------------------------------------------------------------------- the fused operators
+
+
+@dataclass
+class SGD(OuterOptimizer):
+    """theta -= lr*g. At lr 1.0 plain averaging: FedAvg (arXiv 1602.05629)."""
+
+    lr: LearningRate = 1.0
+
+    def make_state(self, outer: Tensor) -> OuterState:
+        return _FusedState(outer, "sgd", 0.0)
+
+
+@dataclass
+class HeavyBall(OuterOptimizer):
+    """m = mu*m + g; theta -= lr*m."""
+
+    lr: LearningRate = 0.3
+    momentum: float = 0.9
+
+    def make_state(self, outer: Tensor) -> OuterState:
+        return _FusedState(outer, "heavy_ball", self.momentum)
+
+
+@dataclass
+class Nesterov(OuterOptimizer):
+    """m = mu*m + g; theta -= lr*(g + mu*m), as ``torch.optim.SGD(nesterov=True)``.
+
+    The defaults are DiLoCo's (arXiv 2311.08105).
+    """
+
+    lr: LearningRate = 0.7
+    momentum: float = 0.9
+
+    def make_state(self, outer: Tensor) -> OuterState:
+        return _FusedState(outer, "nesterov", self.momentum)
+
+
+@dataclass
+class Adam(OuterOptimizer):
+    """Adam with bias correction; DiLoCo needed eps 0.1 (arXiv 2311.08105, Table 5)."""
+
+    lr: LearningRate = 0.3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 0.1
+
+    def make_state(self, outer: Tensor) -> OuterState:
+        return _AdamState(outer, self)
+
+
+class _FusedState(OuterState):
+    def __init__(self, outer: Tensor, kind: str, momentum: float) -> None:
+        super().__init__(outer)
+        self.kind, self.mu = kind, momentum
+        self.momentum = None if kind == "sgd" else empty_pages(outer.shape, torch.float32)
+
+    def step(self, update: Update) -> None:
+        ops.outer_step(
+            self.outer,
+            self.momentum,
+            update.params,
+            **update.payloads(),
+            optimizer=self.kind,
+            lr=update.lr,
+            mu=self.mu,
+            alpha=update.alpha,
+            clip=update.clip,
+        )
+        self.num_steps += 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.momentum is None else {"momentum": self.momentum}
+
+
+class _AdamState(OuterState):
+    def __init__(self, outer: Tensor, config: Adam) -> None:
+        super().__init__(outer)
+        self.config = config
+        self.exp_avg = empty_pages(outer.shape, torch.float32)
+        self.exp_avg_sq = empty_pages(outer.shape, torch.float32)
+
+    def step(self, update: Update) -> None:
+        ops.outer_step_adam(
+            self.outer,
+            self.exp_avg,
+            self.exp_avg_sq,
+            update.params,
+            **update.payloads(),
+            lr=update.lr,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            eps=self.config.eps,
+            step=self.num_steps + 1,
+            alpha=update.alpha,
+        )
+        self.num_steps += 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+
+# --------------------------------------------------------------------- any torch.optim.Optimizer
+
+Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class FromTorch(OuterOptimizer):
+    """Any ``torch.optim.Optimizer`` over the flat outer parameters, one for each fragment.
+
+    Slower than the fused ones: the mean pseudo-gradient is decoded into ``.grad`` first.
+
+    Args:
+        factory: Called with a list of one fp32 parameter, returns its optimizer.
+        lr: None leaves the learning rate to the optimizer's own groups.
+    """
+
+    factory: Factory
+    lr: LearningRate | None = None  # type: ignore[assignment]
+
+    def make_state(self, outer: Tensor) -> OuterState:
+        return _TorchState(outer, self.factory)
+
+    def lr_at(self, round: int, state: OuterState) -> float:
+        assert isinstance(state, _TorchState)
+        if self.lr is None:
+            return float(state.optimizer.param_groups[0].get("lr", 0.0))
+        return super().lr_at(round, state)
+
+
+class _TorchState(OuterState):
+    def __init__(self, outer: Tensor, factory: Factory) -> None:
+        super().__init__(outer)
+        self.factory = factory
+        self.param = nn.Parameter(outer)
+        self.gradient = empty_pages(outer.shape, torch.float32)
+        self.optimizer = factory([self.param])
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"outer={_name_of(factory)} made a {type(self.optimizer).__name__}: "
+                "a torch.optim.Optimizer is expected"
+            )
+
+    def step(self, update: Update) -> None:
+        ops.decode(outs=[self.gradient], **update.payloads())
+        for group in self.optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = update.lr
+        self.param.grad = self.gradient
+        self.optimizer.step()
+        self.param.grad = None
+        ops.merge(self.outer, update.params, alpha=update.alpha, impl=update.impl)
+        self.num_steps += 1
+
+    def _values(self) -> dict[str, Any]:
+        """Return the optimizer's state; before its first step, what a fresh one would hold."""
+        if self.optimizer.state:
+            return self.optimizer.state[self.param]
+        probe = nn.Parameter(torch.zeros_like(self.outer))
+        probe.grad = torch.zeros_like(self.outer)
+        optimizer = self.factory([probe])
+        optimizer.step()
+        return optimizer.state[probe]
+
+    def _is_elementwise(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == self.outer.shape
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {k: v for k, v in self._values().items() if self._is_elementwise(v)}
+
+    def extra(self) -> dict[str, Any]:
+        return {k: v for k, v in self._values().items() if not self._is_elementwise(v)}
+
+    def load(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
+        if self.num_steps == 0:
+            return
+        values = {**tensors, **extra}
+        copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+        self.optimizer.state[self.param] = copies
+
+
+def make_outer(outer: OuterOptimizer | Factory | dict[str, Any] | None) -> OuterOptimizer:
+    """Turn the argument ``outer`` into an optimizer; None is ``Nesterov()``.
+
+    Raises:
+        TypeError: If it is neither an outer optimizer nor callable.
+        ValueError: If a saved configuration names none of this package.
+    """
+    if outer is None:
+        return Nesterov()
+    if isinstance(outer, OuterOptimizer):
+        return outer
+    if isinstance(outer, dict):
+        arguments = dict(outer)
+        name = arguments.pop("name", None)
+        if name not in _BY_NAME:
+            raise ValueError(f"unknown outer {name!r}: it must be one of {', '.join(_BY_NAME)}")
+        if "betas" in arguments:
+            arguments["betas"] = tuple(arguments["betas"])
+        return _BY_NAME[name](**arguments)
+    if callable(outer):
+        return FromTorch(outer)
+    raise TypeError(f"outer must be SGD, HeavyBall, Nesterov, Adam or a callable, got {outer!r}")
+
+
+_BY_NAME: dict[str, type[OuterOptimizer]] = {
+    c.__name__: c for c in (SGD, HeavyBall, Nesterov, Adam)
+}
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__

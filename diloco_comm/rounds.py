@@ -1,0 +1,215 @@
+"""Rounds of the parts: send, wait, apply or skip, and write down what it cost."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from . import ops
+from .errors import NonFiniteError
+from .exchange import Exchange, Header, Outcome, Repair
+from .metrics import Recorder, SyncMetrics, overlap_fraction
+from .parts import Flight, ParameterPart, Part
+from .settings import Settings
+from .trace import span
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["sync", "flush"]
+Weight = float | Callable[[], float]
+
+
+class Rounds:
+    """Take the parts of one replica through their rounds on an exchange.
+
+    Args:
+        layout: Hash of names, shapes, fragments and schedule, equal on all replicas.
+        weight: This replica's weight, or what returns it at each send.
+        norms: Measure each pseudo-gradient's norm.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        parts: Sequence[Part],
+        settings: Settings,
+        recorder: Recorder,
+        *,
+        layout: int,
+        weight: Weight,
+        norms: bool,
+        impl: str,
+    ) -> None:
+        self.exchange = exchange
+        self.parts = parts
+        self.settings = settings
+        self.recorder = recorder
+        self.layout = layout
+        self.weight = weight
+        self.norms = norms
+        self.impl = impl
+        self._has_warned_of_skips = False
+
+    def send(self, part: Part, inner_step: int, num_skipped: int, *, kind: Kind = "sync") -> None:
+        """Encode a part and hand it to the engine; returns while it travels.
+
+        Args:
+            inner_step: Steps done.
+            num_skipped: Those of them that left the weights unchanged.
+            kind: "sync" follows the overlap policy, "flush" is applied at once.
+        """
+        if part.slot is None:
+            return
+        weight = self._current_weight()
+        header = Header(
+            kind=kind,
+            layout_hash=self.layout,
+            fragment=part.index,
+            round=part.round,
+            sync_every=self.settings.sync_every,
+            num_fragments=len(self.parts),
+            weight=weight,
+            outer_lr=self.lr(part),
+            inner_step=inner_step - num_skipped,
+        )
+        norm = self._norm(part) if self.norms else math.nan
+        with span("encode", part.index, part.round):
+            pending = self.exchange.start(
+                part.slot,
+                outer=part.outer,
+                params=part.tensors(),
+                header=header,
+                stochastic=self.settings.rounding == "stochastic",
+                seed=self.settings.seed,
+            )
+        part.last_sent = inner_step
+        delay = 0 if kind == "flush" else self.settings.overlap.delay(self.settings.sync_every)
+        part.in_flight.append(Flight(pending, kind, inner_step + delay, weight, norm))
+
+    def receive(self, part: Part, inner_step: int) -> None:
+        """Wait for a part's oldest exchange and apply it, wholly or not at all.
+
+        Raises:
+            SyncError: Nothing of it was applied.
+        """
+        flight = part.in_flight.popleft()
+        begin = time.perf_counter()
+        try:
+            with span("wait", part.index, part.round):
+                outcome = flight.pending.wait()
+        except NonFiniteError as error:
+            self._vote_down(part, flight, inner_step, error)
+            return
+        exposed_s = time.perf_counter() - begin
+        self._warn_of_skipped_steps(outcome)
+        with span("outer_step", part.index, part.round):
+            self._apply(part, flight, outcome)
+        outer_step_s = time.perf_counter() - begin - exposed_s
+        self._record(part, flight, inner_step, outcome, exposed_s, outer_step_s)
+
+    def forget(self) -> None:
+        """Drop what was in flight when the group died; nothing of it is applied."""
+        for part in self.parts:
+            part.in_flight.clear()
+            if part.slot is not None:
+                part.slot.discard()
+
+    def repair(self, repair: Repair) -> None:
+        """Apply a round that the other survivors have applied and this replica has not."""
+        part = self.parts[repair.fragment]
+        assert part.round == repair.round
+        lr = self.lr(part)
+        part.apply(repair.terms, repair.layout, lr=lr, alpha=0.0, impl=self.impl)
+        part.round += 1
+
+    def lr(self, part: Part) -> float:
+        """Return the outer learning rate of the part's next round."""
+        if not isinstance(part, ParameterPart):
+            return 0.0
+        return self.settings.outer.lr_at(part.round, part.state)
+
+    def _apply(self, part: Part, flight: Flight, outcome: Outcome) -> None:
+        assert part.slot is not None
+        part.apply(
+            self.settings.overlap.terms(outcome),
+            outcome.layout,
+            lr=outcome.headers[0].outer_lr,
+            alpha=0.0 if flight.kind == "flush" else self.settings.overlap.alpha,
+            impl=self.impl,
+        )
+        part.slot.commit()
+        part.round += 1
+
+    def _vote_down(
+        self, part: Part, flight: Flight, inner_step: int, error: NonFiniteError
+    ) -> None:
+        """Leave out a round that no replica applies; the next attempt has its number."""
+        if self.settings.on_nonfinite == "raise":
+            raise error
+        logger.warning("skipped: %s", error)
+        metrics = SyncMetrics(
+            round=part.round,
+            fragment=part.index,
+            inner_step=inner_step,
+            pseudo_gradient_norm=flight.norm,
+            weight=flight.weight,
+            is_applied=False,
+        )
+        self.recorder.add(metrics)
+
+    def _record(
+        self,
+        part: Part,
+        flight: Flight,
+        inner_step: int,
+        outcome: Outcome,
+        exposed_s: float,
+        outer_step_s: float,
+    ) -> None:
+        seconds = outcome.seconds
+        exchange_s = seconds.get("header", 0.0) + seconds.get("exchange", 0.0)
+        metrics = SyncMetrics(
+            round=part.round - 1,
+            fragment=part.index,
+            inner_step=inner_step,
+            sent_bytes=outcome.sent_bytes,
+            received_bytes=outcome.received_bytes,
+            encode_s=seconds["encode"],
+            exchange_s=exchange_s,
+            reduce_s=seconds.get("reduce", 0.0),
+            exposed_s=exposed_s,
+            outer_step_s=outer_step_s,
+            overlap_fraction=overlap_fraction(exchange_s, exposed_s),
+            pseudo_gradient_norm=flight.norm,
+            weight=flight.weight,
+        )
+        self.recorder.add(metrics)
+
+    def _current_weight(self) -> float:
+        weight = float(self.weight() if callable(self.weight) else self.weight)
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight must be finite and not negative, got {weight}")
+        return weight
+
+    def _norm(self, part: Part) -> float:
+        squared = torch.zeros(2, dtype=torch.float64)
+        ops.norms(part.outer, part.tensors(), squared, impl=self.impl)
+        return math.sqrt(squared[0].item())
+
+    def _warn_of_skipped_steps(self, outcome: Outcome) -> None:
+        steps = [header.inner_step for header in outcome.headers]
+        if self._has_warned_of_skips or len(set(steps)) == 1:
+            return
+        self._has_warned_of_skips = True
+        counts = dict(zip(self.exchange.members, steps, strict=True))
+        warnings.warn(
+            f"replicas have applied different numbers of inner steps ({counts} by replica): "
+            "some of them skipped steps, as a GradScaler does after an overflow",
+            stacklevel=2,
+        )

@@ -1,0 +1,80 @@
+"""The arguments of ``DiLoCo`` that all replicas share, checked once and kept as JSON types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from . import env
+from .fragments import FragmentSpec
+from .outer import make_outer
+from .overlap import make_overlap
+from .wire import parse
+
+
+@dataclass
+class Settings:
+    """See ``DiLoCo`` for the meaning of each; fields hold the checked values."""
+
+    sync_every: int
+    fragments: FragmentSpec = 1
+    offsets: Any = None
+    overlap: Any = None
+    outer: Any = None
+    wire: Any = "int8"
+    block_size: int = 256
+    rounding: str = "nearest"
+    error_feedback: bool = False
+    seed: int = 0
+    average_buffers: bool = False
+    lanes: int | None = None
+    chunk_bytes: int | None = None
+    on_nonfinite: str = "raise"
+
+    def __post_init__(self) -> None:
+        self.wire = parse(self.wire, self.block_size)
+        self.block_size = self.wire.block_size
+        self.outer = make_outer(self.outer)
+        self.overlap = make_overlap(self.overlap)
+        self.lanes = env.lanes() if self.lanes is None else self.lanes
+        self.chunk_bytes = env.chunk_bytes() if self.chunk_bytes is None else self.chunk_bytes
+        choice("rounding", self.rounding, ("nearest", "stochastic"))
+        choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
+        if self.lanes < 1:
+            raise ValueError(f"lanes must be at least 1, got {self.lanes}")
+        if self.chunk_bytes is not None and self.chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be at least 1, got {self.chunk_bytes}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``DiLoCo(..., config=...)`` takes, and what replicas compare."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["wire"] = self.wire.name
+        values["outer"] = self.outer.config()
+        values["overlap"] = self.overlap.config()
+        return values
+
+
+def merge(given: dict[str, Any], config: Mapping[str, Any] | None) -> Settings:
+    """Fill arguments left at their defaults from a saved configuration.
+
+    Raises:
+        ValueError: If the configuration has an unknown key or ``sync_every`` is nowhere.
+    """
+    defaults = {field.name: field.default for field in fields(Settings)}
+    config = dict(config or {})
+    unknown = config.keys() - defaults.keys()
+    if unknown:
+        raise ValueError(f"config has unknown arguments {sorted(unknown)}")
+    values = {k: config.get(k, v) if v == defaults[k] else v for k, v in given.items()}
+    if given["sync_every"] is None:
+        values["sync_every"] = config.get("sync_every")
+    if values["sync_every"] is None:
+        raise ValueError("sync_every is missing: give the inner steps between two outer steps")
+    return Settings(**values)
+
+
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless the value is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

@@ -1,0 +1,198 @@
+"""Outer optimizers: the published worked examples, and torch's own optimizers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problems import INNER_LR, START, Quadratic, inner_steps, ulps
+
+from diloco_comm import SGD, Adam, DiLoCo, FromTorch, HeavyBall, Nesterov, ops
+from diloco_comm.outer import OuterOptimizer, OuterState, Update, make_outer
+from diloco_comm.wire import Layout, WireFormat
+
+NUM_ROUNDS = 3
+
+# Outer parameters after each round: DiLoCo with H=2 on the two quadratic problems.
+PUBLISHED = {
+    "sgd": [(0.22785, 0.5875), (0.4200278425, 0.65874446), (0.5821423861, 0.7166907169)],
+    "heavy_ball": [
+        (0.068355, 0.52625),
+        (0.1950190058, 0.5746620014),
+        (0.3682126171, 0.6403199548),
+    ],
+    "nesterov": [
+        (0.3030405, 0.616375),
+        (0.6721714706, 0.7536080753),
+        (1.053867964, 0.8891785855),
+    ],
+    "adam": [(0.2084947384, 0.64), (0.4111186175, 0.7671940304), (0.6066177868, 0.8794710054)],
+}
+OUTERS: dict[str, OuterOptimizer] = {
+    "sgd": SGD(1.0),
+    "heavy_ball": HeavyBall(0.3, 0.9),
+    "nesterov": Nesterov(0.7, 0.9),
+    "adam": Adam(0.3, (0.9, 0.95), 0.1),
+}
+TORCH = {
+    "sgd": functools.partial(torch.optim.SGD, lr=1.0),
+    "heavy_ball": functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9),
+    "nesterov": functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+    "adam": functools.partial(torch.optim.Adam, lr=0.3, betas=(0.9, 0.95), eps=0.1),
+}
+
+
+def expected_rounds(name: str, num_workers: int) -> list[np.ndarray]:
+    """Compute the rounds from the equations in float64."""
+    theta, m, v = np.array(START), np.zeros(2), np.zeros(2)
+    rounds = []
+    for t in range(1, NUM_ROUNDS + 1):
+        deltas = [theta - inner_steps(rank, theta, 2) for rank in range(num_workers)]
+        g = np.mean(deltas, axis=0)
+        if name == "sgd":
+            theta = theta - g
+        elif name == "heavy_ball":
+            m = 0.9 * m + g
+            theta = theta - 0.3 * m
+        elif name == "nesterov":
+            m = 0.9 * m + g
+            theta = theta - 0.7 * (g + 0.9 * m)
+        else:
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            theta = theta - 0.3 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.95**t)) + 0.1)
+        rounds.append(theta)
+    return rounds
+
+
+def run_quadratic(rank: int, world: int, outer: Any, **arguments: Any) -> list[list[float]]:
+    """Train H=2 through the public API; returns the parameters after each round."""
+    model = Quadratic(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=INNER_LR)
+    rounds = []
+    with DiLoCo(model, optimizer, sync_every=2, outer=outer, wire="fp32", **arguments) as diloco:
+        for _ in range(NUM_ROUNDS):
+            for _ in range(2):
+                model().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with diloco.outer_parameters():
+                rounds.append(model.values())
+            assert model.values() == rounds[-1]
+    return rounds
+
+
+@pytest.mark.parametrize("name", OUTERS)
+def test_worked_example(name: str, workers) -> None:
+    expected = expected_rounds(name, num_workers=2)
+    np.testing.assert_allclose(expected, PUBLISHED[name], rtol=0, atol=1e-9)
+    for rounds in workers(2).run(run_quadratic, OUTERS[name]):
+        np.testing.assert_allclose(rounds, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OUTERS)
+def test_worked_example_with_torch_optimizer_and_two_fragments(name: str, workers) -> None:
+    expected = expected_rounds(name, num_workers=2)
+    arguments = {"fragments": 2, "offsets": [2, 2]}
+    for rounds in workers(2).run(run_quadratic, TORCH[name], **arguments):
+        np.testing.assert_allclose(rounds, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OUTERS)
+@pytest.mark.parametrize("num_elements", [1, 257, 10_007])
+def test_step_is_as_accurate_as_torch(name: str, num_elements: int) -> None:
+    """torch fuses multiply and add; from the same state we are within 1 ulp of its accuracy."""
+    torch.manual_seed(num_elements)
+    layout = Layout.plan(num_elements, 1, 1, WireFormat("fp32"))
+    payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
+    ours = OUTERS[name].make_state(torch.randn(num_elements))
+    theirs = make_outer(TORCH[name]).make_state(torch.empty(num_elements))
+    exact = torch.nn.Parameter(torch.empty(num_elements, dtype=torch.float64))
+    optimizer = TORCH[name]([exact])
+    params = [torch.zeros(num_elements), torch.zeros(num_elements)]
+    lr = OUTERS[name].lr_at(0, ours)
+    for step in range(4):
+        before = ours.outer.clone()
+        theirs.outer.copy_(before)
+        exact.data.copy_(before)
+        if step:
+            _copy_buffers(ours, theirs, optimizer.state[exact])
+        gradient = torch.randn(num_elements)
+        exact.grad = gradient.double()
+        optimizer.step()
+        _encode(gradient, layout, payload)
+        ours.step(Update([(payload, 1.0)], params[:1], layout, lr))
+        theirs.step(Update([(payload, 1.0)], params[1:], layout, lr))
+        scales = [before, gradient, (ours.outer - before) / lr, *ours.tensors().values()]
+        own_error = ulps(ours.outer.double(), exact.data, *scales)
+        assert own_error <= ulps(theirs.outer.double(), exact.data, *scales) + 1
+        assert torch.equal(params[0], ours.outer) and torch.equal(params[1], theirs.outer)
+
+
+def _copy_buffers(ours: OuterState, theirs: OuterState, exact: dict[str, Any]) -> None:
+    named = {k: v for k, v in exact.items() if k != "step"}
+    for own, other, wide in zip(
+        ours.tensors().values(), theirs.tensors().values(), named.values(), strict=True
+    ):
+        other.copy_(own)
+        wide.copy_(own)
+
+
+def test_nesterov_is_bitwise_the_unfused_formula_of_torch() -> None:
+    torch.manual_seed(0)
+    layout = Layout.plan(10_007, 1, 1, WireFormat("fp32"))
+    payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
+    outer, m = torch.randn(10_007), torch.zeros(10_007)
+    state = Nesterov(0.7, 0.9).make_state(outer.clone())
+    for _ in range(5):
+        g = torch.randn(10_007)
+        _encode(g, layout, payload)
+        state.step(Update([(payload, 1.0)], [torch.zeros(10_007)], layout, 0.7))
+        m = m.mul(0.9).add(g)
+        outer = outer.sub(g.add(m.mul(0.9)).mul(0.7))
+        assert torch.equal(state.outer, outer) and torch.equal(state.tensors()["momentum"], m)
+
+
+def _encode(value: torch.Tensor, layout: Layout, payload: torch.Tensor) -> None:
+    ops.encode(None, [value], payload, 0, layout.num_elements, layout.run_elements, "fp32", 256)
+
+
+def change_lr(rank: int, world: int, how: str) -> list[float]:
+    model = Quadratic(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=INNER_LR)
+    outer = {
+        "attribute": SGD(1.0),
+        "function": SGD(lambda round: 1.0 if round == 0 else 0.5),
+        "torch": FromTorch(TORCH["sgd"]),
+    }[how]
+    with DiLoCo(model, optimizer, sync_every=1, outer=outer, wire="fp32") as diloco:
+        for step in range(2):
+            if step == 1 and how != "function":
+                diloco.outer.lr = 0.5
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.values()
+
+
+@pytest.mark.parametrize("how", ["attribute", "function", "torch"])
+def test_learning_rate_may_change_between_rounds(how: str, workers) -> None:
+    theta = np.array(START)
+    for lr in (1.0, 0.5):
+        theta = theta - lr * np.mean([theta - inner_steps(r, theta, 1) for r in (0, 1)], axis=0)
+    for values in workers(2).run(change_lr, how):
+        np.testing.assert_allclose(values, theta, rtol=0, atol=1e-6)
+
+
+def test_configuration_round_trip() -> None:
+    for outer in OUTERS.values():
+        assert make_outer(outer.config()) == outer
+    assert make_outer(None) == Nesterov(0.7, 0.9)
+    with pytest.raises(ValueError, match="unknown outer 'Lion'"):
+        make_outer({"name": "Lion"})
+    with pytest.raises(TypeError, match="outer must be SGD"):
+        make_outer(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer is expected"):
+        make_outer(lambda params: 3).make_state(torch.zeros(4))  # type: ignore[arg-type,return-value]
