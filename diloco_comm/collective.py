@@ -1,0 +1,223 @@
+"""The exchange engine alone: a quantised all-reduce of one tensor."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from datetime import timedelta
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import ops
+from .errors import SyncError
+from .exchange import DEFAULT_TIMEOUT, Exchange, Header, Pending, Slot
+from .wire import WireFormat, parse
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Idle buffers kept for each group; the least recently used ones go first.
+_MAX_IDLE_SLOTS = 64
+
+
+class _GroupEngine:
+    """The exchange of one process group, and buffers for the sizes seen so far."""
+
+    def __init__(self, group: dist.ProcessGroup, lanes: int, timeout: timedelta | float) -> None:
+        self.exchange = Exchange.from_group(group, lanes=lanes, timeout=timeout)
+        self.idle: OrderedDict[tuple[int, WireFormat], list[Slot]] = OrderedDict()
+        self.num_calls = 0
+
+    def take(self, num_elements: int, wire: WireFormat) -> Slot:
+        slots = self.idle.get((num_elements, wire))
+        return slots.pop() if slots else self.exchange.slot(num_elements, wire)
+
+    def give_back(self, slot: Slot) -> None:
+        key = (slot.num_elements, slot.wire)
+        self.idle.setdefault(key, []).append(slot)
+        self.idle.move_to_end(key)
+        while sum(map(len, self.idle.values())) > _MAX_IDLE_SLOTS:
+            oldest = next(iter(self.idle))
+            self.idle[oldest].pop()
+            if not self.idle[oldest]:
+                del self.idle[oldest]
+
+
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _GroupEngine]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()
+
+
+class AllReduceWork:
+    """An ``all_reduce`` under way; the tensor changes inside ``wait()`` only."""
+
+    def __init__(self, engine: _GroupEngine, slot: Slot, pending: Pending, tensor: Tensor) -> None:
+        self._engine = engine
+        self._slot = slot
+        self._pending = pending
+        self._tensor = tensor
+        self._is_applied = False
+
+    def is_completed(self) -> bool:
+        """Whether ``wait()`` would not block."""
+        return self._pending.done()
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        """Write the weighted mean into the tensor and return it.
+
+        Raises:
+            SyncError: Or one of its kinds; the tensor is as it was.
+            TimeoutError: After ``timeout`` seconds; the exchange goes on.
+        """
+        try:
+            outcome = self._pending.wait(timeout)
+        except SyncError:
+            with _lock:
+                self._slot.discard()
+                self._engine.give_back(self._slot)
+            raise
+        if self._is_applied:
+            return self._tensor
+        layout = outcome.layout
+        if self._tensor.numel():
+            target = self._tensor.detach()
+            out = target if _is_dense(target) else target.contiguous()
+            ops.decode(
+                [payload for payload, _ in outcome.terms],
+                [coefficient for _, coefficient in outcome.terms],
+                [out],
+                0,
+                layout.num_elements,
+                layout.run_elements,
+                layout.wire.name,
+                layout.wire.block_size,
+            )
+            if out is not target:
+                target.copy_(out)
+        self._is_applied = True
+        with _lock:
+            self._slot.commit()
+            self._engine.give_back(self._slot)
+        return self._tensor
+
+
+@overload
+def all_reduce(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = ...,
+    wire: str | WireFormat = ...,
+    *,
+    block_size: int = ...,
+    weight: float = ...,
+    async_op: Literal[False] = ...,
+    rounding: str = ...,
+    seed: int = ...,
+    lanes: int = ...,
+    timeout: timedelta | float = ...,
+) -> Tensor: ...
+
+
+@overload
+def all_reduce(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = ...,
+    wire: str | WireFormat = ...,
+    *,
+    block_size: int = ...,
+    weight: float = ...,
+    async_op: Literal[True],
+    rounding: str = ...,
+    seed: int = ...,
+    lanes: int = ...,
+    timeout: timedelta | float = ...,
+) -> AllReduceWork: ...
+
+
+def all_reduce(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    wire: str | WireFormat = "int8",
+    *,
+    block_size: int = 256,
+    weight: float = 1.0,
+    async_op: bool = False,
+    rounding: str = "nearest",
+    seed: int = 0,
+    lanes: int = 1,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+) -> Tensor | AllReduceWork:
+    """Replace ``tensor`` by the weighted mean over the group, bit-identical on all ranks.
+
+    Ranks call this in the same order with the same sizes and options; several calls may be under
+    way. The engine, with connections of its own, is made in the first call for a group and lives
+    until ``shutdown()`` or the group's end.
+
+    Args:
+        tensor: fp32, bf16 or fp16, any shape; may differ in dtype between ranks.
+        group: Default: the world.
+        wire: What travels; ``block_size`` elements share a scale.
+        weight: Not negative; normalised over the ranks.
+        async_op: Return a work object; the tensor changes in its ``wait()``.
+        rounding: "nearest", or "stochastic" keyed by ``seed`` and the number of the call.
+        lanes: Connections to each peer.
+        timeout: Of one exchange; that of the first call for a group counts.
+
+    Raises:
+        TypeError, ValueError: For a tensor or an option that is not one of the above.
+        ReplicaMismatch: If the ranks' sizes or options differ; no tensor is changed.
+        NonFiniteError: If a rank's tensor holds NaN, Inf or values out of range; likewise.
+    """
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(f"all_reduce takes fp32, bf16 and fp16 tensors, got {tensor.dtype}")
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    wire = parse(wire, block_size)
+    with _lock:
+        engine = _engine_of(group, lanes, timeout)
+        slot = engine.take(max(tensor.numel(), 1), wire)
+        engine.num_calls += 1
+        # An empty tensor takes part with one zero: the others must not wait for it.
+        source = tensor.detach() if tensor.numel() else torch.zeros(1)
+        header = Header(
+            "all_reduce", layout_hash=tensor.numel(), round=engine.num_calls, weight=weight
+        )
+        pending = engine.exchange.start(
+            slot,
+            outer=None,
+            params=[source if _is_dense(source) else source.contiguous()],
+            header=header,
+            stochastic=rounding == "stochastic",
+            seed=seed,
+        )
+    work = AllReduceWork(engine, slot, pending, tensor)
+    return work if async_op else work.wait()
+
+
+def shutdown() -> None:
+    """Close the engines that ``all_reduce`` made."""
+    with _lock:
+        engines = [engine for by_lanes in _engines.values() for engine in by_lanes.values()]
+        _engines.clear()
+    for engine in engines:
+        engine.exchange.close()
+
+
+def _engine_of(
+    group: dist.ProcessGroup | None, lanes: int, timeout: timedelta | float
+) -> _GroupEngine:
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise ValueError("all_reduce needs a group, or torch.distributed to be initialised")
+    by_lanes = _engines.setdefault(group, {})
+    if lanes not in by_lanes:
+        by_lanes[lanes] = _GroupEngine(group, lanes, timeout)
+    return by_lanes[lanes]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements in order are one piece of memory."""
+    return tensor.is_contiguous()

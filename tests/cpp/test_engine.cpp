@@ -1,0 +1,260 @@
+// The engine with its ranks as threads of one process: results, failures, departures, shutdown.
+#include <ATen/Functions.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <functional>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "check.h"
+#include "exchange/engine.h"
+#include "exchange/operators.h"
+#include "exchange/pages.h"
+#include "loopback_backend.h"
+
+using namespace std::chrono_literals;
+using diloco::BackendPtr;
+using diloco::Engine;
+using diloco::Header;
+using diloco::Job;
+using diloco::JobPtr;
+using diloco::Kind;
+using diloco::Plan;
+using diloco_test::LoopbackBackend;
+using diloco_test::Mailbox;
+
+namespace {
+
+constexpr int64_t kBlock = 64;
+constexpr int kWindow = 3;
+
+std::shared_ptr<Plan> make_plan(int64_t num_elements, int size, int64_t num_chunks, int lanes) {
+    auto plan = std::make_shared<Plan>();
+    const int64_t runs = size * num_chunks;
+    const int64_t per_run = (num_elements + runs - 1) / runs;
+    const int64_t run_elements = (per_run + kBlock - 1) / kBlock * kBlock;
+    const int64_t scales = (2 * (run_elements / kBlock) + 15) / 16 * 16;
+    plan->layout = {num_elements, runs, run_elements, scales + (run_elements + 15) / 16 * 16,
+                    "int8", kBlock};
+    plan->num_chunks = num_chunks;
+    plan->num_phases = size == 1 ? 0 : size == 2 ? 1 : 2;
+    plan->window = kWindow;
+    plan->schedule = diloco::make_schedule(static_cast<int>(num_chunks),
+                                           static_cast<int>(plan->num_phases), lanes, kWindow);
+    return plan;
+}
+
+at::Tensor input(int rank, int64_t num_elements) {
+    return at::arange(num_elements, at::kFloat).add(rank * 100.0f).sin();
+}
+
+JobPtr make_job(const std::shared_ptr<Plan>& plan, int size, const at::Tensor& x, int64_t round) {
+    auto job = std::make_shared<Job>();
+    job->plan = plan;
+    job->header.kind = static_cast<uint32_t>(Kind::kSync);
+    job->header.num_elements = plan->layout.num_elements;
+    job->header.round = round;
+    const int64_t bytes = plan->layout.num_runs * plan->layout.run_bytes;
+    job->payload = diloco::empty_pages(bytes);
+    if (size > 1) job->result = diloco::empty_pages(bytes);
+    job->encode.outer = c10::IValue();
+    c10::List<at::Tensor> params;
+    params.push_back(x);
+    job->encode.params = params;
+    job->encode_bad = at::zeros({1}, at::kLong);
+    job->reduce_bad = at::zeros({1}, at::kLong);
+    return job;
+}
+
+void wait(Job& job) {
+    std::unique_lock<std::mutex> lock(job.mutex);
+    CHECK(job.changed.wait_for(lock, 60s, [&] { return job.is_done; }));
+}
+
+// What the ranks share: a store, and mailboxes for an epoch's groups.
+struct World {
+    explicit World(int size, int lanes = 1) : size(size), lanes(lanes) { new_epoch(); }
+
+    void new_epoch() {
+        mailboxes.clear();
+        for (int i = 0; i <= lanes; ++i) mailboxes.push_back(std::make_shared<Mailbox>());
+    }
+
+    void attach(Engine& engine, int rank, int64_t epoch) {
+        std::vector<BackendPtr> groups;
+        if (size > 1) {
+            for (const auto& mailbox : mailboxes) {
+                groups.push_back(c10::make_intrusive<LoopbackBackend>(mailbox, rank, size));
+            }
+        }
+        diloco::Membership membership{epoch, rank, {}};
+        for (int i = 0; i < size; ++i) membership.replicas.push_back(i);
+        engine.attach(membership, groups, store, "board/" + std::to_string(epoch));
+    }
+
+    void run(const std::function<void(int)>& body) {
+        std::vector<std::thread> threads;
+        for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
+        for (auto& thread : threads) thread.join();
+    }
+
+    int size;
+    int lanes;
+    std::vector<std::shared_ptr<Mailbox>> mailboxes;
+    c10::intrusive_ptr<c10d::HashStore> store = c10::make_intrusive<c10d::HashStore>();
+};
+
+diloco::EngineOptions options(int rank) { return {rank, 20000ms, 500ms}; }
+
+// The same operators, called one after the other.
+at::Tensor expected_result(const std::shared_ptr<Plan>& plan, int size) {
+    std::vector<JobPtr> jobs;
+    for (int rank = 0; rank < size; ++rank) {
+        jobs.push_back(make_job(plan, size, input(rank, plan->layout.num_elements), 0));
+        jobs.back()->weights.assign(static_cast<size_t>(size), float(1.0 / size));
+        diloco::call_encode(*jobs.back(), 0, plan->layout.num_elements);
+    }
+    const int64_t stride = plan->layout.run_bytes;
+    const at::Tensor received = at::zeros({size * stride}, at::kByte);
+    at::Tensor result = at::zeros_like(jobs[0]->payload);
+    for (int64_t run = 0; run < plan->layout.num_runs; ++run) {
+        if (plan->layout.run_length(run) == 0) continue;
+        for (int rank = 0; rank < size; ++rank) {
+            received.narrow(0, rank * stride, stride)
+                .copy_(jobs[static_cast<size_t>(rank)]->payload.narrow(0, run * stride, stride));
+        }
+        diloco::call_reduce(*jobs[0], received, result.narrow(0, run * stride, stride), run, 0);
+    }
+    return result;
+}
+
+void test_results(int size, int64_t num_elements, int64_t num_chunks, int lanes, double delay_us,
+                  double gbps) {
+    World world(size, lanes);
+    const auto plan = make_plan(num_elements, size, num_chunks, lanes);
+    const at::Tensor expected = size > 2 ? expected_result(plan, size) : at::Tensor();
+    world.run([&](int rank) {
+        Engine engine(options(rank));
+        world.attach(engine, rank, 1);
+        engine.reserve_staging(kWindow * size * plan->layout.run_bytes);
+        engine.inject_fault({"", "", -1, 0, 0.0, delay_us, uint64_t(rank)});
+        if (gbps > 0) engine.emulate_link(gbps, 0.2);
+        for (int64_t round = 0; round < 3; ++round) {
+            const JobPtr job = make_job(plan, size, input(rank, num_elements), round);
+            engine.start(job);
+            wait(*job);
+            CHECK(!job->failure.has_value());
+            CHECK(job->headers.size() == static_cast<size_t>(size));
+            if (size > 2) CHECK(at::equal(job->result, expected));
+            if (size == 2) {
+                const JobPtr other = make_job(plan, size, input(1 - rank, num_elements), 0);
+                diloco::call_encode(*other, 0, num_elements);
+                CHECK(at::equal(job->result, other->payload));
+            }
+        }
+        engine.close(5s, 0);
+    });
+}
+
+void test_queue_of_jobs() {
+    World world(3);
+    const auto plan = make_plan(5000, 3, 4, 1);
+    const at::Tensor expected = expected_result(plan, 3);
+    world.run([&](int rank) {
+        Engine engine(options(rank));
+        world.attach(engine, rank, 1);
+        engine.reserve_staging(kWindow * 3 * plan->layout.run_bytes);
+        std::vector<JobPtr> jobs;
+        for (int64_t round = 0; round < 6; ++round) {
+            jobs.push_back(make_job(plan, 3, input(rank, 5000), round));
+            engine.start(jobs.back());
+        }
+        for (const JobPtr& job : jobs) {
+            wait(*job);
+            CHECK(!job->failure.has_value() && at::equal(job->result, expected));
+        }
+        engine.close(5s, 0);
+    });
+}
+
+// Rank 1 fails in the middle; the others report it; all go on in a new epoch.
+void test_failure_and_new_epoch() {
+    World world(3);
+    const auto plan = make_plan(5000, 3, 6, 1);
+    std::vector<std::unique_ptr<Engine>> engines;
+    for (int rank = 0; rank < 3; ++rank) {
+        engines.push_back(std::make_unique<Engine>(options(rank)));
+        world.attach(*engines.back(), rank, 1);
+        engines.back()->reserve_staging(kWindow * 3 * plan->layout.run_bytes);
+    }
+    engines[1]->inject_fault({"fail", "reduce", 2, 0, 0.0, 0.0, 0});
+    world.run([&](int rank) {
+        const JobPtr job = make_job(plan, 3, input(rank, 5000), 0);
+        engines[static_cast<size_t>(rank)]->start(job);
+        wait(*job);
+        CHECK(job->failure.has_value() && job->failure->kind == "SyncError");
+        CHECK(job->failure->missing.empty());
+        CHECK(!engines[static_cast<size_t>(rank)]->dead_reason().empty());
+    });
+    world.new_epoch();
+    for (int rank = 0; rank < 3; ++rank) world.attach(*engines[static_cast<size_t>(rank)], rank, 2);
+    world.run([&](int rank) {
+        const JobPtr job = make_job(plan, 3, input(rank, 5000), 0);
+        engines[static_cast<size_t>(rank)]->start(job);
+        wait(*job);
+        CHECK(!job->failure.has_value());
+        engines[static_cast<size_t>(rank)]->close(5s, 0);
+    });
+}
+
+void test_departure() {
+    World world(2);
+    const auto plan = make_plan(1000, 2, 2, 1);
+    world.run([&](int rank) {
+        Engine engine(options(rank));
+        world.attach(engine, rank, 1);
+        if (rank == 0) {
+            engine.close(1s, 42);
+            return;
+        }
+        const JobPtr job = make_job(plan, 2, input(rank, 1000), 0);
+        engine.start(job);
+        wait(*job);
+        CHECK(job->failure.has_value() && job->failure->kind == "PeerLeft");
+        CHECK(job->failure->inner_steps == std::vector<int64_t>{42});
+    });
+}
+
+// A job that waits for a peer that never comes does not hold up the end.
+void test_close_while_waiting() {
+    World world(2);
+    const auto plan = make_plan(1000, 2, 2, 1);
+    Engine alone(options(0));
+    world.attach(alone, 0, 1);
+    const JobPtr first = make_job(plan, 2, input(0, 1000), 0);
+    const JobPtr second = make_job(plan, 2, input(0, 1000), 1);
+    alone.start(first);
+    alone.start(second);
+    const auto begin = diloco::Clock::now();
+    alone.close(100ms, 0);
+    CHECK(diloco::Clock::now() - begin < 10s);
+    CHECK(first->is_done && first->failure.has_value());
+    CHECK(second->is_done && second->failure.has_value());
+}
+
+}  // namespace
+
+int main() {
+    for (const int size : {1, 2, 3, 5}) {
+        test_results(size, 1, 1, 1, 0, 0);
+        test_results(size, 4099, 5, 1, 0, 0);
+        test_results(size, 20000, 9, 2, 50, 0);
+        test_results(size, 20000, 7, 1, 0, 1.0);
+    }
+    test_queue_of_jobs();
+    test_failure_and_new_epoch();
+    test_departure();
+    test_close_while_waiting();
+    std::puts("engine: ok");
+}

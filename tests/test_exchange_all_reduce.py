@@ -1,0 +1,129 @@
+"""The public all_reduce: in place, any dtype and shape, several under way, errors not aborts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_helpers import values
+from workers import Pool
+
+from diloco_comm import reference
+from diloco_comm.collective import all_reduce, shutdown
+from diloco_comm.errors import NonFiniteError, ReplicaMismatch
+from diloco_comm.wire import WireFormat
+
+Workers = Callable[[int], Pool]
+
+
+def _expected(tensors: list[torch.Tensor], weights: list[float], wire: WireFormat) -> torch.Tensor:
+    from diloco_comm.collective import _engines
+
+    (by_lanes,) = _engines.values()
+    exchange = by_lanes[1].exchange
+    slot = exchange.slot(tensors[0].numel(), wire)
+    terms = reference.all_reduce([[t] for t in tensors], slot.layout, weights)
+    out = tensors[0].clone()
+    form = (slot.layout.run_elements, wire.name, wire.block_size)
+    payloads, coefficients = [p for p, _ in terms], [c for _, c in terms]
+    reference.decode(payloads, coefficients, [out], 0, out.numel(), *form)
+    return out
+
+
+def _reduce(rank: int, world: int, dtype: torch.dtype) -> None:
+    wire = WireFormat("int8", 64)
+    weights = [1.0, 0.0, 3.0, 0.5][:world]
+    for seed, shape in enumerate([(1,), (3, 5, 7), (), (301, 17), (0, 4)]):
+        count = torch.Size(shape).numel()
+        tensors = [values(seed, r, count).to(dtype).view(shape) for r in range(world)]
+        mine = tensors[rank].clone()
+        result = all_reduce(mine, wire=wire, weight=weights[rank])
+        assert result is mine
+        if count:
+            assert torch.equal(mine, _expected(tensors, weights, wire))
+    shutdown()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_reduce_is_the_weighted_mean(workers: Workers, world: int, dtype: torch.dtype) -> None:
+    workers(world).run(_reduce, dtype)
+
+
+def _non_contiguous(rank: int, world: int) -> None:
+    base = values(1, rank, 600).view(20, 30)
+    flat = base.t().contiguous()
+    strided = base.clone().t()
+    all_reduce(strided, wire="int8")
+    all_reduce(flat, wire="int8")
+    assert not strided.is_contiguous() and torch.equal(strided, flat)
+    shutdown()
+
+
+def test_all_reduce_of_a_strided_tensor(workers: Workers) -> None:
+    workers(2).run(_non_contiguous)
+
+
+def _concurrent(rank: int, world: int) -> None:
+    sizes = [1000, 50_001, 1000, 7, 20_000]
+    for _ in range(3):
+        tensors = [values(i, rank, n) for i, n in enumerate(sizes)]
+        works = [all_reduce(t, wire="fp32", async_op=True) for t in tensors]
+        # Waiting in another order than starting is fine.
+        for work in reversed(works):
+            work.wait(30)
+            assert work.is_completed()
+        for i, (n, tensor) in enumerate(zip(sizes, tensors, strict=True)):
+            mean = torch.stack([values(i, r, n) for r in range(world)]).double().mean(0)
+            assert torch.allclose(tensor.double(), mean, rtol=1e-6, atol=1e-6)
+    shutdown()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_under_way(workers: Workers, world: int) -> None:
+    workers(world).run(_concurrent)
+
+
+def _errors(rank: int, world: int) -> None:
+    before = values(1, rank, 100 + rank)
+    tensor = before.clone()
+    with pytest.raises(ReplicaMismatch, match=r"num_elements differs.*100 on replica 0; 101 on"):
+        all_reduce(tensor)
+    assert torch.equal(tensor, before)
+    with pytest.raises(ReplicaMismatch, match="wire differs"):
+        all_reduce(torch.ones(64), wire="int8" if rank else "int4")
+    with pytest.raises(ReplicaMismatch, match=r"num_elements differs|layout_hash differs"):
+        all_reduce(torch.ones(rank))
+    with pytest.raises(NonFiniteError, match="replica 1"):
+        all_reduce(torch.tensor([1.0, float("nan") if rank else 2.0]))
+    with pytest.raises(TypeError, match="int64"):
+        all_reduce(torch.ones(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="unknown wire 'int7'"):
+        all_reduce(torch.ones(3), wire="int7")
+    with pytest.raises(ValueError, match="rounding"):
+        all_reduce(torch.ones(3), rounding="down")
+    assert all_reduce(torch.ones(3), wire="fp32").tolist() == [1.0, 1.0, 1.0]
+    shutdown()
+
+
+def test_errors_leave_the_engine_usable(workers: Workers) -> None:
+    workers(2).run(_errors)
+
+
+def _subgroup(rank: int, world: int) -> None:
+    pairs = [dist.new_group([0, 2]), dist.new_group([1])]
+    if rank in (0, 2):
+        tensor = torch.full((10,), float(rank))
+        assert all_reduce(tensor, pairs[0]).tolist() == [1.0] * 10
+    else:
+        with pytest.raises(ValueError, match="not a member"):
+            all_reduce(torch.ones(1), pairs[0])
+        assert all_reduce(torch.full((2,), 5.0), pairs[1]).tolist() == [5.0, 5.0]
+    shutdown()
+    dist.barrier()
+
+
+def test_groups(workers: Workers) -> None:
+    workers(3).run(_subgroup)

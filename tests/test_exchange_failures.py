@@ -1,0 +1,364 @@
+"""Peers that die, hang, leave or disagree: clear errors, and a way on without a restart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_helpers import CHUNK_BYTES, decode, digest, reference_digest, sync, values
+from workers import Pool
+
+from diloco_comm.errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+from diloco_comm.exchange import Exchange, Header
+from diloco_comm.wire import WireFormat
+
+Fresh = Callable[..., Pool]
+Address = tuple[str, int]
+N = 60_000
+
+
+def _connect(address: Address, replica: int, members: list[int], **kwargs: Any) -> Exchange:
+    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
+    defaults: dict[str, Any] = {
+        "chunk_bytes": CHUNK_BYTES, "timeout": 20.0, "report_patience": 1.0, "window": 3,
+    }  # fmt: skip
+    return Exchange(store, replica, members, **{**defaults, **kwargs})
+
+
+def _round(ex: Exchange, slot: Any, round: int, members: list[int]) -> bool:
+    """One exchange; whether it gave the bytes of the reference."""
+    inputs = [[values(round, replica, N)] for replica in members]
+    outcome = sync(ex, slot, inputs[ex.rank], round=round)
+    slot.commit()
+    return digest(outcome) == reference_digest(inputs, slot.layout, [1.0] * len(members))
+
+
+def _survive(rank: int, world: int, address: Address, victim: int, fault: dict[str, Any]) -> Any:
+    """Two good rounds, one in which the victim dies, and one among the survivors."""
+    everybody = list(range(world))
+    ex = _connect(address, rank, everybody)
+    slot = ex.slot(N, WireFormat("int8"))
+    assert all([_round(ex, slot, round, everybody) for round in range(2)])
+    if rank == victim:
+        ex.inject_fault(action="kill", **fault)
+    params = values(2, rank, N)
+    before = params.clone()
+    error, last = None, 1
+    try:
+        sync(ex, slot, [params], round=2)
+        slot.commit()
+        last = 2
+    except SyncError as caught:
+        error = caught
+    assert torch.equal(params, before)
+    if error is not None:
+        with pytest.raises(RuntimeError, match="is dead"):
+            sync(ex, slot, [params], round=3)
+    survivors = [replica for replica in everybody if replica != victim]
+    begin = time.monotonic()
+    repairs = ex.change_group(survivors, last_rounds={0: last})
+    repaired = [(r.fragment, r.round, [c for _, c in r.terms]) for r in repairs]
+    kept = slot.kept(0, 2)
+    terms = repairs[0].terms if repairs else kept.terms if kept is not None else []
+    hashes = ex.exchange_objects(b"".join(p.numpy().tobytes() for p, _ in terms)[:4096])
+    going_on = _round(ex, slot, 7, survivors)
+    regroup_s = time.monotonic() - begin
+    ex.close()
+    return error, last, repaired, len(set(hashes)), going_on, regroup_s
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"stage": "header"},
+        {"stage": "header", "num_peers": 1},
+        {"stage": "post_exchange", "chunk": 5},
+        {"stage": "wait_exchange", "chunk": 0},
+        {"stage": "vote"},
+    ],
+    ids=lambda f: "-".join(map(str, f.values())),
+)
+def test_sigkill_of_a_peer(
+    fresh_workers: Fresh, world: int, which: str, fault: dict[str, Any]
+) -> None:
+    if fault.get("num_peers", 0) >= world - 1:
+        pytest.skip("the victim has no second peer")
+    victim = 0 if which == "first" else world - 1
+    pool = fresh_workers(world, init_group=False)
+    results = pool.run(_survive, pool.store, victim, fault, expect_exit={victim})
+    for rank, result in enumerate(results):
+        if rank == victim:
+            continue
+        error, last, repaired, _, going_on, regroup_s = result
+        assert isinstance(error, SyncError) and last == 1 and not repaired
+        assert error.missing == (victim,), str(error)
+        assert error.fragment == 0 and error.round == 2 and error.stage and error.seconds < 20
+        assert f"replica {victim} did not report" in str(error)
+        assert going_on and regroup_s < 10
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_survivor_that_missed_the_vote_gets_the_round(fresh_workers: Fresh, victim: int) -> None:
+    """The victim votes to one peer and dies: one survivor applies the round, the other must."""
+    pool = fresh_workers(3, init_group=False)
+    fault = {"stage": "vote", "num_peers": 1}
+    results = pool.run(_survive, pool.store, victim, fault, expect_exit={victim})
+    survivors = [result for result in results if result is not None]
+    lasts = sorted(last for _, last, *_ in survivors)
+    assert lasts == [1, 2]
+    for error, last, repaired, num_hashes, going_on, _ in survivors:
+        assert (error is None) == (last == 2)
+        assert repaired == ([] if last == 2 else [(0, 2, [1.0])])
+        assert num_hashes == 1 and going_on
+
+
+def _hang(rank: int, world: int, address: Address) -> Any:
+    ex = _connect(address, rank, list(range(world)), timeout=3.0)
+    slot = ex.slot(N, WireFormat("int8"))
+    assert _round(ex, slot, 0, list(range(world)))
+    if rank == 1:
+        ex.inject_fault(action="sleep", stage="post_exchange", chunk=2, seconds=6.0)
+    begin = time.monotonic()
+    try:
+        _round(ex, slot, 1, list(range(world)))
+        return None
+    except SyncError as error:
+        return error, time.monotonic() - begin
+    finally:
+        ex.close()
+
+
+def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(3, init_group=False)
+    results = pool.run(_hang, pool.store)
+    for rank in (0, 2):
+        error, seconds = results[rank]
+        assert error.missing == (1,), str(error)
+        assert 2.5 < error.seconds < 5 and seconds < 8
+    assert isinstance(results[1][0], SyncError)
+
+
+def _late(rank: int, world: int, address: Address) -> Any:
+    """Rank 2 never starts; the others time out at their headers, name it, and go on with it."""
+    ex = _connect(address, rank, list(range(world)), timeout=2.0)
+    slot = ex.slot(N, WireFormat("int8"))
+    error = None
+    if rank == 2:
+        time.sleep(5.0)
+    else:
+        with pytest.raises(SyncError) as caught:
+            _round(ex, slot, 0, list(range(world)))
+        error = caught.value
+    ex.timeout = 20.0
+    ex.change_group(list(range(world)), last_rounds={0: -1})
+    fine = _round(ex, slot, 0, list(range(world)))
+    ex.close()
+    return error, fine
+
+
+def test_a_group_is_rebuilt_although_every_peer_lives(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(3, init_group=False)
+    results = pool.run(_late, pool.store)
+    assert all(fine for _, fine in results)
+    for error, _ in results[:2]:
+        assert error.missing == (2,) and error.stage == "header"
+
+
+def _leave_early(rank: int, world: int, address: Address) -> Any:
+    ex = _connect(address, rank, list(range(world)))
+    slot = ex.slot(N, WireFormat("int8"))
+    ex.start(slot, outer=None, params=[values(0, rank, N)], header=Header(inner_step=70)).wait(20)
+    slot.commit()
+    if rank == 1:
+        ex.close()
+        return None
+    if rank == 2:
+        time.sleep(3.0)  # rank 0 waits for a header that is not there yet
+    begin = time.monotonic()
+    try:
+        _round(ex, slot, 1, list(range(world)))
+    except PeerLeft as error:
+        return error, time.monotonic() - begin
+    finally:
+        ex.close()
+    return None
+
+
+def test_a_replica_that_closes_early(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(3, init_group=False)
+    results = pool.run(_leave_early, pool.store)
+    for rank in (0, 2):
+        error, seconds = results[rank]
+        assert 1 in error.replicas and error.inner_steps[error.replicas.index(1)] == 70
+        assert "replica 1" in str(error) and "left" in str(error)
+        assert seconds < 2.0
+
+
+def _mismatch(rank: int, world: int, address: Address, field: str) -> Any:
+    ex = _connect(address, rank, list(range(world)))
+    odd = rank == 1
+    n = N + 64 if odd and field == "num_elements" else N
+    wire = WireFormat("int4" if odd and field == "wire" else "int8",
+                      128 if odd and field == "block_size" else 256)  # fmt: skip
+    slot = ex.slot(n, wire)
+    header = Header(num_fragments=4)
+    if odd and hasattr(header, field) and field != "kind":
+        setattr(header, field, 3)
+    if odd and field == "kind":
+        header.kind = "flush"
+    stochastic = odd and field == "rounding"
+    pending = ex.start(
+        slot, outer=None, params=[torch.randn(n)], header=header, stochastic=stochastic
+    )
+    with pytest.raises(ReplicaMismatch) as caught:
+        pending.wait(20)
+    # The groups are as good as before: nothing had been posted.
+    fine = _round(ex, ex.slot(N, WireFormat("int8")), 5, list(range(world)))
+    ex.close()
+    return str(caught.value), fine
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("kind", "kind differs between replicas: sync on replicas 0, 2; flush on replica 1"),
+        ("wire", "wire differs between replicas: int8 on replicas 0, 2; int4 on replica 1"),
+        ("block_size", "block_size differs between replicas: 256 on replicas 0, 2; 128 on"),
+        ("num_fragments", "number of fragments differs between replicas: 4 on replicas 0, 2; 3"),
+        ("sync_every", "sync_every differs between replicas: 0 on replicas 0, 2; 3 on replica 1"),
+        ("fragment", "fragment differs between replicas: 0 on replicas 0, 2; 3 on replica 1"),
+        ("round", "round differs between replicas: 0 on replicas 0, 2; 3 on replica 1"),
+        ("num_elements", "num_elements differs between replicas: 60000 on replicas 0, 2; 60064"),
+        ("layout_hash", "layout_hash differs between replicas: 0x0000000000000000 on replicas"),
+        ("outer_lr", "outer_lr differs between replicas: 0 on replicas 0, 2; 3 on replica 1"),
+        ("rounding", "rounding differs between replicas: nearest on replicas 0, 2; stochastic"),
+    ],
+)
+def test_mismatch_names_values_and_replicas(fresh_workers: Fresh, field: str, text: str) -> None:
+    pool = fresh_workers(3, init_group=False)
+    for message, fine in pool.run(_mismatch, pool.store, field):
+        assert text in message
+        assert fine
+
+
+def _bad_values(rank: int, world: int, address: Address, value: float) -> Any:
+    ex = _connect(address, rank, list(range(world)))
+    slot = ex.slot(N, WireFormat("int8"))
+    params = torch.ones(N)
+    if rank == 1:
+        params[12345] = value
+    with pytest.raises(NonFiniteError) as caught:
+        sync(ex, slot, [params])
+    fine = _round(ex, slot, 1, list(range(world)))
+    ex.close()
+    return caught.value, fine
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("world", [2, 3])
+def test_bad_elements_are_voted_down(fresh_workers: Fresh, world: int, value: float) -> None:
+    pool = fresh_workers(world, init_group=False)
+    for error, fine in pool.run(_bad_values, pool.store, value):
+        assert error.replicas == (1,) and "replica 1" in str(error)
+        assert fine
+
+
+def _zero_weights(rank: int, world: int, address: Address) -> Any:
+    ex = _connect(address, rank, list(range(world)))
+    slot = ex.slot(N, WireFormat("int8"))
+    with pytest.raises(SyncError, match="not all zero"):
+        sync(ex, slot, [torch.ones(N)], weight=0.0)
+    with pytest.raises(SyncError, match="weights must be finite"):
+        sync(ex, slot, [torch.ones(N)], weight=-1.0 if rank else 1.0)
+    outcome = sync(ex, slot, [torch.full((N,), float(rank))], weight=float(rank == 1))
+    ex.close()
+    return decode(outcome).unique().tolist()
+
+
+def test_weights_that_are_all_zero(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(2, init_group=False)
+    assert pool.run(_zero_weights, pool.store) == [[1.0], [1.0]]
+
+
+def _join(rank: int, world: int, address: Address) -> Any:
+    """Replicas 0 and 1 train; replica 2 comes, gets the state from 0, and takes part."""
+    if rank == 2:
+        ex = _connect(address, 2, [0, 1, 2], join=True)
+    else:
+        ex = _connect(address, rank, [0, 1])
+        slot = ex.slot(N, WireFormat("int8"))
+        assert all([_round(ex, slot, round, [0, 1]) for round in range(3)])
+        assert ex.change_group([0, 1, 2], last_rounds={0: 2}) == []
+    state = torch.full((100,), 7.0 if rank < 2 else 0.0)
+    ex.broadcast([state], min(r for r in ex.members if r not in ex.joined))
+    if rank == 2:
+        slot = ex.slot(N, WireFormat("int8"))
+    fine = _round(ex, slot, ex.agreed_rounds[0] + 1, [0, 1, 2])
+    result = ex.joined, ex.agreed_rounds, state.unique().tolist(), fine, ex.epoch
+    ex.close()
+    return result
+
+
+def test_a_joiner(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(3, init_group=False)
+    results = pool.run(_join, pool.store)
+    assert all(result == results[0] for result in results)
+    joined, rounds, state, fine, _ = results[0]
+    assert joined == (2,) and rounds == {0: 2} and state == [7.0] and fine
+
+
+def _two_behind(rank: int, world: int, address: Address) -> str:
+    ex = _connect(address, rank, [0, 1])
+    with pytest.raises(SyncError) as caught:
+        ex.change_group([0, 1], last_rounds={0: 5, 3: 4 + 2 * rank})
+    ex.close()
+    return str(caught.value)
+
+
+def test_more_than_one_round_behind_is_an_error(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(2, init_group=False)
+    for message in pool.run(_two_behind, pool.store):
+        assert "fragment 3: the group is at round 6, but replica 0 at 4" in message
+
+
+def _retry(rank: int, world: int, address: Address) -> bool:
+    """The first attempt to regroup fails, because a member is dead; the second one succeeds."""
+    ex = _connect(address, rank, [0, 1, 2])
+    slot = ex.slot(N, WireFormat("int8"))
+    assert _round(ex, slot, 0, [0, 1, 2])
+    if rank == 2:
+        ex.inject_fault(action="kill", stage="header")
+    with pytest.raises(SyncError):
+        _round(ex, slot, 1, [0, 1, 2])
+    ex.timeout = 2.0 + rank
+    with pytest.raises(SyncError, match=r"\[2\] did not come|differs"):
+        ex.change_group([0, 1, 2], last_rounds={0: 0})
+    ex.timeout = 20.0
+    ex.change_group([0, 1], last_rounds={0: 0})
+    fine = _round(ex, slot, 1, [0, 1])
+    ex.close()
+    return fine
+
+
+def test_change_group_survives_a_failed_attempt(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(3, init_group=False)
+    assert pool.run(_retry, pool.store, expect_exit={2})[:2] == [True, True]
+
+
+def _members_differ(rank: int, world: int, address: Address) -> str:
+    with pytest.raises(ReplicaMismatch) as caught:
+        _connect(address, rank, [0, 1] if rank == 0 else [0, 1, 2])
+    return str(caught.value)
+
+
+def test_members_that_differ(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(2, init_group=False)
+    for message in pool.run(_members_differ, pool.store):
+        assert "members differs between replicas: [0, 1] on replica 0; [0, 1, 2] on" in message
