@@ -212,6 +212,8 @@ def _engine_of(
         group = dist.group.WORLD
         if group is None:
             raise ValueError("all_reduce needs a group, or torch.distributed to be initialised")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("this process is not a member of the group")
     by_lanes = _engines.setdefault(group, {})
     if lanes not in by_lanes:
         by_lanes[lanes] = _GroupEngine(group, lanes, timeout)

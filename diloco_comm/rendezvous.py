@@ -106,6 +106,8 @@ def _wait_for_plan(
         now = time.monotonic()
         differs_since = None if not difference else differs_since or now
         if differs_since is not None and now - differs_since > _MISMATCH_PATIENCE_S:
+            # Our hello stays until the others have seen the difference as long as we have.
+            time.sleep(4 * _POLL_S[1])
             raise ReplicaMismatch(difference, stage="rendezvous")
         if replica == members[0] and not difference and len(hellos) == len(members):
             _publish_plan(store, hellos)
