@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import plain_operators as plain
 import torch
 from torch import Tensor
 
@@ -204,40 +205,12 @@ def floors(data: Data) -> dict[str, Callable]:
     return found
 
 
-# The same work in plain PyTorch, as one would write it.
-
-
-def plain_encode(outer: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-    blocks = (outer - params).view(-1, BLOCK)
-    scale = (blocks.abs().amax(dim=1, keepdim=True) / 127).clamp(min=2.0**-126)
-    return (blocks / scale).round().clamp(-127, 127).to(torch.int8), scale
-
-
-def plain_decode(codes: Tensor, scale: Tensor) -> Tensor:
-    return codes.view(-1, BLOCK).float() * scale
-
-
-def plain_reduce(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    shards = plain_decode(codes, scale).view(NUM_RUNS, -1)
-    mean = shards.mean(dim=0)
-    return plain_encode(mean, torch.zeros(()))
-
-
-def plain_outer_step(
-    outer: Tensor, momentum: Tensor, params: Tensor, codes: Tensor, scale: Tensor
-) -> None:
-    g = plain_decode(codes, scale).view(-1)
-    momentum.mul_(0.9).add_(g)
-    outer.sub_(0.7 * (g + 0.9 * momentum))
-    params.copy_(outer)
-
-
 def plain_twins(data: Data, compiled: bool) -> dict[str, Callable]:
     """Closures over the same buffers, by the operator's name."""
     scale = torch.full((data.num_elements // BLOCK, 1), 1e-5)
     wrap = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
     encode_, decode_, reduce_, step_ = map(
-        wrap, (plain_encode, plain_decode, plain_reduce, plain_outer_step)
+        wrap, (plain.encode, plain.decode, plain.reduce, plain.outer_step)
     )
     return {
         "encode": lambda: encode_(data.outer, data.params),
@@ -320,13 +293,23 @@ def figures(seconds: Seconds) -> list[dict[str, Any]]:
 
 def measure_bars(
     size_bytes: int = 1 << 30, *, rounds: int = 9, impl: str = "", compiled: bool = True
-) -> list[dict[str, Any]]:
-    """Measure bars 1 to 8 on one thread."""
+) -> tuple[list[dict[str, Any]], Seconds]:
+    """Measure bars 1 to 8 on one thread; return the figures and the times they come from."""
     torch.set_num_threads(1)
     data = Data(size_bytes, impl)
     table = rows(data, bars_only=True)
     twins = ("encode", "outer_step")
-    return figures(measure(data, table, rounds=rounds, compiled=compiled, twins=twins))
+    seconds = measure(data, table, rounds=rounds, compiled=compiled, twins=twins)
+    return figures(seconds), seconds
+
+
+def floor_rows(seconds: Seconds) -> list[Row]:
+    traffic_bytes = {"memcpy": 8, "read2": 8, "feedback": 17, "outer_step": 21}
+    return [
+        Row(name, "", lambda: None, next(b for k, b in traffic_bytes.items() if k in name))
+        for name in seconds
+        if name.startswith("floor")
+    ]
 
 
 def report_rows(
@@ -334,29 +317,28 @@ def report_rows(
 ) -> list[dict[str, Any]]:
     """Print the table and return its rows for the JSON file."""
     logical = 4 * num_elements
-    memcpy = best = seconds["floor memcpy"]
+    memcpy = seconds["floor memcpy"]
     heads = ["time", "fp32", "moved", "memcpy", "floor", "eager", "compile"]
     units = ["(ms)", "(GB/s)", "(GB/s)", "(x time)", "(%)", "(x)", "(x)"]
     report.print(f"#{'operator':>26} {'wire':>9} {'impl':>7}" + "".join(f"{h:>10}" for h in heads))
     report.print("#" + " " * 44 + "".join(f"{u:>10}" for u in units))
     results = []
-    floor_rows = [Row(name, "", lambda: None, 0) for name in seconds if name.startswith("floor")]
-    for row in [*floor_rows, *table]:
+    for row in [*floor_rows(seconds), *table]:
         times = seconds[row.name]
         median = common.summary(times)["median"]
         best = best_floor(seconds, row.floor) if row.floor else []
-        plain = {kind: seconds.get(f"{kind} {row.plain}") for kind in ("eager", "compile")}
+        slower = {kind: seconds.get(f"{kind} {row.plain}") for kind in ("eager", "compile")}
         figure = {
             "operator": row.operator,
             "wire": row.wire,
-            "impl": impl if row.traffic_bytes else "",
+            "impl": "" if row.operator.startswith("floor") else impl,
             "seconds": common.summary(times),
             "fp32_gbps": logical / median / 1e9,
-            "moved_gbps": row.traffic_bytes * num_elements / median / 1e9 or None,
+            "moved_gbps": row.traffic_bytes * num_elements / median / 1e9,
             "memcpy_ratio": common.median_ratio(times, memcpy),
             "floor_percent": 100 * common.median_ratio(best, times) if best else None,
         }
-        for kind, slow in plain.items():
+        for kind, slow in slower.items():
             figure[f"{kind}_ratio"] = common.median_ratio(slow, times) if slow else None
         results.append(figure)
         numbers = [1e3 * median, *(figure[key] for key in list(figure)[4:])]
@@ -381,24 +363,22 @@ def main() -> None:
     if args.rounds < 7:
         parser.error("--rounds must be at least 7")
     impl = ops.resolve_impl(args.impl) or ops.available_impls()[-1]
+    size, compiled = common.format_size(args.size), not args.no_compile
+    header = {"size": size, "rounds": args.rounds, "block": BLOCK, "impl": impl}
     if args.bars:
-        found = measure_bars(args.size, rounds=args.rounds, impl=impl, compiled=not args.no_compile)
-        size, threads = common.format_size(args.size), 1
-        report = common.Report("roofline, bars", size=size, threads=threads, impl=impl)
-        for figure in found:
-            report.print(f" {figure['bar']}  {figure['name']:<50} {figure['value']}")
-        results = found
+        results, seconds = measure_bars(args.size, rounds=args.rounds, impl=impl, compiled=compiled)
+        report = common.Report("roofline, bars 1 to 8", threads=1, **header)
+        for figure in results:
+            value = "-" if figure["value"] is None else f"{figure['value']:.3g}"
+            report.print(f" {figure['bar']}  {figure['name']:<50} {value:>8}")
+        report.header["seconds"] = {name: common.summary(t) for name, t in seconds.items()}
     else:
         torch.set_num_threads(args.threads)
         data = Data(args.size, impl)
         table = rows(data, bars_only=False)
         twins = ("encode", "decode", "reduce", "outer_step")
-        seconds = measure(
-            data, table, rounds=args.rounds, compiled=not args.no_compile, twins=twins
-        )
-        size = common.format_size(args.size)
-        header = {"size": size, "threads": args.threads, "rounds": args.rounds, "block": BLOCK}
-        report = common.Report("roofline", **header)
+        seconds = measure(data, table, rounds=args.rounds, compiled=compiled, twins=twins)
+        report = common.Report("roofline", threads=args.threads, **header)
         results = report_rows(report, table, seconds, data.num_elements, impl)
     if args.json:
         report.save(args.json, results)
