@@ -1,0 +1,468 @@
+"""What goes wrong is one clear sentence, on every replica, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import Regression, batch, train_step
+from torch import Tensor, nn
+
+from diloco_comm import SGD, DiLoCo, Nesterov, NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+
+
+def attach(rank: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
+    model = Regression(width=arguments.pop("width", 24), seed=arguments.pop("model_seed", 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    arguments = {"sync_every": 2, "wire": "fp32", **arguments}
+    return model, optimizer, DiLoCo(model, optimizer, **arguments)
+
+
+def everything(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
+    tensors = [p.detach().clone() for p in model.parameters()]
+    for part in diloco.parts:
+        tensors += [part.outer.clone(), *(t.clone() for t in part.state.tensors().values())]
+    return tensors
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Bit by bit, NaN included."""
+    return all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        for x, y in zip(a, b, strict=True)
+        if x.numel()
+    )
+
+
+# ------------------------------------------------------------------- replicas that do not agree
+
+
+def attach_differently(rank: int, world: int, choices: list[dict[str, Any]]) -> str:
+    try:
+        attach(**choices[rank])[2].close()
+    except ReplicaMismatch as error:
+        return str(error)
+    return "attached"
+
+
+@pytest.mark.parametrize(
+    ("choices", "sentence"),
+    [
+        (
+            [{}, {"width": 12}],
+            "the model differs between replicas: [0 layers.0.weight [24, 24] [24, 1] float32] on "
+            "replica 0, [0 layers.0.weight [12, 12] [12, 1] float32] on replica 1",
+        ),
+        (
+            [{"fragments": 2}, {"fragments": 3}],
+            "number of fragments differs between replicas: 2 on replica 0, 3 on replica 1",
+        ),
+        (
+            [{"wire": "int8"}, {"wire": "int4"}],
+            "wire differs between replicas: 'int8' on replica 0, 'int4' on replica 1",
+        ),
+        (
+            [{"sync_every": 10}, {"sync_every": 20}],
+            "sync_every differs between replicas: 10 on replica 0, 20 on replica 1",
+        ),
+        (
+            [{"block_size": 64}, {"block_size": 256}],
+            "block_size differs between replicas: 64 on replica 0, 256 on replica 1",
+        ),
+        (
+            [{"offsets": [1]}, {"offsets": [2]}],
+            "offsets differs between replicas: [1] on replica 0, [2] on replica 1",
+        ),
+        (
+            [{"outer": SGD(1.0)}, {"outer": Nesterov(0.7)}],
+            "outer differs between replicas: {'name': 'SGD', 'lr': 1.0} on replica 0, "
+            "{'name': 'Nesterov', 'lr': 0.7, 'momentum': 0.9} on replica 1",
+        ),
+        (
+            [{"error_feedback": True}, {}],
+            "error_feedback differs between replicas: True on replica 0, False on replica 1",
+        ),
+        (
+            [{"init": "check"}, {"init": "check", "model_seed": 1}],
+            "initial weights differ: parameter 'layers.0.weight' on replica 1 is not that of "
+            'replica 0; load the same weights or use init="broadcast"',
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(sorted(value[0] | value[1])),
+)
+def test_replicas_that_differ_are_told_how(choices: Any, sentence: str, workers) -> None:
+    assert workers(2).run(attach_differently, choices) == [sentence, sentence]
+
+
+def test_the_odd_one_of_three_is_named(workers) -> None:
+    choices = [{}, {}, {"sync_every": 3}]
+    messages = workers(3).run(attach_differently, choices)
+    assert messages == ["sync_every differs between replicas: 2 on replica 0, 3 on replica 2"] * 3
+
+
+def attach_equal_weights(rank: int, world: int) -> bool:
+    diloco = attach(init="check")[2]
+    with diloco:
+        return bool(diloco.outer_hash())
+
+
+def test_check_accepts_equal_weights(workers) -> None:
+    assert workers(2).run(attach_equal_weights) == [True, True]
+
+
+def broadcast_start(rank: int, world: int) -> tuple[bool, str]:
+    own = Regression(seed=rank)
+    first = Regression(seed=0)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.01)
+    with DiLoCo(own, optimizer, sync_every=2) as diloco:
+        pairs = zip(own.parameters(), first.parameters(), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs), diloco.outer_hash()
+
+
+def test_broadcast_gives_the_weights_of_replica_0(workers) -> None:
+    (is_equal_0, hash_0), (is_equal_1, hash_1) = workers(2).run(broadcast_start)
+    assert is_equal_0 and is_equal_1 and hash_0 == hash_1
+
+
+def learning_rates_differ(rank: int, world: int) -> tuple[str, bool]:
+    model, optimizer, diloco = attach()
+    with diloco:
+        diloco.outer.lr = 0.1 * (1 + rank)
+        train_step(model, optimizer, rank, 0)
+        before = diloco.outer_hash()
+        with pytest.raises(ReplicaMismatch) as info:
+            train_step(model, optimizer, rank, 1)
+        return str(info.value), diloco.outer_hash() == before
+
+
+def test_outer_learning_rates_that_differ_are_refused(workers) -> None:
+    for message, is_unchanged in workers(2).run(learning_rates_differ):
+        assert "lr" in message and "0.1" in message and "0.2" in message and is_unchanged
+
+
+def out_of_step(rank: int, world: int) -> str:
+    """Replica 1 has resumed from a round that replica 0 has not done."""
+    model, optimizer, diloco = attach()
+    with diloco:
+        if rank == 1:
+            diloco.parts[0].round = 3
+        train_step(model, optimizer, rank, 0)
+        with pytest.raises(ReplicaMismatch) as info:
+            train_step(model, optimizer, rank, 1)
+        return str(info.value)
+
+
+def test_replicas_out_of_step(workers) -> None:
+    first, second = workers(2).run(out_of_step)
+    for message in (first, second):
+        assert "round differs between replicas: 0 on replica 0; 3 on replica 1" in message
+
+
+# --------------------------------------------------------------------------- values not finite
+
+
+def poison(rank: int, world: int, value: float, wire: str, on_nonfinite: str) -> list[Any]:
+    """Replica 1 has one bad value at the second of four rounds."""
+    model, optimizer, diloco = attach(wire=wire, on_nonfinite=on_nonfinite)
+    with diloco:
+        for step in range(3):
+            train_step(model, optimizer, rank, step)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        if rank == 1:
+            model.head.bias.data.fill_(value)
+        before = everything(model, diloco)
+        event: Any = "went on"
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            event = (str(error), error.replicas, error.fragment, error.round)
+        is_unchanged = same(before, everything(model, diloco))
+        model.head.bias.data.zero_()
+        optimizer.zero_grad()
+        for step in range(4, 8):
+            train_step(model, optimizer, rank, step)
+        applied = [m.is_applied for m in diloco.metrics()]
+        return [event, is_unchanged, applied, diloco.totals().num_skipped, diloco.outer_hash()]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8", "fp16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_nonfinite_values_raise_on_every_replica(value: float, wire: str, workers) -> None:
+    first, second = workers(2).run(poison, value, wire, "raise")
+    message, *where = first[0]
+    assert where == [(1,), 0, 1] and "1 on replica 1" in message
+    assert first == second == [first[0], True, [True] * 3, 0, first[-1]]
+
+
+def test_nonfinite_rounds_can_be_skipped(workers) -> None:
+    first, second = workers(2).run(poison, float("nan"), "int8", "skip")
+    assert first == second == ["went on", True, [True, False, True, True], 1, first[-1]]
+
+
+# ----------------------------------------------------------------------- replicas that go away
+
+
+def leave_early(rank: int, world: int) -> tuple[str, Any, bool, bool]:
+    """Replica 1 stops one step before the others send."""
+    model, optimizer, diloco = attach(timeout=60, attach=False, outer=Nesterov())
+    with diloco:
+        for step in range(4 if rank == 0 else 3):
+            train_step(model, optimizer, rank, step)
+            before = everything(model, diloco)
+            try:
+                diloco.step()
+            except PeerLeft as error:
+                is_unchanged = same(before, everything(model, diloco))
+                return str(error), error.replicas, is_unchanged, error.seconds < 30
+    return "", (), True, True
+
+
+def test_a_replica_that_closes_early_is_named_at_once(workers) -> None:
+    first, second = workers(2).run(leave_early)
+    assert second[0] == ""
+    message, replicas, is_unchanged, is_quick = first
+    assert replicas == (1,) and "replica 1" in message and "3" in message
+    assert is_unchanged and is_quick
+
+
+def leave_then_regroup(rank: int, world: int) -> tuple[tuple[int, ...], str, int]:
+    """Replica 1 closes; the others go on without it, from the parameters they have."""
+    model, optimizer, diloco = attach(timeout=60, fragments=2, offsets=[2, 2])
+    with diloco:
+        for step in range(8):
+            if rank == 1 and step == 3:
+                return (), "", 0
+            try:
+                train_step(model, optimizer, rank, step)
+            except SyncError:
+                diloco.change_group([0, 2])
+        return diloco.exchange.members, diloco.outer_hash(), len(diloco.metrics())
+
+
+def test_survivors_go_on_without_a_restart(workers) -> None:
+    first, _, third = workers(3).run(leave_then_regroup)
+    # Rounds at steps 2, 6 and 8 of both fragments; that of step 4 was lost.
+    assert first == third == ((0, 2), first[1], 6)
+
+
+def join_later(rank: int, world: int, address: tuple[str, int]) -> tuple[str, int, bool]:
+    """Replica 2 comes when the others have trained two rounds."""
+    store = dist.TCPStore(*address, is_master=False)
+    arguments = {"store": store, "replica": rank, "timeout": 60, "error_feedback": True}
+    if rank == 2:
+        torch.manual_seed(99)
+        arguments |= {"members": [0, 1, 2], "init": "join", "model_seed": 5}
+    else:
+        arguments |= {"num_replicas": 2}
+    model, optimizer, diloco = attach(fragments=2, outer=Nesterov(0.5), wire="int8", **arguments)
+    with diloco:
+        for step in range(diloco.inner_step, 4):
+            train_step(model, optimizer, rank, step)
+        if rank != 2:
+            diloco.change_group([0, 1, 2])
+        joined = diloco.outer_hash()
+        assert diloco.inner_step == 4 and diloco.exchange.members == (0, 1, 2)
+        momenta = [part.state.tensors()["momentum"].norm().item() for part in diloco.parts]
+        assert all(norm > 0 for norm in momenta)
+        for step in range(4, 8):
+            train_step(model, optimizer, rank, step)
+        local = [p.detach() for p in model.parameters()]
+        outer = list(diloco.state_dict()["outer"].values())
+        at_last = diloco.parts[-1].fragment.names
+        names = [name for name, _ in model.named_parameters()]
+        matches = all(
+            torch.equal(local[i], outer[i]) for i, name in enumerate(names) if name in at_last
+        )
+        return f"{joined} {diloco.outer_hash()}", diloco.parts[0].round, matches
+
+
+def test_a_newcomer_is_identical_from_its_first_sync(fresh_workers) -> None:
+    pool = fresh_workers(3, init_group=False)
+    results = pool.run(join_later, pool.store)
+    assert results[0] == results[1] == results[2]
+    assert results[0][1:] == (4, True)
+
+
+def join_with_another_model(rank: int, world: int, address: tuple[str, int]) -> tuple[str, str]:
+    store = dist.TCPStore(*address, is_master=False)
+    if rank == 2:
+        model = Regression(width=12)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with pytest.raises(ReplicaMismatch) as info:
+            DiLoCo(
+                model,
+                optimizer,
+                sync_every=2,
+                wire="fp32",
+                store=store,
+                replica=2,
+                members=[0, 1, 2],
+                init="join",
+                timeout=60,
+            )
+        return str(info.value), ""
+    model, optimizer, diloco = attach(store=store, replica=rank, num_replicas=2, timeout=60)
+    with diloco:
+        train_step(model, optimizer, rank, 0)
+        with pytest.raises(ReplicaMismatch) as info:
+            diloco.change_group([0, 1, 2])
+        diloco.change_group([0, 1])
+        train_step(model, optimizer, rank, 1)
+        return str(info.value), diloco.outer_hash()
+
+
+def test_a_newcomer_with_another_model_is_refused_and_the_rest_goes_on(fresh_workers) -> None:
+    pool = fresh_workers(3, init_group=False)
+    results = pool.run(join_with_another_model, pool.store)
+    assert all("the model differs between replicas" in message for message, _ in results)
+    assert results[0][1] == results[1][1] != ""
+
+
+# ------------------------------------------------------------------------------ skipped steps
+
+
+def overflow(rank: int, world: int, fused: bool) -> tuple[list[str], int, str]:
+    """A GradScaler skips a step of replica 1 alone."""
+    model = Regression()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        DiLoCo(model, optimizer, sync_every=3) as diloco,
+    ):
+        warnings.simplefilter("always")
+        for step in range(20):
+            if diloco.inner_step == 9:
+                break
+            x, y = batch(rank, step)
+            loss = nn.functional.mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            if rank == 1 and step == 1:
+                model.head.weight.grad.fill_(float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        sentences = [str(w.message) for w in caught if "inner steps" in str(w.message)]
+        return sentences, step, diloco.outer_hash()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_fewer_is_no_mismatch_but_is_seen(fused: bool, workers) -> None:
+    first, second = workers(2).run(overflow, fused)
+    assert first[2] == second[2]
+    if fused:
+        # The hook ran on the overflow, too: the applied steps differ.
+        assert (first[1], second[1]) == (9, 9)
+        assert first[0] == second[0] and len(first[0]) == 1
+        assert "({0: 3, 1: 2} by replica)" in first[0][0]
+    else:
+        # The hook did not run, and the replica took one more batch.
+        assert (first[1], second[1]) == (9, 10) and first[0] == second[0] == []
+
+
+# -------------------------------------------------------------------- the caller's own mistakes
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A wrapper as accelerate has: an Optimizer whose __init__ never ran."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+class Unhookable:
+    """Has no hooks and nothing inside."""
+
+
+def test_wrapped_optimizers_are_found() -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with DiLoCo(model, Wrapper(Wrapper(optimizer)), sync_every=1) as diloco:
+        train_step(model, optimizer, 0, 0)
+        assert diloco.inner_step == 1
+
+
+@pytest.mark.parametrize("optimizer", [Unhookable(), Wrapper(Unhookable()), object()])
+def test_an_optimizer_that_cannot_be_hooked(optimizer: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot hook the step of a .*attach=False"):
+        DiLoCo(Regression(), optimizer, sync_every=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ({"sync_every": 0}, ValueError, "sync_every must be an integer of at least 1, got 0"),
+        ({"sync_every": None}, ValueError, "sync_every is missing"),
+        ({"wire": "int3"}, ValueError, "unknown wire 'int3': it must be one of fp32, bf16"),
+        ({"block_size": 100}, ValueError, "block_size must be one of 32, 64"),
+        ({"overlap": "eager"}, ValueError, "unknown overlap 'eager': it must be one of Blocking"),
+        ({"overlap": 3}, TypeError, "unknown overlap 3: it must be one of Blocking"),
+        ({"rounding": "up"}, ValueError, "rounding must be one of nearest, stochastic, got 'up'"),
+        ({"init": "zero"}, ValueError, "init must be one of broadcast, check, join, got 'zero'"),
+        ({"on_nonfinite": "x"}, ValueError, "on_nonfinite must be one of raise, skip, got 'x'"),
+        ({"impl": "mmx"}, ValueError, "impl must be one of"),
+        ({"timeout": 0}, ValueError, "timeout must be positive, got 0"),
+        ({"lanes": 0}, ValueError, "lanes must be at least 1, got 0"),
+        ({"replica": 0}, ValueError, "replica, num_replicas and members need store="),
+        ({"store": dist.HashStore()}, ValueError, "store needs replica, and one of num_replicas"),
+        (
+            {"store": dist.HashStore(), "replica": 4, "num_replicas": 2},
+            ValueError,
+            r"replica must be one of the members \[0, 1\], got 4",
+        ),
+        ({"config": {"lr": 1}}, ValueError, r"config has unknown arguments \['lr'\]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_that_cannot_be(arguments: Any, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        attach(**arguments)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weights_that_cannot_be(weight: float) -> None:
+    model, optimizer, diloco = attach(sync_every=1, weight=lambda: weight)
+    with diloco, pytest.raises(ValueError, match="weight must be finite and not negative"):
+        train_step(model, optimizer, 0, 0)
+
+
+def not_in_group(rank: int, world: int) -> str:
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        attach(group=group)[2].close()
+        return ""
+    with pytest.raises(ValueError) as info:
+        attach(group=group)
+    return str(info.value)
+
+
+def test_a_group_without_this_rank(workers) -> None:
+    results = workers(3).run(not_in_group)
+    assert results[:2] == ["", ""] and results[2].startswith("group does not contain this rank")
+
+
+def ddp_over_replicas(rank: int, world: int) -> list[str]:
+    sentences = []
+    both, *alone = [dist.new_group(ranks) for ranks in ([0, 1], [0], [1])]
+    for group in (both, alone[rank]):
+        model = nn.parallel.DistributedDataParallel(Regression(), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with DiLoCo(model, optimizer, sync_every=1) as diloco:
+                assert diloco.parts[0].fragment.names[0] == "layers.0.weight"
+        messages = [str(warning.message) for warning in caught]
+        sentences.append(" ".join(text for text in messages if "averages gradients" in text))
+    return sentences
+
+
+def test_ddp_over_the_replicas_draws_a_warning(workers) -> None:
+    for spans, own in workers(2).run(ddp_over_replicas):
+        assert "averages gradients over ranks [0, 1] at every step" in spans and own == ""
