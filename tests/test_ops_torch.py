@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import resource
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -136,6 +137,29 @@ def test_inference_tensors_are_accepted(impl: str) -> None:
         params = [torch.ones(20)]
         ops.merge(torch.arange(20.0), params, impl=impl)
     assert torch.equal(params[0], torch.arange(20.0))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_two_threads_at_once(impl: str) -> None:
+    """The training loop and the engine's thread use the operators at the same time."""
+    cases = [fragment(60_003, WireFormat("int8", 32), "normal", seed) for seed in range(4)]
+    expected = []
+    for case in cases:
+        expected.append(case.payload())
+        args = (case.outer, case.params, expected[-1], 0, 60_003, *case.form)
+        reference.encode(*args)
+
+    def work(idx: int) -> bool:
+        case, payload = cases[idx], cases[idx].payload()
+        for _ in range(5):
+            payload.fill_(0xA5)
+            ops.encode(case.outer, case.params, payload, 0, 60_003, *case.form, impl=impl)
+            if not torch.equal(payload, expected[idx]):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
 
 
 def minor_faults() -> int:
