@@ -25,6 +25,8 @@ using codec::DType;
 using wire::Format;
 using OptionalTensor = std::optional<Tensor>;
 
+// From here on the data of an operator do not fit in a core's caches: results are stored past them.
+constexpr int64_t kLargeElements = int64_t{1} << 20;
 constexpr int64_t kParallelGrain = int64_t{1} << 18;  // elements: some 100 us of one thread
 
 // Checks.
@@ -285,6 +287,7 @@ void encode_cpu(const OptionalTensor& outer, TensorList params, const Tensor& pa
     check_count("nonfinite", nonfinite);
     args.is_stochastic = stochastic;
     args.key = static_cast<uint64_t>(rng_key);
+    args.is_large = end - begin >= kLargeElements;
     add_count(nonfinite, run_encode(args, begin, end));
 }
 
@@ -324,6 +327,7 @@ void reduce_cpu(const Tensor& received, const Tensor& result, c10::ArrayRef<doub
     args.is_stochastic = stochastic;
     args.key = static_cast<uint64_t>(rng_key);
     args.index_begin = static_cast<uint64_t>(index_begin);
+    args.is_large = num_elements >= kLargeElements;
     add_count(nonfinite, run_encode(args, 0, num_elements));
 }
 
@@ -343,6 +347,7 @@ void run_step(codec::StepArgs args, const Tensor& outer, const OptionalTensor& m
     args.term_payloads = terms.payloads.data();
     args.coefficients = terms.coefficients.data();
     args.num_terms = terms.count;
+    args.is_large = end - begin >= kLargeElements;
     args.outer = outer.data_ptr<float>();
     args.momentum = static_cast<float*>(data_or_null(momentum));
     args.second = static_cast<float*>(data_or_null(second));
@@ -427,6 +432,7 @@ void decode_cpu(TensorList payloads, c10::ArrayRef<double> coefficients, TensorL
     args.term_payloads = terms.payloads.data();
     args.coefficients = terms.coefficients.data();
     args.num_terms = terms.count;
+    args.is_large = end - begin >= kLargeElements;
     parallel(begin, end, args.layout.block_size,
              [&](int64_t first, int64_t last) { codec::decode(args, first, last); });
     mark_written(outs);
@@ -441,6 +447,7 @@ void merge_cpu(const Tensor& outer, TensorList params, double alpha, c10::string
     args.outer = outer.const_data_ptr<float>();
     args.alpha = static_cast<float>(alpha);
     args.one_minus_alpha = static_cast<float>(1.0 - alpha);
+    args.is_large = view.num_elements() >= kLargeElements;
     parallel(0, view.num_elements(), codec::kPlainBlock,
              [&](int64_t first, int64_t last) { codec::merge(args, first, last); });
     mark_written(params);
@@ -495,7 +502,8 @@ void floor_cpu(c10::string_view kind, TensorList buffers) {
         pointers[i] = {static_cast<uint8_t*>(buffers[i].data_ptr()), buffers[i].nbytes()};
     }
     const codec::Floor* floor = codec::find_floor(std::string(kind));
-    TORCH_CHECK_VALUE(floor != nullptr, "unknown floor '", kind, "'; known:", codec::floor_names());
+    TORCH_CHECK_VALUE(floor != nullptr, "unknown floor '", kind,
+                      "', known: ", codec::floor_names());
     TORCH_CHECK_VALUE(buffers.size() == static_cast<size_t>(floor->num_buffers), "floor ", kind,
                       " takes ", floor->num_buffers, " buffers (", floor->buffers, "), got ",
                       buffers.size());
@@ -563,6 +571,7 @@ TORCH_LIBRARY(diloco_comm, m) {
     m.def("norms(Tensor? outer, Tensor[] params, Tensor(a!) out, str impl='') -> ()");
     m.def("_floor(str kind, Tensor(a!)[] buffers) -> ()");
     m.def("_cpu_impls() -> str[]", &diloco::cpu_impls);
+    m.def("_floors() -> str[]", &diloco::codec::floor_names);
 }
 
 TORCH_LIBRARY_IMPL(diloco_comm, CPU, m) {

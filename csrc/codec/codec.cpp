@@ -22,6 +22,10 @@ const uint8_t* offset(const void* data, DType dtype, int64_t elements) {
     return static_cast<const uint8_t*>(data) + elements * element_bytes(dtype);
 }
 
+bool is_aligned(const void* pointer, uintptr_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
 // A stretch of a fragment inside one run: whole blocks of one segment, or (data is null) one block
 // that straddles segments or is cut short by the end.
 struct Piece {
@@ -170,10 +174,11 @@ int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece
     alignas(64) uint8_t codes[wire::kMaxBlockSize * sizeof(float)];
     uint8_t* target = span.codes;
     span.codes = codes;
+    span.streams_codes = span.streams_residual = false;
     if (span.num_terms > 0) {
         // What follows the last code in a received run may be anything.
-        args.kernels->decode(
-            {span.format, span.block_size, 1, span.terms, span.num_terms, sum.value, DType::kFp32});
+        args.kernels->decode({span.format, span.block_size, 1, span.terms, span.num_terms,
+                              sum.value, DType::kFp32, false});
         sum.clear_from(piece.size);
         span.params = sum.value;
         span.param_dtype = DType::kFp32;
@@ -217,6 +222,9 @@ int64_t encode_piece(const EncodeArgs& args, Terms& terms, const Piece& piece) {
     }
     span.scales = args.payload + position.scales;
     span.codes = args.payload + position.codes;
+    span.streams_codes = args.is_large && is_aligned(span.codes, 16);
+    span.streams_residual =
+        args.is_large && args.residual_dtype == DType::kFp32 && is_aligned(span.new_residual, 64);
     span.is_stochastic = args.is_stochastic;
     span.element = args.index_begin + static_cast<uint64_t>(piece.begin);
     span.key = args.key;
@@ -264,6 +272,8 @@ void decode(const DecodeArgs& args, int64_t begin, int64_t end) {
         span.num_terms = terms.count();
         span.out = piece.data != nullptr ? piece.data : reinterpret_cast<uint8_t*>(block.value);
         span.out_dtype = piece.data != nullptr ? piece.dtype : DType::kFp32;
+        span.streams = args.is_large && piece.data != nullptr && piece.dtype == DType::kFp32 &&
+                       is_aligned(span.out, 64);
         args.kernels->decode(span);
         if (piece.data == nullptr) block.scatter(args.outs, piece);
     });
@@ -318,6 +328,8 @@ void outer_step(const StepArgs& args, int64_t begin, int64_t end) {
         span.second = args.second != nullptr ? args.second + piece.begin : nullptr;
         span.params = piece.data;
         span.param_dtype = piece.dtype;
+        span.streams_params = args.is_large && piece.data != nullptr &&
+                              piece.dtype == DType::kFp32 && is_aligned(piece.data, 64);
         span.constants = &args.constants;
         if (piece.data != nullptr) {
             args.kernels->outer_step(span);
@@ -332,8 +344,10 @@ void merge(const MergeArgs& args, int64_t begin, int64_t end) {
     const RunLayout layout{Format::kFp32, kPlainBlock, INT64_MAX / 2};
     for_each_piece(args.params, layout, begin, end, [&](const Piece& piece) {
         MergeSpan span{piece.size, args.outer + piece.begin, piece.data, piece.dtype,
-                       args.alpha, args.one_minus_alpha};
+                       args.alpha, args.one_minus_alpha,     false};
         if (piece.data != nullptr) {
+            span.streams_params =
+                args.is_large && piece.dtype == DType::kFp32 && is_aligned(piece.data, 64);
             args.kernels->merge(span);
             return;
         }

@@ -36,6 +36,7 @@ struct RunLayout {
 
 struct EncodeArgs {
     const Kernels* kernels;
+    bool is_large;  // more than the caches hold: results are stored past them
     RunLayout layout;
     const float* outer;  // or null
     Fragment params;     // no segments: the weighted sum of `terms`' runs is encoded
@@ -53,6 +54,7 @@ struct EncodeArgs {
 
 struct DecodeArgs {
     const Kernels* kernels;
+    bool is_large;  // more than the caches hold: results are stored past them
     RunLayout layout;
     const uint8_t* const* term_payloads;
     const float* coefficients;
@@ -62,6 +64,7 @@ struct DecodeArgs {
 
 struct StepArgs {
     const Kernels* kernels;
+    bool is_large;  // more than the caches hold: results are stored past them
     RunLayout layout;
     const uint8_t* const* term_payloads;
     const float* coefficients;
@@ -75,6 +78,7 @@ struct StepArgs {
 
 struct MergeArgs {
     const Kernels* kernels;
+    bool is_large;  // more than the caches hold: results are stored past them
     const float* outer;
     Fragment params;
     float alpha;
@@ -94,7 +98,7 @@ struct Norms {
 
 constexpr int kMaxTerms = 1024;
 // Sums of squares are taken over chunks of this many elements and added in order.
-constexpr int64_t kNormChunk = 4096;
+constexpr int64_t kNormChunk = 65536;
 // Block of the operators that know no wire.
 constexpr int kPlainBlock = 256;
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace diloco::codec {
 
@@ -25,6 +26,6 @@ struct Floor {
 };
 
 const Floor* find_floor(const std::string& name);  // null when unknown
-std::string floor_names();
+std::vector<std::string> floor_names();
 
 }  // namespace diloco::codec

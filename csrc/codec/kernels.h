@@ -30,9 +30,11 @@ struct EncodeSpan {
     DType param_dtype;
     const Term* terms;
     int num_terms;
-    const void* residual;  // or null
-    void* new_residual;    // or null
-    DType residual_dtype;  // fp32 or bf16
+    const void* residual;   // or null
+    void* new_residual;     // or null
+    DType residual_dtype;   // fp32 or bf16
+    bool streams_codes;     // store past the caches; codes are 16-byte aligned
+    bool streams_residual;  // likewise; the new residual is fp32 and 64-byte aligned
     uint8_t* scales;
     uint8_t* codes;
     bool is_stochastic;
@@ -49,6 +51,7 @@ struct DecodeSpan {
     int num_terms;
     void* out;
     DType out_dtype;
+    bool streams;  // store past the caches; out is fp32 and 64-byte aligned
 };
 
 struct StepConstants {
@@ -77,6 +80,7 @@ struct StepSpan {
     float* second;    // Adam's exp_avg_sq, else null
     void* params;
     DType param_dtype;
+    bool streams_params;  // store past the caches; params are fp32 and 64-byte aligned
     const StepConstants* constants;
 };
 
@@ -88,6 +92,7 @@ struct MergeSpan {
     DType param_dtype;
     float alpha;
     float one_minus_alpha;
+    bool streams_params;
 };
 
 // Adds the squares of the good elements of outer - params, in fp64, to 16 lanes: element i goes to

@@ -11,13 +11,16 @@ namespace {
 
 using wire::Format;
 
+// What a loop over memory calls must not be a call.
+#define DILOCO_INLINE [[gnu::always_inline]] inline
+
 constexpr int kTermBatch = 16;
 // Elements handled by one turn of an inner loop; divides every block size.
 constexpr int kUnroll = 32;
 
 // What kWidth codes from element i on stand for, before the scale.
 template <Format kFormat>
-inline Vec::F code_values(const uint8_t* codes, int64_t i) {
+DILOCO_INLINE Vec::F code_values(const uint8_t* codes, int64_t i) {
     if constexpr (kFormat == Format::kFp32) {
         return Vec::load(reinterpret_cast<const float*>(codes) + i);
     } else if constexpr (kFormat == Format::kBf16) {
@@ -46,13 +49,14 @@ struct BlockFactors {
     bool is_single;  // coefficient already contains the scale
 };
 
-inline bool is_small_power_of_two(float x) {
+DILOCO_INLINE bool is_small_power_of_two(float x) {
     const uint32_t bits = wire::float_bits(x);
     return (bits & 0x7FFFFFu) == 0 && bits >= 0x3B800000u && bits <= 0x3F800000u;  // 2^-8 .. 1
 }
 
 template <Format kFormat>
-inline void load_factors(const Term* terms, int num_terms, int64_t block, BlockFactors& factors) {
+DILOCO_INLINE void load_factors(const Term* terms, int num_terms, int64_t block,
+                                BlockFactors& factors) {
     constexpr uint32_t kLargeScale = 0x7000;  // 2^97 as bf16; negative ones are above it too
     bool is_single = true;
     for (int t = 0; t < num_terms; ++t) {
@@ -73,7 +77,8 @@ inline void load_factors(const Term* terms, int num_terms, int64_t block, BlockF
 }
 
 template <Format kFormat, bool kIsSingle>
-inline Vec::F weighted_value(const Term& term, const BlockFactors& factors, int t, int64_t i) {
+DILOCO_INLINE Vec::F weighted_value(const Term& term, const BlockFactors& factors, int t,
+                                    int64_t i) {
     Vec::F value = code_values<kFormat>(term.codes, i);
     if constexpr (wire::has_scales(kFormat) && !kIsSingle) {
         value = Vec::mul(value, Vec::set(factors.scale[t]));
@@ -84,8 +89,8 @@ inline Vec::F weighted_value(const Term& term, const BlockFactors& factors, int 
 // sum[j] (+)= c_0 * d_0 + c_1 * d_1 + ... for the elements of one block; begin is its first element
 // in the span.
 template <Format kFormat, bool kIsSingle, int kTerms>
-inline void sum_terms(const Term* terms, int num_terms, const BlockFactors& factors, int64_t begin,
-                      int size, bool is_first, float* sum) {
+DILOCO_INLINE void sum_terms(const Term* terms, int num_terms, const BlockFactors& factors,
+                             int64_t begin, int size, bool is_first, float* sum) {
     constexpr int kVectors = kUnroll / Vec::kWidth;
     const int count = kTerms > 0 ? kTerms : num_terms;
     for (int j = 0; j < size; j += kUnroll) {
@@ -108,8 +113,8 @@ inline void sum_terms(const Term* terms, int num_terms, const BlockFactors& fact
 }
 
 template <Format kFormat, bool kIsSingle>
-inline void sum_batch(const Term* terms, int count, const BlockFactors& factors, int64_t begin,
-                      int size, bool is_first, float* sum) {
+DILOCO_INLINE void sum_batch(const Term* terms, int count, const BlockFactors& factors,
+                             int64_t begin, int size, bool is_first, float* sum) {
     switch (count) {
         case 1:
             return sum_terms<kFormat, kIsSingle, 1>(terms, 1, factors, begin, size, is_first, sum);
@@ -140,7 +145,7 @@ void decode_block(const Term* terms, int num_terms, int64_t block, int size, flo
     }
 }
 
-inline void store_as(DType dtype, void* out, int64_t i, Vec::F value) {
+DILOCO_INLINE void store_as(DType dtype, void* out, int64_t i, Vec::F value) {
     if (dtype == DType::kFp32) {
         Vec::store(static_cast<float*>(out) + i, value);
     } else if (dtype == DType::kBf16) {
@@ -150,24 +155,19 @@ inline void store_as(DType dtype, void* out, int64_t i, Vec::F value) {
     }
 }
 
-inline Vec::F load_as(DType dtype, const void* in, int64_t i) {
+DILOCO_INLINE Vec::F load_as(DType dtype, const void* in, int64_t i) {
     return dtype == DType::kFp32   ? Vec::load(static_cast<const float*>(in) + i)
            : dtype == DType::kBf16 ? Vec::load_bf16(static_cast<const uint16_t*>(in) + i)
                                    : Vec::load_fp16(static_cast<const uint16_t*>(in) + i);
 }
 
-inline bool is_streamable(const void* pointer) {
-    return reinterpret_cast<uintptr_t>(pointer) % (Vec::kWidth * sizeof(float)) == 0;
-}
-
 template <Format kFormat>
 void decode_format(const DecodeSpan& span) {
     const int size = span.block_size;
-    const bool streams = span.out_dtype == DType::kFp32 && is_streamable(span.out);
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         alignas(64) float sum[wire::kMaxBlockSize];
         decode_block<kFormat>(span.terms, span.num_terms, block, size, sum);
-        if (streams) {
+        if (span.streams) {
             float* out = static_cast<float*>(span.out) + block * size;
             for (int j = 0; j < size; j += Vec::kWidth) Vec::stream(out + j, Vec::load(sum + j));
         } else {
@@ -176,7 +176,7 @@ void decode_format(const DecodeSpan& span) {
             }
         }
     }
-    if (streams) _mm_sfence();
+    if (span.streams) _mm_sfence();
 }
 
 }  // namespace

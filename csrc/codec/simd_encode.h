@@ -9,23 +9,39 @@
 namespace diloco::codec {
 namespace {
 
-// x of one block, with the largest magnitude's bits.
-using LoadBlock = uint32_t (*)(const EncodeSpan& span, int64_t block, float* x);
-
-inline Vec::I magnitude_of(Vec::F v) {
+DILOCO_INLINE Vec::I magnitude_of(Vec::F v) {
     return Vec::and_(Vec::as_int(v), Vec::set(static_cast<int32_t>(wire::kMagnitudeMask)));
 }
 
-template <DType kParams, bool kHasOuter, bool kHasResidual>
-uint32_t load_difference(const EncodeSpan& span, int64_t block, float* x) {
+// x of one vector. The common inputs are compiled apart from the general one, which looks at the
+// span each time.
+template <DType kParams, bool kHasResidual>
+struct DifferenceInput {
+    DILOCO_INLINE static Vec::F load(const EncodeSpan& span, int64_t i) {
+        const Vec::F x = Vec::sub(Vec::load(span.outer + i), load_as(kParams, span.params, i));
+        if constexpr (!kHasResidual) return x;
+        return Vec::add(x, Vec::load(static_cast<const float*>(span.residual) + i));
+    }
+};
+
+struct AnyInput {
+    DILOCO_INLINE static Vec::F load(const EncodeSpan& span, int64_t i) {
+        Vec::F x = load_as(span.param_dtype, span.params, i);
+        if (span.outer != nullptr) x = Vec::sub(Vec::load(span.outer + i), x);
+        if (span.residual != nullptr) {
+            x = Vec::add(x, load_as(span.residual_dtype, span.residual, i));
+        }
+        return x;
+    }
+};
+
+// x of one block, with the largest magnitude's bits.
+template <class Input>
+uint32_t load_block(const EncodeSpan& span, int64_t block, float* x) {
     const int64_t begin = block * span.block_size;
     Vec::I largest = Vec::set(0);
     for (int j = 0; j < span.block_size; j += Vec::kWidth) {
-        Vec::F v = load_as(kParams, span.params, begin + j);
-        if constexpr (kHasOuter) v = Vec::sub(Vec::load(span.outer + begin + j), v);
-        if constexpr (kHasResidual) {
-            v = Vec::add(v, load_as(span.residual_dtype, span.residual, begin + j));
-        }
+        const Vec::F v = Input::load(span, begin + j);
         largest = Vec::max(largest, magnitude_of(v));
         Vec::store(x + j, v);
     }
@@ -48,27 +64,9 @@ uint32_t load_sum(const EncodeSpan& span, int64_t block, float* x) {
     return Vec::largest(largest);
 }
 
-template <DType kParams>
-LoadBlock difference_loader(const EncodeSpan& span) {
-    if (span.outer != nullptr) {
-        return span.residual != nullptr ? load_difference<kParams, true, true>
-                                        : load_difference<kParams, true, false>;
-    }
-    return span.residual != nullptr ? load_difference<kParams, false, true>
-                                    : load_difference<kParams, false, false>;
-}
-
-template <Format kFormat>
-LoadBlock loader_of(const EncodeSpan& span) {
-    if (span.num_terms > 0) return load_sum<kFormat>;
-    return span.param_dtype == DType::kFp32   ? difference_loader<DType::kFp32>(span)
-           : span.param_dtype == DType::kBf16 ? difference_loader<DType::kBf16>(span)
-                                              : difference_loader<DType::kFp16>(span);
-}
-
 // The 16 random bits of `size` elements (wire/philox.h); more may be written, up to a multiple
 // of 64.
-inline void fill_random(uint64_t element, uint64_t key, int size, uint16_t* random) {
+DILOCO_INLINE void fill_random(uint64_t element, uint64_t key, int size, uint16_t* random) {
     const Vec::I m0 = Vec::set64(wire::kPhiloxM0), m1 = Vec::set64(wire::kPhiloxM1);
     for (int j = 0; j < size; j += Vec::kPhiloxLanes * wire::kElementsPerPhilox) {
         const Vec::I counter =
@@ -89,14 +87,14 @@ inline void fill_random(uint64_t element, uint64_t key, int size, uint16_t* rand
     }
 }
 
-// u = (2 r + 1) * 2^-17
-inline Vec::F uniform_of(Vec::I r) {
-    const Vec::I odd = Vec::or_(Vec::shift_left<1>(r), Vec::set(1));
-    return Vec::mul(Vec::to_float(odd), Vec::set(0x1p-17f));
+// u = (2 r + 1) * 2^-17, exactly: 1 + u is made from its bits.
+DILOCO_INLINE Vec::F uniform_of(Vec::I r) {
+    const Vec::I bits = Vec::or_(Vec::shift_left<7>(r), Vec::set(0x3F800040));
+    return Vec::sub(Vec::as_float(bits), Vec::set(1.0f));
 }
 
 template <int kShift>
-inline Vec::F grid_uniform_of(Vec::I r) {
+DILOCO_INLINE Vec::F grid_uniform_of(Vec::I r) {
     if constexpr (kShift > 16) {
         return uniform_of(r);
     } else {
@@ -108,7 +106,7 @@ inline Vec::F grid_uniform_of(Vec::I r) {
 }
 
 template <int kShift>
-inline Vec::I dropped_bits(Vec::I r) {
+DILOCO_INLINE Vec::I dropped_bits(Vec::I r) {
     if constexpr (kShift > 16) {
         return Vec::or_(Vec::shift_left<kShift - 16>(r), Vec::set(1 << (kShift - 17)));
     } else {
@@ -118,7 +116,7 @@ inline Vec::I dropped_bits(Vec::I r) {
 
 // The magnitude of a minifloat's code (wire/codes.h, wire/stochastic.h), not clamped.
 template <Format kFormat, bool kIsStochastic>
-inline Vec::I minifloat_magnitude(Vec::I magnitude, Vec::I r) {
+DILOCO_INLINE Vec::I minifloat_magnitude(Vec::I magnitude, Vec::I r) {
     using L = wire::MinifloatLayout<kFormat>;
     const Vec::F grid =
         Vec::mul(Vec::as_float(magnitude), Vec::set(wire::bits_float(L::kSubnormalScaleBits)));
@@ -140,7 +138,7 @@ inline Vec::I minifloat_magnitude(Vec::I magnitude, Vec::I r) {
 
 // The sign bit of y moved to the code's; none for a zero of e3m0.
 template <Format kFormat>
-inline Vec::I minifloat_sign(Vec::I bits, Vec::I magnitude) {
+DILOCO_INLINE Vec::I minifloat_sign(Vec::I bits, Vec::I magnitude) {
     using L = wire::MinifloatLayout<kFormat>;
     constexpr int kPosition = L::kSign == 0x8000 ? 15 : L::kSign == 0x80 ? 7 : 3;
     const Vec::I sign =
@@ -153,7 +151,7 @@ inline Vec::I minifloat_sign(Vec::I bits, Vec::I magnitude) {
 // stand for.
 template <Format kFormat, bool kIsStochastic>
 struct Rounding {
-    static Vec::I code(Vec::F y, Vec::I r) {
+    DILOCO_INLINE static Vec::I code(Vec::F y, Vec::I r) {
         if constexpr (kFormat == Format::kFp32) {
             return Vec::as_int(y);
         } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
@@ -179,7 +177,7 @@ struct Rounding {
         }
     }
 
-    static Vec::F value(Vec::I code) {
+    DILOCO_INLINE static Vec::F value(Vec::I code) {
         if constexpr (kFormat == Format::kFp32) {
             return Vec::as_float(code);
         } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
@@ -199,7 +197,7 @@ struct Rounding {
 };
 
 template <Format kFormat>
-inline void store_codes(uint8_t* codes, int64_t i, Vec::I code) {
+DILOCO_INLINE void store_codes(uint8_t* codes, int64_t i, Vec::I code) {
     constexpr int kBits = wire::code_bits(kFormat);
     if constexpr (kBits == 32) {
         Vec::store(reinterpret_cast<float*>(codes) + i, Vec::as_float(code));
@@ -212,34 +210,60 @@ inline void store_codes(uint8_t* codes, int64_t i, Vec::I code) {
     }
 }
 
-inline void store_residual(const EncodeSpan& span, int64_t i, Vec::F value) {
-    if (span.residual_dtype == DType::kFp32) {
-        Vec::store(static_cast<float*>(span.new_residual) + i, value);
-    } else {
+DILOCO_INLINE void store_residual(const EncodeSpan& span, int64_t i, Vec::F value) {
+    if (span.residual_dtype != DType::kFp32) {
         Vec::store_bf16(static_cast<uint16_t*>(span.new_residual) + i, value);
+    } else if (span.streams_residual) {
+        Vec::stream(static_cast<float*>(span.new_residual) + i, value);
+    } else {
+        Vec::store(static_cast<float*>(span.new_residual) + i, value);
     }
 }
 
-template <Format kFormat, bool kIsStochastic, bool kHasNewResidual>
-inline void quantise_block(const EncodeSpan& span, int64_t block, const float* x, float scale) {
-    using Round = Rounding<kFormat, kIsStochastic>;
-    const int64_t begin = block * span.block_size;
-    alignas(64) uint16_t random[kIsStochastic ? wire::kMaxBlockSize : 1];
-    if constexpr (kIsStochastic) {
-        fill_random(span.element + static_cast<uint64_t>(begin), span.key, span.block_size, random);
+// Writes the codes of a block, whose bytes are a multiple of 16.
+DILOCO_INLINE void write_codes(const EncodeSpan& span, uint8_t* target, const uint8_t* packed,
+                               int64_t bytes) {
+    if (!span.streams_codes) {
+        __builtin_memcpy(target, packed, static_cast<size_t>(bytes));
+        return;
     }
-    const Vec::F factor = Vec::set(scale), inverse = Vec::set(1.0f / scale);
-    for (int j = 0; j < span.block_size; j += Vec::kWidth) {
-        const Vec::F value = Vec::load(x + j);
-        const Vec::F y = wire::has_scales(kFormat) ? Vec::mul(value, inverse) : value;
-        const Vec::I r = kIsStochastic ? Vec::load_u16(random + j) : Vec::set(0);
-        const Vec::I code = Round::code(y, r);
-        store_codes<kFormat>(span.codes, begin + j, code);
-        if constexpr (kHasNewResidual) {
-            Vec::F decoded = Round::value(code);
-            if constexpr (wire::has_scales(kFormat)) decoded = Vec::mul(decoded, factor);
-            store_residual(span, begin + j, Vec::sub(value, decoded));
-        }
+    for (int64_t i = 0; i < bytes; i += 16) {
+        _mm_stream_si128(reinterpret_cast<__m128i*>(target + i),
+                         _mm_load_si128(reinterpret_cast<const __m128i*>(packed + i)));
+    }
+}
+
+// Random bits are made for this many elements at a time, one unit ahead, so that the long chain of
+// Philox rounds overlaps with everything else.
+constexpr int kRandomUnit = 128;
+template <bool kIsStochastic>
+using RandomUnits = uint16_t[2][kIsStochastic ? kRandomUnit : 1];
+
+template <bool kIsStochastic>
+DILOCO_INLINE int unit_of(int block_size) {
+    const int longest = kIsStochastic ? kRandomUnit : kUnroll;
+    return block_size < longest ? block_size : longest;
+}
+
+struct BlockScale {
+    Vec::F scale;
+    Vec::F inverse;
+};
+
+// Turns one vector of x into codes at packed + j, and what is lost into the new residual at i.
+template <Format kFormat, bool kIsStochastic, bool kHasNewResidual>
+DILOCO_INLINE void quantise(const EncodeSpan& span, const BlockScale& factors, Vec::F x,
+                            const uint16_t* random, uint8_t* packed, int j, int64_t i) {
+    using Round = Rounding<kFormat, kIsStochastic>;
+    const Vec::F y = wire::has_scales(kFormat) ? Vec::mul(x, factors.inverse) : x;
+    Vec::I r = Vec::set(0);
+    if constexpr (kIsStochastic) r = Vec::load_u16(random);
+    const Vec::I code = Round::code(y, r);
+    store_codes<kFormat>(packed, j, code);
+    if constexpr (kHasNewResidual) {
+        Vec::F decoded = Round::value(code);
+        if constexpr (wire::has_scales(kFormat)) decoded = Vec::mul(decoded, factors.scale);
+        store_residual(span, i, Vec::sub(x, decoded));
     }
 }
 
@@ -249,6 +273,7 @@ template <Format kFormat, bool kIsStochastic>
                                                       const float* x) {
     const int64_t begin = block * span.block_size;
     int64_t num_bad = 0;
+    _mm_sfence();  // what was streamed for this block is overwritten
     for (int j = 0; j < span.block_size; ++j) {
         uint32_t code = 0;
         bool is_bad = wire::is_bad(x[j]);
@@ -285,29 +310,130 @@ constexpr uint32_t good_limit(Format format) {
     return format == Format::kFp16 ? 0x477FE000u /* 65504 */ : wire::kLargestGoodBits;
 }
 
-template <Format kFormat, bool kIsStochastic, bool kHasNewResidual>
-int64_t encode_format(const EncodeSpan& span) {
-    const LoadBlock load = loader_of<kFormat>(span);
+// Writes the block's scale.
+template <Format kFormat>
+DILOCO_INLINE BlockScale write_scale(const EncodeSpan& span, int64_t block, uint32_t largest,
+                                     bool is_good) {
+    if constexpr (!wire::has_scales(kFormat)) return {Vec::set(1.0f), Vec::set(1.0f)};
+    const uint16_t bits = is_good ? wire::scale_of(wire::bits_float(largest), wire::qmax(kFormat))
+                                  : wire::kSmallestScale;
+    __builtin_memcpy(span.scales + 2 * block, &bits, sizeof(bits));
+    const float scale = wire::scale_value(bits);
+    return {Vec::set(scale), Vec::set(1.0f / scale)};
+}
+
+template <Format kFormat, bool kIsStochastic, bool kHasNewResidual, class Input>
+int64_t encode_difference(const EncodeSpan& argument) {
+    // A copy that nobody else sees: stores of bytes cannot change it, so its members stay in
+    // registers.
+    const EncodeSpan span = argument;
+    alignas(64) float x[2][wire::kMaxBlockSize];
+    alignas(64) uint8_t packed[wire::kMaxBlockSize * sizeof(float)];
+    alignas(64) RandomUnits<kIsStochastic> random;
+    const int size = span.block_size, unit = unit_of<kIsStochastic>(size);
+    if constexpr (kIsStochastic) fill_random(span.element, span.key, unit, random[0]);
+    int parity = 0;
     int64_t num_bad = 0;
+    uint32_t largest = load_block<Input>(argument, 0, x[0]);
     for (int64_t block = 0; block < span.num_blocks; ++block) {
-        alignas(64) float x[wire::kMaxBlockSize];
-        const uint32_t largest = load(span, block, x);
+        const int64_t begin = block * size;
+        // After the last block it is loaded once more, in vain.
+        const int64_t next = (block + 1 < span.num_blocks ? block + 1 : block) * size;
+        const float* current = x[block & 1];
+        float* following = x[(block + 1) & 1];
         const bool is_good = largest <= good_limit(kFormat);
-        float scale = 1.0f;
-        if constexpr (wire::has_scales(kFormat)) {
-            const uint16_t bits =
-                is_good ? wire::scale_of(wire::bits_float(largest), wire::qmax(kFormat))
-                        : wire::kSmallestScale;
-            __builtin_memcpy(span.scales + 2 * block, &bits, sizeof(bits));
-            scale = wire::scale_value(bits);
+        const BlockScale factors = write_scale<kFormat>(span, block, largest, is_good);
+        Vec::I maxima = Vec::set(0);
+        for (int j = 0; j < size; j += unit) {
+            if constexpr (kIsStochastic) {
+                fill_random(span.element + static_cast<uint64_t>(begin + j + unit), span.key, unit,
+                            random[parity ^ 1]);
+            }
+            for (int k = j; k < j + unit; k += kUnroll) {
+                for (int n = k; n < k + kUnroll; n += Vec::kWidth) {
+                    const Vec::F v = Input::load(span, next + n);
+                    maxima = Vec::max(maxima, magnitude_of(v));
+                    Vec::store(following + n, v);
+                }
+                for (int n = k; n < k + kUnroll; n += Vec::kWidth) {
+                    quantise<kFormat, kIsStochastic, kHasNewResidual>(
+                        span, factors, Vec::load(current + n),
+                        random[kIsStochastic ? parity : 0] + (kIsStochastic ? n - j : 0), packed, n,
+                        begin + n);
+                }
+            }
+            parity ^= 1;
         }
         if (is_good) {
-            quantise_block<kFormat, kIsStochastic, kHasNewResidual>(span, block, x, scale);
+            write_codes(span, span.codes + wire::code_bytes(kFormat, begin), packed,
+                        wire::code_bytes(kFormat, size));
         } else {
-            num_bad += encode_bad_block<kFormat, kIsStochastic>(span, block, x);
+            num_bad += encode_bad_block<kFormat, kIsStochastic>(argument, block, current);
+        }
+        largest = Vec::largest(maxima);
+    }
+    return num_bad;
+}
+
+// Arithmetic outweighs memory here, so the halves are not interleaved.
+template <Format kFormat, bool kIsStochastic, bool kHasNewResidual>
+int64_t encode_sum(const EncodeSpan& argument) {
+    const EncodeSpan span = argument;
+    alignas(64) float x[wire::kMaxBlockSize];
+    alignas(64) uint8_t packed[wire::kMaxBlockSize * sizeof(float)];
+    alignas(64) RandomUnits<kIsStochastic> random;
+    const int size = span.block_size, unit = unit_of<kIsStochastic>(size);
+    int64_t num_bad = 0;
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        const int64_t begin = block * size;
+        const uint32_t largest = load_sum<kFormat>(argument, block, x);
+        const bool is_good = largest <= good_limit(kFormat);
+        const BlockScale factors = write_scale<kFormat>(span, block, largest, is_good);
+        for (int j = 0; j < size; j += unit) {
+            if constexpr (kIsStochastic) {
+                fill_random(span.element + static_cast<uint64_t>(begin + j), span.key, unit,
+                            random[0]);
+            }
+            for (int n = j; n < j + unit; n += Vec::kWidth) {
+                quantise<kFormat, kIsStochastic, kHasNewResidual>(
+                    span, factors, Vec::load(x + n), random[0] + (kIsStochastic ? n - j : 0),
+                    packed, n, begin + n);
+            }
+        }
+        if (is_good) {
+            write_codes(span, span.codes + wire::code_bytes(kFormat, begin), packed,
+                        wire::code_bytes(kFormat, size));
+        } else {
+            num_bad += encode_bad_block<kFormat, kIsStochastic>(argument, block, x);
         }
     }
     return num_bad;
+}
+
+template <Format kFormat, bool kIsStochastic>
+int64_t encode_format(const EncodeSpan& span) {
+    const bool has_new = span.new_residual != nullptr;
+    if (span.num_terms > 0) {
+        return has_new ? encode_sum<kFormat, kIsStochastic, true>(span)
+                       : encode_sum<kFormat, kIsStochastic, false>(span);
+    }
+    if (span.outer != nullptr && span.param_dtype == DType::kFp32) {
+        if (span.residual == nullptr && !has_new) {
+            return encode_difference<kFormat, kIsStochastic, false,
+                                     DifferenceInput<DType::kFp32, false>>(span);
+        }
+        if (span.residual != nullptr && has_new && span.residual_dtype == DType::kFp32) {
+            return encode_difference<kFormat, kIsStochastic, true,
+                                     DifferenceInput<DType::kFp32, true>>(span);
+        }
+    }
+    if (span.outer != nullptr && span.param_dtype == DType::kBf16 && span.residual == nullptr &&
+        !has_new) {
+        return encode_difference<kFormat, kIsStochastic, false,
+                                 DifferenceInput<DType::kBf16, false>>(span);
+    }
+    return has_new ? encode_difference<kFormat, kIsStochastic, true, AnyInput>(span)
+                   : encode_difference<kFormat, kIsStochastic, false, AnyInput>(span);
 }
 
 }  // namespace

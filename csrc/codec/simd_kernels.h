@@ -10,13 +10,13 @@ namespace {
 
 template <Format kFormat>
 int64_t encode_rounding(const EncodeSpan& span) {
-    const bool has_new_residual = span.new_residual != nullptr;
-    if (span.is_stochastic && kFormat != Format::kFp32) {
-        return has_new_residual ? encode_format<kFormat, true, true>(span)
-                                : encode_format<kFormat, true, false>(span);
-    }
-    return has_new_residual ? encode_format<kFormat, false, true>(span)
-                            : encode_format<kFormat, false, false>(span);
+    // The stores below may be non-temporal; they must be seen by whoever is told that the work is
+    // done.
+    const int64_t num_bad = span.is_stochastic && kFormat != Format::kFp32
+                                ? encode_format<kFormat, true>(span)
+                                : encode_format<kFormat, false>(span);
+    _mm_sfence();
+    return num_bad;
 }
 
 // One entry a format, in the order of the enumeration.

@@ -8,7 +8,7 @@ namespace {
 
 // outer -= lr * step(g); returns the new outer values of one vector and writes the momenta.
 template <Optimizer kOptimizer>
-inline Vec::F update(const StepSpan& span, const StepConstants& c, int64_t i, Vec::F g) {
+DILOCO_INLINE Vec::F update(const StepSpan& span, const StepConstants& c, int64_t i, Vec::F g) {
     const Vec::F outer = Vec::load(span.outer + i), lr = Vec::set(c.lr);
     if constexpr (kOptimizer == Optimizer::kSgd) {
         return Vec::sub(outer, Vec::mul(lr, g));
@@ -33,8 +33,8 @@ inline Vec::F update(const StepSpan& span, const StepConstants& c, int64_t i, Ve
 }
 
 template <DType kParams>
-inline void write_param(void* params, int64_t i, Vec::F outer, bool is_merge, Vec::F alpha,
-                        Vec::F one_minus_alpha, bool streams) {
+DILOCO_INLINE void write_param(void* params, int64_t i, Vec::F outer, bool is_merge, Vec::F alpha,
+                               Vec::F one_minus_alpha, bool streams) {
     Vec::F value = outer;
     if (is_merge) {
         value = Vec::add(Vec::mul(alpha, load_as(kParams, params, i)),
@@ -68,7 +68,7 @@ StepBlock step_block_for(DType params) {
                                     : step_block<kOptimizer, DType::kFp16>;
 }
 
-inline StepBlock step_block_of(const StepSpan& span) {
+DILOCO_INLINE StepBlock step_block_of(const StepSpan& span) {
     switch (span.constants->optimizer) {
         case Optimizer::kSgd:
             return step_block_for<Optimizer::kSgd>(span.param_dtype);
@@ -84,25 +84,23 @@ inline StepBlock step_block_of(const StepSpan& span) {
 template <Format kFormat>
 void step_format(const StepSpan& span) {
     const StepBlock step = step_block_of(span);
-    const bool streams = span.param_dtype == DType::kFp32 && is_streamable(span.params);
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         alignas(64) float g[wire::kMaxBlockSize];
         decode_block<kFormat>(span.terms, span.num_terms, block, span.block_size, g);
-        step(span, block * span.block_size, g, streams);
+        step(span, block * span.block_size, g, span.streams_params);
     }
-    if (streams) _mm_sfence();
+    if (span.streams_params) _mm_sfence();
 }
 
 template <DType kParams>
 void merge_params(const MergeSpan& span) {
     const bool is_merge = span.alpha != 0.0f;
     const Vec::F alpha = Vec::set(span.alpha), rest = Vec::set(span.one_minus_alpha);
-    const bool streams = kParams == DType::kFp32 && is_streamable(span.params);
     for (int64_t i = 0; i < span.num_elements; i += Vec::kWidth) {
         write_param<kParams>(span.params, i, Vec::load(span.outer + i), is_merge, alpha, rest,
-                             streams);
+                             span.streams_params);
     }
-    if (streams) _mm_sfence();
+    if (span.streams_params) _mm_sfence();
 }
 
 // Sixteen sums in fp64, whatever the width: element i goes to lane i mod 16.
