@@ -9,6 +9,7 @@ Importing touches no device and starts no thread.
 
 from __future__ import annotations
 
+from .collective import all_reduce, shutdown
 from .diloco import DiLoCo
 from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
 from .metrics import SyncMetrics, SyncTotals
@@ -36,6 +37,8 @@ __all__ = [
     "SyncMetrics",
     "SyncTotals",
     "WireFormat",
+    "all_reduce",
     "fedavg",
     "local_sgd",
+    "shutdown",
 ]

@@ -116,11 +116,11 @@ def _subgroup(rank: int, world: int) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1])]
     if rank in (0, 2):
         tensor = torch.full((10,), float(rank))
-        assert all_reduce(tensor, pairs[0]).tolist() == [1.0] * 10
+        assert all_reduce(tensor, pairs[0], "fp32").tolist() == [1.0] * 10
     else:
         with pytest.raises(ValueError, match="not a member"):
             all_reduce(torch.ones(1), pairs[0])
-        assert all_reduce(torch.full((2,), 5.0), pairs[1]).tolist() == [5.0, 5.0]
+        assert all_reduce(torch.full((2,), 5.0), pairs[1], "fp32").tolist() == [5.0, 5.0]
     shutdown()
     dist.barrier()
 
