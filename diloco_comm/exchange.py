@@ -46,9 +46,7 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# Payload bytes of a chunk on one rank, and chunks under way in each phase: see docs/benchmarks.
-DEFAULT_CHUNK_BYTES = 1 << 20
-DEFAULT_WINDOW = 8
+DEFAULT_WINDOW = 4
 _open: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
@@ -60,7 +58,7 @@ class Exchange:
         replica: Our id.
         members: Sorted ids of all replicas of this epoch, ours among them.
         lanes: Data connections to each peer.
-        chunk_bytes: Payload bytes of a chunk; equal on all replicas.
+        chunk_bytes: Payload bytes of a chunk, equal on all replicas; None chooses by size.
         timeout: Of one exchange, from its turn on the engine thread to its vote.
         device: Of the tensors; "cpu".
         impl: Implementation of the operators; "" is the default one.
@@ -111,7 +109,7 @@ class Exchange:
         self.members = _checked_members(members, replica)
         self.epoch = epoch
         self.lanes, self.window, self.impl = lanes, window, impl
-        self.chunk_bytes = chunk_bytes or DEFAULT_CHUNK_BYTES
+        self.chunk_bytes = chunk_bytes
         self.link: str | None = None
         self.inner_step = -1
         self.joined: tuple[int, ...] = ()

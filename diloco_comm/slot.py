@@ -30,6 +30,15 @@ def empty_pages(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32
     return _C.empty_pages(num_bytes).view(dtype).view(shape)
 
 
+def auto_chunk_bytes(payload_bytes: int) -> int:
+    """Choose the chunk of a payload: four chunks, none below 2 MiB or above 4 MiB.
+
+    Each message wakes a few threads, so small payloads travel whole; large chunks leave the link
+    idle while the first is encoded and the last reduced (benchmarks/exchange.py --chunk).
+    """
+    return min(max(payload_bytes // 4, 2 << 20), 4 << 20)
+
+
 @dataclass
 class Header:
     """What a replica tells the others before an exchange.
@@ -201,12 +210,19 @@ class Slot:
         self._pendings: list[Pending] = []
 
     def plan(
-        self, rank: int, world_size: int, chunk_bytes: int, lanes: int, window: int, impl: str
+        self,
+        rank: int,
+        world_size: int,
+        chunk_bytes: int | None,
+        lanes: int,
+        window: int,
+        impl: str,
     ) -> None:
         """Lay the fragment out for a group; payloads of earlier rounds keep their own layout."""
         block, wire = self.wire.block_size, self.wire
         payload = Layout.plan(self.num_elements, world_size, 1, wire).payload_bytes
         most = -(-self.num_elements // (world_size * block))
+        chunk_bytes = chunk_bytes or auto_chunk_bytes(payload)
         num_chunks = max(1, min(round(payload / chunk_bytes), most))
         self.rank, self.world_size, self.num_chunks = rank, world_size, num_chunks
         self.layout = Layout.plan(self.num_elements, world_size, num_chunks, wire)
@@ -223,7 +239,8 @@ class Slot:
             window,
             impl,
         )
-        self.staging_bytes = window * world_size * layout.run_bytes if world_size > 2 else 0
+        ring = min(window, num_chunks) if world_size > 2 else 0
+        self.staging_bytes = ring * world_size * layout.run_bytes
         self._owns = [empty_pages(layout.payload_bytes, torch.uint8)]
         self._results = []
         if world_size > 1:

@@ -17,8 +17,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The watcher leaves short jobs alone.
-constexpr milliseconds kWatchAfter{250};
+// The watcher leaves jobs alone that are shorter than this.
+constexpr milliseconds kWatchPeriod{250};
 
 double seconds_since(Clock::time_point begin) {
     return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -83,7 +83,7 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
     TORCH_CHECK(membership.size() == 1 || groups.size() >= 2,
                 "attach: a control group and at least one lane are needed");
     auto board =
-        std::make_unique<Board>(std::move(store), prefix, options_.replica, membership.replicas);
+        std::make_shared<Board>(std::move(store), prefix, options_.replica, membership.replicas);
     auto session = std::make_shared<Session>(std::move(membership), std::move(groups),
                                              options_.timeout, faults_);
     std::shared_ptr<Session> old;
@@ -212,6 +212,7 @@ void Engine::loop() {
         queue_.pop_front();
         is_busy_ = true;
         running_since_ = Clock::now();
+        if (is_watch_asleep_) watch_changed_.notify_one();
         if (std::exchange(has_next_fault_, false)) faults_.set(next_fault_);
         const JobPtr job = running_;
         lock.unlock();
@@ -221,11 +222,14 @@ void Engine::loop() {
         is_busy_ = false;
         changed_.notify_all();
     }
+    is_finished_ = true;
+    watch_changed_.notify_one();
     const std::shared_ptr<Session> session = session_;
+    const std::shared_ptr<Board> board = board_;
     const int64_t step = leave_step_;
     lock.unlock();
     if (session && session->membership().size() > 1) {
-        board_->report_departure(step);
+        board->report_departure(step);
         session->leave(step);
     }
 }
@@ -235,16 +239,23 @@ void Engine::loop() {
 void Engine::watch() {
     pthread_setname_np(pthread_self(), "diloco-watch");
     std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-        changed_.wait(lock, [this] { return is_closing_ || is_busy_; });
-        if (!is_busy_) return;
-        changed_.wait_for(lock, kWatchAfter);
-        if (!is_busy_ || !session_ || Clock::now() - running_since_ < kWatchAfter) continue;
+    while (!is_finished_) {
+        // Sleeps through a run of short jobs: they wake it at most once in a quarter of a second.
+        if (is_busy_) {
+            watch_changed_.wait_for(lock, kWatchPeriod, [this] { return is_finished_; });
+        } else {
+            is_watch_asleep_ = true;
+            watch_changed_.wait(lock, [this] { return is_finished_ || is_busy_; });
+            is_watch_asleep_ = false;
+            continue;
+        }
+        if (!is_busy_ || !session_ || Clock::now() - running_since_ < kWatchPeriod) continue;
         if (session_->membership().size() == 1) continue;
         const std::shared_ptr<Session> session = session_;
+        const std::shared_ptr<Board> board = board_;
         lock.unlock();
         const bool is_broken =
-            board_->is_failed() || (session->is_waiting_for_headers() && board_->is_left());
+            board->is_failed() || (session->is_waiting_for_headers() && board->is_left());
         lock.lock();
         if (is_broken && is_busy_ && session_ == session) session->abort();
     }

@@ -77,6 +77,7 @@ class Engine {
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;
+    std::condition_variable watch_changed_;
     std::deque<JobPtr> queue_;
     std::vector<JobPtr> finished_;  // freed by a caller's thread, which may need the GIL for it
     JobPtr running_;
@@ -84,7 +85,8 @@ class Engine {
     Clock::time_point running_since_{};
     bool is_attached_ = false;
     bool is_closing_ = false;
-    bool is_closed_ = false;
+    bool is_finished_ = false;  // the engine thread takes no more jobs
+    bool is_watch_asleep_ = false;
     int64_t leave_step_ = -1;
     std::string dead_reason_;
     Failure dead_failure_;
@@ -94,7 +96,7 @@ class Engine {
     double link_gbps_ = 0.0;
     double link_rtt_ms_ = 0.0;
     std::shared_ptr<Session> session_;
-    std::unique_ptr<Board> board_;
+    std::shared_ptr<Board> board_;
     at::Tensor staging_;
 
     FaultInjector faults_;  // engine thread only

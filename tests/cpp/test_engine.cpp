@@ -35,8 +35,8 @@ std::shared_ptr<Plan> make_plan(int64_t num_elements, int size, int64_t num_chun
     const int64_t per_run = (num_elements + runs - 1) / runs;
     const int64_t run_elements = (per_run + kBlock - 1) / kBlock * kBlock;
     const int64_t scales = (2 * (run_elements / kBlock) + 15) / 16 * 16;
-    plan->layout = {num_elements, runs, run_elements, scales + (run_elements + 15) / 16 * 16,
-                    "int8", kBlock};
+    plan->layout = {num_elements, runs,  run_elements, scales + (run_elements + 15) / 16 * 16,
+                    "int8",       kBlock};
     plan->num_chunks = num_chunks;
     plan->num_phases = size == 1 ? 0 : size == 2 ? 1 : 2;
     plan->window = kWindow;
@@ -69,7 +69,7 @@ JobPtr make_job(const std::shared_ptr<Plan>& plan, int size, const at::Tensor& x
 
 void wait(Job& job) {
     std::unique_lock<std::mutex> lock(job.mutex);
-    CHECK(job.changed.wait_for(lock, 60s, [&] { return job.is_done; }));
+    EXPECT(job.changed.wait_for(lock, 60s, [&] { return job.is_done; }));
 }
 
 // What the ranks share: a store, and mailboxes for an epoch's groups.
@@ -144,13 +144,13 @@ void test_results(int size, int64_t num_elements, int64_t num_chunks, int lanes,
             const JobPtr job = make_job(plan, size, input(rank, num_elements), round);
             engine.start(job);
             wait(*job);
-            CHECK(!job->failure.has_value());
-            CHECK(job->headers.size() == static_cast<size_t>(size));
-            if (size > 2) CHECK(at::equal(job->result, expected));
+            EXPECT(!job->failure.has_value());
+            EXPECT(job->headers.size() == static_cast<size_t>(size));
+            if (size > 2) EXPECT(at::equal(job->result, expected));
             if (size == 2) {
                 const JobPtr other = make_job(plan, size, input(1 - rank, num_elements), 0);
                 diloco::call_encode(*other, 0, num_elements);
-                CHECK(at::equal(job->result, other->payload));
+                EXPECT(at::equal(job->result, other->payload));
             }
         }
         engine.close(5s, 0);
@@ -172,7 +172,7 @@ void test_queue_of_jobs() {
         }
         for (const JobPtr& job : jobs) {
             wait(*job);
-            CHECK(!job->failure.has_value() && at::equal(job->result, expected));
+            EXPECT(!job->failure.has_value() && at::equal(job->result, expected));
         }
         engine.close(5s, 0);
     });
@@ -193,9 +193,9 @@ void test_failure_and_new_epoch() {
         const JobPtr job = make_job(plan, 3, input(rank, 5000), 0);
         engines[static_cast<size_t>(rank)]->start(job);
         wait(*job);
-        CHECK(job->failure.has_value() && job->failure->kind == "SyncError");
-        CHECK(job->failure->missing.empty());
-        CHECK(!engines[static_cast<size_t>(rank)]->dead_reason().empty());
+        EXPECT(job->failure.has_value() && job->failure->kind == "SyncError");
+        EXPECT(job->failure->missing.empty());
+        EXPECT(!engines[static_cast<size_t>(rank)]->dead_reason().empty());
     });
     world.new_epoch();
     for (int rank = 0; rank < 3; ++rank) world.attach(*engines[static_cast<size_t>(rank)], rank, 2);
@@ -203,7 +203,7 @@ void test_failure_and_new_epoch() {
         const JobPtr job = make_job(plan, 3, input(rank, 5000), 0);
         engines[static_cast<size_t>(rank)]->start(job);
         wait(*job);
-        CHECK(!job->failure.has_value());
+        EXPECT(!job->failure.has_value());
         engines[static_cast<size_t>(rank)]->close(5s, 0);
     });
 }
@@ -221,8 +221,8 @@ void test_departure() {
         const JobPtr job = make_job(plan, 2, input(rank, 1000), 0);
         engine.start(job);
         wait(*job);
-        CHECK(job->failure.has_value() && job->failure->kind == "PeerLeft");
-        CHECK(job->failure->inner_steps == std::vector<int64_t>{42});
+        EXPECT(job->failure.has_value() && job->failure->kind == "PeerLeft");
+        EXPECT(job->failure->inner_steps == std::vector<int64_t>{42});
     });
 }
 
@@ -238,9 +238,9 @@ void test_close_while_waiting() {
     alone.start(second);
     const auto begin = diloco::Clock::now();
     alone.close(100ms, 0);
-    CHECK(diloco::Clock::now() - begin < 10s);
-    CHECK(first->is_done && first->failure.has_value());
-    CHECK(second->is_done && second->failure.has_value());
+    EXPECT(diloco::Clock::now() - begin < 10s);
+    EXPECT(first->is_done && first->failure.has_value());
+    EXPECT(second->is_done && second->failure.has_value());
 }
 
 }  // namespace
