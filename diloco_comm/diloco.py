@@ -46,7 +46,8 @@ class DiLoCo:
             a ``torch.optim.Optimizer`` from a list of parameters.
         group, mesh: The replicas, as a process group or a one-dimensional DeviceMesh; without
             either, the default group; without that one, a single replica.
-        store, replica, num_replicas, members: The replicas as separate jobs that share a store:
+        store, replica, num_replicas, members: The replicas as separate jobs that share a store
+            (a Store, or the ``tcp://host:port`` that ``diloco-comm store`` prints):
             this one's number, and how many there are or which numbers take part.
         name: Tells several DiLoCo objects on one store apart.
         wire, block_size: What travels, see ``wire.WIRES``; elements that share a scale.
@@ -82,7 +83,7 @@ class DiLoCo:
         outer: OuterOptimizer | Factory | None = None,
         group: dist.ProcessGroup | None = None,
         mesh: Any = None,
-        store: dist.Store | None = None,
+        store: dist.Store | str | None = None,
         replica: int | None = None,
         num_replicas: int | None = None,
         members: Sequence[int] | None = None,
@@ -131,6 +132,7 @@ class DiLoCo:
         self._skipped = SkippedSteps(optimizers)
         self._hooks: StepHooks | None = None
         self._make_parts(model, optimizers)
+        store = handshake.connected_store(store)
         group = handshake.replica_group(group, mesh, store)
         self.exchange = handshake.make_exchange(
             group=group,
@@ -338,7 +340,9 @@ class DiLoCo:
 
     # ------------------------------------------------------------------------- the group
 
-    def change_group(self, members: Sequence[int], *, store: dist.Store | None = None) -> None:
+    def change_group(
+        self, members: Sequence[int], *, store: dist.Store | str | None = None
+    ) -> None:
         """Go on with these replicas: the survivors of a failure, with or without newcomers.
 
         Every member calls this after the same failure or at the same inner step; a newcomer
@@ -354,6 +358,7 @@ class DiLoCo:
         self._refuse_if_swapped()
         self._rounds.forget()
         last_rounds = {part.index: part.round - 1 for part in self.parts}
+        store = handshake.connected_store(store)
         repairs = self.exchange.change_group(members, store=store, last_rounds=last_rounds)
         for repair in repairs:
             self._rounds.repair(repair)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,24 @@ from torch import Tensor, nn
 from .errors import ReplicaMismatch
 from .exchange import Exchange
 from .fragments import memory_order
+
+
+def connected_store(store: dist.Store | str | None) -> dist.Store | None:
+    """Connect to a store given by address, as ``diloco-comm store`` prints it.
+
+    Raises:
+        ValueError: If the address is not of the form ``tcp://host:port``.
+    """
+    if not isinstance(store, str):
+        return store
+    try:
+        url = urlsplit(store)
+        host, port = url.hostname, url.port
+    except ValueError:
+        host = port = None
+    if host is None or port is None or url.scheme != "tcp":
+        raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}")
+    return dist.TCPStore(host, port, is_master=False)
 
 
 def replica_group(

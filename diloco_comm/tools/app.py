@@ -1,0 +1,95 @@
+"""The sub-commands of ``diloco-comm``, one function each.
+
+What a sub-command needs is imported when it runs, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Low-communication training for PyTorch: DiLoCo and its relatives.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: under a minute.")] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="Text to learn instead of Python's own sources.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the plot and the numbers.")] = Path(
+        "demo-results"
+    ),
+    replicas: Annotated[int, typer.Option(help="Local processes, one replica each.")] = 4,
+    steps: Annotated[
+        int | None, typer.Option(help="Inner steps of every run, a multiple of --sync-every.")
+    ] = None,
+    sync_every: Annotated[int, typer.Option(help="Inner steps between two outer steps.")] = 50,
+    gbps: Annotated[float, typer.Option(help="Bandwidth of the emulated link, Gbit/s.")] = 0.5,
+    rtt_ms: Annotated[float, typer.Option(help="Round trip of the emulated link, ms.")] = 10.0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with status 1 unless all claims hold.")
+    ] = False,
+) -> None:
+    """Train a small language model on local replicas: DDP, FedAvg and DiLoCo side by side."""
+    from .demo import ReplicaError, run
+    from .demo_settings import DEFAULT, QUICK
+
+    preset = QUICK if quick else DEFAULT
+    try:
+        settings = dataclasses.replace(
+            preset,
+            data=data,
+            num_replicas=replicas,
+            num_steps=preset.num_steps if steps is None else steps,
+            sync_every=sync_every,
+            link_gbps=gbps,
+            link_rtt_ms=rtt_ms,
+        )
+        results = run(settings, out)
+    except KeyboardInterrupt:
+        print("diloco-comm: interrupted, all replicas are stopped", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except (ValueError, OSError, ReplicaError) as error:
+        _fail(str(error))
+    if check and not all(claim.holds for claim in results.claims()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def store(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 29400,
+) -> None:
+    """Host the store through which replicas meet, until Ctrl-C or SIGTERM.
+
+    It must outlive the replicas, which find it by DiLoCo(store="tcp://host:port", ...). Whoever
+    reaches the port can write to it: listen on a network that you trust.
+    """
+    from .store import host_store
+
+    try:
+        signal_name = host_store(host, port, lambda address: print(address, flush=True))
+    except OSError as error:
+        # Negative numbers come from the resolver.
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.strerror
+        _fail(f"cannot listen on {host}:{port}: {reason}")
+    print(f"closed by {signal_name}", file=sys.stderr)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"diloco-comm: {message}", file=sys.stderr)
+    raise typer.Exit(1)

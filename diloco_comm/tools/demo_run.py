@@ -1,0 +1,133 @@
+"""Start the demo's replicas and train the rows of its table on them, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Protocol
+
+from .demo_data import load_corpus
+from .demo_events import Failed
+from .demo_results import Results, RowResult
+from .demo_settings import ROWS, Row, Settings
+from .demo_worker import worker_main
+from .store import open_store
+
+STOP_SECONDS = 10.0
+
+
+class ReplicaError(RuntimeError):
+    """A replica of the demo raised or died."""
+
+
+class Display(Protocol):
+    """Shows a demo while it runs."""
+
+    def start(self, results: Results) -> None: ...
+
+    def update(self, result: RowResult) -> None:
+        """Show the row's new state; called for every event."""
+
+    def finish(self) -> None: ...
+
+
+def run_demo(settings: Settings, display: Display, rows: Sequence[Row] = ROWS) -> Results:
+    """Train every row on the same replica processes and return what they measured.
+
+    Raises:
+        ValueError: If the text is missing or too short.
+        ReplicaError: If a replica failed; no process is left behind, nor on an interrupt.
+    """
+    started = time.perf_counter()
+    corpus = load_corpus(settings.data, settings.num_replicas)
+    results = Results(settings, corpus.source, corpus.unigram_entropy)
+    display.start(results)
+    try:
+        with _replicas(settings) as replicas:
+            for row in rows:
+                result = results.rows[row] = RowResult(row, settings.num_replicas)
+                _train_row(result, replicas, display)
+    finally:
+        results.total_seconds = time.perf_counter() - started
+        display.finish()
+    return results
+
+
+class _Replica:
+    """One worker process and the pipe to it."""
+
+    def __init__(self, process: ForkServerProcess, pipe: Connection) -> None:
+        self.process = process
+        self.pipe = pipe
+
+
+@contextlib.contextmanager
+def _replicas(settings: Settings) -> Iterator[list[_Replica]]:
+    """Start the worker processes; kill whatever is left of them at the end."""
+    store = open_store("127.0.0.1", 0)
+    # A clean process imports torch once and forks the replicas.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([worker_main.__module__])
+    replicas: list[_Replica] = []
+    try:
+        for index in range(settings.num_replicas):
+            pipe, child_pipe = context.Pipe()
+            process = context.Process(
+                target=worker_main,
+                args=(child_pipe, index, settings, store.port),
+                name=f"diloco_comm demo replica {index}",
+                daemon=True,
+            )
+            with _interrupts_blocked():
+                process.start()
+                replicas.append(_Replica(process, pipe))
+            child_pipe.close()
+        yield replicas
+        for replica in replicas:
+            replica.pipe.send(None)
+        for replica in replicas:
+            replica.process.join(STOP_SECONDS)
+    finally:
+        for replica in replicas:
+            replica.process.kill()
+        for replica in replicas:
+            replica.process.join()
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Delay Ctrl-C; a process started inside inherits the mask and never sees one."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _train_row(result: RowResult, replicas: Sequence[_Replica], display: Display) -> None:
+    for replica in replicas:
+        replica.pipe.send(result.row)
+    display.update(result)
+    index_of = {replica.pipe: index for index, replica in enumerate(replicas)}
+    while not result.is_finished:
+        for pipe in connection.wait(list(index_of)):
+            assert isinstance(pipe, Connection)
+            index = index_of[pipe]
+            try:
+                event = pipe.recv()
+            except EOFError:
+                process = replicas[index].process
+                process.join(STOP_SECONDS)
+                raise ReplicaError(
+                    f"replica {index} died during {result.row.name}, exit code {process.exitcode}"
+                ) from None
+            if isinstance(event, Failed):
+                raise ReplicaError(f"replica {index}, {result.row.name}:\n{event.traceback}")
+            result.add(index, event)
+            display.update(result)

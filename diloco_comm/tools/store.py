@@ -1,0 +1,55 @@
+"""Host the rendezvous store of replicas that are separate jobs."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def open_store(host: str, port: int) -> dist.TCPStore:
+    """Listen on ``host`` only, not on all interfaces as TCPStore does by itself.
+
+    Args:
+        host: Name or address of a local interface.
+        port: TCP port; 0 picks a free one, see the ``port`` of the result.
+
+    Raises:
+        OSError: If the address is not local or the port is taken.
+    """
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, port), family=family)
+    # The store takes over the descriptor. Without libuv, stray connections can block it.
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+        timeout=timedelta(seconds=30),
+    )
+
+
+def address(store: dist.TCPStore) -> str:
+    """Return the ``tcp://host:port`` that replicas are given."""
+    host = f"[{store.host}]" if ":" in store.host else store.host
+    return f"tcp://{host}:{store.port}"
+
+
+def host_store(host: str, port: int, announce: Callable[[str], None]) -> str:
+    """Host a store until SIGINT or SIGTERM; ``announce`` is told the address once it listens.
+
+    Returns:
+        The name of the signal.
+    """
+    received: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: received.put(number))
+    store = open_store(host, port)
+    announce(address(store))
+    return signal.Signals(received.get()).name

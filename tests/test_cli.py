@@ -1,0 +1,129 @@
+"""The command line: the rendezvous store, and errors that say what to do."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from workers import Pool
+
+from diloco_comm import SGD, DiLoCo
+
+CLI = [sys.executable, "-m", "diloco_comm.tools.cli"]
+
+
+@pytest.fixture
+def store() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running ``diloco-comm store`` and the address that it printed."""
+    command = [*CLI, "store", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process, process.stdout.readline().strip()
+    process.kill()
+    process.communicate()
+
+
+def train_one_round(rank: int, world: int, address: str) -> list[float]:
+    """One replica as a job of its own: it knows only the store and its number."""
+    assert not dist.is_initialized()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with DiLoCo(
+        model,
+        optimizer,
+        sync_every=1,
+        outer=SGD(lr=1.0),
+        wire="fp32",
+        store=address,
+        replica=rank,
+        num_replicas=world,
+        timeout=20,
+    ):
+        model.weight.grad = torch.full((1, 1), float(rank + 1))
+        optimizer.step()
+    return model.weight.flatten().tolist()
+
+
+def test_replicas_meet_at_the_store(
+    store: tuple[subprocess.Popen[str], str], fresh_workers: Callable[..., Pool]
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    # The replicas go from 1 to 0 and to -1; their mean is exact.
+    assert pool.run(train_one_round, store[1]) == [[-0.5], [-0.5]]
+    assert store[0].poll() is None
+
+
+@pytest.mark.parametrize("address", ["localhost:29400", "tcp://localhost", "tcp://host:port", ""])
+def test_wrong_store_address_is_one_sentence(address: str) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match=r"store must be a Store or 'tcp://host:port', got"):
+        DiLoCo(model, optimizer, sync_every=1, store=address, replica=0, num_replicas=1)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_store_closes_on_signal(
+    store: tuple[subprocess.Popen[str], str], sig: signal.Signals
+) -> None:
+    process, address = store
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", address)
+    process.send_signal(sig)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert errors == f"closed by {sig.name}\n"
+
+
+def test_store_listens_on_its_address_alone(store: tuple[subprocess.Popen[str], str]) -> None:
+    port = int(store[1].rsplit(":", 1)[1])
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+    client.set("key", "value")
+    assert client.get("key") == b"value"
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
+def test_taken_port_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [*CLI, "store", "--port", str(port)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert (
+        ended.stderr == f"diloco-comm: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
+
+
+@pytest.mark.parametrize("module", ["typer", "rich"])
+def test_missing_extra_is_one_sentence(module: str) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; import diloco_comm.tools.cli as c; c.main()"
+    )
+    command = [sys.executable, "-c", code, "demo"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert f"diloco-comm needs {module}" in ended.stderr
+    assert "pip install 'diloco_comm[cli]'" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_help_lists_the_sub_commands_and_loads_none() -> None:
+    code = (
+        "import sys; from diloco_comm.tools.app import app; "
+        "app(standalone_mode=False); print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0
+    assert "demo" in ended.stdout and "store" in ended.stdout
+    loaded = ended.stdout.splitlines()[-1].split()
+    assert "diloco_comm.tools.app" in loaded
+    assert not {"matplotlib", "diloco_comm.tools.demo", "diloco_comm.tools.store"} & set(loaded)
