@@ -14,7 +14,8 @@ using wire::Format;
 // What a loop over memory calls must not be a call.
 #define DILOCO_INLINE [[gnu::always_inline]] inline
 
-constexpr int kTermBatch = 16;
+// Payloads that are summed in one pass over a block.
+constexpr int kTermBatch = 4;
 // Elements handled by one turn of an inner loop; divides every block size.
 constexpr int kUnroll = 32;
 
@@ -76,57 +77,42 @@ DILOCO_INLINE void load_factors(const Term* terms, int num_terms, int64_t block,
     }
 }
 
-template <Format kFormat, bool kIsSingle>
-DILOCO_INLINE Vec::F weighted_value(const Term& term, const BlockFactors& factors, int t,
-                                    int64_t i) {
-    Vec::F value = code_values<kFormat>(term.codes, i);
-    if constexpr (wire::has_scales(kFormat) && !kIsSingle) {
-        value = Vec::mul(value, Vec::set(factors.scale[t]));
-    }
-    return Vec::mul(Vec::set(factors.coefficient[t]), value);
-}
-
-// sum[j] (+)= c_0 * d_0 + c_1 * d_1 + ... for the elements of one block; begin is its first element
-// in the span.
+// sum (+)= c_0 * d_0 + c_1 * d_1 + ... for the `size` elements of one block that begin at element
+// `begin` of the span. Pointers and factors are copied to locals first: stores may alias anything
+// else.
 template <Format kFormat, bool kIsSingle, int kTerms>
-DILOCO_INLINE void sum_terms(const Term* terms, int num_terms, const BlockFactors& factors,
-                             int64_t begin, int size, bool is_first, float* sum) {
+void sum_terms(const Term* terms, const BlockFactors& factors, int64_t begin, int size,
+               bool is_first, float* sum) {
+    constexpr bool kHasScale = wire::has_scales(kFormat) && !kIsSingle;
     constexpr int kVectors = kUnroll / Vec::kWidth;
-    const int count = kTerms > 0 ? kTerms : num_terms;
+    const uint8_t* codes[kTerms];
+    Vec::F scale[kTerms], coefficient[kTerms];
+    for (int t = 0; t < kTerms; ++t) {
+        codes[t] = terms[t].codes;
+        scale[t] = Vec::set(kHasScale ? factors.scale[t] : 1.0f);
+        coefficient[t] = Vec::set(factors.coefficient[t]);
+    }
     for (int j = 0; j < size; j += kUnroll) {
-        Vec::F total[kVectors];
         for (int k = 0; k < kVectors; ++k) {
             const int at = j + k * Vec::kWidth;
-            const Vec::F term =
-                weighted_value<kFormat, kIsSingle>(terms[0], factors, 0, begin + at);
-            total[k] = is_first ? term : Vec::add(Vec::load(sum + at), term);
-        }
-        for (int t = 1; t < count; ++t) {
-            for (int k = 0; k < kVectors; ++k) {
-                const int64_t at = begin + j + k * Vec::kWidth;
-                total[k] = Vec::add(total[k],
-                                    weighted_value<kFormat, kIsSingle>(terms[t], factors, t, at));
+            Vec::F total = is_first ? Vec::zero() : Vec::load(sum + at);
+            for (int t = 0; t < kTerms; ++t) {
+                Vec::F value = code_values<kFormat>(codes[t], begin + at);
+                if constexpr (kHasScale) value = Vec::mul(value, scale[t]);
+                value = Vec::mul(coefficient[t], value);
+                total = t == 0 && is_first ? value : Vec::add(total, value);
             }
+            Vec::store(sum + at, total);
         }
-        for (int k = 0; k < kVectors; ++k) Vec::store(sum + j + k * Vec::kWidth, total[k]);
     }
 }
 
+using SumTerms = void (*)(const Term*, const BlockFactors&, int64_t, int, bool, float*);
+
 template <Format kFormat, bool kIsSingle>
-DILOCO_INLINE void sum_batch(const Term* terms, int count, const BlockFactors& factors,
-                             int64_t begin, int size, bool is_first, float* sum) {
-    switch (count) {
-        case 1:
-            return sum_terms<kFormat, kIsSingle, 1>(terms, 1, factors, begin, size, is_first, sum);
-        case 2:
-            return sum_terms<kFormat, kIsSingle, 2>(terms, 2, factors, begin, size, is_first, sum);
-        case 4:
-            return sum_terms<kFormat, kIsSingle, 4>(terms, 4, factors, begin, size, is_first, sum);
-        default:
-            return sum_terms<kFormat, kIsSingle, 0>(terms, count, factors, begin, size, is_first,
-                                                    sum);
-    }
-}
+constexpr SumTerms kSumTerms[kTermBatch] = {
+    sum_terms<kFormat, kIsSingle, 1>, sum_terms<kFormat, kIsSingle, 2>,
+    sum_terms<kFormat, kIsSingle, 3>, sum_terms<kFormat, kIsSingle, 4>};
 
 // The weighted sum of block number `block` of all terms, as fp32.
 template <Format kFormat>
@@ -135,13 +121,9 @@ void decode_block(const Term* terms, int num_terms, int64_t block, int size, flo
     for (int first = 0; first < num_terms; first += kTermBatch) {
         const int count = num_terms - first < kTermBatch ? num_terms - first : kTermBatch;
         load_factors<kFormat>(terms + first, count, block, factors);
-        if (factors.is_single) {
-            sum_batch<kFormat, true>(terms + first, count, factors, block * size, size, first == 0,
-                                     sum);
-        } else {
-            sum_batch<kFormat, false>(terms + first, count, factors, block * size, size, first == 0,
-                                      sum);
-        }
+        const SumTerms add = factors.is_single ? kSumTerms<kFormat, true>[count - 1]
+                                               : kSumTerms<kFormat, false>[count - 1];
+        add(terms + first, factors, block * size, size, first == 0, sum);
     }
 }
 

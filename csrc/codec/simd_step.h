@@ -6,29 +6,46 @@
 namespace diloco::codec {
 namespace {
 
+// The numbers of a step, one a vector.
+struct StepVectors {
+    explicit StepVectors(const StepConstants& c)
+        : lr(Vec::set(c.lr)),
+          mu(Vec::set(c.mu)),
+          upper(Vec::set(c.clip)),
+          lower(Vec::set(-c.clip)),
+          alpha(Vec::set(c.alpha)),
+          one_minus_alpha(Vec::set(c.one_minus_alpha)),
+          one_minus_beta1(Vec::set(c.one_minus_beta1)),
+          beta2(Vec::set(c.beta2)),
+          one_minus_beta2(Vec::set(c.one_minus_beta2)),
+          sqrt_correction(Vec::set(c.sqrt_correction)),
+          eps(Vec::set(c.eps)) {}
+    Vec::F lr, mu, upper, lower, alpha, one_minus_alpha;
+    Vec::F one_minus_beta1, beta2, one_minus_beta2, sqrt_correction, eps;
+};
+
 // outer -= lr * step(g); returns the new outer values of one vector and writes the momenta.
 template <Optimizer kOptimizer>
-DILOCO_INLINE Vec::F update(const StepSpan& span, const StepConstants& c, int64_t i, Vec::F g) {
-    const Vec::F outer = Vec::load(span.outer + i), lr = Vec::set(c.lr);
+DILOCO_INLINE Vec::F update(const StepSpan& span, const StepVectors& c, int64_t i, Vec::F g) {
+    const Vec::F outer = Vec::load(span.outer + i);
     if constexpr (kOptimizer == Optimizer::kSgd) {
-        return Vec::sub(outer, Vec::mul(lr, g));
+        return Vec::sub(outer, Vec::mul(c.lr, g));
     } else if constexpr (kOptimizer == Optimizer::kAdam) {
-        Vec::F m = Vec::load(span.momentum + i), v = Vec::load(span.second + i);
-        m = Vec::add(Vec::mul(Vec::set(c.mu), m), Vec::mul(Vec::set(c.one_minus_beta1), g));
-        v = Vec::add(Vec::mul(Vec::set(c.beta2), v),
-                     Vec::mul(Vec::mul(Vec::set(c.one_minus_beta2), g), g));
+        const Vec::F m =
+            Vec::add(Vec::mul(c.mu, Vec::load(span.momentum + i)), Vec::mul(c.one_minus_beta1, g));
+        const Vec::F v = Vec::add(Vec::mul(c.beta2, Vec::load(span.second + i)),
+                                  Vec::mul(Vec::mul(c.one_minus_beta2, g), g));
         Vec::store(span.momentum + i, m);
         Vec::store(span.second + i, v);
-        const Vec::F root = Vec::div(Vec::sqrt(v), Vec::set(c.sqrt_correction));
-        return Vec::sub(outer, Vec::div(Vec::mul(lr, m), Vec::add(root, Vec::set(c.eps))));
+        const Vec::F root = Vec::div(Vec::sqrt(v), c.sqrt_correction);
+        return Vec::sub(outer, Vec::div(Vec::mul(c.lr, m), Vec::add(root, c.eps)));
     } else {
-        const Vec::F mu = Vec::set(c.mu);
-        Vec::F m = Vec::add(Vec::mul(mu, Vec::load(span.momentum + i)), g);
+        Vec::F m = Vec::add(Vec::mul(c.mu, Vec::load(span.momentum + i)), g);
         // The bound comes first: min and max return their second operand when one is a NaN.
-        m = Vec::min(Vec::set(c.clip), Vec::max(Vec::set(-c.clip), m));
+        m = Vec::min(c.upper, Vec::max(c.lower, m));
         Vec::store(span.momentum + i, m);
-        const Vec::F step = kOptimizer == Optimizer::kNesterov ? Vec::add(g, Vec::mul(mu, m)) : m;
-        return Vec::sub(outer, Vec::mul(lr, step));
+        const Vec::F step = kOptimizer == Optimizer::kNesterov ? Vec::add(g, Vec::mul(c.mu, m)) : m;
+        return Vec::sub(outer, Vec::mul(c.lr, step));
     }
 }
 
@@ -47,53 +64,59 @@ DILOCO_INLINE void write_param(void* params, int64_t i, Vec::F outer, bool is_me
     }
 }
 
+using DecodeBlock = void (*)(const Term* terms, int num_terms, int64_t block, int size, float* g);
+
 template <Optimizer kOptimizer, DType kParams>
-void step_block(const StepSpan& span, int64_t begin, const float* g, bool streams) {
-    const StepConstants& c = *span.constants;
-    const bool is_merge = c.alpha != 0.0f;
-    const Vec::F alpha = Vec::set(c.alpha), rest = Vec::set(c.one_minus_alpha);
-    for (int j = 0; j < span.block_size; j += Vec::kWidth) {
-        const Vec::F outer = update<kOptimizer>(span, c, begin + j, Vec::load(g + j));
-        Vec::store(span.outer + begin + j, outer);
-        write_param<kParams>(span.params, begin + j, outer, is_merge, alpha, rest, streams);
+void step_blocks(const StepSpan& argument, DecodeBlock decode) {
+    // Copies that nobody else sees: stores cannot change them, so they stay in registers.
+    const StepSpan span = argument;
+    const StepVectors c(*argument.constants);
+    const bool is_merge = argument.constants->alpha != 0.0f;
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        alignas(64) float g[wire::kMaxBlockSize];
+        decode(span.terms, span.num_terms, block, span.block_size, g);
+        const int64_t begin = block * span.block_size;
+        for (int j = 0; j < span.block_size; j += Vec::kWidth) {
+            const int64_t i = begin + j;
+            const Vec::F outer = update<kOptimizer>(span, c, i, Vec::load(g + j));
+            Vec::store(span.outer + i, outer);
+            write_param<kParams>(span.params, i, outer, is_merge, c.alpha, c.one_minus_alpha,
+                                 span.streams_params);
+        }
     }
 }
 
-using StepBlock = void (*)(const StepSpan& span, int64_t begin, const float* g, bool streams);
+using StepBlocks = void (*)(const StepSpan& span, DecodeBlock decode);
 
 template <Optimizer kOptimizer>
-StepBlock step_block_for(DType params) {
-    return params == DType::kFp32   ? step_block<kOptimizer, DType::kFp32>
-           : params == DType::kBf16 ? step_block<kOptimizer, DType::kBf16>
-                                    : step_block<kOptimizer, DType::kFp16>;
+StepBlocks step_blocks_for(DType params) {
+    return params == DType::kFp32   ? step_blocks<kOptimizer, DType::kFp32>
+           : params == DType::kBf16 ? step_blocks<kOptimizer, DType::kBf16>
+                                    : step_blocks<kOptimizer, DType::kFp16>;
 }
 
-DILOCO_INLINE StepBlock step_block_of(const StepSpan& span) {
+DILOCO_INLINE StepBlocks step_blocks_of(const StepSpan& span) {
     switch (span.constants->optimizer) {
         case Optimizer::kSgd:
-            return step_block_for<Optimizer::kSgd>(span.param_dtype);
+            return step_blocks_for<Optimizer::kSgd>(span.param_dtype);
         case Optimizer::kHeavyBall:
-            return step_block_for<Optimizer::kHeavyBall>(span.param_dtype);
+            return step_blocks_for<Optimizer::kHeavyBall>(span.param_dtype);
         case Optimizer::kNesterov:
-            return step_block_for<Optimizer::kNesterov>(span.param_dtype);
+            return step_blocks_for<Optimizer::kNesterov>(span.param_dtype);
         default:
-            return step_block_for<Optimizer::kAdam>(span.param_dtype);
+            return step_blocks_for<Optimizer::kAdam>(span.param_dtype);
     }
 }
 
 template <Format kFormat>
 void step_format(const StepSpan& span) {
-    const StepBlock step = step_block_of(span);
-    for (int64_t block = 0; block < span.num_blocks; ++block) {
-        alignas(64) float g[wire::kMaxBlockSize];
-        decode_block<kFormat>(span.terms, span.num_terms, block, span.block_size, g);
-        step(span, block * span.block_size, g, span.streams_params);
-    }
+    step_blocks_of(span)(span, decode_block<kFormat>);
     if (span.streams_params) _mm_sfence();
 }
 
 template <DType kParams>
-void merge_params(const MergeSpan& span) {
+void merge_params(const MergeSpan& argument) {
+    const MergeSpan span = argument;
     const bool is_merge = span.alpha != 0.0f;
     const Vec::F alpha = Vec::set(span.alpha), rest = Vec::set(span.one_minus_alpha);
     for (int64_t i = 0; i < span.num_elements; i += Vec::kWidth) {
@@ -105,7 +128,8 @@ void merge_params(const MergeSpan& span) {
 
 // Sixteen sums in fp64, whatever the width: element i goes to lane i mod 16.
 template <DType kParams>
-int64_t norms_params(const NormsSpan& span) {
+int64_t norms_params(const NormsSpan& argument) {
+    const NormsSpan span = argument;
     constexpr int kVectors = kNormLanes / Vec::kWidth, kHalf = Vec::kWidth / 2;
     Vec::D sums[2 * kVectors];
     for (int k = 0; k < 2 * kVectors; ++k) sums[k] = Vec::load(span.lanes + k * kHalf);
