@@ -103,6 +103,29 @@ DILOCO_WIDE void step_wide(const FloorBuffer* b, size_t begin, size_t end) {
     _mm_sfence();
 }
 
+// The same in bursts of 256 elements, one stream of codes after the others.
+DILOCO_WIDE void step_burst(const FloorBuffer* b, size_t begin, size_t end) {
+    float *outer = floats(b, 0), *momentum = floats(b, 1), *params = floats(b, 2);
+    alignas(64) float g[256];
+    for (size_t first = begin; first < end; first += 256) {
+        for (size_t i = 0; i < 256; i += 16) {
+            const auto* codes = reinterpret_cast<const __m128i*>(b[3].data + first + i);
+            _mm512_store_ps(g + i,
+                            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes))));
+        }
+        for (size_t i = 0; i < 256; i += 16) {
+            const __m512 m =
+                _mm512_add_ps(_mm512_loadu_ps(momentum + first + i), _mm512_load_ps(g + i));
+            const __m512 o =
+                _mm512_add_ps(_mm512_loadu_ps(outer + first + i), _mm512_load_ps(g + i));
+            _mm512_storeu_ps(momentum + first + i, m);
+            _mm512_storeu_ps(outer + first + i, o);
+            _mm512_stream_ps(params + first + i, o);
+        }
+    }
+    _mm_sfence();
+}
+
 template <bool kStreams>
 DILOCO_WIDE void feedback_wide(const FloorBuffer* b, size_t begin, size_t end) {
     const float *outer = floats(b, 0), *params = floats(b, 1), *residual = floats(b, 2);
@@ -146,6 +169,7 @@ constexpr Floor kWideFloors[] = {
     {"outer_step", kStepBuffers, 4, {4, 4, 4, 1}, step_wide<0>},
     {"outer_step_stream", kStepBuffers, 4, {4, 4, 4, 1}, step_wide<1>},
     {"outer_step_stream_all", kStepBuffers, 4, {4, 4, 4, 1}, step_wide<2>},
+    {"outer_step_burst", kStepBuffers, 4, {4, 4, 4, 1}, step_burst},
     {"feedback", kFeedbackBuffers, 5, {4, 4, 4, 4, 1}, feedback_wide<false>},
     {"feedback_stream", kFeedbackBuffers, 5, {4, 4, 4, 4, 1}, feedback_wide<true>},
 };

@@ -13,35 +13,94 @@ DILOCO_INLINE Vec::I magnitude_of(Vec::F v) {
     return Vec::and_(Vec::as_int(v), Vec::set(static_cast<int32_t>(wire::kMagnitudeMask)));
 }
 
-// x of one vector. The common inputs are compiled apart from the general one, which looks at the
-// span each time.
+// Where x comes from: an Input is made for each block and loads the vector at element n of it. The
+// common inputs are compiled apart from the general one, which looks at the span each time.
 template <DType kParams, bool kHasResidual>
-struct DifferenceInput {
-    DILOCO_INLINE static Vec::F load(const EncodeSpan& span, int64_t i) {
-        const Vec::F x = Vec::sub(Vec::load(span.outer + i), load_as(kParams, span.params, i));
+class DifferenceInput {
+  public:
+    DILOCO_INLINE DifferenceInput(const EncodeSpan& span, int64_t block)
+        : span_(span), begin_(block * span.block_size) {}
+    DILOCO_INLINE Vec::F load(int n) const {
+        const int64_t i = begin_ + n;
+        const Vec::F x = Vec::sub(Vec::load(span_.outer + i), load_as(kParams, span_.params, i));
         if constexpr (!kHasResidual) return x;
-        return Vec::add(x, Vec::load(static_cast<const float*>(span.residual) + i));
+        return Vec::add(x, Vec::load(static_cast<const float*>(span_.residual) + i));
     }
+
+  private:
+    const EncodeSpan& span_;
+    int64_t begin_;
 };
 
-struct AnyInput {
-    DILOCO_INLINE static Vec::F load(const EncodeSpan& span, int64_t i) {
-        Vec::F x = load_as(span.param_dtype, span.params, i);
-        if (span.outer != nullptr) x = Vec::sub(Vec::load(span.outer + i), x);
-        if (span.residual != nullptr) {
-            x = Vec::add(x, load_as(span.residual_dtype, span.residual, i));
+class AnyInput {
+  public:
+    DILOCO_INLINE AnyInput(const EncodeSpan& span, int64_t block)
+        : span_(span), begin_(block * span.block_size) {}
+    DILOCO_INLINE Vec::F load(int n) const {
+        const int64_t i = begin_ + n;
+        Vec::F x = load_as(span_.param_dtype, span_.params, i);
+        if (span_.outer != nullptr) x = Vec::sub(Vec::load(span_.outer + i), x);
+        if (span_.residual != nullptr) {
+            x = Vec::add(x, load_as(span_.residual_dtype, span_.residual, i));
         }
         return x;
     }
+
+  private:
+    const EncodeSpan& span_;
+    int64_t begin_;
+};
+
+// The weighted sum of kTerms payloads.
+template <Format kFormat, int kTerms>
+class SumInput {
+  public:
+    DILOCO_INLINE SumInput(const EncodeSpan& span, int64_t block)
+        : span_(span), begin_(block * span.block_size) {
+        BlockFactors factors;
+        load_factors<kFormat>(span.terms, kTerms, block, factors);
+        is_single_ = factors.is_single;
+        for (int t = 0; t < kTerms; ++t) {
+            codes_[t] = span.terms[t].codes;
+            scale_[t] = Vec::set(wire::has_scales(kFormat) ? factors.scale[t] : 1.0f);
+            coefficient_[t] = Vec::set(factors.coefficient[t]);
+        }
+    }
+    DILOCO_INLINE Vec::F load(int n) const {
+        const int64_t i = begin_ + n;
+        Vec::F x = wire::has_scales(kFormat) && !is_single_ ? sum<true>(i) : sum<false>(i);
+        if (span_.residual != nullptr) {
+            x = Vec::add(x, load_as(span_.residual_dtype, span_.residual, i));
+        }
+        return x;
+    }
+
+  private:
+    template <bool kHasScale>
+    DILOCO_INLINE Vec::F sum(int64_t i) const {
+        Vec::F total = Vec::zero();
+        for (int t = 0; t < kTerms; ++t) {
+            Vec::F value = code_values<kFormat>(codes_[t], i);
+            if constexpr (kHasScale) value = Vec::mul(value, scale_[t]);
+            value = Vec::mul(coefficient_[t], value);
+            total = t == 0 ? value : Vec::add(total, value);
+        }
+        return total;
+    }
+    const EncodeSpan& span_;
+    int64_t begin_;
+    bool is_single_;
+    const uint8_t* codes_[kTerms];
+    Vec::F scale_[kTerms], coefficient_[kTerms];
 };
 
 // x of one block, with the largest magnitude's bits.
 template <class Input>
 uint32_t load_block(const EncodeSpan& span, int64_t block, float* x) {
-    const int64_t begin = block * span.block_size;
+    const Input input(span, block);
     Vec::I largest = Vec::set(0);
     for (int j = 0; j < span.block_size; j += Vec::kWidth) {
-        const Vec::F v = Input::load(span, begin + j);
+        const Vec::F v = input.load(j);
         largest = Vec::max(largest, magnitude_of(v));
         Vec::store(x + j, v);
     }
@@ -323,7 +382,7 @@ DILOCO_INLINE BlockScale write_scale(const EncodeSpan& span, int64_t block, uint
 }
 
 template <Format kFormat, bool kIsStochastic, bool kHasNewResidual, class Input>
-int64_t encode_difference(const EncodeSpan& argument) {
+int64_t encode_blocks(const EncodeSpan& argument) {
     // A copy that nobody else sees: stores of bytes cannot change it, so its members stay in
     // registers.
     const EncodeSpan span = argument;
@@ -338,7 +397,7 @@ int64_t encode_difference(const EncodeSpan& argument) {
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         const int64_t begin = block * size;
         // After the last block it is loaded once more, in vain.
-        const int64_t next = (block + 1 < span.num_blocks ? block + 1 : block) * size;
+        const Input next(span, block + 1 < span.num_blocks ? block + 1 : block);
         const float* current = x[block & 1];
         float* following = x[(block + 1) & 1];
         const bool is_good = largest <= good_limit(kFormat);
@@ -351,7 +410,7 @@ int64_t encode_difference(const EncodeSpan& argument) {
             }
             for (int k = j; k < j + unit; k += kUnroll) {
                 for (int n = k; n < k + kUnroll; n += Vec::kWidth) {
-                    const Vec::F v = Input::load(span, next + n);
+                    const Vec::F v = next.load(n);
                     maxima = Vec::max(maxima, magnitude_of(v));
                     Vec::store(following + n, v);
                 }
@@ -375,7 +434,7 @@ int64_t encode_difference(const EncodeSpan& argument) {
     return num_bad;
 }
 
-// Arithmetic outweighs memory here, so the halves are not interleaved.
+// The sum of any number of payloads, block after block.
 template <Format kFormat, bool kIsStochastic, bool kHasNewResidual>
 int64_t encode_sum(const EncodeSpan& argument) {
     const EncodeSpan span = argument;
@@ -413,27 +472,33 @@ int64_t encode_sum(const EncodeSpan& argument) {
 template <Format kFormat, bool kIsStochastic>
 int64_t encode_format(const EncodeSpan& span) {
     const bool has_new = span.new_residual != nullptr;
+    if (span.num_terms == 3 && !has_new) {
+        return encode_blocks<kFormat, kIsStochastic, false, SumInput<kFormat, 3>>(span);
+    }
+    if (span.num_terms == 4 && !has_new) {
+        return encode_blocks<kFormat, kIsStochastic, false, SumInput<kFormat, 4>>(span);
+    }
     if (span.num_terms > 0) {
         return has_new ? encode_sum<kFormat, kIsStochastic, true>(span)
                        : encode_sum<kFormat, kIsStochastic, false>(span);
     }
     if (span.outer != nullptr && span.param_dtype == DType::kFp32) {
         if (span.residual == nullptr && !has_new) {
-            return encode_difference<kFormat, kIsStochastic, false,
-                                     DifferenceInput<DType::kFp32, false>>(span);
+            return encode_blocks<kFormat, kIsStochastic, false,
+                                 DifferenceInput<DType::kFp32, false>>(span);
         }
         if (span.residual != nullptr && has_new && span.residual_dtype == DType::kFp32) {
-            return encode_difference<kFormat, kIsStochastic, true,
-                                     DifferenceInput<DType::kFp32, true>>(span);
+            return encode_blocks<kFormat, kIsStochastic, true, DifferenceInput<DType::kFp32, true>>(
+                span);
         }
     }
     if (span.outer != nullptr && span.param_dtype == DType::kBf16 && span.residual == nullptr &&
         !has_new) {
-        return encode_difference<kFormat, kIsStochastic, false,
-                                 DifferenceInput<DType::kBf16, false>>(span);
+        return encode_blocks<kFormat, kIsStochastic, false, DifferenceInput<DType::kBf16, false>>(
+            span);
     }
-    return has_new ? encode_difference<kFormat, kIsStochastic, true, AnyInput>(span)
-                   : encode_difference<kFormat, kIsStochastic, false, AnyInput>(span);
+    return has_new ? encode_blocks<kFormat, kIsStochastic, true, AnyInput>(span)
+                   : encode_blocks<kFormat, kIsStochastic, false, AnyInput>(span);
 }
 
 }  // namespace
