@@ -4,14 +4,10 @@
 #pragma once
 
 #include "codec/simd_decode.h"
-#include "wire/stochastic.h"
+#include "codec/simd_round.h"
 
 namespace diloco::codec {
 namespace {
-
-DILOCO_INLINE Vec::I magnitude_of(Vec::F v) {
-    return Vec::and_(Vec::as_int(v), Vec::set(static_cast<int32_t>(wire::kMagnitudeMask)));
-}
 
 // Where x comes from: an Input is made for each block and loads the vector at element n of it. The
 // common inputs are compiled apart from the general one, which looks at the span each time.
@@ -122,138 +118,6 @@ uint32_t load_sum(const EncodeSpan& span, int64_t block, float* x) {
     }
     return Vec::largest(largest);
 }
-
-// The 16 random bits of `size` elements (wire/philox.h); more may be written, up to a multiple
-// of 64.
-DILOCO_INLINE void fill_random(uint64_t element, uint64_t key, int size, uint16_t* random) {
-    const Vec::I m0 = Vec::set64(wire::kPhiloxM0), m1 = Vec::set64(wire::kPhiloxM1);
-    for (int j = 0; j < size; j += Vec::kPhiloxLanes * wire::kElementsPerPhilox) {
-        const Vec::I counter =
-            Vec::philox_counters((element + static_cast<uint64_t>(j)) / wire::kElementsPerPhilox);
-        Vec::I c0 = counter, c1 = Vec::high_half(counter), c2 = Vec::set(0), c3 = Vec::set(0);
-        uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-        // Only the lower half of each 64-bit lane counts; what is above it is never looked at.
-        for (int round = 0; round < wire::kPhiloxRounds; ++round) {
-            const Vec::I p0 = Vec::multiply_low(c0, m0), p1 = Vec::multiply_low(c2, m1);
-            c0 = Vec::xor3(Vec::high_half(p1), c1, Vec::set64(k0));
-            c1 = p1;
-            c2 = Vec::xor3(Vec::high_half(p0), c3, Vec::set64(k1));
-            c3 = p0;
-            k0 += wire::kPhiloxW0;
-            k1 += wire::kPhiloxW1;
-        }
-        Vec::store_philox(random + j, c0, c1, c2, c3);
-    }
-}
-
-// u = (2 r + 1) * 2^-17, exactly: 1 + u is made from its bits.
-DILOCO_INLINE Vec::F uniform_of(Vec::I r) {
-    const Vec::I bits = Vec::or_(Vec::shift_left<7>(r), Vec::set(0x3F800040));
-    return Vec::sub(Vec::as_float(bits), Vec::set(1.0f));
-}
-
-template <int kShift>
-DILOCO_INLINE Vec::F grid_uniform_of(Vec::I r) {
-    if constexpr (kShift > 16) {
-        return uniform_of(r);
-    } else {
-        const Vec::I odd =
-            Vec::or_(Vec::shift_left<1>(Vec::shift_right<16 - kShift>(r)), Vec::set(1));
-        return Vec::mul(Vec::to_float(odd),
-                        Vec::set(wire::bits_float(static_cast<uint32_t>(126 - kShift) << 23)));
-    }
-}
-
-template <int kShift>
-DILOCO_INLINE Vec::I dropped_bits(Vec::I r) {
-    if constexpr (kShift > 16) {
-        return Vec::or_(Vec::shift_left<kShift - 16>(r), Vec::set(1 << (kShift - 17)));
-    } else {
-        return Vec::shift_right<16 - kShift>(r);
-    }
-}
-
-// The magnitude of a minifloat's code (wire/codes.h, wire/stochastic.h), not clamped.
-template <Format kFormat, bool kIsStochastic>
-DILOCO_INLINE Vec::I minifloat_magnitude(Vec::I magnitude, Vec::I r) {
-    using L = wire::MinifloatLayout<kFormat>;
-    const Vec::F grid =
-        Vec::mul(Vec::as_float(magnitude), Vec::set(wire::bits_float(L::kSubnormalScaleBits)));
-    Vec::I tiny, added;
-    if constexpr (kIsStochastic) {
-        tiny = Vec::round_down(Vec::add(grid, grid_uniform_of<L::kShift>(r)));
-        added = dropped_bits<L::kShift>(r);
-    } else {
-        tiny = Vec::round_even(grid);
-        const Vec::I lsb = Vec::and_(Vec::shift_right<L::kShift>(magnitude), Vec::set(1));
-        added = Vec::add(lsb, Vec::set((1 << (L::kShift - 1)) - 1));
-    }
-    const Vec::I normal = Vec::sub(Vec::shift_right<L::kShift>(Vec::add(magnitude, added)),
-                                   Vec::set(static_cast<int32_t>(L::kRebias)));
-    const Vec::M is_tiny =
-        Vec::less(magnitude, Vec::set(static_cast<int32_t>(L::kSmallestNormalBits)));
-    return Vec::select(is_tiny, tiny, normal);
-}
-
-// The sign bit of y moved to the code's; none for a zero of e3m0.
-template <Format kFormat>
-DILOCO_INLINE Vec::I minifloat_sign(Vec::I bits, Vec::I magnitude) {
-    using L = wire::MinifloatLayout<kFormat>;
-    constexpr int kPosition = L::kSign == 0x8000 ? 15 : L::kSign == 0x80 ? 7 : 3;
-    const Vec::I sign =
-        Vec::and_(Vec::shift_right<31 - kPosition>(bits), Vec::set(static_cast<int32_t>(L::kSign)));
-    if constexpr (kFormat != Format::kE3m0) return sign;
-    return Vec::select(Vec::less(Vec::set(0), magnitude), sign, Vec::set(0));
-}
-
-// Codes of one vector: signed numbers for int8 and int4, code bits for the others; and what they
-// stand for.
-template <Format kFormat, bool kIsStochastic>
-struct Rounding {
-    DILOCO_INLINE static Vec::I code(Vec::F y, Vec::I r) {
-        if constexpr (kFormat == Format::kFp32) {
-            return Vec::as_int(y);
-        } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
-            constexpr int32_t kLimit = kFormat == Format::kInt8 ? 127 : 7;
-            const Vec::I rounded =
-                kIsStochastic ? Vec::round_down(Vec::add(y, uniform_of(r))) : Vec::round_even(y);
-            return Vec::max(Vec::min(rounded, Vec::set(kLimit)), Vec::set(-kLimit));
-        } else if constexpr (kFormat == Format::kBf16) {
-            const Vec::I bits = Vec::as_int(y);
-            const Vec::I half =
-                Vec::add(Vec::and_(Vec::shift_right<16>(bits), Vec::set(1)), Vec::set(0x7FFF));
-            return Vec::shift_right<16>(Vec::add(bits, kIsStochastic ? r : half));
-        } else if constexpr (kFormat == Format::kFp16 && !kIsStochastic) {
-            return Vec::to_half_bits(y);
-        } else {
-            const Vec::I bits = Vec::as_int(y);
-            const Vec::I absolute = magnitude_of(y);
-            Vec::I magnitude = minifloat_magnitude<kFormat, kIsStochastic>(absolute, r);
-            magnitude =
-                Vec::min(magnitude,
-                         Vec::set(static_cast<int32_t>(wire::MinifloatLayout<kFormat>::kLargest)));
-            return Vec::or_(magnitude, minifloat_sign<kFormat>(bits, magnitude));
-        }
-    }
-
-    DILOCO_INLINE static Vec::F value(Vec::I code) {
-        if constexpr (kFormat == Format::kFp32) {
-            return Vec::as_float(code);
-        } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
-            return Vec::to_float(code);
-        } else if constexpr (kFormat == Format::kBf16) {
-            return Vec::as_float(Vec::shift_left<16>(code));
-        } else {
-            using L = wire::MinifloatLayout<kFormat>;
-            constexpr int kPosition = L::kSign == 0x8000 ? 15 : L::kSign == 0x80 ? 7 : 3;
-            const Vec::I magnitude = Vec::and_(code, Vec::set(static_cast<int32_t>(L::kSign - 1)));
-            const Vec::F value = Vec::mul(Vec::as_float(Vec::shift_left<L::kShift>(magnitude)),
-                                          Vec::set(wire::bits_float(L::kValueScaleBits)));
-            const Vec::I sign = Vec::shift_left<31>(Vec::shift_right<kPosition>(code));
-            return Vec::as_float(Vec::or_(Vec::as_int(value), sign));
-        }
-    }
-};
 
 template <Format kFormat>
 DILOCO_INLINE void store_codes(uint8_t* codes, int64_t i, Vec::I code) {
