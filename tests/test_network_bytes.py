@@ -1,0 +1,64 @@
+"""What really leaves the network interface, counted by the kernel.
+
+Everything runs in a network namespace of its own, where the loopback interface carries nothing
+else; its counter also holds the headers of TCP and IP, acknowledgements, headers and votes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+# A million elements and seven more: no run and no block is full at the end.
+ODD_SIZE = str(4 * ((1 << 20) + 7))
+PRIVATE = [sys.executable, str(BENCHMARKS / "private_loopback.py")]
+
+
+@pytest.fixture(scope="module")
+def private_loopback() -> list[str]:
+    """The words before a command that give it a loopback of its own."""
+    probe = subprocess.run([*PRIVATE, "true"], capture_output=True, text=True, timeout=30)
+    if probe.returncode == 77:
+        pytest.skip(probe.stdout.strip())
+    assert probe.returncode == 0, probe.stderr
+    return PRIVATE
+
+
+def run(words: list[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=110, env=os.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_bits_of_an_element(world: int, private_loopback: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    options = ["-b", ODD_SIZE, "-e", ODD_SIZE, "-n", "1", "-w", "0", "-c", "1", "--count-bytes"]
+    script = [sys.executable, str(BENCHMARKS / "exchange.py"), "-g", str(world), *options]
+    run([*private_loopback, *script, "--wire", "int8,int4,e3m0", "--json", str(path)])
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["results"]
+    assert [row["wire"] for row in rows] == ["fp32", "int8", "int4", "e3m0"]
+    for row, limit in zip(rows, (32.5, 8.13, 4.13, 4.13), strict=True):
+        assert row["wrong"] == 0
+        assert row["interface_bits"] <= limit, row
+        # A codec that sends nothing would also pass the line above.
+        assert row["interface_bits"] > 0.98 * limit, row
+
+
+def test_diloco_sends_150_times_less_than_ddp(private_loopback: list[str], tmp_path: Path) -> None:
+    """H = 50 and int8 against DDP: 50 * 32 / 8.07 = 198 by formula, counted here with all else."""
+    path = tmp_path / "results.json"
+    script = [sys.executable, str(BENCHMARKS / "training_bytes.py"), "-g", "2"]
+    run([*private_loopback, *script, "--sync-every", "50", "--json", str(path)])
+    sent = json.loads(path.read_text())["results"]
+    # DDP itself is counted right: four bytes a parameter, twice half of them a rank, two ranks.
+    assert sent["ddp"] == pytest.approx(50 * 2 * 4 * 1_050_112, rel=0.02)
+    assert sent["ratio"] > 150, sent

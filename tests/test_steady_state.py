@@ -1,0 +1,47 @@
+"""A sync in steady state allocates nothing large and touches no fresh page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "fp32"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_allocation_and_no_page_fault(wire: str, world: int, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    options = ["-g", str(world), "--wire", wire, "-w", "20", "-n", "30", "--json", str(path)]
+    command = [sys.executable, str(BENCHMARKS / "steady_state.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts: dict[str, dict[str, Any]] = json.loads(path.read_text())["results"]
+    assert counts["large_allocations"]["max"] == 0, done.stdout
+    faults = counts["caller_faults"]["mean"] + counts["engine_faults"]["mean"]
+    assert faults <= 1, done.stdout
+
+
+def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import steady_state
+
+    library = steady_state.build_counter(str(tmp_path))
+    program = (
+        "import torch, steady_state\n"
+        "counts = steady_state.Counts()\n"
+        "kept = torch.zeros(1 << 20)\n"
+        "once = counts.measure(lambda: torch.ones(1 << 20))\n"
+        "none = counts.measure(lambda: kept.add_(1))\n"
+        "print(once['large_allocations'], once['caller_faults'] > 100, none['large_allocations'])\n"
+    )
+    environment = {"LD_PRELOAD": library, "PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["1", "True", "0"], done.stdout + done.stderr
