@@ -126,6 +126,7 @@ def test_500_outer_steps_leave_nothing_behind(workers: Callable[[int], Any]) -> 
         warm = [e["bytes"] for e in result["history"] if e["steps"] <= WARM_STEPS]
         late = [e["bytes"] for e in result["history"] if e["steps"] > WARM_STEPS]
         growth = [(size - max(warm)) / 2**20 for size in late]
-        # The middle of the last five cycles against the peak of the first fifty steps.
-        assert sorted(growth[-5:])[2] < 2, growth
+        # The middle of the last five cycles against the peak of the first fifty steps. A lost
+        # payload or tensor a step, of tens of kilobytes, would be more than ten megabytes.
+        assert sorted(growth[-5:])[2] < 4, [round(mib, 2) for mib in growth]
     assert all(result["hashes"] == results[0]["hashes"] for result in results)
