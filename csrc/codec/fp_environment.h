@@ -21,11 +21,14 @@ class IeeeScope {
     static constexpr unsigned kDefault = 0x1F80;  // all exceptions masked, no FTZ, no DAZ
     unsigned saved_;
 #elif defined(__aarch64__)
-    IeeeScope() : saved_(__builtin_aarch64_get_fpcr64()) { __builtin_aarch64_set_fpcr64(0); }
-    ~IeeeScope() { __builtin_aarch64_set_fpcr64(saved_); }
+    IeeeScope() {
+        asm volatile("mrs %0, fpcr" : "=r"(saved_));
+        asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+    }
+    ~IeeeScope() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
 
   private:
-    unsigned long long saved_;
+    uint64_t saved_;
 #else
     IeeeScope() {}
     ~IeeeScope() {}
