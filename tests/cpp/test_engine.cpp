@@ -5,12 +5,12 @@
 #include <cstdio>
 #include <functional>
 #include <thread>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "check.h"
 #include "exchange/engine.h"
 #include "exchange/operators.h"
 #include "exchange/pages.h"
+#include "local_store.h"
 #include "loopback_backend.h"
 
 using namespace std::chrono_literals;
@@ -102,7 +102,7 @@ struct World {
     int size;
     int lanes;
     std::vector<std::shared_ptr<Mailbox>> mailboxes;
-    c10::intrusive_ptr<c10d::HashStore> store = c10::make_intrusive<c10d::HashStore>();
+    c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<diloco_test::LocalStore>();
 };
 
 diloco::EngineOptions options(int rank) { return {rank, 20000ms, 500ms}; }

@@ -1,0 +1,189 @@
+"""The end of an exchange: no thread, no file descriptor, no crash, no hang is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_helpers import CHUNK_BYTES, exchange, sync, values
+from workers import Pool
+
+from diloco_comm.exchange import Exchange, Header, empty_pages
+from diloco_comm.wire import WireFormat
+
+Workers = Callable[[int], Pool]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _alone(**kwargs: object) -> Exchange:
+    return Exchange(dist.HashStore(), 0, [0], chunk_bytes=CHUNK_BYTES, **kwargs)  # type: ignore[arg-type]
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _open_and_close(rank: int, world: int) -> list[tuple[int, int]]:
+    counts = []
+    for _ in range(4):
+        with exchange(rank, world, lanes=2) as ex:
+            slot = ex.slot(3000, WireFormat("int8"))
+            for round in range(3):
+                sync(ex, slot, [values(0, rank, 3000)], round=round)
+                slot.commit()
+            ex.close()
+            ex.close()
+        dist.barrier()
+        time.sleep(0.2)
+        counts.append((_num_threads(), _num_files()))
+    return counts
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_close_leaves_no_thread_and_no_descriptor(workers: Workers, world: int) -> None:
+    for counts in workers(world).run(_open_and_close):
+        assert counts[-1] == counts[0]
+
+
+def _run_script(body: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_exit_without_close() -> None:
+    """A process that just ends, with an exchange that waits for a peer, neither hangs nor dies."""
+    done = _run_script(
+        """
+        import threading, torch, torch.distributed as dist
+        from diloco_comm.exchange import Exchange, Header
+        from diloco_comm.wire import WireFormat
+        store = dist.HashStore()
+        made = {}
+        def make(r):
+            made[r] = Exchange(store, r, [0, 1], timeout=3.0)
+        threads = [threading.Thread(target=make, args=(r,)) for r in (0, 1)]
+        [t.start() for t in threads]; [t.join() for t in threads]
+        slot = made[0].slot(1000, WireFormat("int8"))
+        pending = made[0].start(slot, outer=None, params=[torch.ones(1000)], header=Header())
+        print("ends")
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ends\n"
+
+
+def test_a_forked_child_is_told() -> None:
+    ex = _alone()
+    slot = ex.slot(100, WireFormat("int8"))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            ex.start(slot, outer=None, params=[torch.ones(100)], header=Header())
+            text = "no error"
+        except RuntimeError as error:
+            text = str(error).splitlines()[0]
+        os.write(writing, text.encode())
+        ex.close()
+        del ex
+        os._exit(0)
+    os.close(writing)
+    text = os.read(reading, 1000).decode()
+    assert os.waitpid(child, 0)[1] == 0
+    assert "forked child" in text and "create a new Exchange" in text
+    sync(ex, slot, [torch.ones(100)])
+    ex.close()
+
+
+def test_a_closed_exchange_refuses() -> None:
+    ex = _alone()
+    slot = ex.slot(100, WireFormat("int8"))
+    ex.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        sync(ex, slot, [torch.ones(100)])
+
+
+def test_arguments_are_checked() -> None:
+    store = dist.HashStore()
+    with pytest.raises(ValueError, match="replica 5 is not one of the members"):
+        Exchange(store, 5, [0, 1])
+    with pytest.raises(ValueError, match="sorted, unique"):
+        Exchange(store, 0, [1, 0])
+    with pytest.raises(ValueError, match="lanes must be at least 1"):
+        Exchange(store, 0, [0], lanes=0)
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        Exchange(store, 0, [0], timeout=0.0)
+    with _alone() as ex:
+        with pytest.raises(ValueError, match="emulate_link needs"):
+            ex.emulate_link(-1.0)
+        with pytest.raises(ValueError, match="at least one element"):
+            ex.slot(0, WireFormat("int8"))
+        slot = ex.slot(100, WireFormat("int8"))
+        # A wrong argument surfaces before any peer hears of the exchange.
+        with pytest.raises((ValueError, RuntimeError)):
+            ex.start(slot, outer=None, params=[torch.ones(99)], header=Header())
+        sync(ex, slot, [torch.ones(100)])
+
+
+def test_empty_pages_are_aligned_and_zero() -> None:
+    for shape in [(0,), (1,), (1000,), (3, 5), (3 << 20,)]:
+        tensor = empty_pages(shape)
+        assert tensor.shape == shape and not tensor.any()
+        assert tensor.data_ptr() % 64 == 0
+    assert empty_pages(7, torch.int64).dtype == torch.int64
+
+
+def _emulated(rank: int, world: int, gbps: float, rtt_ms: float, n: int) -> float:
+    with exchange(rank, world, chunk_bytes=64 << 10) as ex:
+        ex.emulate_link(gbps, rtt_ms)
+        assert ex.link == f"emulated {gbps:g} Gbit/s, {rtt_ms:g} ms round trip"
+        slot = ex.slot(n, WireFormat("int8"))
+        params = [values(0, rank, n)]
+        sync(ex, slot, params, round=0)
+        slot.commit()
+        outcome = sync(ex, slot, params, round=1)
+        return outcome.seconds["total"] - outcome.sent_bytes * 8 / gbps / 1e9
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_emulated_link_is_never_faster_than_it_says(workers: Workers, world: int) -> None:
+    for excess in workers(world).run(_emulated, 0.1, 20.0, 1 << 20):
+        # At least the bytes, and half a round trip each for the header and the vote.
+        assert excess > 0.018
+
+
+def _steady(rank: int, world: int) -> list[int]:
+    faults = []
+    with exchange(rank, world, chunk_bytes=1 << 20) as ex:
+        slot = ex.slot(4 << 20, WireFormat("int8"))
+        outer, params = empty_pages(4 << 20), [empty_pages(4 << 20)]
+        for round in range(12):
+            header = Header(round=round)
+            outcome = ex.start(slot, outer=outer, params=params, header=header).wait(40)
+            slot.commit()
+            faults.append(sum(outcome.counters.values()))
+    return faults
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_steady_exchange_faults_no_page(workers: Workers, world: int) -> None:
+    for faults in workers(world).run(_steady):
+        # The allocator's small arenas settle in the first rounds.
+        assert sorted(faults[4:])[4] <= 1
