@@ -13,6 +13,7 @@ from torch import nn
 
 from . import env, handshake, ops
 from . import state as saved_state
+from .errors import SyncError
 from .fragments import (
     FragmentSpec,
     Schedule,
@@ -26,7 +27,7 @@ from .metrics import Recorder, SyncMetrics, SyncTotals
 from .outer import Factory, OuterOptimizer
 from .overlap import Overlap
 from .parts import BufferPart, ParameterPart, Part
-from .rounds import Rounds, Weight
+from .rounds import Kind, Rounds, Weight
 from .settings import choice, merge
 from .wire import WireFormat
 
@@ -225,11 +226,23 @@ class DiLoCo:
         self._refuse_if_swapped()
         self.inner_step += 1
         self._skipped.observe()
-        for index in self.schedule.due(self.inner_step):
-            self._rounds.send(self.parts[index], self.inner_step, self._skipped.count)
+        self._send([self.parts[index] for index in self.schedule.due(self.inner_step)], "sync")
+
+    def _send(self, parts: list[Part], kind: Kind) -> None:
+        """Send the parts and apply what is due; the first failure is the one raised."""
+        refusal: SyncError | None = None
+        for part in parts:
+            try:
+                self._rounds.send(part, self.inner_step, self._skipped.count, kind=kind)
+            except SyncError as error:
+                # The group died since the last part was sent: that part's error tells why.
+                refusal = error
+                break
         for part in self.parts:
             while part.in_flight and part.in_flight[0].apply_step <= self.inner_step:
                 self._rounds.receive(part, self.inner_step)
+        if refusal is not None:
+            raise refusal
 
     def flush(self) -> None:
         """Share what was trained since the last send, and apply it; every replica calls this.
@@ -242,9 +255,7 @@ class DiLoCo:
         steps = [self.inner_step - part.last_sent for part in self.parts]
         views = handshake.gather_json(self.exchange, steps)
         stale = [part for part in self.parts if any(view[part.index] for view in views)]
-        for part in stale:
-            self._rounds.send(part, self.inner_step, self._skipped.count, kind="flush")
-        self._drain()
+        self._send(stale, "flush")
 
     def _drain(self) -> None:
         """Wait for everything in flight and apply it."""

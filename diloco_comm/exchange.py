@@ -142,6 +142,11 @@ class Exchange:
     def size(self) -> int:
         return len(self.members)
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether this epoch failed, so that only ``change_group`` or ``close`` is left."""
+        return bool(self._engine.dead_reason)
+
     def slot(
         self,
         num_elements: int,

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 
 from . import ops
-from .errors import NonFiniteError
-from .exchange import Exchange, Header, Outcome, Repair
+from .errors import NonFiniteError, SyncError
+from .exchange import Exchange, Header, Outcome, Pending, Repair, Slot
 from .metrics import Recorder, SyncMetrics, overlap_fraction
 from .parts import Flight, ParameterPart, Part
 from .settings import Settings
@@ -63,6 +63,9 @@ class Rounds:
             inner_step: Steps done.
             num_skipped: Those of them that left the weights unchanged.
             kind: "sync" follows the overlap policy, "flush" is applied at once.
+
+        Raises:
+            SyncError: The group died before.
         """
         if part.slot is None:
             return
@@ -80,17 +83,27 @@ class Rounds:
         )
         norm = self._norm(part) if self.norms else math.nan
         with span("encode", part.index, part.round):
-            pending = self.exchange.start(
-                part.slot,
+            pending = self._start(part, part.slot, header)
+        part.last_sent = inner_step
+        delay = 0 if kind == "flush" else self.settings.overlap.delay(self.settings.sync_every)
+        part.in_flight.append(Flight(pending, kind, inner_step + delay, weight, norm))
+
+    def _start(self, part: Part, slot: Slot, header: Header) -> Pending:
+        try:
+            return self.exchange.start(
+                slot,
                 outer=part.outer,
                 params=part.tensors(),
                 header=header,
                 stochastic=self.settings.rounding == "stochastic",
                 seed=self.settings.seed,
             )
-        part.last_sent = inner_step
-        delay = 0 if kind == "flush" else self.settings.overlap.delay(self.settings.sync_every)
-        part.in_flight.append(Flight(pending, kind, inner_step + delay, weight, norm))
+        except RuntimeError as error:
+            if not self.exchange.is_dead:
+                raise
+            raise SyncError(
+                str(error), fragment=header.fragment, round=header.round, stage="start"
+            ) from error
 
     def receive(self, part: Part, inner_step: int) -> None:
         """Wait for a part's oldest exchange and apply it, wholly or not at all.

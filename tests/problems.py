@@ -78,3 +78,19 @@ def ulps(a: Tensor, b: Tensor, *scales: Tensor) -> float:
     # Spacing of fp32 at `largest`; its exponent field gives the power of two.
     spacing = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 24)
     return ((a - b).abs() / spacing.clamp_min(2.0**-149)).max().item()
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """Copy the parameters."""
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Compare lists of tensors bit by bit; NaN equals itself."""
+    return len(a) == len(b) and all(
+        x.shape == y.shape and torch.equal(_bits(x), _bits(y)) for x, y in zip(a, b, strict=True)
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

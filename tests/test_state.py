@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from problems import Regression, train_step
+from problems import Regression, equal, train_step
 from torch import Tensor, nn
 
 from diloco_comm import SGD, Adam, DiLoCo, FromTorch, Nesterov
@@ -48,10 +48,6 @@ def snapshot(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
     return tensors
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def resume_everywhere(rank: int, world: int, outer: str, arguments: dict[str, Any]) -> list[bool]:
     """Train in one go, remembering a save after every step; then resume from each of them."""
     saves = []
@@ -76,7 +72,7 @@ def resume_everywhere(rank: int, world: int, outer: str, arguments: dict[str, An
             assert diloco.inner_step == first
             for step in range(first, NUM_STEPS):
                 train_step(model, optimizer, rank, step)
-            matches.append(same(snapshot(model, diloco), expected))
+            matches.append(equal(snapshot(model, diloco), expected))
     return matches
 
 
@@ -120,7 +116,7 @@ def checkpoint(rank: int, world: int, folder: str, outer: str) -> tuple[bool, bo
         resumed_at_half = diloco.inner_step == half
         for step in range(half, NUM_STEPS):
             train_step(model, optimizer, rank, step)
-        return resumed_at_half, same(snapshot(model, diloco), expected)
+        return resumed_at_half, equal(snapshot(model, diloco), expected)
 
 
 def _fill_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

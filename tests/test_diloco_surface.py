@@ -1,0 +1,222 @@
+"""The rest of the API: weights, flush, evaluation, metrics, configuration, groups."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import Regression, equal, parameters_of, train_step
+from torch import nn
+
+from diloco_comm import Blocking, DiLoCo, HeavyBall, fedavg, local_sgd
+
+# -------------------------------------------------------------------------------- the surface
+
+
+def weighted(rank: int, world: int, is_callable: bool) -> list[float]:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weight = 1.0 + 2.0 * rank
+    with fedavg(
+        model, optimizer, sync_every=1, weight=(lambda: weight) if is_callable else weight
+    ) as diloco:
+        model.weight.data.fill_(10.0)
+        diloco.parts[0].read_local()
+        model.weight.grad = torch.full((1, 1), float(rank))
+        optimizer.step()
+        assert [m.weight for m in diloco.metrics()] == [weight]
+    return [model.weight.item()]
+
+
+@pytest.mark.parametrize("is_callable", [True, False])
+def test_mean_is_weighted(is_callable: bool, workers) -> None:
+    # Replica 0 stays at 10, replica 1 goes to 9; weights 1 and 3.
+    assert workers(2).run(weighted, is_callable) == [[9.25], [9.25]]
+
+
+def flush_twice(rank: int, world: int) -> tuple[list[int], str, bool]:
+    model = Regression()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with local_sgd(model, optimizer, sync_every=4, fragments=2) as diloco:
+        for step in range(4):
+            train_step(model, optimizer, rank, step)
+        synced = diloco.outer_hash()
+        # Fragment 0 was sent at step 2 and has trained since; fragment 1 has not.
+        diloco.flush()
+        counts = [len(diloco.metrics())]
+        assert [m.fragment for m in diloco.metrics()][-1] == 0
+        diloco.flush()
+        counts.append(len(diloco.metrics()))
+        train_step(model, optimizer, rank, 5)
+        diloco.flush()
+        counts.append(len(diloco.metrics()))
+        outer = diloco.state_dict()["outer"]
+        same = all(torch.equal(p.detach(), outer[n]) for n, p in model.named_parameters())
+        assert synced != diloco.outer_hash()
+        return counts, diloco.outer_hash(), same
+
+
+def test_flush_sends_what_was_trained_and_nothing_else(workers) -> None:
+    first, second = workers(2).run(flush_twice)
+    assert first == second == ([3, 3, 5], first[1], True)
+
+
+def use_outer_parameters(rank: int, world: int) -> bool:
+    model = Regression().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, sync_every=3) as diloco:
+        for step in range(5):
+            train_step(model, optimizer, rank, step)
+        local = parameters_of(model)
+        addresses = [p.data_ptr() for p in model.parameters()]
+        with pytest.raises(KeyError, match="inside"), diloco.outer_parameters():
+            outer = diloco.state_dict()["outer"]
+            for name, param in model.named_parameters():
+                assert torch.equal(param.detach(), outer[name].bfloat16())
+            with pytest.raises(RuntimeError, match="leave outer_parameters"):
+                optimizer.step()
+            raise KeyError("inside")
+        assert [p.data_ptr() for p in model.parameters()] == addresses
+        return equal(parameters_of(model), local)
+
+
+def test_outer_parameters_come_and_go_exactly(workers) -> None:
+    assert workers(2).run(use_outer_parameters) == [True, True]
+
+
+def measure(rank: int, world: int) -> list[dict[str, Any]]:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Any] = []
+    arguments = {"fragments": 2, "wire": "int8", "norms": True}
+    with DiLoCo(model, optimizer, sync_every=2, **arguments) as diloco:
+        diloco.on_sync(seen.append)
+        for step in range(4):
+            train_step(model, optimizer, rank, step)
+        assert diloco.metrics() == seen
+        totals = diloco.totals()
+        assert totals.num_syncs == 4 and totals.num_skipped == 0
+        assert totals.sent_bytes == sum(m.sent_bytes for m in seen)
+        assert totals.exposed_s == pytest.approx(sum(m.exposed_s for m in seen))
+        payloads = {part.index: part.slot.layout.payload_bytes for part in diloco.parts}
+    for metrics in seen:
+        # One phase for two replicas: the payload, and two messages of control.
+        assert 0 < metrics.sent_bytes - payloads[metrics.fragment] < 512
+        assert metrics.encode_s > 0 and metrics.outer_step_s > 0 and metrics.exposed_s > 0
+        assert 0 <= metrics.overlap_fraction <= 1
+        assert 0 < metrics.pseudo_gradient_norm < 10
+    return [(m.fragment, m.round, m.inner_step, m.is_applied) for m in seen]
+
+
+def test_metrics(workers) -> None:
+    expected = [(0, 0, 1, True), (1, 0, 2, True), (0, 1, 3, True), (1, 1, 4, True)]
+    assert workers(2).run(measure) == [expected] * 2
+
+
+def step_by_hand(rank: int, world: int) -> tuple[int, int]:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(model, optimizer, sync_every=2, attach=False) as diloco:
+        for step in range(4):
+            train_step(model, optimizer, rank, step)
+        before = len(diloco.metrics())
+        diloco.step()
+        diloco.step()
+        return before, len(diloco.metrics())
+
+
+def test_without_hooks_the_user_steps(workers) -> None:
+    assert workers(2).run(step_by_hand) == [(0, 1), (0, 1)]
+
+
+def with_config(rank: int, world: int, config: dict[str, Any] | None) -> dict[str, Any]:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if config is not None:
+        with DiLoCo(model, optimizer, config=config, block_size=32) as diloco:
+            return diloco.config()
+    arguments = {"fragments": ["layers.*", "rest"], "outer": HeavyBall(0.2), "wire": "e3m0"}
+    with DiLoCo(model, optimizer, sync_every=7, overlap=Blocking(), **arguments) as diloco:
+        return diloco.config()
+
+
+def test_configuration_can_be_saved_and_used_again(workers) -> None:
+    saved = workers(1).run(with_config, None)[0]
+    again = workers(1).run(with_config, json.loads(json.dumps(saved)))[0]
+    assert saved["sync_every"] == 7 and saved["wire"] == "e3m0"
+    assert again == {**saved, "block_size": 32}
+
+
+def over_mesh_and_subgroup(rank: int, world: int) -> list[str]:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    hashes = []
+    for arguments in ({"mesh": mesh["replica"]}, {"group": mesh["replica"].get_group()}):
+        model = Regression(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with DiLoCo(model, optimizer, sync_every=1, **arguments) as diloco:
+            train_step(model, optimizer, rank, 0)
+            assert diloco.exchange.size == 2
+            hashes.append(diloco.outer_hash())
+    return hashes
+
+
+def test_replicas_along_one_dimension_of_a_mesh(workers) -> None:
+    results = workers(4).run(over_mesh_and_subgroup)
+    assert results[0] == results[2] and results[1] == results[3] and results[0] != results[1]
+
+
+def over_store(rank: int, world: int, address: tuple[str, int]) -> str:
+    assert not dist.is_initialized()
+    host, port = address
+    store = dist.TCPStore(host, port, is_master=False) if rank == 0 else f"tcp://{host}:{port}"
+    model = Regression(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments = {"replica": 5 + rank, "members": [5, 6]}
+    with DiLoCo(model, optimizer, sync_every=1, store=store, **arguments) as diloco:
+        for step in range(3):
+            train_step(model, optimizer, rank, step)
+        assert diloco.exchange.members == (5, 6)
+        return diloco.outer_hash()
+
+
+def test_separate_jobs_meet_at_a_store(fresh_workers) -> None:
+    pool = fresh_workers(2, init_group=False)
+    first, second = pool.run(over_store, pool.store)
+    assert first == second
+
+
+def two_on_one_group(rank: int, world: int) -> tuple[str, str]:
+    """Two attachments whose steps alternate in a different order on each replica would mix."""
+    models = [Regression(seed=rank), Regression(width=12, seed=rank)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    pairs = zip(models, optimizers, strict=True)
+    attached = [DiLoCo(m, o, sync_every=2) for m, o in pairs]
+    for step in range(4):
+        for model, optimizer, width in zip(models, optimizers, (24, 12), strict=True):
+            train_step(model, optimizer, rank, step, width)
+    hashes = tuple(diloco.outer_hash() for diloco in attached)
+    for diloco in attached:
+        diloco.close()
+        diloco.close()
+    return hashes
+
+
+def test_two_attachments_in_one_process(workers) -> None:
+    first, second = workers(2).run(two_on_one_group)
+    assert first == second and first[0] != first[1]
+
+
+def closed_hooks(rank: int, world: int) -> int:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(model, optimizer, sync_every=1) as diloco:
+        train_step(model, optimizer, rank, 0)
+    train_step(model, optimizer, rank, 1)
+    return diloco.inner_step
+
+
+def test_close_takes_the_hooks_off(workers) -> None:
+    assert workers(2).run(closed_hooks) == [1, 1]

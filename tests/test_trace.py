@@ -1,0 +1,72 @@
+"""Ranges in a profile, and environment variables."""
+
+from __future__ import annotations
+
+import sys
+import types
+from contextlib import contextmanager
+
+import pytest
+import torch
+from problems import Regression, train_step
+
+from diloco_comm import DiLoCo, env, trace
+
+
+def test_profile_shows_stage_fragment_and_round() -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(model, optimizer, sync_every=2, fragments=2) as diloco:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for step in range(4):
+                train_step(model, optimizer, 0, step)
+        assert len(diloco.metrics()) == 4
+    names = [e.name for e in profile.events() if e.name.startswith("diloco_comm::")]
+    for stage in ("encode", "wait", "outer_step"):
+        expected = [f"diloco_comm::{stage} fragment={f} round={r}" for r in (0, 1) for f in (0, 1)]
+        assert [name for name in names if f"::{stage} fragment" in name] == expected
+
+
+def test_nvtx_ranges_have_our_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    @contextmanager
+    def annotate(message: str, domain: str):
+        opened.append((domain, message))
+        yield
+
+    monkeypatch.setitem(sys.modules, "nvtx", types.SimpleNamespace(annotate=annotate))
+    monkeypatch.setattr(trace.importlib.util, "find_spec", lambda name: object())
+    trace._nvtx.cache_clear()
+    try:
+        with trace.span("encode", 3, 7):
+            assert opened == [("diloco_comm", "encode fragment=3 round=7")]
+        monkeypatch.setenv("DILOCO_COMM_NVTX", "0")
+        trace._nvtx.cache_clear()
+        with trace.span("encode", 3, 8):
+            assert len(opened) == 1
+    finally:
+        trace._nvtx.cache_clear()
+
+
+def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_COMM_LANES", "2")
+    monkeypatch.setenv("DILOCO_COMM_CHUNK_BYTES", "4096")
+    monkeypatch.setenv("DILOCO_COMM_TIMEOUT_S", "7.5")
+    monkeypatch.setenv("DILOCO_COMM_IMPL", "scalar")
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(model, optimizer, sync_every=1) as diloco:
+        assert (diloco.settings.lanes, diloco.settings.chunk_bytes) == (2, 4096)
+        assert (diloco.exchange.timeout, diloco.impl) == (7.5, "scalar")
+    arguments = {"lanes": 1, "chunk_bytes": 100, "timeout": 3, "impl": "reference"}
+    with DiLoCo(model, optimizer, sync_every=1, **arguments) as diloco:
+        assert (diloco.settings.lanes, diloco.settings.chunk_bytes) == (1, 100)
+        assert (diloco.exchange.timeout, diloco.impl) == (3.0, "reference")
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "inf"])
+def test_environment_must_be_positive_numbers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_COMM_TIMEOUT_S", text)
+    with pytest.raises(ValueError, match=f"DILOCO_COMM_TIMEOUT_S must be a positive.*{text}"):
+        env.timeout_s()
