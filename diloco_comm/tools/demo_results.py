@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -166,7 +167,7 @@ class Results:
             "diloco_comm": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
             "settings": dataclasses.asdict(self.settings),
             "link": self.settings.link,
             "text": self.source,
