@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ def load_corpus(data: Path | None, num_shards: int) -> Corpus:
         ValueError: If there is too little text for ``num_shards`` shards and validation.
     """
     if data is None:
-        root, pieces = _standard_library()
-        source = f"Python standard library, {len(pieces)} files in {root}"
+        pieces = _standard_library()
+        source = f"the standard library of Python {platform.python_version()}, {len(pieces)} files"
     else:
         text = data.read_bytes()
         pieces = {f"{i:08d}": text[i : i + PIECE_BYTES] for i in range(0, len(text), PIECE_BYTES)}
@@ -91,13 +92,13 @@ def validation_windows(text: bytes, num_windows: int, context: int) -> Tensor:
     return tokens[begin[:, None] + torch.arange(context + 1)]
 
 
-def _standard_library() -> tuple[Path, dict[str, bytes]]:
+def _standard_library() -> dict[str, bytes]:
     """Map the names of the top-level modules, and of pydoc's topics, to their text."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [*root.glob("*.py"), *root.glob("pydoc_data/topics.py")]
     if not files:
         raise ValueError(f"no Python sources in {root}: give a text with --data FILE")
-    return root, {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
 def _hold_out(pieces: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
