@@ -69,14 +69,15 @@ class DilocoAllReduce:
     """Our exchange: pseudo-gradient in, averaged tensor out, in place."""
 
     def __init__(self, exchange: Any, wire: str, block_size: int, dtype: torch.dtype) -> None:
-        from diloco_comm.ops import resolve_impl
+        from diloco_comm.ops import available_impls, resolve_impl
         from diloco_comm.wire import WireFormat
 
         self.exchange = exchange
         self.format = WireFormat(wire, block_size)
         self.wire = wire
         self.dtype = dtype
-        self.impl = resolve_impl(exchange.impl)
+        # The fastest one comes last, and is what an empty name means.
+        self.impl = resolve_impl(exchange.impl) or available_impls()[-1]
         self.round = 0
         self.last: Any = None
 

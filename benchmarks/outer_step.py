@@ -34,6 +34,7 @@ class Transformer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
         options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
         layers = [
             nn.TransformerEncoderLayer(width, 8, 4 * width, **options) for _ in range(_LAYERS)
@@ -57,7 +58,7 @@ class Replica:
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         self.model = Transformer(args.width)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, foreach=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, foreach=True)
         self.tokens = torch.Generator().manual_seed(100 + dist.get_rank())
 
     def inner_step(self) -> None:
