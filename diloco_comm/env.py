@@ -6,6 +6,7 @@
 | ``DILOCO_COMM_TIMEOUT_S`` | seconds an exchange may take before it fails (default 1800) |
 | ``DILOCO_COMM_CHUNK_BYTES`` | bytes of a chunk on the wire (default: by size) |
 | ``DILOCO_COMM_LANES`` | process groups, hence connections, for the chunks (default 1) |
+| ``DILOCO_COMM_REPORT_S`` | seconds a failed exchange waits for the others' reports (default 3) |
 | ``DILOCO_COMM_NVTX`` | 0 turns NVTX ranges off where the ``nvtx`` package is installed |
 """
 
@@ -35,6 +36,11 @@ def chunk_bytes() -> int | None:
 def lanes() -> int:
     """Return the default number of lanes."""
     return int(_number("LANES", 1))
+
+
+def report_s() -> float:
+    """Return how long a replica whose exchange failed waits for the reports of the others."""
+    return _number("REPORT_S", 3.0)
 
 
 def use_nvtx() -> bool:

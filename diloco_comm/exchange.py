@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _C, regroup
+from . import _C, env, regroup
 from .regroup import Repair
 from .slot import (
     Header,
@@ -66,7 +66,8 @@ class Exchange:
         name: Distinguishes several exchanges on one store.
         join: We come to replicas that call ``change_group`` with us among the members.
         window: Chunks under way in each phase.
-        report_patience: Seconds that a failed exchange waits for the reports of the others.
+        report_patience: Seconds that a failed exchange waits for the reports of the others;
+            default: the environment's, 3.
 
     Attributes:
         rank, size: In the current epoch.
@@ -95,7 +96,7 @@ class Exchange:
         name: str = "default",
         join: bool = False,
         window: int = DEFAULT_WINDOW,
-        report_patience: float = 3.0,
+        report_patience: float | None = None,
     ) -> None:
         self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         if self.timeout <= 0:
@@ -117,7 +118,8 @@ class Exchange:
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._closed = False
         self.store = store
-        self._engine = _C.Engine(replica, self.timeout, report_patience)
+        patience = env.report_s() if report_patience is None else report_patience
+        self._engine = _C.Engine(replica, self.timeout, patience)
         _open.add(self)
         try:
             regroup.enter(self, self.members, store, last_rounds=None, join=join)

@@ -1,8 +1,9 @@
 """Agree through a store on who takes part in the next epoch, and build its groups.
 
 Every participant posts a hello; the lowest one waits for all, draws an epoch number that was never
-used, and publishes a plan that quotes every hello. A hello is removed once it served or was given
-up, so what lies on the store always belongs to somebody who waits.
+used, and proposes a plan that quotes every hello. The plan begins when everybody has accepted it: a
+hello may lie on the store since its process died, and nobody must wait for that one to connect. A
+participant renews its hello while it waits, so that the others can tell a live one by its beat.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .errors import ReplicaMismatch, SyncError
 # outlasts this is a real one.
 _MISMATCH_PATIENCE_S = 3.0
 _POLL_S = (0.002, 0.05)
+_BEAT_S = 0.4
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def agree(
     """
     hello = {
         "nonce": uuid.uuid4().hex,
+        "beat": 0,
         "members": list(members),
         "settings": settings,
         "epoch": epoch,
@@ -94,34 +97,110 @@ def _wait_for_plan(
     hello: dict[str, Any],
     deadline: float,
 ) -> Plan:
-    differs_since: float | None = None
+    meeting = _Meeting(store, replica, members, hello)
     pause = _POLL_S[0]
-    plan_key = f"plan/{hello['nonce']}"
     while True:
-        if store.check([plan_key]):
-            plan = json.loads(store.get(plan_key))
-            return Plan(plan["epoch"], {int(r): i for r, i in plan["infos"].items()})
-        hellos = _read_hellos(store, members)
-        difference = _find_difference(hellos)
+        plan = meeting.accepted_plan()
+        if plan is not None:
+            return plan
+        has_news = meeting.look()
         now = time.monotonic()
-        differs_since = None if not difference else differs_since or now
-        if differs_since is not None and now - differs_since > _MISMATCH_PATIENCE_S:
+        if meeting.differs_since is not None and now - meeting.differs_since > _MISMATCH_PATIENCE_S:
             # Our hello stays until the others have seen the difference as long as we have.
-            time.sleep(4 * _POLL_S[1])
-            raise ReplicaMismatch(difference, stage="rendezvous")
-        if replica == members[0] and not difference and len(hellos) == len(members):
-            _publish_plan(store, hellos)
-            continue
+            time.sleep(_BEAT_S + 4 * _POLL_S[1])
+            raise ReplicaMismatch(meeting.difference, stage="rendezvous")
         if now > deadline:
-            missing = sorted(set(members) - hellos.keys())
+            missing = sorted(set(members) - meeting.alive - {replica})
             raise SyncError(
                 f"replicas {list(members)} were to form a group, but "
-                + (f"{missing} did not come" if missing else "no plan was published"),
+                + (f"{missing} did not come" if missing else "did not agree on a plan in time"),
                 stage="rendezvous",
                 missing=missing,
             )
+        pause = _POLL_S[0] if has_news else min(2 * pause, _POLL_S[1])
         time.sleep(pause)
-        pause = min(2 * pause, _POLL_S[1])
+
+
+class _Meeting:
+    """What one participant has seen of the others, and done about it.
+
+    Attributes:
+        alive: Replicas whose hello was seen to beat, or that accepted a plan.
+        difference: The first thing that those alive do not agree on, as a sentence.
+        differs_since: When it was first seen, or None.
+    """
+
+    def __init__(
+        self, store: dist.Store, replica: int, members: Sequence[int], hello: dict[str, Any]
+    ) -> None:
+        self.store, self.replica, self.members, self.hello = store, replica, members, hello
+        self.alive: set[int] = set()
+        self.difference = ""
+        self.differs_since: float | None = None
+        self._first_seen: dict[int, tuple[str, int]] = {}
+        self._next_beat = time.monotonic() + _BEAT_S
+        self._complete_since: float | None = None
+        self._accepted = ""
+        self._proposed: dict[int, str] = {}
+        self._proposal = ""
+
+    def accepted_plan(self) -> Plan | None:
+        """Accept the plan that quotes our hello; return it once everybody has accepted it."""
+        key = f"plan/{self.hello['nonce']}"
+        if not self.store.check([key]):
+            return None
+        plan = json.loads(self.store.get(key))
+        if plan["id"] != self._accepted:
+            self._accepted = plan["id"]
+            self.store.set(f"accepted/{plan['id']}/{self.replica}", "")
+        if not self.store.check([f"go/{plan['id']}"]):
+            return None
+        return Plan(plan["epoch"], {int(r): i for r, i in plan["infos"].items()})
+
+    def look(self) -> bool:
+        """Read the others' hellos, renew ours, lead if we are the lowest.
+
+        Returns:
+            Whether the next look may soon see more: everybody's hello has just come.
+        """
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + _BEAT_S
+            self.hello["beat"] += 1
+            self.store.set(f"hello/{self.replica}", json.dumps(self.hello))
+        hellos = _read_hellos(self.store, self.members)
+        for replica, hello in hellos.items():
+            seen = hello["nonce"], hello["beat"]
+            first = self._first_seen.setdefault(replica, seen)
+            if first[0] != seen[0]:
+                self._first_seen[replica] = seen
+                self.alive.discard(replica)
+            elif first != seen:
+                self.alive.add(replica)
+        self.alive &= hellos.keys()
+        alive = {r: h for r, h in hellos.items() if r in self.alive or r == self.replica}
+        self.difference = _find_difference(alive)
+        self.differs_since = None if not self.difference else self.differs_since or now
+        is_complete = len(hellos) == len(self.members) and not _find_difference(hellos)
+        self._complete_since = (self._complete_since or now) if is_complete else None
+        if is_complete and self.replica == self.members[0]:
+            self._lead(hellos)
+        return self._complete_since is not None and now - self._complete_since < _BEAT_S
+
+    def _lead(self, hellos: dict[int, dict[str, Any]]) -> None:
+        """Propose a plan; let it begin when all whose hellos it quotes have accepted it."""
+        nonces = {r: hello["nonce"] for r, hello in hellos.items()}
+        if nonces != self._proposed:
+            self._proposed = nonces
+            self._proposal = _propose_plan(self.store, hellos)
+            return
+        # A hello may be that of a dead process: it never accepts, and its successor's is another.
+        keys = [f"accepted/{self._proposal}/{r}" for r in self.members]
+        self.alive |= {
+            r for r, key in zip(self.members, keys, strict=True) if self.store.check([key])
+        }
+        if self.alive.issuperset(self.members):
+            self.store.set(f"go/{self._proposal}", "")
 
 
 def _read_hellos(store: dist.Store, members: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -152,13 +231,20 @@ def _find_difference(hellos: dict[int, dict[str, Any]]) -> str:
     return ""
 
 
-def _publish_plan(store: dist.Store, hellos: dict[int, dict[str, Any]]) -> None:
-    # The counter makes the number new even when an earlier attempt got stuck half-way.
-    attempt = store.add("attempts", 1)
-    epoch = max(hello["epoch"] for hello in hellos.values()) + attempt
-    plan = json.dumps({"epoch": epoch, "infos": {r: h["info"] for r, h in hellos.items()}})
+def _propose_plan(store: dist.Store, hellos: dict[int, dict[str, Any]]) -> str:
+    """Tell everybody whose hello is here what the next epoch is; return the proposal's name."""
+    # Never twice on one store, whoever used it before, and above everybody's: a new store counts
+    # from the beginning.
+    newest = max(hello["epoch"] for hello in hellos.values())
+    epoch = store.add("epochs", 1)
+    if epoch <= newest:
+        epoch = store.add("epochs", newest - epoch + 1)
+    name = uuid.uuid4().hex
+    infos = {r: hello["info"] for r, hello in hellos.items()}
+    plan = json.dumps({"id": name, "epoch": epoch, "infos": infos})
     for hello in hellos.values():
         store.set(f"plan/{hello['nonce']}", plan)
+    return name
 
 
 def build_groups(

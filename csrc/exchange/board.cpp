@@ -49,6 +49,12 @@ void Board::report_departure(int64_t inner_step) {
     set(prefix_ + "/any_left", std::to_string(replica_));
 }
 
+void Board::report_presence() {
+    if (has_answered_) return;
+    has_answered_ = true;
+    set(key("present", replica_), "");
+}
+
 bool Board::is_failed() { return has(prefix_ + "/any_failed"); }
 
 bool Board::is_left() { return has(prefix_ + "/any_left"); }
@@ -73,7 +79,8 @@ std::vector<int64_t> Board::wait_for_reports(std::chrono::milliseconds patience)
     while (true) {
         missing.clear();
         for (const int64_t member : members_) {
-            if (member == replica_ || has(key("failed", member)) || has(key("left", member))) {
+            if (member == replica_ || has(key("failed", member)) || has(key("present", member)) ||
+                has(key("left", member))) {
                 continue;
             }
             missing.push_back(member);

@@ -23,12 +23,16 @@ class Board {
     void report_failure(const std::string& text);
     void report_departure(int64_t inner_step);
 
+    // Answers a failure that somebody else has reported; once.
+    void report_presence();
+
     // True once any member has reported a failure / has left.
     bool is_failed();
     bool is_left();
     std::vector<Departure> departures();
 
-    // Members that have neither reported nor left, after waiting up to `patience` for them.
+    // Members that have neither reported, answered nor left, after waiting up to `patience` for
+    // them.
     std::vector<int64_t> wait_for_reports(std::chrono::milliseconds patience);
 
   private:
@@ -40,6 +44,7 @@ class Board {
     std::string prefix_;
     int64_t replica_;
     std::vector<int64_t> members_;
+    bool has_answered_ = false;  // watcher only
 };
 
 }  // namespace diloco

@@ -17,7 +17,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The watcher leaves jobs alone that are shorter than this.
+// How often the watcher looks at the store; it leaves jobs alone that are shorter than this.
 constexpr milliseconds kWatchPeriod{250};
 
 double seconds_since(Clock::time_point begin) {
@@ -175,8 +175,7 @@ void Engine::emulate_link(double gbps, double rtt_ms) {
 
 void Engine::inject_fault(const Fault& fault) {
     std::lock_guard<std::mutex> lock(mutex_);
-    next_fault_ = fault;
-    has_next_fault_ = true;
+    next_faults_.push_back(fault);
 }
 
 void Engine::close(milliseconds patience, int64_t inner_step) {
@@ -212,8 +211,8 @@ void Engine::loop() {
         queue_.pop_front();
         is_busy_ = true;
         running_since_ = Clock::now();
-        if (is_watch_asleep_) watch_changed_.notify_one();
-        if (std::exchange(has_next_fault_, false)) faults_.set(next_fault_);
+        for (Fault& fault : next_faults_) faults_.add(std::move(fault));
+        next_faults_.clear();
         const JobPtr job = running_;
         lock.unlock();
         run(job);
@@ -234,30 +233,26 @@ void Engine::loop() {
     }
 }
 
-// Wakes the engine thread when a peer has reported a failure, or has left before its header: the
-// wait for a third peer would not notice.
+// Looks for news of the peers. While a job runs, a failure elsewhere ends it, and so does a peer
+// that left before its header: the wait for a third peer would not notice. Between jobs, a failure
+// is answered with a report of our own, so that nobody takes a replica in training for dead.
 void Engine::watch() {
     pthread_setname_np(pthread_self(), "diloco-watch");
     std::unique_lock<std::mutex> lock(mutex_);
     while (!is_finished_) {
-        // Sleeps through a run of short jobs: they wake it at most once in a quarter of a second.
-        if (is_busy_) {
-            watch_changed_.wait_for(lock, kWatchPeriod, [this] { return is_finished_; });
-        } else {
-            is_watch_asleep_ = true;
-            watch_changed_.wait(lock, [this] { return is_finished_ || is_busy_; });
-            is_watch_asleep_ = false;
-            continue;
-        }
-        if (!is_busy_ || !session_ || Clock::now() - running_since_ < kWatchPeriod) continue;
-        if (session_->membership().size() == 1) continue;
+        // Its own clock, whatever comes and goes: jobs never have to wake it.
+        watch_changed_.wait_for(lock, kWatchPeriod, [this] { return is_finished_; });
+        if (is_finished_ || !session_ || session_->membership().size() == 1) continue;
+        if (is_busy_ && Clock::now() - running_since_ < kWatchPeriod) continue;
         const std::shared_ptr<Session> session = session_;
         const std::shared_ptr<Board> board = board_;
+        const bool is_idle = !is_busy_;
         lock.unlock();
-        const bool is_broken =
-            board->is_failed() || (session->is_waiting_for_headers() && board->is_left());
+        const bool is_failed = board->is_failed();
+        const bool is_left = !is_failed && session->is_waiting_for_headers() && board->is_left();
+        if (is_failed && is_idle) board->report_presence();
         lock.lock();
-        if (is_broken && is_busy_ && session_ == session) session->abort();
+        if ((is_failed || is_left) && is_busy_ && session_ == session) session->abort();
     }
 }
 
@@ -353,7 +348,7 @@ void Engine::blame(Failure& failure, const std::string& where) {
     const std::string cause = failure.message.empty() ? "" : " (" + failure.message + ")";
     failure.message = where + cause + ": ";
     if (failure.missing.empty()) {
-        failure.message += "all other replicas live and reported a failure too";
+        failure.message += "all other replicas live and have reported";
     } else {
         failure.message +=
             (failure.missing.size() == 1 ? "replica " : "replicas ") + list(failure.missing) +

@@ -86,17 +86,15 @@ class Engine {
     bool is_attached_ = false;
     bool is_closing_ = false;
     bool is_finished_ = false;  // the engine thread takes no more jobs
-    bool is_watch_asleep_ = false;
     int64_t leave_step_ = -1;
     std::string dead_reason_;
     Failure dead_failure_;
     int64_t epoch_ = 0;
-    Fault next_fault_;
-    bool has_next_fault_ = false;
+    std::vector<Fault> next_faults_;  // for the next job
     double link_gbps_ = 0.0;
     double link_rtt_ms_ = 0.0;
     std::shared_ptr<Session> session_;
-    std::shared_ptr<Board> board_;
+    std::shared_ptr<Board> board_;  // the watcher may look at it while the next one is attached
     at::Tensor staging_;
 
     FaultInjector faults_;  // engine thread only

@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <thread>
@@ -10,24 +11,33 @@
 
 namespace diloco {
 
-void FaultInjector::set(Fault fault) {
-    fault_ = std::move(fault);
-    random_.seed(fault_.seed);
+void FaultInjector::add(Fault fault) {
+    if (fault.action.empty()) {
+        max_delay_us_ = fault.max_delay_us;
+        random_.seed(fault.seed);
+    } else {
+        faults_.push_back(std::move(fault));
+    }
 }
 
 void FaultInjector::before(const char* stage, int64_t chunk, int64_t num_told) {
-    if (fault_.max_delay_us > 0) {
-        std::uniform_real_distribution<double> delay(0.0, fault_.max_delay_us);
+    if (max_delay_us_ > 0) {
+        std::uniform_real_distribution<double> delay(0.0, max_delay_us_);
         std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(delay(random_)));
     }
-    if (fault_.action.empty() || fault_.stage != stage) return;
-    if (fault_.chunk >= 0 && fault_.chunk != chunk) return;
-    if (fault_.num_peers != num_told) return;
-    const std::string action = std::exchange(fault_.action, "");
-    if (action == "kill") kill(getpid(), SIGKILL);
-    if (action == "sleep")
-        std::this_thread::sleep_for(std::chrono::duration<double>(fault_.seconds));
-    if (action == "fail") throw std::runtime_error("a failure made on purpose");
+    const auto due = std::find_if(faults_.begin(), faults_.end(), [&](const Fault& fault) {
+        return fault.stage == stage && (fault.chunk < 0 || fault.chunk == chunk) &&
+               fault.num_peers == num_told;
+    });
+    if (due == faults_.end()) return;
+    const Fault fault = *due;
+    faults_.erase(due);
+    if (fault.action == "kill") kill(getpid(), SIGKILL);
+    if (fault.action == "stop") kill(getpid(), SIGSTOP);
+    if (fault.action == "sleep") {
+        std::this_thread::sleep_for(std::chrono::duration<double>(fault.seconds));
+    }
+    if (fault.action == "fail") throw std::runtime_error("a failure made on purpose");
 }
 
 }  // namespace diloco

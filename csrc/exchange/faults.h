@@ -4,28 +4,31 @@
 #include <cstdint>
 #include <random>
 #include <string>
+#include <vector>
 
 namespace diloco {
 
 struct Fault {
-    std::string action;         // "", "kill" (SIGKILL to ourselves), "sleep" or "fail"
+    std::string action;         // "", "kill" or "stop" (a signal to ourselves), "sleep", "fail"
     std::string stage;          // a step's name (schedule.h), "header" or "vote"
     int64_t chunk = -1;         // of that step; -1 is any
     int64_t num_peers = 0;      // header and vote: after telling this many peers
     double seconds = 0.0;       // of "sleep"
-    double max_delay_us = 0.0;  // random delay before every step
+    double max_delay_us = 0.0;  // random delay before every step, when there is no action
     uint64_t seed = 0;
 };
 
 class FaultInjector {
   public:
-    void set(Fault fault);
+    // Each fault happens once; the delay is that of the last one that has any.
+    void add(Fault fault);
 
     // Called before a step, and in header and vote before each message to a peer.
     void before(const char* stage, int64_t chunk, int64_t num_told);
 
   private:
-    Fault fault_;
+    std::vector<Fault> faults_;
+    double max_delay_us_ = 0.0;
     std::mt19937_64 random_;
 };
 
