@@ -370,12 +370,24 @@ class DiLoCo:
         self._rounds.forget()
         last_rounds = {part.index: part.round - 1 for part in self.parts}
         store = handshake.connected_store(store)
-        repairs = self.exchange.change_group(members, store=store, last_rounds=last_rounds)
+        repairs = self.exchange.change_group(
+            members, store=store, last_rounds=last_rounds, inner_step=self.inner_step
+        )
         for repair in repairs:
-            self._rounds.repair(repair)
+            self._rounds.repair(repair, self.inner_step)
+        self._turn_back(self.exchange.agreed_step)
         if self.exchange.joined:
             self._agree()
             self._share_state()
+
+    def _turn_back(self, inner_step: int) -> None:
+        """Count on from where the slowest replica is, so that all send the same fragment next.
+
+        Who had applied a round that others had not trained on until its next send failed.
+        """
+        for part in self.parts:
+            part.last_sent -= self.inner_step - inner_step
+        self.inner_step = inner_step
 
     def _share_state(self) -> None:
         """Give the newcomers the outer state of the lowest replica that was here before."""

@@ -74,6 +74,7 @@ class Exchange:
         members, epoch: Of the current epoch.
         joined: Members that came new in this epoch.
         agreed_rounds: Last applied round of each fragment in this epoch's members, after repair.
+        agreed_step: The least of the inner steps that members came with, newcomers aside.
         link: Description of the emulated link, or None.
 
     Raises:
@@ -115,6 +116,7 @@ class Exchange:
         self.inner_step = -1
         self.joined: tuple[int, ...] = ()
         self.agreed_rounds: dict[int, int] = {}
+        self.agreed_step = -1
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._closed = False
         self.store = store
@@ -291,6 +293,7 @@ class Exchange:
         *,
         store: dist.Store | None = None,
         last_rounds: dict[int, int],
+        inner_step: int = -1,
     ) -> list[Repair]:
         """Go on in a new epoch with ``members``: the survivors, or joiners too.
 
@@ -301,6 +304,7 @@ class Exchange:
             members: Ids of the replicas, ours among them.
             store: A new store when the old one died.
             last_rounds: The last applied round of every fragment on this replica.
+            inner_step: Inner steps that this replica has counted.
 
         Returns:
             The rounds that the others have applied and this replica must still apply.
@@ -310,6 +314,7 @@ class Exchange:
         """
         self._engine.check_process()
         members = _checked_members(members, self.replica)
+        self.inner_step = inner_step
         return regroup.enter(self, members, store, last_rounds=last_rounds, join=False)
 
     def inject_fault(self, **fault: Any) -> None:

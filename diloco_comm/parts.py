@@ -28,6 +28,7 @@ class Flight:
 
     pending: Pending
     kind: str
+    sent_step: int
     apply_step: int
     weight: float
     norm: float
@@ -39,7 +40,7 @@ class Part(ABC):
     Attributes:
         index: Number of the fragment in headers; the buffers come after the last fragment.
         round: Rounds applied, which is the number of the next one.
-        last_sent: Inner step after which this part was last sent.
+        last_sent: Inner step after which the last round that was applied was sent.
     """
 
     def __init__(self, index: int, num_elements: int) -> None:

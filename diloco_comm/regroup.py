@@ -75,6 +75,7 @@ def enter(
     exchange.members, exchange.epoch = tuple(members), plan.epoch
     exchange.joined = tuple(sorted(r for r, i in plan.infos.items() if i["join"]))
     exchange.agreed_rounds = _newest(survivors)
+    exchange.agreed_step = min((plan.infos[r]["inner_step"] for r in survivors), default=-1)
     del groups
     repairs = _hand_over(exchange, needs, repaired) if needs else []
     for slot in exchange.slots:
@@ -97,7 +98,7 @@ def _agree(
         members,
         epoch=exchange.epoch,
         settings=settings,
-        info={"rounds": rounds, "join": join},
+        info={"rounds": rounds, "join": join, "inner_step": exchange.inner_step},
         timeout=exchange.timeout,
     )
 
@@ -187,6 +188,8 @@ def _hand_over(
             recvs += [(source, payload) for payload, _ in repair.terms]
             repairs.append(repair)
     exchange.transfer(sends, recvs)
+    # Nobody goes on before everybody has what it needs: a transfer has no vote.
+    exchange.exchange_objects(b"")
     return repairs
 
 

@@ -84,9 +84,8 @@ class Rounds:
         norm = self._norm(part) if self.norms else math.nan
         with span("encode", part.index, part.round):
             pending = self._start(part, part.slot, header)
-        part.last_sent = inner_step
         delay = 0 if kind == "flush" else self.settings.overlap.delay(self.settings.sync_every)
-        part.in_flight.append(Flight(pending, kind, inner_step + delay, weight, norm))
+        part.in_flight.append(Flight(pending, kind, inner_step, inner_step + delay, weight, norm))
 
     def _start(self, part: Part, slot: Slot, header: Header) -> Pending:
         try:
@@ -133,12 +132,13 @@ class Rounds:
             if part.slot is not None:
                 part.slot.discard()
 
-    def repair(self, repair: Repair) -> None:
+    def repair(self, repair: Repair, inner_step: int) -> None:
         """Apply a round that the other survivors have applied and this replica has not."""
         part = self.parts[repair.fragment]
         assert part.round == repair.round
         lr = self.lr(part)
         part.apply(repair.terms, repair.layout, lr=lr, alpha=0.0, impl=self.impl)
+        part.last_sent = inner_step
         part.round += 1
 
     def lr(self, part: Part) -> float:
@@ -157,6 +157,7 @@ class Rounds:
             impl=self.impl,
         )
         part.slot.commit()
+        part.last_sent = flight.sent_step
         part.round += 1
 
     def _vote_down(

@@ -1,0 +1,332 @@
+"""Small real replicas for fault tests, and one-process simulations of what they must arrive at.
+
+A replica's model, data and inner optimizer are a function of its number and of how many steps it
+has taken, so that a run with failures can be repeated without processes, by ``Simulation``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from diloco_comm import DiLoCo, Nesterov, SyncError, WireFormat, reference
+from diloco_comm.fragments import Schedule, make_fragments, trainable_parameters
+from diloco_comm.handshake import digest
+from diloco_comm.wire import Layout
+
+LR, MOMENTUM = 0.7, 0.9
+BLOCK = 32
+# Long enough for survivors on a loaded machine to report, short enough for a whole suite.
+REPORT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all replicas of a run share."""
+
+    wire: str = "fp32"
+    fragments: int = 1
+    sync_every: int = 4
+    timeout: float = 30.0
+    chunk_bytes: int = 512
+    name: str = "run"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule.plan(self.sync_every, self.fragments)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(11)
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16)
+    )
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def take_inner_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, step: int
+) -> None:
+    """Train on the batch that belongs to this replica and step."""
+    generator = torch.Generator().manual_seed(1000 * number + step)
+    inputs = torch.randn(8, 32, generator=generator)
+    targets = torch.randint(0, 16, (8,), generator=generator)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def connect(address: tuple[str, int]) -> dist.Store:
+    """Reach the store in the test process, which outlives the replicas."""
+    return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
+
+
+@dataclass
+class State:
+    """Bytes of everything a failed exchange must leave alone."""
+
+    outer: list[Tensor]
+    momentum: list[Tensor]
+    local: list[Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, State)
+        mine = [*self.outer, *self.momentum, *self.local]
+        theirs = [*other.outer, *other.momentum, *other.local]
+        return all(
+            torch.equal(a.view(torch.int32), b.view(torch.int32))
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+
+@dataclass
+class Failure:
+    """What a replica saw of one failed exchange."""
+
+    kind: str
+    message: str
+    fragment: int
+    round: int
+    stage: str
+    seconds: float
+    missing: tuple[int, ...]
+    elapsed_s: float
+    inner_step: int
+    is_state_kept: bool
+    details: dict[str, Any]
+
+
+class Replica:
+    """A replica in training; snapshots its state between inner step and exchange."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        number: int,
+        members: Sequence[int],
+        setup: Setup,
+        **options: Any,
+    ) -> None:
+        os.environ["DILOCO_COMM_REPORT_S"] = str(REPORT_S)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self.address, self.setup, self.number, self.step_count = address, setup, number, 0
+        self.model = make_model()
+        self.optimizer = make_optimizer(self.model)
+        self.before_exchange: Callable[[], None] = lambda: None
+        self.before: State | None = None
+        self.optimizer.register_step_post_hook(self._remember)
+        self.store = connect(address)
+        self.diloco = DiLoCo(
+            self.model,
+            self.optimizer,
+            sync_every=setup.sync_every,
+            fragments=setup.fragments,
+            outer=Nesterov(lr=LR, momentum=MOMENTUM),
+            store=dist.PrefixStore(setup.name, self.store),
+            replica=number,
+            members=members,
+            wire=setup.wire,
+            block_size=BLOCK,
+            chunk_bytes=setup.chunk_bytes,
+            timeout=setup.timeout,
+            **{**setup.options, **options},
+        )
+
+    def _remember(self, *_: Any) -> None:
+        self.before_exchange()
+        self.before = self.state()
+
+    def state(self) -> State:
+        parts = [part.state for part in self.diloco._parameter_parts()]
+        return State(
+            [state.outer.clone() for state in parts],
+            [state.momentum.clone() for state in parts],
+            [param.detach().clone() for param in self.model.parameters()],
+        )
+
+    def step(self) -> None:
+        self.step_count += 1
+        take_inner_step(self.model, self.optimizer, self.number, self.step_count)
+
+    def train_to(self, inner_step: int) -> None:
+        """Train until DiLoCo has counted ``inner_step`` steps; every exchange must succeed."""
+        while self.diloco.inner_step < inner_step:
+            self.step()
+
+    def failing_step(self) -> Failure | None:
+        """Take one step; return what went wrong, or None."""
+        begin = time.monotonic()
+        try:
+            self.step()
+        except SyncError as error:
+            return describe(error, self, time.monotonic() - begin)
+        return None
+
+    def train_until_failure(self, limit: int) -> Failure:
+        """Train until an exchange fails, at most ``limit`` steps."""
+        for _ in range(limit):
+            failure = self.failing_step()
+            if failure is not None:
+                return failure
+        raise AssertionError(f"replica {self.number} saw no failure in {limit} steps")
+
+    def fault(self, action: str, stage: str, **options: Any) -> None:
+        """Do something to ourselves when the next exchange reaches a stage."""
+        self.diloco.exchange.inject_fault(action=action, stage=stage, **options)
+
+    def result(self, failures: Iterable[Failure] = ()) -> Result:
+        diloco = self.diloco
+        return Result(
+            diloco.outer_hash(),
+            digest(list(self.model.parameters())),
+            digest([part.state.momentum for part in diloco._parameter_parts()]),
+            [part.round for part in diloco.parts],
+            diloco.inner_step,
+            diloco.exchange.epoch,
+            list(failures),
+        )
+
+
+@dataclass
+class Result:
+    """Where a replica ended."""
+
+    outer: str
+    local: str
+    momentum: str
+    rounds: list[int]
+    inner_step: int
+    epoch: int
+    failures: list[Failure]
+
+
+def describe(error: SyncError, replica: Replica, elapsed_s: float) -> Failure:
+    known = ("fragment", "round", "stage", "seconds", "missing")
+    return Failure(
+        type(error).__name__,
+        str(error),
+        **{name: getattr(error, name) for name in known},
+        elapsed_s=elapsed_s,
+        inner_step=replica.diloco.inner_step,
+        is_state_kept=replica.before == replica.state(),
+        details={k: v for k, v in vars(error).items() if k not in known},
+    )
+
+
+def check_sentence(failure: Failure, missing: Iterable[int]) -> None:
+    """One sentence that names fragment, round, stage, seconds and who did not report."""
+    text = failure.message
+    assert "\n" not in text and "Traceback" not in text, text
+    assert f"fragment {failure.fragment}, round {failure.round}" in text, text
+    assert failure.stage and failure.stage in text, text
+    assert re.search(r"after \d+\.\d s", text), text
+    assert failure.missing == tuple(missing), text
+    for number in missing:
+        assert re.search(rf"replicas? [\d, ]*\b{number}\b", text), text
+
+
+# -------------------------------------------------------------------------------- simulation
+
+
+class Simulation:
+    """The same training in one process, with the operators of ``reference``."""
+
+    def __init__(self, setup: Setup, numbers: Iterable[int]) -> None:
+        self.setup = setup
+        self.wire = WireFormat(setup.wire, BLOCK)
+        self.replicas: dict[int, tuple[nn.Module, torch.optim.Optimizer]] = {}
+        self.fragments: dict[int, Any] = {}
+        self.step_count: dict[int, int] = {}
+        self.round = [0] * setup.fragments
+        for number in numbers:
+            self._add(number)
+        first = next(iter(self.fragments.values()))
+        self.outer = [self._flat(fragment) for fragment in first]
+        self.momentum = [torch.zeros_like(outer) for outer in self.outer]
+
+    def _add(self, number: int) -> None:
+        model = make_model()
+        optimizer = make_optimizer(model)
+        self.replicas[number] = model, optimizer
+        named = trainable_parameters(model, [optimizer])
+        self.fragments[number] = make_fragments(model, named, self.setup.fragments)
+        self.step_count[number] = 0
+
+    @staticmethod
+    def _flat(fragment: Any) -> Tensor:
+        return torch.cat([tensor.flatten() for tensor in fragment.tensors()]).clone()
+
+    def train(self, number: int, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            self.step_count[number] += 1
+            take_inner_step(*self.replicas[number], number, self.step_count[number])
+
+    def run(
+        self,
+        members: Sequence[int],
+        first: int,
+        last: int,
+        skip: frozenset[tuple[int, int]] = frozenset(),
+    ) -> None:
+        """Take inner steps first..last with their exchanges but those of (step, fragment)."""
+        for step in range(first, last + 1):
+            for number in members:
+                self.train(number)
+            for fragment in self.setup.schedule.due(step):
+                if (step, fragment) not in skip:
+                    self.sync(fragment, members)
+
+    def sync(self, fragment: int, members: Sequence[int]) -> None:
+        parts = [self.fragments[number][fragment].tensors() for number in members]
+        outer, momentum = self.outer[fragment], self.momentum[fragment]
+        layout = Layout.plan(outer.numel(), len(members), 1, self.wire)
+        terms = reference.all_reduce(
+            parts,
+            layout,
+            outers=[outer] * len(members),
+            replicas=members,
+            round=self.round[fragment],
+            fragment=fragment,
+        )
+        payloads, coefficients = zip(*terms, strict=True)
+        form = (layout.run_elements, self.wire.name, self.wire.block_size)
+        reference.outer_step(
+            outer, momentum, [], payloads, coefficients, 0, outer.numel(), *form, "nesterov",
+            LR, MOMENTUM,
+        )  # fmt: skip
+        for tensors in parts:
+            reference.merge(outer, tensors)
+        self.round[fragment] += 1
+
+    def join(self, number: int) -> None:
+        """Add a fresh replica that starts at the outer parameters."""
+        self._add(number)
+        for fragment, outer in zip(self.fragments[number], self.outer, strict=True):
+            reference.merge(outer, fragment.tensors())
+
+    def check(self, number: int, result: Result) -> None:
+        """Compare a replica's end with ours, bit for bit."""
+        model, _ = self.replicas[number]
+        assert result.rounds == self.round
+        assert result.outer == digest(self.outer), f"outer parameters of replica {number}"
+        assert result.momentum == digest(self.momentum), f"momentum of replica {number}"
+        assert result.local == digest(list(model.parameters())), f"parameters of replica {number}"
+
+
+def check_agreement(results: Iterable[Result | None]) -> None:
+    """All survivors hold the same outer parameters, momentum and rounds."""
+    ends = [(r.outer, r.momentum, r.rounds, r.inner_step) for r in results if r is not None]
+    assert ends and all(end == ends[0] for end in ends), ends
