@@ -331,11 +331,14 @@ class Exchange:
         A peer that then starts an exchange gets ``PeerLeft``. What cannot finish within ten
         seconds (or the timeout) is broken off.
         """
+        self._close(patience_s=10.0)
+
+    def _close(self, patience_s: float) -> None:
         if self._closed:
             return
         self._closed = True
         _open.discard(self)
-        self._engine.close(min(self.timeout, 10.0), self.inner_step)
+        self._engine.close(min(self.timeout, patience_s), self.inner_step)
 
     def __enter__(self) -> Exchange:
         return self
@@ -348,7 +351,8 @@ class Exchange:
 def _close_all() -> None:
     for exchange in list(_open):
         with contextlib.suppress(Exception):
-            exchange.close()
+            # A process that ends must not wait for peers that may never come.
+            exchange._close(patience_s=1.0)
 
 
 def _checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:

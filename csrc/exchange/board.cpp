@@ -73,19 +73,17 @@ std::vector<Departure> Board::departures() {
     return gone;
 }
 
-std::vector<int64_t> Board::wait_for_reports(std::chrono::milliseconds patience) {
+RollCall Board::call_roll(std::chrono::milliseconds patience) {
     const auto deadline = std::chrono::steady_clock::now() + patience;
-    std::vector<int64_t> missing;
     while (true) {
-        missing.clear();
+        RollCall roll;
         for (const int64_t member : members_) {
-            if (member == replica_ || has(key("failed", member)) || has(key("present", member)) ||
-                has(key("left", member))) {
+            if (member == replica_ || has(key("failed", member)) || has(key("left", member))) {
                 continue;
             }
-            missing.push_back(member);
+            (has(key("present", member)) ? roll.idle : roll.silent).push_back(member);
         }
-        if (missing.empty() || std::chrono::steady_clock::now() >= deadline) return missing;
+        if (roll.silent.empty() || std::chrono::steady_clock::now() >= deadline) return roll;
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
 }

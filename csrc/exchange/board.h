@@ -14,6 +14,12 @@ struct Departure {
     int64_t inner_step;
 };
 
+// Who said what about a failure.
+struct RollCall {
+    std::vector<int64_t> silent;  // dead, hanging, or cut off
+    std::vector<int64_t> idle;    // alive, in no exchange
+};
+
 // The notices of one epoch. A store that does not answer is treated as one without notices.
 class Board {
   public:
@@ -31,9 +37,8 @@ class Board {
     bool is_left();
     std::vector<Departure> departures();
 
-    // Members that have neither reported, answered nor left, after waiting up to `patience` for
-    // them.
-    std::vector<int64_t> wait_for_reports(std::chrono::milliseconds patience);
+    // Waits up to `patience` for every member to report, to answer or to leave.
+    RollCall call_roll(std::chrono::milliseconds patience);
 
   private:
     std::string key(const char* what, int64_t replica) const;

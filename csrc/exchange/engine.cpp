@@ -30,6 +30,10 @@ std::string list(const std::vector<int64_t>& values) {
     return text.str();
 }
 
+std::string replicas(const std::vector<int64_t>& ids) {
+    return (ids.size() == 1 ? "replica " : "replicas ") + list(ids);
+}
+
 std::string rounded(double seconds) {
     char text[32];
     std::snprintf(text, sizeof(text), "%.1f", seconds);
@@ -344,16 +348,22 @@ void Engine::blame(Failure& failure, const std::string& where) {
                           list(failure.inner_steps);
         return;
     }
-    failure.missing = board_->wait_for_reports(options_.report_patience);
+    const RollCall roll = board_->call_roll(options_.report_patience);
+    failure.missing = roll.silent;
+    // Everybody lives: those that did not come are the ones in no exchange.
+    if (roll.silent.empty() && is_at_header) failure.missing = roll.idle;
     const std::string cause = failure.message.empty() ? "" : " (" + failure.message + ")";
     failure.message = where + cause + ": ";
-    if (failure.missing.empty()) {
+    if (roll.silent.empty()) {
         failure.message += "all other replicas live and have reported";
     } else {
         failure.message +=
-            (failure.missing.size() == 1 ? "replica " : "replicas ") + list(failure.missing) +
-            " did not report within " +
+            replicas(roll.silent) + " did not report within " +
             rounded(std::chrono::duration<double>(options_.report_patience).count()) + " s";
+    }
+    if (!roll.idle.empty()) {
+        failure.message += "; " + replicas(roll.idle) + (roll.idle.size() == 1 ? " is" : " are") +
+                           " in no exchange";
     }
 }
 
