@@ -45,6 +45,9 @@ def _survive(rank: int, world: int, address: Address, victim: int, fault: dict[s
     slot = ex.slot(N, WireFormat("int8"))
     assert all([_round(ex, slot, round, everybody) for round in range(2)])
     if rank == victim:
+        if fault["stage"] == "vote" and fault.get("num_peers"):
+            # The others have sent all their votes when ours goes to some of them.
+            ex.inject_fault(action="sleep", stage="vote", seconds=0.4)
         ex.inject_fault(action="kill", **fault)
     params = values(2, rank, N)
     before = params.clone()
