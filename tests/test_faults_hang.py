@@ -1,0 +1,97 @@
+"""A replica stops answering, by SIGSTOP; later it wakes up again."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from fault_replicas import (
+    REPORT_S,
+    Failure,
+    Replica,
+    Result,
+    Setup,
+    Simulation,
+    check_agreement,
+    check_sentence,
+)
+from workers import Pool
+
+H = 4
+TIMEOUT_S = 2.0
+
+
+def run_without_the_stopped(
+    rank: int, world: int, address: tuple[str, int], setup: Setup, stage: str, comes_back: bool
+) -> Result:
+    """Rank 0 stops in its third round; the others go on, and take it back if it ``comes_back``."""
+    replica = Replica(address, rank, range(world), setup)
+    replica.train_to(3 * H - 1)
+    if rank == 0:
+        replica.fault("stop", stage)
+    failures = [replica.train_until_failure(1)]
+    everyone, others = range(world), range(1, world)
+    if rank > 0:
+        replica.diloco.change_group(others)
+        replica.train_to(4 * H)
+        replica.store.set(f"survived/{rank}", "")
+        replica.store.wait(["woken"])
+    if comes_back:
+        replica = rejoin(replica, everyone) if rank == 0 else replica
+        if rank > 0:
+            replica.diloco.change_group(everyone)
+        replica.train_to(6 * H)
+    result = replica.result(failures)
+    replica.diloco.close()
+    return result
+
+
+def rejoin(replica: Replica, members: Sequence[int]) -> Replica:
+    """Come back as a newcomer: the others have gone on without us."""
+    replica.diloco.close()
+    replica.store.set("woken", "")
+    again = Replica(replica.address, replica.number, members, replica.setup, init="join")
+    return again
+
+
+def check_failure(failure: Failure, setup: Setup, missing: Sequence[int]) -> None:
+    assert failure.kind == "SyncError", failure
+    assert failure.is_state_kept, failure
+    assert failure.elapsed_s < TIMEOUT_S + REPORT_S + 2, failure
+    check_sentence(failure, missing)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "setup"),
+    [
+        (2, "header", Setup("int8", 3, H, TIMEOUT_S)),
+        (3, "reduce", Setup("fp32", 1, H, TIMEOUT_S)),
+    ],
+    ids=["w2-header", "w3-reduce"],
+)
+def test_stopped_replica_is_left_behind_and_joins_again(
+    fresh_workers: Callable[..., Pool], world: int, stage: str, setup: Setup
+) -> None:
+    pool = fresh_workers(world, init_group=False)
+    pool.submit(run_without_the_stopped, pool.store, setup, stage, True)
+    store = pool.crew.store
+    store.wait([f"survived/{rank}" for rank in range(1, world)])
+    pool.kill(0, signal.SIGCONT)
+    results: list[Any] = pool.collect(timeout=30)
+    for rank in range(1, world):
+        check_failure(results[rank].failures[0], setup, [0])
+        assert results[rank].failures[0].seconds >= TIMEOUT_S
+    # Its own clock went on while it stood still.
+    assert results[0].failures[0].is_state_kept
+    check_agreement(results)
+    simulation = Simulation(setup, range(world))
+    step = 3 * H
+    skipped = frozenset({(step, setup.fragments - 1)})
+    simulation.run(range(world), 1, step, skipped)
+    simulation.run(range(1, world), step + 1, 4 * H)
+    simulation.join(0)
+    simulation.run(range(world), 4 * H + 1, 6 * H)
+    for rank, result in enumerate(results):
+        simulation.check(rank, result)
