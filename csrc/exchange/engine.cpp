@@ -1,7 +1,6 @@
 #include "exchange/engine.h"
 
 #include <ATen/Parallel.h>
-#include <c10/util/ParallelGuard.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -9,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "codec/serial.h"
 #include "exchange/operators.h"
 #include "exchange/pages.h"
 
@@ -107,11 +107,13 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
 void Engine::start(const JobPtr& job) {
     check_process();
     const int64_t faults = minor_faults();
+    std::vector<JobPtr> finished;  // freed without the lock: a tensor's deleter may want the GIL
     {
         std::lock_guard<std::mutex> lock(mutex_);
         refuse_if_dead();
-        finished_.clear();
+        finished.swap(finished_);
     }
+    finished.clear();
     encode_all(job);
     job->encode = EncodeInputs();
     job->caller_faults = minor_faults() - faults;
@@ -151,10 +153,11 @@ void Engine::encode_all(const JobPtr& job) {
 
 void Engine::submit(const JobPtr& job) {
     check_process();
+    std::vector<JobPtr> finished;  // freed without the lock: a tensor's deleter may want the GIL
     {
         std::lock_guard<std::mutex> lock(mutex_);
         refuse_if_dead();
-        finished_.clear();
+        finished.swap(finished_);
         queue_.push_back(job);
     }
     changed_.notify_all();
@@ -206,7 +209,7 @@ void Engine::close(milliseconds patience, int64_t inner_step) {
 void Engine::loop() {
     pthread_setname_np(pthread_self(), "diloco-engine");
     // Kernels called from here stay on this thread: the intra-op pool belongs to the training loop.
-    const c10::ParallelGuard serial(true);
+    const codec::SerialScope serial;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
         changed_.wait(lock, [this] { return is_closing_ || !queue_.empty(); });

@@ -332,6 +332,8 @@ void Session::post_vote_recvs(uint64_t sequence) {
 
 void Session::vote(Job& job) {
     const uint64_t sequence = job.header.sequence;
+    // A single replica has no chunk to wait for; its bad elements are known when all are encoded.
+    wait_for_encoded(job, job.plan->num_chunks - 1);
     vote_out_ = Vote();
     vote_out_.sequence = sequence;
     vote_out_.num_bad = job.encode_bad.item<int64_t>() + job.reduce_bad.item<int64_t>();
