@@ -172,6 +172,8 @@ def all_reduce(
     """
     if tensor.dtype not in _DTYPES:
         raise TypeError(f"all_reduce takes fp32, bf16 and fp16 tensors, got {tensor.dtype}")
+    if tensor.device.type != "cpu":
+        raise TypeError(f"all_reduce takes tensors in CPU memory, got one on {tensor.device}")
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     wire = parse(wire, block_size)

@@ -40,7 +40,7 @@ class DiLoCo:
         optimizer: The inner optimizer, or several that together make one step. The parameters in
             their groups that require gradients are exchanged; they are written in place only.
         sync_every: Inner steps between two sends of the same fragment (H).
-        fragments: A number, ``"layers:3"``, ``"sequential:3"`` or lists of name patterns.
+        fragments: A number (1), ``"layers:3"``, ``"sequential:3"`` or lists of name patterns.
         offsets: 1-based inner step of each fragment's first send; default floor(H*(p+1)/P).
         overlap: When results are applied: ``Blocking()``.
         outer: ``SGD``, ``HeavyBall``, ``Nesterov`` (default), ``Adam``, or a callable that makes
@@ -51,18 +51,21 @@ class DiLoCo:
             (a Store, or the ``tcp://host:port`` that ``diloco-comm store`` prints):
             this one's number, and how many there are or which numbers take part.
         name: Tells several DiLoCo objects on one store apart.
-        wire, block_size: What travels, see ``wire.WIRES``; elements that share a scale.
-        rounding, seed: "nearest" or "stochastic", and the seed of the latter.
-        error_feedback: Add what the last encoding lost to the next one.
+        wire, block_size: What travels ("int8"), see ``wire.WIRES``; elements that share a scale
+            (256).
+        rounding, seed: "nearest" (default) or "stochastic", and the seed of the latter (0).
+        error_feedback: Add what the last encoding lost to the next one (default: no).
         weight: This replica's weight in the mean, a number or a callable (tokens of the round).
         init: "broadcast" (weights of the lowest replica), "check" (raise if they differ) or
             "join" (take over the state of replicas that train already; see ``change_group``).
         impl: Force an implementation of the operators.
-        config: Saved arguments (``diloco.config()``) for those left at their defaults here.
-        average_buffers: Average floating-point buffers too, in fp32, at the end of each round.
+        config: Saved arguments (``diloco.config()``) for those that are not given here.
+        average_buffers: Average floating-point buffers too, in fp32, at the end of each round
+            (default: no).
         lanes, chunk_bytes: Connections to each peer; bytes of a chunk on the wire.
         timeout: Seconds, or a timedelta, that an exchange may take.
-        on_nonfinite: "raise" or "skip" a round in which a replica's values are not finite.
+        on_nonfinite: "raise" (default) or "skip" a round in which a replica's values are not
+            finite.
         norms: Measure the norm of the pseudo-gradient, one more pass over the parameters.
         attach: False leaves it to the user to call ``step()`` after each optimizer step.
 
@@ -78,7 +81,7 @@ class DiLoCo:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         sync_every: int | None = None,
-        fragments: FragmentSpec = 1,
+        fragments: FragmentSpec | None = None,
         offsets: Sequence[int] | None = None,
         overlap: Overlap | str | None = None,
         outer: OuterOptimizer | Factory | None = None,
@@ -89,20 +92,20 @@ class DiLoCo:
         num_replicas: int | None = None,
         members: Sequence[int] | None = None,
         name: str = "default",
-        wire: str | WireFormat = "int8",
-        block_size: int = 256,
-        rounding: str = "nearest",
-        seed: int = 0,
-        error_feedback: bool = False,
+        wire: str | WireFormat | None = None,
+        block_size: int | None = None,
+        rounding: str | None = None,
+        seed: int | None = None,
+        error_feedback: bool | None = None,
         weight: Weight = 1.0,
         init: str = "broadcast",
         impl: str = "",
         config: Mapping[str, Any] | None = None,
-        average_buffers: bool = False,
+        average_buffers: bool | None = None,
         lanes: int | None = None,
         chunk_bytes: int | None = None,
         timeout: float | timedelta | None = None,
-        on_nonfinite: str = "raise",
+        on_nonfinite: str | None = None,
         norms: bool = False,
         attach: bool = True,
     ) -> None:
@@ -123,6 +126,7 @@ class DiLoCo:
             "on_nonfinite": on_nonfinite,
         }
         choice("init", init, ("broadcast", "check", "join"))
+        seconds = handshake.seconds(env.timeout_s() if timeout is None else timeout)
         self.settings = merge(given, config)
         self.impl = ops.resolve_impl(impl)
         self.inner_step = 0
@@ -133,7 +137,7 @@ class DiLoCo:
         self._skipped = SkippedSteps(optimizers)
         self._hooks: StepHooks | None = None
         self._make_parts(model, optimizers)
-        store = handshake.connected_store(store)
+        store = handshake.connected_store(store, seconds)
         group = handshake.replica_group(group, mesh, store)
         self.exchange = handshake.make_exchange(
             group=group,
@@ -144,7 +148,7 @@ class DiLoCo:
             name=name,
             lanes=self.settings.lanes,
             chunk_bytes=self.settings.chunk_bytes,
-            timeout=handshake.seconds(env.timeout_s() if timeout is None else timeout),
+            timeout=seconds,
             impl=self.impl,
             join=init == "join",
         )
@@ -369,7 +373,7 @@ class DiLoCo:
         self._refuse_if_swapped()
         self._rounds.forget()
         last_rounds = {part.index: part.round - 1 for part in self.parts}
-        store = handshake.connected_store(store)
+        store = handshake.connected_store(store, self.exchange.timeout)
         repairs = self.exchange.change_group(
             members, store=store, last_rounds=last_rounds, inner_step=self.inner_step
         )

@@ -115,6 +115,11 @@ def _check_parameter(name: str, param: Tensor) -> None:
             f"parameter {name!r} is a {type(param.data).__name__} with layout {param.layout}: "
             "only plain strided tensors can be exchanged"
         )
+    if param.device.type != "cpu":
+        raise TypeError(
+            f"parameter {name!r} is on {param.device}: only parameters in CPU memory can be "
+            "exchanged"
+        )
     if not torch.ops.aten.is_non_overlapping_and_dense(param):
         raise TypeError(
             f"parameter {name!r} of shape {tuple(param.shape)} and strides {param.stride()} has "

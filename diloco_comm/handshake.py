@@ -19,8 +19,12 @@ from .exchange import Exchange
 from .fragments import memory_order
 
 
-def connected_store(store: dist.Store | str | None) -> dist.Store | None:
+def connected_store(
+    store: dist.Store | str | None, timeout: float | timedelta
+) -> dist.Store | None:
     """Connect to a store given by address, as ``diloco-comm store`` prints it.
+
+    ``timeout`` (seconds, if a number) bounds the connection and the later waits of that store.
 
     Raises:
         ValueError: If the address is not of the form ``tcp://host:port``.
@@ -34,7 +38,8 @@ def connected_store(store: dist.Store | str | None) -> dist.Store | None:
         host = port = None
     if host is None or port is None or url.scheme != "tcp":
         raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}")
-    return dist.TCPStore(host, port, is_master=False)
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    return dist.TCPStore(host, port, is_master=False, timeout=limit)
 
 
 def replica_group(

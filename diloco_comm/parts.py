@@ -164,5 +164,10 @@ def _floating_buffers(model: nn.Module) -> Sequence[_Buffer]:
             if buffer.dtype in DTYPES and id(buffer) not in seen:
                 seen.add(id(buffer))
                 name = f"{prefix}.{attribute}" if prefix else attribute
+                if buffer.device.type != "cpu":
+                    raise TypeError(
+                        f"buffer {name!r} is on {buffer.device}: only buffers in CPU memory can be "
+                        "averaged"
+                    )
                 found.append(_Buffer(name, module, attribute))
     return found

@@ -56,20 +56,17 @@ class Settings:
 
 
 def merge(given: dict[str, Any], config: Mapping[str, Any] | None) -> Settings:
-    """Fill arguments left at their defaults from a saved configuration.
+    """Fill arguments that were not given, and so are None, from a saved configuration.
 
     Raises:
         ValueError: If the configuration has an unknown key or ``sync_every`` is nowhere.
     """
-    defaults = {field.name: field.default for field in fields(Settings)}
     config = dict(config or {})
-    unknown = config.keys() - defaults.keys()
+    unknown = config.keys() - {field.name for field in fields(Settings)}
     if unknown:
         raise ValueError(f"config has unknown arguments {sorted(unknown)}")
-    values = {k: config.get(k, v) if v == defaults[k] else v for k, v in given.items()}
-    if given["sync_every"] is None:
-        values["sync_every"] = config.get("sync_every")
-    if values["sync_every"] is None:
+    values = {**config, **{name: value for name, value in given.items() if value is not None}}
+    if values.get("sync_every") is None:
         raise ValueError("sync_every is missing: give the inner steps between two outer steps")
     return Settings(**values)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 import warnings
 from typing import Any
 
@@ -301,6 +303,25 @@ def test_an_optimizer_that_cannot_be_hooked(optimizer: Any) -> None:
 def test_arguments_that_cannot_be(arguments: Any, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         attach(**arguments)
+
+
+def test_a_buffer_on_another_device_is_refused() -> None:
+    model = nn.BatchNorm1d(3)
+    model.running_mean = torch.zeros(3, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"^buffer 'running_mean' is on meta: only .* CPU memory"):
+        DiLoCo(model, optimizer, sync_every=1, average_buffers=True)
+
+
+def test_a_store_that_nobody_serves_is_given_up_after_the_timeout() -> None:
+    """torch alone would try for five minutes."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        address = f"tcp://127.0.0.1:{bound.getsockname()[1]}"
+        begin = time.monotonic()
+        with pytest.raises(dist.DistError):
+            attach(store=address, replica=0, num_replicas=2, timeout=1.0)
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

@@ -150,6 +150,38 @@ def test_configuration_can_be_saved_and_used_again(workers) -> None:
     assert again == {**saved, "block_size": 32}
 
 
+def test_given_arguments_win_over_the_configuration_even_at_their_defaults() -> None:
+    config = {
+        "sync_every": 3,
+        "fragments": 2,
+        "wire": "int4",
+        "block_size": 64,
+        "rounding": "stochastic",
+        "seed": 5,
+        "error_feedback": True,
+        "average_buffers": True,
+        "on_nonfinite": "skip",
+    }
+    defaults = {
+        "fragments": 1,
+        "wire": "int8",
+        "block_size": 256,
+        "rounding": "nearest",
+        "seed": 0,
+        "error_feedback": False,
+        "average_buffers": False,
+        "on_nonfinite": "raise",
+    }
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given in ({}, defaults, *({name: value} for name, value in defaults.items())):
+        with DiLoCo(model, optimizer, config=config, attach=False, **given) as diloco:
+            shared = diloco.config()
+        assert {name: shared[name] for name in config} == {**config, **given}
+    with DiLoCo(model, optimizer, sync_every=1, attach=False) as diloco:
+        assert {name: diloco.config()[name] for name in defaults} == defaults
+
+
 def over_mesh_and_subgroup(rank: int, world: int) -> list[str]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     hashes = []

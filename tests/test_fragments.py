@@ -100,6 +100,12 @@ def test_parameter_that_is_no_float_is_refused(dtype: torch.dtype) -> None:
         trainable_parameters(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
+def test_parameter_on_another_device_is_refused() -> None:
+    model = nn.Linear(3, 2, device="meta")
+    with pytest.raises(TypeError, match=r"^parameter 'weight' is on meta: only .* CPU memory"):
+        trainable_parameters(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+
+
 def test_parameter_with_gaps_is_refused() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(4, 4)[:, :2])
