@@ -55,7 +55,8 @@ class DiLoCo:
             (256).
         rounding, seed: "nearest" (default) or "stochastic", and the seed of the latter (0).
         error_feedback: Add what the last encoding lost to the next one (default: no).
-        weight: This replica's weight in the mean, a number or a callable (tokens of the round).
+        weight: This replica's weight in the mean, a number or a callable (tokens of the round),
+            called once in each step that sends, whatever the number of fragments.
         init: "broadcast" (weights of the lowest replica), "check" (raise if they differ) or
             "join" (take over the state of replicas that train already; see ``change_group``).
         impl: Force an implementation of the operators.
@@ -224,8 +225,9 @@ class DiLoCo:
         Called by the optimizer's hook, or by the user with ``attach=False``.
 
         Raises:
-            SyncError: The exchange failed and nothing of it was applied. ``change_group`` goes on
-                with the replicas that are left.
+            SyncError: An exchange failed and nothing of it was applied; other fragments that were
+                due and did not fail are applied. ``change_group`` goes on with the replicas that
+                are left; after a NonFiniteError training may simply go on.
         """
         self._refuse_if_swapped()
         self.inner_step += 1
@@ -233,18 +235,22 @@ class DiLoCo:
         self._send([self.parts[index] for index in self.schedule.due(self.inner_step)], "sync")
 
     def _send(self, parts: list[Part], kind: Kind) -> None:
-        """Send the parts and apply what is due; the first failure is the one raised."""
-        refusal: SyncError | None = None
-        for part in parts:
-            try:
-                self._rounds.send(part, self.inner_step, self._skipped.count, kind=kind)
-            except SyncError as error:
-                # The group died since the last part was sent: that part's error tells why.
-                refusal = error
-                break
-        for part in self.parts:
-            while part.in_flight and part.in_flight[0].apply_step <= self.inner_step:
-                self._rounds.receive(part, self.inner_step)
+        """Send the parts and apply everything that is due; raise the first failure after that."""
+        refusal: Exception | None = None
+        parts = [part for part in parts if part.slot is not None]
+        try:
+            weight = self._rounds.current_weight() if parts else 0.0
+            for part in parts:
+                self._rounds.send(part, self.inner_step, self._skipped.count, weight, kind=kind)
+        except Exception as error:
+            refusal = error
+        try:
+            self._rounds.receive(self.inner_step)
+        except Exception as error:
+            # When the group died between two sends, the part that was sent tells why.
+            if refusal is None or isinstance(refusal, SyncError):
+                raise
+            raise refusal from error
         if refusal is not None:
             raise refusal
 
@@ -255,17 +261,11 @@ class DiLoCo:
         replica has trained since its last send is left alone.
         """
         self._refuse_if_swapped()
-        self._drain()
+        self._rounds.receive(self.inner_step, everything=True)
         steps = [self.inner_step - part.last_sent for part in self.parts]
         views = handshake.gather_json(self.exchange, steps)
         stale = [part for part in self.parts if any(view[part.index] for view in views)]
         self._send(stale, "flush")
-
-    def _drain(self) -> None:
-        """Wait for everything in flight and apply it."""
-        for part in self.parts:
-            while part.in_flight:
-                self._rounds.receive(part, self.inner_step)
 
     def _refuse_if_swapped(self) -> None:
         if self._is_swapped:
@@ -322,7 +322,8 @@ class DiLoCo:
         """Return what a resumed run needs besides the model and the inner optimizer.
 
         Tensors are views of the live buffers, under the parameters' names, fp32. What differs
-        between replicas is keyed ``replica_<r>``: every replica must save its own.
+        between replicas is keyed ``replica_<r>``: every replica must save its own. A round that
+        failed, or whose wait was interrupted, is not in it: the state is that before the round.
 
         Args:
             shared: Refuse if something differs between replicas, for a save by one of them alone.

@@ -30,7 +30,7 @@ class Rounds:
 
     Args:
         layout: Hash of names, shapes, fragments and schedule, equal on all replicas.
-        weight: This replica's weight, or what returns it at each send.
+        weight: This replica's weight, or what returns it at each step that sends.
         norms: Measure each pseudo-gradient's norm.
     """
 
@@ -56,12 +56,32 @@ class Rounds:
         self.impl = impl
         self._has_warned_of_skips = False
 
-    def send(self, part: Part, inner_step: int, num_skipped: int, *, kind: Kind = "sync") -> None:
+    def current_weight(self) -> float:
+        """Return this replica's weight for what is sent now; calls ``weight`` if it is callable.
+
+        Raises:
+            ValueError: If it is negative or not finite.
+        """
+        weight = float(self.weight() if callable(self.weight) else self.weight)
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight must be finite and not negative, got {weight}")
+        return weight
+
+    def send(
+        self,
+        part: Part,
+        inner_step: int,
+        num_skipped: int,
+        weight: float,
+        *,
+        kind: Kind = "sync",
+    ) -> None:
         """Encode a part and hand it to the engine; returns while it travels.
 
         Args:
             inner_step: Steps done.
             num_skipped: Those of them that left the weights unchanged.
+            weight: This replica's, see ``current_weight``.
             kind: "sync" follows the overlap policy, "flush" is applied at once.
 
         Raises:
@@ -69,7 +89,6 @@ class Rounds:
         """
         if part.slot is None:
             return
-        weight = self._current_weight()
         header = Header(
             kind=kind,
             layout_hash=self.layout,
@@ -104,26 +123,56 @@ class Rounds:
                 str(error), fragment=header.fragment, round=header.round, stage="start"
             ) from error
 
-    def receive(self, part: Part, inner_step: int) -> None:
-        """Wait for a part's oldest exchange and apply it, wholly or not at all.
+    def receive(self, inner_step: int, *, everything: bool = False) -> None:
+        """Wait for all exchanges due by now (or all), then apply those that were agreed on.
+
+        A round that succeeded is applied by the other replicas, so it is applied here too when
+        another one failed. An interrupted wait leaves all of them in flight, for the next call.
 
         Raises:
-            SyncError: Nothing of it was applied.
+            SyncError: The first failure; nothing of that round was applied.
         """
-        flight = part.in_flight.popleft()
+        due = [
+            (part, flight)
+            for part in self.parts
+            for flight in part.in_flight
+            if everything or flight.apply_step <= inner_step
+        ]
+        arrivals = [self._wait(part, flight) for part, flight in due]
+        first: Exception | None = None
+        for (part, flight), (arrival, exposed_s) in zip(due, arrivals, strict=True):
+            assert part.in_flight[0] is flight
+            part.in_flight.popleft()
+            try:
+                if isinstance(arrival, SyncError):
+                    self._fail(part, flight, inner_step, arrival)
+                else:
+                    self._succeed(part, flight, inner_step, arrival, exposed_s)
+            except Exception as error:
+                # What a callback or a warning filter raises must not cost another part its round.
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _wait(self, part: Part, flight: Flight) -> tuple[Outcome | SyncError, float]:
         begin = time.perf_counter()
+        arrival: Outcome | SyncError
         try:
             with span("wait", part.index, part.round):
-                outcome = flight.pending.wait()
-        except NonFiniteError as error:
-            self._vote_down(part, flight, inner_step, error)
-            return
-        exposed_s = time.perf_counter() - begin
-        self._warn_of_skipped_steps(outcome)
+                arrival = flight.pending.wait()
+        except SyncError as error:
+            arrival = error
+        return arrival, time.perf_counter() - begin
+
+    def _succeed(
+        self, part: Part, flight: Flight, inner_step: int, outcome: Outcome, exposed_s: float
+    ) -> None:
+        begin = time.perf_counter()
         with span("outer_step", part.index, part.round):
             self._apply(part, flight, outcome)
-        outer_step_s = time.perf_counter() - begin - exposed_s
+        outer_step_s = time.perf_counter() - begin
         self._record(part, flight, inner_step, outcome, exposed_s, outer_step_s)
+        self._warn_of_skipped_steps(outcome)
 
     def forget(self) -> None:
         """Drop what was in flight when the group died; nothing of it is applied."""
@@ -160,11 +209,9 @@ class Rounds:
         part.last_sent = flight.sent_step
         part.round += 1
 
-    def _vote_down(
-        self, part: Part, flight: Flight, inner_step: int, error: NonFiniteError
-    ) -> None:
+    def _fail(self, part: Part, flight: Flight, inner_step: int, error: SyncError) -> None:
         """Leave out a round that no replica applies; the next attempt has its number."""
-        if self.settings.on_nonfinite == "raise":
+        if not isinstance(error, NonFiniteError) or self.settings.on_nonfinite == "raise":
             raise error
         logger.warning("skipped: %s", error)
         metrics = SyncMetrics(
@@ -204,12 +251,6 @@ class Rounds:
             weight=flight.weight,
         )
         self.recorder.add(metrics)
-
-    def _current_weight(self) -> float:
-        weight = float(self.weight() if callable(self.weight) else self.weight)
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight must be finite and not negative, got {weight}")
-        return weight
 
     def _norm(self, part: Part) -> float:
         squared = torch.zeros(2, dtype=torch.float64)

@@ -47,7 +47,6 @@ def collect(
     }
     own: dict[str, Any] = {"residual": {}, "reduce_residual": {}}
     for part in _parameter_parts(parts):
-        assert not part.in_flight
         state["outer"].update(part.fragment.views(part.outer))
         for name, flat in part.state.tensors().items():
             state["buffers"].setdefault(name, {}).update(part.fragment.views(flat))

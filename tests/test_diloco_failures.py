@@ -1,0 +1,125 @@
+"""A step whose exchanges partly fail, is interrupted, or cannot be sent."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from problems import Regression, equal, parameters_of, train_step
+from torch import nn
+
+from diloco_comm import DiLoCo, NonFiniteError
+from diloco_comm.exchange import Pending
+
+
+def attach(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    arguments = {"sync_every": 2, "wire": "fp32", **arguments}
+    return model, optimizer, DiLoCo(model, optimizer, **arguments)
+
+
+# ------------------------------------------------------------- several fragments due at one step
+
+
+def one_of_three_fails(rank: int, world: int, bad: int) -> tuple[Any, ...]:
+    """Replica 1 spoils one of three fragments that are due at the same step."""
+    model, optimizer, diloco = attach(fragments=3, offsets=[2, 2, 2])
+    with diloco:
+        train_step(model, optimizer, rank, 0)
+        if rank == 1:
+            diloco.parts[bad].tensors()[0].fill_(math.nan)
+        optimizer.zero_grad()
+        with pytest.raises(NonFiniteError) as info:
+            optimizer.step()
+        rounds = [part.round for part in diloco.parts]
+        in_flight = [len(part.in_flight) for part in diloco.parts]
+        saved = diloco.state_dict()["inner_step"]
+        diloco.parts[bad].tensors()[0].zero_()
+        for step in range(2, 4):
+            train_step(model, optimizer, rank, step)
+        after = [part.round for part in diloco.parts]
+        local = parameters_of(model)
+        with diloco.outer_parameters():
+            is_applied = equal(local, parameters_of(model))
+        return info.value.fragment, rounds, in_flight, saved, after, is_applied, diloco.outer_hash()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_the_other_fragments_of_a_failed_step_are_applied(bad: int, workers) -> None:
+    first, second = workers(2).run(one_of_three_fails, bad)
+    assert first == second
+    rounds = [int(index != bad) for index in range(3)]
+    assert first[:-1] == (bad, rounds, [0, 0, 0], 2, [r + 1 for r in rounds], True)
+
+
+def callback_raises(rank: int, world: int) -> tuple[list[int], bool]:
+    model, optimizer, diloco = attach(fragments=2, offsets=[2, 2])
+
+    def refuse(metrics: Any) -> None:
+        raise LookupError(f"fragment {metrics.fragment}")
+
+    with diloco:
+        diloco.on_sync(refuse)
+        train_step(model, optimizer, rank, 0)
+        with pytest.raises(LookupError, match="fragment 0"):
+            train_step(model, optimizer, rank, 1)
+        local = parameters_of(model)
+        with diloco.outer_parameters():
+            return [part.round for part in diloco.parts], equal(local, parameters_of(model))
+
+
+def test_a_callback_that_raises_does_not_keep_a_fragment_from_being_applied(workers) -> None:
+    assert workers(2).run(callback_raises) == [([1, 1], True)] * 2
+
+
+def test_an_interrupted_wait_keeps_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, diloco = attach(fragments=2, offsets=[2, 2])
+    wait, calls = Pending.wait, []
+
+    def interrupted(pending: Pending, timeout: float | None = None) -> Any:
+        calls.append(pending)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return wait(pending, timeout)
+
+    with diloco:
+        train_step(model, optimizer, 0, 0)
+        monkeypatch.setattr(Pending, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_step(model, optimizer, 0, 1)
+        assert [part.round for part in diloco.parts] == [0, 0]
+        assert diloco.state_dict()["inner_step"] == 2
+        diloco.flush()
+        assert [len(part.in_flight) for part in diloco.parts] == [0, 0]
+        assert [part.round for part in diloco.parts] == [1, 1]
+
+
+# ---------------------------------------------------------------------------------- the weight
+
+
+def test_the_weight_is_asked_for_once_in_a_step_that_sends() -> None:
+    asked: list[float] = []
+
+    def weight() -> float:
+        asked.append(1.0 + len(asked))
+        return asked[-1]
+
+    model, optimizer, diloco = attach(fragments=3, offsets=[2, 2, 1], weight=weight)
+    with diloco:
+        for step in range(4):
+            train_step(model, optimizer, 0, step)
+        assert [m.weight for m in diloco.metrics()] == [1.0, 2.0, 2.0, 3.0, 4.0, 4.0]
+
+
+def test_a_weight_that_raises_sends_nothing() -> None:
+    def weight() -> float:
+        raise LookupError("no tokens")
+
+    model, optimizer, diloco = attach(fragments=2, offsets=[1, 1], weight=weight)
+    with diloco:
+        with pytest.raises(LookupError, match="no tokens"):
+            train_step(model, optimizer, 0, 0)
+        assert not any(part.in_flight for part in diloco.parts) and not diloco.metrics()
