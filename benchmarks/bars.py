@@ -2,6 +2,7 @@
 
     make bars
     python benchmarks/bars.py --only 9,10
+    python benchmarks/bars.py --only 1,2,3,4,5,6,7,8 --size 256M
 
 Every figure is a ratio inside one interleaved run (or a count), so it carries over between
 machines. The exit status is 1 when a must is missed. docs/benchmarks.md explains each bar.
@@ -10,7 +11,6 @@ machines. The exit status is 1 when a must is missed. docs/benchmarks.md explain
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
 import subprocess
@@ -24,6 +24,7 @@ from typing import Any
 import common
 import netns
 
+_SKIPPED = 77  # exit status of private_loopback.py where it may not make a namespace
 HERE = Path(__file__).resolve().parent
 
 
@@ -50,7 +51,7 @@ class Figure:
         if self.must is not None and not self.clears(self.must):
             return "FAIL"
         if self.aim is None:
-            return "ok"
+            return "info" if self.must is None else "ok"
         return (
             "aim" if self.clears(self.aim) else ("must" if self.must is not None else "below aim")
         )
@@ -62,13 +63,23 @@ class Figure:
         return f" {self.bar:>3}  {self.name:<52} {columns}  {self.verdict}"
 
 
+class Unavailable(Exception):
+    """This machine lacks what a benchmark needs; the text says what."""
+
+
 def run_script(name: str, *arguments: object, prefix: Sequence[str] = ()) -> Any:
-    """Run a benchmark of this folder and return the results of its JSON file."""
+    """Run a benchmark of this folder and return the results of its JSON file.
+
+    Raises:
+        Unavailable: If the benchmark says that this machine cannot run it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
         script = [sys.executable, str(HERE / name), *map(str, arguments)]
         words = [*prefix, *script, "--json", str(path)]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=600)
+        if done.returncode == _SKIPPED:
+            raise Unavailable(done.stdout.strip().removeprefix("# skipped: "))
         if not path.exists():
             raise RuntimeError(f"{name} {' '.join(map(str, arguments))} failed:\n{done.stdout}")
         return json.loads(path.read_text())["results"]
@@ -93,9 +104,9 @@ def row_of(rows: list[dict[str, Any]], wire: str, size: int | None = None) -> di
 # ---------------------------------------------------------------- one function a group of bars
 
 
-def operators() -> Iterator[Figure]:
+def operators(size: int = 1 << 30) -> Iterator[Figure]:
     """Bars 1 to 8: kernels against the machine's memory and against plain PyTorch."""
-    for figure in run_script("roofline.py", "--bars"):
+    for figure in run_script("roofline.py", "--bars", "--size", size):
         yield Figure(**figure)
 
 
@@ -148,19 +159,25 @@ def bytes_and_bits() -> Iterator[Figure]:
     size = 4 * ((1 << 20) + 7)
     options = ["-b", size, "-e", size, "-n", 3, "-w", 1, "-c", 1, "--count-bytes"]
     options += ["--wire", ",".join(limits)]
-    reason = netns.missing()
+    has_links = netns.missing() is None
     alone = [sys.executable, str(HERE / "private_loopback.py")]
-    rows = {}
+    rows, uncounted = {}, ""
     for world in (2, 4, 8):
-        if reason:
-            rows[world] = run_script("exchange.py", "-g", world, *options, prefix=alone)
-        else:
+        if has_links:
             rows[world] = run_on_link(world, "unlimited", *options)
+            continue
+        try:
+            rows[world] = run_script("exchange.py", "-g", world, *options, prefix=alone)
+        except Unavailable as error:
+            uncounted = str(error)
+            plain = [word for word in options if word != "--count-bytes"]
+            rows[world] = run_script("exchange.py", "-g", world, *plain)
     for wire, (bits, _) in limits.items():
         for kind in ("formula", "interface"):
-            value = max(row_of(r, wire)[f"{kind}_bits"] for r in rows.values())
+            reason = uncounted if kind == "interface" else ""
+            found = [] if reason else [row_of(r, wire)[f"{kind}_bits"] for r in rows.values()]
             name = f"bits an element by {kind}, {wire}, W<=8"
-            yield Figure(13, name, value, bits, None, False)
+            yield Figure(13, name, max(found, default=None), bits, None, False, reason)
     for wire, (_, l2) in limits.items():
         if l2 is not None:
             for world in (2, 4):
@@ -194,8 +211,9 @@ def outer_step() -> Iterator[Figure]:
     yield Figure(18, name, memory["peak_sizes"], 2.75, 2.5, False)
 
 
+OPERATOR_BARS = (1, 2, 3, 4, 5, 6, 7, 8)
 GROUPS: dict[tuple[int, ...], Callable[[], Iterator[Figure]]] = {
-    (1, 2, 3, 4, 5, 6, 7, 8): operators,
+    OPERATOR_BARS: operators,
     (9,): functools.partial(shaped_link, 9, "1gbit", "64M"),
     (10,): functools.partial(shaped_link, 10, "100mbit", "32M"),
     (11, 12): loopback,
@@ -218,26 +236,36 @@ def parse_only(text: str) -> set[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=parse_only, default="", help="bars to measure, as 9,10")
-    stamp = datetime.date.today().strftime("%Y%m%d")
-    default = common.RESULTS / f"bars-{stamp}-{common.commit() or 'unknown'}.json"
-    parser.add_argument("--json", default=str(default), help="results file")
+    parser.add_argument(
+        "--size", type=common.parse_size, default=1 << 30, help="bytes of parameters, bars 1 to 8"
+    )
+    default = common.RESULTS / "bars.json"
+    parser.add_argument(
+        "--json", type=Path, default=default, help="results file; the text goes beside it (.txt)"
+    )
     args = parser.parse_args()
-    report = common.Report("bars", link="loopback; 9, 10 and 13: network namespaces")
+    size = common.format_size(args.size)
+    report = common.Report("bars", link="loopback; 9, 10 and 13: network namespaces", size=size)
     report.print("#")
     report.print(f"#{'bar':>3}  {'what':<52} {'figure':>9}  {'must':>9} {'aim':>6}  verdict")
     figures: list[Figure] = []
-    with common.stoppable():
-        for bars, measure in GROUPS.items():
-            if not args.only & set(bars):
-                continue
-            for figure in measure():
-                if figure.bar in args.only:
-                    figures.append(figure)
-                    report.print(figure.row())
-    failed = [figure for figure in figures if figure.verdict == "FAIL"]
-    report.print(f"# {len(figures)} figures, {len(failed)} below their must")
-    results = [asdict(figure) | {"verdict": figure.verdict} for figure in figures]
-    report.save(args.json, results)
+    groups = {**GROUPS, OPERATOR_BARS: functools.partial(operators, args.size)}
+    try:
+        with common.stoppable():
+            for bars, measure in groups.items():
+                if not args.only & set(bars):
+                    continue
+                for figure in measure():
+                    if figure.bar in args.only:
+                        figures.append(figure)
+                        report.print(figure.row())
+    finally:
+        # A benchmark that fails, or Ctrl-C, does not lose what was measured before.
+        failed = [figure for figure in figures if figure.verdict == "FAIL"]
+        report.print(f"# {len(figures)} figures, {len(failed)} below their must")
+        results = [asdict(figure) | {"verdict": figure.verdict} for figure in figures]
+        report.save(args.json, results)
+        args.json.with_suffix(".txt").write_text("\n".join(report.lines) + "\n")
     return 1 if failed else 0
 
 

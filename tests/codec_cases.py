@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,7 +14,19 @@ from torch import Tensor
 from diloco_comm import ops
 from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
 
-IMPLS = [impl for impl in ops.available_impls() if impl != "reference"]
+# Every implementation by name: one that this processor cannot run is skipped in sight.
+IMPLS = [
+    pytest.param(
+        impl,
+        marks=pytest.mark.skipif(
+            impl not in ops.available_impls(), reason=f"this processor has no {impl}"
+        ),
+        id=impl,
+    )
+    for impl in ops.IMPLEMENTATIONS
+    if impl != "reference"
+]
+RUNNING_IMPLS = [impl for impl in ops.available_impls() if impl != "reference"]
 SIZES = [1, 7, 255, 256, 257, 4096, 100_003]
 SCALED = [name for name in WIRES if WireFormat(name).has_scales]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
