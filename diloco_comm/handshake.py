@@ -18,6 +18,11 @@ from .errors import ReplicaMismatch
 from .exchange import Exchange
 from .fragments import memory_order
 
+if not dist.is_initialized():
+    # Its functions keep the default group of the time of import as a default argument. Optimizers
+    # import it lazily, and a group kept like that until the interpreter's end aborts the process.
+    import torch.distributed.nn
+
 
 def connected_store(
     store: dist.Store | str | None, timeout: float | timedelta

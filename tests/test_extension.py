@@ -48,3 +48,18 @@ def test_the_implementations_are_those_that_the_processor_runs() -> None:
     }
     runs = {impl for impl, wanted in needed.items() if wanted <= flags}
     assert set(ops.available_impls()) - {"reference"} == runs
+
+
+def test_torch_keeps_no_default_group_that_is_made_after_the_import() -> None:
+    """A group in a default argument lives until the interpreter's end, and aborts it."""
+    program = (
+        "import inspect, torch, torch.distributed as dist, diloco_comm\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)\n"
+        "from torch.distributed.nn.functional import all_reduce\n"
+        "print(inspect.signature(all_reduce).parameters['group'].default)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "None"), done.stdout + done.stderr
