@@ -60,6 +60,7 @@ class AllReduceWork:
         self._pending = pending
         self._tensor = tensor
         self._is_applied = False
+        self._is_given_back = False
 
     def is_completed(self) -> bool:
         """Whether ``wait()`` would not block."""
@@ -75,9 +76,7 @@ class AllReduceWork:
         try:
             outcome = self._pending.wait(timeout)
         except SyncError:
-            with _lock:
-                self._slot.discard()
-                self._engine.give_back(self._slot)
+            self._give_back()
             raise
         if self._is_applied:
             return self._tensor
@@ -98,10 +97,15 @@ class AllReduceWork:
             if out is not target:
                 target.copy_(out)
         self._is_applied = True
-        with _lock:
-            self._slot.commit()
-            self._engine.give_back(self._slot)
+        self._slot.commit()
+        self._give_back()
         return self._tensor
+
+    def _give_back(self) -> None:
+        with _lock:
+            if not self._is_given_back:
+                self._engine.give_back(self._slot)
+            self._is_given_back = True
 
 
 @overload

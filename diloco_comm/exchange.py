@@ -283,10 +283,6 @@ class Exchange:
             for tensor, buffer in zip(tensors, buffers, strict=True):
                 _write_back(tensor, buffer)
 
-    def transfer(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
-        """Send and receive uint8 tensors between listed ranks; a collective call."""
-        _finish(self._engine.submit(_C.Header("transfer"), sends=sends, recvs=recvs))
-
     def change_group(
         self,
         members: Sequence[int],

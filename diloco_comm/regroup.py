@@ -6,16 +6,15 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from . import rendezvous
 from .errors import SyncError
 from .slot import Round, Terms
-from .wire import Layout, WireFormat
+from .wire import Layout
 
 if TYPE_CHECKING:
     from .exchange import Exchange
@@ -28,7 +27,9 @@ _CONNECT_LIMIT_S = 120.0
 class Repair:
     """A round that the other replicas have applied and this one has not.
 
-    ``terms`` are laid out as ``layout``, which is that of the group at the time.
+    ``terms`` are laid out as ``layout``, which is that of the group at the time. A round is applied
+    somewhere only when all ranks have voted, and who votes has the whole result: the terms are this
+    replica's own, kept since its exchange failed at the vote.
     """
 
     fragment: int
@@ -56,7 +57,6 @@ def enter(
     plan = _agree(exchange, members, last_rounds, join)
     survivors = {r: i["rounds"] for r, i in plan.infos.items() if i["rounds"] is not None}
     needs = find_repairs({r: {int(f): n for f, n in v.items()} for r, v in survivors.items()})
-    repaired = [_kept(exchange, fragment, number) for fragment, number, _ in needs]
     rank, size = members.index(exchange.replica), len(members)
     groups = []
     if size > 1:
@@ -77,10 +77,11 @@ def enter(
     exchange.agreed_rounds = _newest(survivors)
     exchange.agreed_step = min((plan.infos[r]["inner_step"] for r in survivors), default=-1)
     del groups
-    repairs = _hand_over(exchange, needs, repaired) if needs else []
+    missed = _missed_rounds(exchange, needs) if needs else []
     for slot in exchange.slots:
+        slot.settle(missed)
         exchange.plan_slot(slot)
-    return repairs
+    return [Repair(r.header.fragment, r.header.round, r.terms, r.layout) for r in missed]
 
 
 def _agree(
@@ -147,72 +148,33 @@ def find_repairs(last_rounds: dict[int, dict[int, int]]) -> list[tuple[int, int,
     return repairs
 
 
-def _kept(exchange: Exchange, fragment: int, number: int) -> Round | None:
-    for slot in exchange.slots:
-        round = slot.kept(fragment, number)
-        if round is not None:
-            return round
-    return None
+def _missed_rounds(exchange: Exchange, needs: list[tuple[int, int, list[int]]]) -> list[Round]:
+    """Return the rounds that this replica alone has not applied; a collective call.
 
-
-def _hand_over(
-    exchange: Exchange, needs: list[tuple[int, int, list[int]]], kept: list[Round | None]
-) -> list[Repair]:
-    """Send the kept terms of each round to the replicas that lack it."""
-    offers = [
-        json.loads(blob)
-        for blob in exchange.exchange_objects(
-            json.dumps([None if round is None else _describe(round) for round in kept]).encode()
-        )
-    ]
-    sends: list[tuple[int, Tensor]] = []
-    recvs: list[tuple[int, Tensor]] = []
-    repairs = []
-    for index, (fragment, number, behind) in enumerate(needs):
-        sources = [rank for rank, offer in enumerate(offers) if offer[index] is not None]
-        if not sources:
+    Raises:
+        SyncError: On every replica, if one that is behind does not hold what it voted for.
+    """
+    missed = []
+    lacking: list[tuple[int, int]] = []
+    for fragment, number, behind in needs:
+        if exchange.replica not in behind:
+            continue
+        held = [slot.held(fragment, number) for slot in exchange.slots]
+        missed += [round for round in held if round is not None][:1]
+        if not any(held):
+            lacking.append((fragment, number))
+    blobs = exchange.exchange_objects(json.dumps(lacking).encode())
+    for replica, blob in zip(exchange.members, blobs, strict=True):
+        for fragment, number in json.loads(blob):
             raise SyncError(
-                f"replicas {behind} lack round {number} of fragment {fragment}, and nobody kept it",
+                f"replica {replica} lacks round {number} of fragment {fragment}, which others have "
+                "applied, and has not voted for it: let it join anew",
                 fragment=fragment,
                 round=number,
                 stage="repair",
-                missing=behind,
+                missing=(replica,),
             )
-        source, round = sources[0], kept[index]
-        if exchange.rank == source and round is not None:
-            for replica in behind:
-                peer = exchange.members.index(replica)
-                sends += [(peer, payload) for payload, _ in round.terms]
-        elif exchange.replica in behind:
-            repair = _allocate(fragment, number, offers[source][index])
-            recvs += [(source, payload) for payload, _ in repair.terms]
-            repairs.append(repair)
-    exchange.transfer(sends, recvs)
-    # Nobody goes on before everybody has what it needs: a transfer has no vote.
-    exchange.exchange_objects(b"")
-    return repairs
-
-
-def _describe(round: Round) -> dict[str, Any]:
-    layout = round.layout
-    return {
-        "coefficients": [coefficient for _, coefficient in round.terms],
-        "num_elements": layout.num_elements,
-        "num_runs": layout.num_runs,
-        "run_elements": layout.run_elements,
-        "wire": layout.wire.name,
-        "block_size": layout.wire.block_size,
-    }
-
-
-def _allocate(fragment: int, number: int, offer: dict[str, Any]) -> Repair:
-    wire = WireFormat(offer["wire"], offer["block_size"])
-    layout = Layout(offer["num_elements"], offer["num_runs"], offer["run_elements"], wire)
-    terms = [
-        (torch.empty(layout.payload_bytes, dtype=torch.uint8), coefficient)
-        for coefficient in offer["coefficients"]
-    ]
-    return Repair(fragment, number, terms, layout)
+    return missed
 
 
 def store_of_group(group: dist.ProcessGroup | None) -> tuple[dist.Store, int, int]:

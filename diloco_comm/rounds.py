@@ -175,11 +175,9 @@ class Rounds:
         self._warn_of_skipped_steps(outcome)
 
     def forget(self) -> None:
-        """Drop what was in flight when the group died; nothing of it is applied."""
+        """Drop what was in flight when the group died; ``repair`` brings what others applied."""
         for part in self.parts:
             part.in_flight.clear()
-            if part.slot is not None:
-                part.slot.discard()
 
     def repair(self, repair: Repair, inner_step: int) -> None:
         """Apply a round that the other survivors have applied and this replica has not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -65,6 +66,7 @@ class Outcome:
 
     Attributes:
         terms: (payload uint8 laid out as ``layout``, coefficient): their sum is the weighted mean.
+            They are the slot's buffers: a ``start`` after ``commit`` writes into them.
         headers: One a rank.
         weights: Normalised, one a rank, as used.
         seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
@@ -85,22 +87,18 @@ class Outcome:
 
 @dataclass(eq=False)
 class Round:
-    """One exchange of a slot: buffers, and how far it is."""
+    """One exchange of a slot that is not applied yet: buffers, and how far it is.
+
+    "voted": it failed after this rank's vote, so the terms are complete, and peers that got all
+    votes may have applied them.
+    """
 
     header: Header
     layout: Layout
     own: Tensor
     result: Tensor | None
-    state: Literal["started", "agreed", "committed", "failed"] = "started"
+    state: Literal["started", "agreed", "voted"] = "started"
     terms: Terms = field(default_factory=list)
-    # The round that wrote, or may have written, into our result after our commit.
-    overwritten_by: Pending | None = None
-
-    def has_terms(self) -> bool:
-        """Whether the terms are still the ones that were agreed on."""
-        if self.state not in ("agreed", "committed"):
-            return False
-        return self.overwritten_by is None or self.overwritten_by.failed_before_data()
 
 
 class Pending:
@@ -146,20 +144,19 @@ class Pending:
         assert self._outcome is not None
         return self._outcome
 
-    def failed_before_data(self) -> bool:
-        """Whether this exchange ended before any rank sent data for it."""
-        failure = self._job.failure if self._job.is_done else None
-        return failure is not None and failure.stage in ("", "header")
-
     def _resolve(self, wait_s: float) -> None:
         job, round = self._job, self._round
         if job.failure is not None:
-            round.state = "failed"
             self._error = error_from(job.failure, round.header)
+            if _has_voted(job):
+                round.state = "voted"
+                round.terms = self._slot.terms_of(round, job.weights)
+            else:
+                self._slot.rounds.remove(round)
             return
         round.state = "agreed"
         round.terms = self._slot.terms_of(round, job.weights)
-        self._slot.on_agreed()
+        self._slot.swap_residuals()
         counters = dict(job.counters)
         self._outcome = Outcome(
             terms=round.terms,
@@ -173,8 +170,18 @@ class Pending:
         )
 
 
+def _has_voted(job: _C.Job) -> bool:
+    """Whether a failed exchange may be applied elsewhere; a job never begun has no weights."""
+    failure = job.failure
+    assert failure is not None
+    return failure.stage == "vote" and failure.kind != "NonFiniteError" and bool(job.weights)
+
+
 class Slot:
     """Buffers of one fragment, allocated once and reused for ever.
+
+    A round's payloads are free as soon as it is applied or voted down. What a round that failed at
+    the vote has left stays as it is until ``settle``.
 
     Attributes:
         layout: How payloads are laid out in the current group.
@@ -204,6 +211,8 @@ class Slot:
         if error_feedback:
             self.residual = empty_pages(num_elements, residual_dtype)
             self._new_residual = empty_pages(num_elements, residual_dtype)
+        self._owner: tuple[int, Layout] | None = None
+        self._latest: Round | None = None
         self._owns: list[Tensor] = []
         self._results: list[Tensor] = []
         self.rounds: list[Round] = []
@@ -218,7 +227,10 @@ class Slot:
         window: int,
         impl: str,
     ) -> None:
-        """Lay the fragment out for a group; payloads of earlier rounds keep their own layout."""
+        """Lay the fragment out for a group.
+
+        ``reduce_residual`` goes on if this rank owns the same runs as before, else it is zero.
+        """
         block, wire = self.wire.block_size, self.wire
         payload = Layout.plan(self.num_elements, world_size, 1, wire).payload_bytes
         most = -(-self.num_elements // (world_size * block))
@@ -245,6 +257,9 @@ class Slot:
         self._results = []
         if world_size > 1:
             self._results.append(empty_pages(layout.payload_bytes, torch.uint8))
+        if self._owner == (rank, layout):
+            return
+        self._owner = (rank, layout)
         self.reduce_residual = self._new_reduce_residual = None
         if self.error_feedback and world_size > 2:
             count = num_chunks * layout.run_elements
@@ -262,36 +277,22 @@ class Slot:
             RuntimeError: If error feedback would need the verdict of the round before.
         """
         self._resolve_done()
-        failed = [r for r in self.rounds if r.state == "failed"]
-        self.rounds = [r for r in self.rounds if r not in failed[:-1]]
         if self.error_feedback and any(r.state == "started" for r in self.rounds):
             raise RuntimeError("with error feedback, wait() for a round before the next start()")
-        # Once a later round is agreed on, every peer has had the terms of the committed one.
-        is_needed = all(r.state != "agreed" for r in self.rounds)
-        committed = [r for r in self.rounds if r.state == "committed" and is_needed]
-        open_rounds = [r for r in self.rounds if r.state in ("started", "agreed", "failed")]
-        # With two ranks the own payload is one of the terms that a peer may have to be given.
-        keep = open_rounds + (committed if self.world_size == 2 else [])
-        own = self._take(self._owns, [r.own for r in keep])
+        own = self._take(self._owns, [r.own for r in self.rounds])
         result = None
         if self.world_size > 1:
-            busy = [r.result for r in open_rounds if r.state != "failed"]
-            result = self._take(self._results, busy)
+            result = self._take(self._results, [r.result for r in self.rounds])
         return Round(header, self.layout, own, result)
 
     def add_round(self, round: Round, pending: Pending) -> None:
-        for earlier in self.rounds:
-            shared = earlier.result is not None and earlier.result is round.result
-            if earlier.state == "committed" and shared:
-                earlier.overwritten_by = pending
         self.rounds.append(round)
+        self._latest = round
         self._pendings = [p for p in self._pendings if not p._outcome and not p._error]
         self._pendings.append(pending)
 
     def commit(self) -> None:
-        """Say that the oldest round agreed on is applied.
-
-        Its terms stay intact until data of a later round arrives, for a peer that is one behind.
+        """Say that the oldest round agreed on is applied: its buffers are free.
 
         Raises:
             RuntimeError: If no round has been agreed on.
@@ -299,24 +300,34 @@ class Slot:
         self._resolve_done()
         for round in self.rounds:
             if round.state == "agreed":
-                self.rounds = [r for r in self.rounds if r.state in ("started", "agreed")]
-                round.state = "committed"
+                self.rounds.remove(round)
                 return
         raise RuntimeError("commit: no round of this slot has been agreed on; wait() first")
 
-    def discard(self) -> None:
-        """Give up the payloads of failed rounds, and of a round agreed on but not applied."""
+    def held(self, fragment: int, number: int) -> Round | None:
+        """Return a round that is not applied, but whose terms are complete, or None."""
         self._resolve_done()
-        self.rounds = [r for r in self.rounds if r.state in ("started", "committed")]
-
-    def kept(self, fragment: int, number: int) -> Round | None:
-        """Return the round whose terms can still be given to a peer, or None."""
-        self._resolve_done()
-        for round in reversed(self.rounds):
+        for round in self.rounds:
             here = (round.header.fragment, round.header.round)
-            if here == (fragment, number) and round.has_terms():
+            if here == (fragment, number) and round.state != "started":
                 return round
         return None
+
+    def settle(self, applied: Sequence[Round]) -> None:
+        """End the rounds of a former group: those in ``applied`` count, the others never were.
+
+        No exchange of theirs may be under way.
+        """
+        self._resolve_done()
+        last = self._latest
+        # What encoding lost is owed to the next round if, and only if, the last one is applied.
+        if (
+            last is not None
+            and last in self.rounds
+            and (last.state == "voted") == (last in applied)
+        ):
+            self.swap_residuals()
+        self.rounds, self._latest = [], None
 
     def terms_of(self, round: Round, weights: list[float]) -> Terms:
         if round.result is None:
@@ -326,7 +337,7 @@ class Slot:
         payloads = [round.own, round.result] if self.rank == 0 else [round.result, round.own]
         return list(zip(payloads, weights, strict=True))
 
-    def on_agreed(self) -> None:
+    def swap_residuals(self) -> None:
         self.residual, self._new_residual = self._new_residual, self.residual
         self.reduce_residual, self._new_reduce_residual = (
             self._new_reduce_residual,

@@ -55,9 +55,9 @@ def _survive(rank: int, world: int, address: Address, victim: int, fault: dict[s
         ex.inject_fault(action="kill", **fault)
     params = values(2, rank, N)
     before = params.clone()
-    error, last = None, 1
+    error, last, terms = None, 1, []
     try:
-        sync(ex, slot, [params], round=2)
+        terms = sync(ex, slot, [params], round=2).terms
         slot.commit()
         last = 2
     except SyncError as caught:
@@ -70,8 +70,7 @@ def _survive(rank: int, world: int, address: Address, victim: int, fault: dict[s
     begin = time.monotonic()
     repairs = ex.change_group(survivors, last_rounds={0: last})
     repaired = [(r.fragment, r.round, [c for _, c in r.terms]) for r in repairs]
-    kept = slot.kept(0, 2)
-    terms = repairs[0].terms if repairs else kept.terms if kept is not None else []
+    terms = repairs[0].terms if repairs else terms
     hashes = ex.exchange_objects(b"".join(p.numpy().tobytes() for p, _ in terms)[:4096])
     going_on = _round(ex, slot, 7, survivors)
     regroup_s = time.monotonic() - begin

@@ -149,7 +149,7 @@ def die_while_regrouping(
         elif where == "connect":
             regroup.rendezvous.build_groups = die_in_connect
         else:
-            replica.diloco.exchange.transfer = die_in_connect
+            replica.diloco.exchange.exchange_objects = die_in_connect
     failures = change_group_until_it_works(replica, [[0, 1, 2], [0, 1]])
     return finish(replica, 5 * H, [failure, *failures])
 

@@ -1,0 +1,119 @@
+"""A round that some replicas have applied: the others apply what they hold, residuals included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_helpers import CHUNK_BYTES, decode, sync, values
+from torch import Tensor
+from workers import Pool
+
+from diloco_comm.errors import NonFiniteError, SyncError
+from diloco_comm.exchange import Exchange, Header, Outcome, Slot
+from diloco_comm.wire import WireFormat
+
+N = 60_000
+WIRE = WireFormat("int4")
+
+
+def _connect(address: tuple[str, int], replica: int, world: int) -> tuple[Exchange, Slot]:
+    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
+    ex = Exchange(
+        store, replica, range(world), chunk_bytes=CHUNK_BYTES, timeout=20.0, report_patience=1.0
+    )
+    return ex, ex.slot(N, WIRE, error_feedback=True)
+
+
+def _sent(payload: Tensor, layout: Any) -> Tensor:
+    return decode(Outcome([(payload, 1.0)], layout, [], [], {}, 0, 0))
+
+
+def _miss_the_vote(rank: int, world: int, address: tuple[str, int]) -> Any:
+    ex, slot = _connect(address, rank, world)
+    sync(ex, slot, [values(0, rank, N)], round=0)
+    slot.commit()
+    assert slot.residual is not None
+    owed, params = slot.residual.clone(), values(1, rank, N)
+    if rank == world - 1:
+        ex.inject_fault(action="sleep", stage="vote", seconds=0.4)
+        ex.inject_fault(action="kill", stage="vote", num_peers=1)
+    pending = ex.start(slot, outer=None, params=[params], header=Header("sync", round=1))
+    expected = params + owed - _sent(pending.payload, pending.layout)
+    last = 0
+    try:
+        terms = pending.wait(20).terms
+        slot.commit()
+        last = 1
+    except SyncError:
+        assert torch.equal(slot.residual, owed)
+        with pytest.raises(RuntimeError, match="is dead"):
+            sync(ex, slot, [torch.zeros(N)], round=1)
+    repairs = ex.change_group(range(world - 1), last_rounds={0: last})
+    assert len(repairs) == 1 - last
+    if repairs:
+        terms = repairs[0].terms
+    blobs = ex.exchange_objects(b"".join(p.numpy().tobytes() for p, _ in terms))
+    torch.testing.assert_close(slot.residual, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(slot.residual, owed, atol=1e-3)
+    sync(ex, slot, [values(2, rank, N)], round=2)
+    slot.commit()
+    sizes = len(slot._owns), len(slot._results), ex.size
+    ex.close()
+    return last, len(set(blobs)), sizes
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_repaired_round_owes_what_its_encoding_lost(
+    fresh_workers: Callable[..., Pool], world: int
+) -> None:
+    pool = fresh_workers(world, init_group=False)
+    results = pool.run(_miss_the_vote, pool.store, expect_exit={world - 1})
+    assert sorted(last for last, *_ in results[:-1]) == [0] * (world - 2) + [1]
+    for _, num_hashes, sizes in results[:-1]:
+        assert num_hashes == 1 and sizes == (1, 1, world - 1)
+
+
+def _not_voted(rank: int, world: int, address: tuple[str, int]) -> str:
+    """Replica 0 says that it has not applied a round which it never saw."""
+    ex, _ = _connect(address, rank, world)
+    with pytest.raises(SyncError) as caught:
+        ex.change_group(range(world), last_rounds={0: min(rank, 1)})
+    ex.close()
+    return str(caught.value)
+
+
+def test_behind_without_a_vote_is_an_error_everywhere(fresh_workers: Callable[..., Pool]) -> None:
+    pool = fresh_workers(3, init_group=False)
+    for message in pool.run(_not_voted, pool.store):
+        assert "replica 0 lacks round 1 of fragment 0" in message
+
+
+def _regroup(rank: int, world: int, address: tuple[str, int]) -> Any:
+    """Rejected and abandoned rounds leave no trace; the same group keeps both residuals."""
+    ex, slot = _connect(address, rank, world)
+    sync(ex, slot, [values(0, rank, N)], round=0)
+    slot.commit()
+    owed = [r.clone() for r in (slot.residual, slot.reduce_residual) if r is not None]
+    assert all(r.abs().sum() > 0 for r in owed)
+    with pytest.raises(NonFiniteError):
+        sync(ex, slot, [torch.full((N,), float("nan") if rank == 0 else 1.0)], round=1)
+    sync(ex, slot, [values(1, rank, N)], round=1)  # agreed on, applied by nobody
+    assert ex.change_group(range(world), last_rounds={0: 0}) == []
+    now = [r for r in (slot.residual, slot.reduce_residual) if r is not None]
+    kept = all(torch.equal(a, b) for a, b in zip(now, owed, strict=True))
+    sizes = len(slot._owns), len(slot._results)
+    ex.close()
+    return kept, len(owed), sizes
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rounds_that_nobody_applied(fresh_workers: Callable[..., Pool], world: int) -> None:
+    pool = fresh_workers(world, init_group=False)
+    for kept, num_residuals, sizes in pool.run(_regroup, pool.store):
+        assert kept and num_residuals == (2 if world > 2 else 1)
+        assert sizes == (1, int(world > 1))
