@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from datetime import timedelta
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -172,6 +172,8 @@ def all_reduce(
     Raises:
         TypeError, ValueError: For a tensor or an option that is not one of the above.
         ReplicaMismatch: If the ranks' sizes or options differ; no tensor is changed.
+        SyncError: If the group failed, in this or an earlier call; ``shutdown()`` on all ranks lets
+            the next call connect anew.
         NonFiniteError: If a rank's tensor holds NaN, Inf or values out of range; likewise.
     """
     if tensor.dtype not in _DTYPES:
@@ -190,7 +192,8 @@ def all_reduce(
         header = Header(
             "all_reduce", layout_hash=tensor.numel(), round=engine.num_calls, weight=weight
         )
-        pending = engine.exchange.start(
+        pending = _start(
+            engine,
             slot,
             outer=None,
             params=[source if _is_dense(source) else source.contiguous()],
@@ -200,6 +203,20 @@ def all_reduce(
         )
     work = AllReduceWork(engine, slot, pending, tensor)
     return work if async_op else work.wait()
+
+
+def _start(engine: _GroupEngine, slot: Slot, **arguments: Any) -> Pending:
+    try:
+        return engine.exchange.start(slot, **arguments)
+    except RuntimeError as error:
+        engine.give_back(slot)
+        if not engine.exchange.is_dead:
+            raise
+        raise SyncError(
+            f"all_reduce: an earlier one of this group failed ({error}); call "
+            "diloco_comm.shutdown() on all ranks, and the next all_reduce connects them anew",
+            stage="start",
+        ) from error
 
 
 def shutdown() -> None:

@@ -20,6 +20,7 @@ from .fragments import (
     describe_parameters,
     layout_hash,
     make_fragments,
+    refuse_new_parameters,
     trainable_parameters,
 )
 from .hooks import SkippedSteps, StepHooks, hookable
@@ -137,6 +138,7 @@ class DiLoCo:
         optimizers = hookable(optimizer)
         self._skipped = SkippedSteps(optimizers)
         self._hooks: StepHooks | None = None
+        self._model, self._optimizers = model, optimizers
         self._make_parts(model, optimizers)
         store = handshake.connected_store(store, seconds)
         group = handshake.replica_group(group, mesh, store)
@@ -212,6 +214,9 @@ class DiLoCo:
     def _agree(self) -> None:
         """Compare model and settings with the other replicas."""
         shown = {"number of fragments": self._num_fragments, **self.config()}
+        if self.exchange.joined:
+            # It may have been assigned since the start; the joiner is given the present one.
+            shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
         handshake.agree(self.exchange, self._description, shown)
 
     def _parameter_parts(self) -> list[ParameterPart]:
@@ -228,11 +233,15 @@ class DiLoCo:
             SyncError: An exchange failed and nothing of it was applied; other fragments that were
                 due and did not fail are applied. ``change_group`` goes on with the replicas that
                 are left; after a NonFiniteError training may simply go on.
+            ValueError: The optimizer trains parameters that it did not when this was constructed.
         """
         self._refuse_if_swapped()
         self.inner_step += 1
         self._skipped.observe()
-        self._send([self.parts[index] for index in self.schedule.due(self.inner_step)], "sync")
+        due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
+        if due:
+            self._refuse_new_parameters()
+        self._send(due, "sync")
 
     def _send(self, parts: list[Part], kind: Kind) -> None:
         """Send the parts and apply everything that is due; raise the first failure after that."""
@@ -266,6 +275,11 @@ class DiLoCo:
         views = handshake.gather_json(self.exchange, steps)
         stale = [part for part in self.parts if any(view[part.index] for view in views)]
         self._send(stale, "flush")
+
+    def _refuse_new_parameters(self) -> None:
+        """Raise if the optimizers train what was not there, or frozen, when this was attached."""
+        known = {id(p) for part in self._parameter_parts() for p in part.fragment.params}
+        refuse_new_parameters(self._model, self._optimizers, known)
 
     def _refuse_if_swapped(self) -> None:
         if self._is_swapped:
@@ -397,11 +411,24 @@ class DiLoCo:
     def _share_state(self) -> None:
         """Give the newcomers the outer state of the lowest replica that was here before."""
         exchange = self.exchange
-        source = next(r for r in exchange.members if r not in exchange.joined)
-        self.inner_step = saved_state.send_or_receive(
-            exchange, self.parts, self.inner_step, exchange.members.index(source)
+        sources = [r for r in exchange.members if r not in exchange.joined]
+        if not sources:
+            raise SyncError(
+                f'init="join": all members {list(exchange.members)} came to join and none trains '
+                'yet: start with init="broadcast", and join replicas that call change_group'
+            )
+        source = sources[0]
+        lr = self.outer.lr
+        self.inner_step, outer_lr = saved_state.send_or_receive(
+            exchange,
+            self.parts,
+            self.inner_step,
+            lr if isinstance(lr, (int, float)) else None,
+            exchange.members.index(source),
         )
         if exchange.replica in exchange.joined:
+            if outer_lr is not None:
+                self.outer.lr = outer_lr
             for part in self._parameter_parts():
                 part.write_local(self.impl)
 

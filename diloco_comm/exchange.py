@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _C, env, regroup
+from .errors import SyncError
 from .regroup import Repair
 from .slot import (
     Header,
@@ -100,8 +102,10 @@ class Exchange:
         report_patience: float | None = None,
     ) -> None:
         self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        if self.timeout <= 0:
+        if not self.timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
+        if math.isinf(self.timeout):
+            raise ValueError(f"timeout must be finite, got {timeout}")
         for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
             if value is not None and value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}")
@@ -206,7 +210,8 @@ class Exchange:
             stochastic: Round stochastically, keyed by ``seed``, replica, round and fragment.
 
         Raises:
-            RuntimeError: If the epoch is dead, the exchange is closed, or the process was forked.
+            SyncError: If the epoch is dead.
+            RuntimeError: If the exchange is closed, or the process was forked.
         """
         self._engine.check_process()
         self.inner_step = header.inner_step
@@ -216,7 +221,9 @@ class Exchange:
             for stage in (STAGE_ENCODE, STAGE_REDUCE)
         ]
         new_residual, new_reduce_residual = slot.new_residuals
-        job = self._engine.start(
+        job = self._begin(
+            self._engine.start,
+            of=header,
             plan=slot.native,
             header=to_native(header, slot, stochastic),
             payload=round.own,
@@ -254,7 +261,7 @@ class Exchange:
             return [bytes(blob)]
         header = _C.Header("exchange_objects")
         header.num_bytes = len(blob)
-        job = self._engine.submit(header, blob=tensor)
+        job = self._begin(self._engine.submit, header, blob=tensor)
         _finish(job)
         return [received.numpy().tobytes() for received in job.blobs]
 
@@ -278,10 +285,26 @@ class Exchange:
         peers = [rank for rank in range(self.size) if rank != source_rank]
         sends = [(peer, b) for b in buffers for peer in peers if b.numel()] if is_source else []
         recvs = [] if is_source else [(source_rank, b) for b in buffers if b.numel()]
-        _finish(self._engine.submit(header, sends=sends, recvs=recvs))
+        _finish(self._begin(self._engine.submit, header, sends=sends, recvs=recvs))
         if not is_source:
             for tensor, buffer in zip(tensors, buffers, strict=True):
                 _write_back(tensor, buffer)
+
+    def _begin(
+        self,
+        begin: Callable[..., _C.Job],
+        *arguments: Any,
+        of: Header | None = None,
+        **named: Any,
+    ) -> _C.Job:
+        """Hand a job to the engine; that the epoch died before is a SyncError, too."""
+        try:
+            return begin(*arguments, **named)
+        except RuntimeError as error:
+            if not self.is_dead:
+                raise
+            fragment, round = (-1, -1) if of is None else (of.fragment, of.round)
+            raise SyncError(str(error), fragment=fragment, round=round, stage="start") from error
 
     def change_group(
         self,

@@ -104,6 +104,23 @@ def trainable_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Opti
     return named
 
 
+def refuse_new_parameters(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], known: set[int]
+) -> None:
+    """Raise ValueError if the optimizers train a parameter whose id is not among the known ones."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    new = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
+    if not new:
+        return
+    names = {id(p): _WRAPPERS.sub("", name) for name, p in unwrap_model(model).named_parameters()}
+    shown = [names.get(id(p), f"one of shape {tuple(p.shape)} outside the model") for p in new]
+    raise ValueError(
+        f"the optimizer trains parameters that are not exchanged: {', '.join(shown)}; they were "
+        "added, replaced or unfrozen after DiLoCo was constructed: construct it anew, on all "
+        "replicas"
+    )
+
+
 def _check_parameter(name: str, param: Tensor) -> None:
     if param.dtype not in DTYPES:
         raise TypeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -203,8 +204,10 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 
 def seconds(timeout: float | timedelta) -> float:
-    """Return a timeout in seconds, checked to be positive."""
+    """Return a timeout in seconds, checked to be positive and finite."""
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not value > 0:
         raise ValueError(f"timeout must be positive, got {timeout!r}")
+    if math.isinf(value):
+        raise ValueError(f"timeout must be finite, got {timeout!r}")
     return value

@@ -304,12 +304,19 @@ def make_outer(outer: OuterOptimizer | Factory | dict[str, Any] | None) -> Outer
     if outer is None:
         return Nesterov()
     if isinstance(outer, OuterOptimizer):
+        if isinstance(outer.lr, str):
+            raise TypeError(f"outer lr must be a number or a function, got {outer.lr!r}")
         return outer
     if isinstance(outer, dict):
         arguments = dict(outer)
         name = arguments.pop("name", None)
         if name not in _BY_NAME:
             raise ValueError(f"unknown outer {name!r}: it must be one of {', '.join(_BY_NAME)}")
+        if isinstance(arguments.get("lr"), str):
+            raise ValueError(
+                f"the saved configuration names a function as outer lr, {arguments['lr']!r}, which "
+                "cannot be restored: give outer= again"
+            )
         if "betas" in arguments:
             arguments["betas"] = tuple(arguments["betas"])
         return _BY_NAME[name](**arguments)

@@ -107,21 +107,14 @@ class Rounds:
         part.in_flight.append(Flight(pending, kind, inner_step, inner_step + delay, weight, norm))
 
     def _start(self, part: Part, slot: Slot, header: Header) -> Pending:
-        try:
-            return self.exchange.start(
-                slot,
-                outer=part.outer,
-                params=part.tensors(),
-                header=header,
-                stochastic=self.settings.rounding == "stochastic",
-                seed=self.settings.seed,
-            )
-        except RuntimeError as error:
-            if not self.exchange.is_dead:
-                raise
-            raise SyncError(
-                str(error), fragment=header.fragment, round=header.round, stage="start"
-            ) from error
+        return self.exchange.start(
+            slot,
+            outer=part.outer,
+            params=part.tensors(),
+            header=header,
+            stochastic=self.settings.rounding == "stochastic",
+            seed=self.settings.seed,
+        )
 
     def receive(self, inner_step: int, *, everything: bool = False) -> None:
         """Wait for all exchanges due by now (or all), then apply those that were agreed on.

@@ -152,12 +152,20 @@ def _restore_residuals(
 
 
 def send_or_receive(
-    exchange: Exchange, parts: Sequence[Part], inner_step: int, source_rank: int
-) -> int:
-    """Give every member the source's outer state, exactly; return the source's inner step."""
+    exchange: Exchange,
+    parts: Sequence[Part],
+    inner_step: int,
+    outer_lr: float | None,
+    source_rank: int,
+) -> tuple[int, float | None]:
+    """Give every member the source's outer state, exactly.
+
+    Returns:
+        The source's inner step, and its outer learning rate (None when that is a function).
+    """
     numbers = {str(part.index): _numbers(part) for part in parts}
     file = io.BytesIO()
-    torch.save({"inner_step": inner_step, "parts": numbers}, file)
+    torch.save({"inner_step": inner_step, "outer_lr": outer_lr, "parts": numbers}, file)
     blobs = exchange.exchange_objects(file.getvalue())
     meta = torch.load(io.BytesIO(blobs[source_rank]), weights_only=True)
     is_source = exchange.rank == source_rank
@@ -171,4 +179,4 @@ def send_or_receive(
         exchange.broadcast([part.outer, *flats.values()], source_rank)
         if not is_source:
             part.state.load(flats, own["extra"])
-    return int(meta["inner_step"])
+    return int(meta["inner_step"]), meta["outer_lr"]

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from problems import Regression, equal, parameters_of, train_step
 from torch import nn
 
-from diloco_comm import DiLoCo, NonFiniteError
+import diloco_comm
+from diloco_comm import DiLoCo, Nesterov, NonFiniteError, PeerLeft, SyncError, collective
 from diloco_comm.exchange import Pending
 
 
@@ -123,3 +125,96 @@ def test_a_weight_that_raises_sends_nothing() -> None:
         with pytest.raises(LookupError, match="no tokens"):
             train_step(model, optimizer, 0, 0)
         assert not any(part.in_flight for part in diloco.parts) and not diloco.metrics()
+
+
+# ------------------------------------------------------------- what is trained but not exchanged
+
+
+def test_parameters_that_are_trained_later_are_named() -> None:
+    model = Regression()
+    model.head.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, sync_every=2, wire="fp32") as diloco:
+        model.head.bias.requires_grad_(True)
+        train_step(model, optimizer, 0, 0)
+        with pytest.raises(ValueError, match=r"trains parameters that are not .*: head\.bias; "):
+            train_step(model, optimizer, 0, 1)
+        model.head.bias.requires_grad_(False)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        diloco.inner_step = 3
+        with pytest.raises(ValueError, match=r"one of shape \(3,\) outside the model; "):
+            diloco.step()
+        assert not diloco.metrics()
+
+
+# -------------------------------------------------------------------- joining, saved arguments
+
+
+def test_a_joiner_alone_is_told() -> None:
+    with pytest.raises(SyncError, match=r"all members .* came to join and none trains yet"):
+        attach(init="join")
+
+
+def test_a_saved_function_as_outer_lr_is_refused() -> None:
+    diloco = attach(outer=Nesterov(lr=lambda round: 0.5))[2]
+    with diloco:
+        config = diloco.config()
+    with pytest.raises(ValueError, match=r"names a function as outer lr.*give outer= again"):
+        attach(config=config)
+
+
+def test_an_infinite_timeout_is_refused() -> None:
+    with pytest.raises(ValueError, match="timeout must be finite, got inf"):
+        attach(timeout=math.inf)
+
+
+# ------------------------------------------------------------------------------ a dead group
+
+
+def flush_after_death(rank: int, world: int) -> list[Any]:
+    diloco = attach(timeout=20.0)[2]
+    if rank == 1:
+        diloco.close()
+        return []
+    events = []
+    for _ in range(2):
+        with pytest.raises(SyncError) as info:
+            diloco.flush()
+        events.append((type(info.value).__name__, info.value.stage))
+    diloco.close()
+    return events
+
+
+def test_a_flush_of_a_dead_group_is_a_sync_error(fresh_workers) -> None:
+    events = fresh_workers(2).run(flush_after_death)[0]
+    assert [kind for kind, _ in events] == ["PeerLeft", "SyncError"] and events[1][1] == "start"
+
+
+def all_reduce_after_failure(rank: int, world: int) -> list[Any]:
+    group = dist.new_group([0, 1])
+    value = torch.ones(64)
+    diloco_comm.all_reduce(value, group, timeout=20.0)
+    if rank == 1:
+        diloco_comm.shutdown()
+        dist.barrier()
+        diloco_comm.all_reduce(value, group)
+        return [value[0].item()]
+    work = diloco_comm.all_reduce(value, group, async_op=True)
+    for _ in range(2):
+        with pytest.raises(PeerLeft):
+            work.wait()
+    engine = next(iter(collective._engines[group].values()))
+    num_idle = sum(map(len, engine.idle.values()))
+    with pytest.raises(SyncError) as info:
+        diloco_comm.all_reduce(value, group)
+    diloco_comm.shutdown()
+    dist.barrier()
+    diloco_comm.all_reduce(value, group)
+    return [value[0].item(), num_idle, str(info.value)]
+
+
+def test_all_reduce_after_a_failure(fresh_workers) -> None:
+    first, second = fresh_workers(2).run(all_reduce_after_failure)
+    # A mean of ones, twice through int8.
+    assert first[0] == second[0] == pytest.approx(1.0, abs=0.01) and first[1] == 1
+    assert "call diloco_comm.shutdown() on all ranks" in first[2]
