@@ -288,6 +288,7 @@ class _TorchState(OuterState):
 
     def load(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
         if self.num_steps == 0:
+            self.optimizer.state.clear()
             return
         values = {**tensors, **extra}
         copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}

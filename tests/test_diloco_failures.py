@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -218,3 +219,13 @@ def test_all_reduce_after_a_failure(fresh_workers) -> None:
     # A mean of ones, twice through int8.
     assert first[0] == second[0] == pytest.approx(1.0, abs=0.01) and first[1] == 1
     assert "call diloco_comm.shutdown() on all ranks" in first[2]
+
+
+def test_a_state_of_before_the_first_round_resets_a_torch_optimizer() -> None:
+    model, optimizer, diloco = attach(sync_every=1, outer=torch.optim.AdamW)
+    with diloco:
+        start = copy.deepcopy(diloco.state_dict())
+        train_step(model, optimizer, 0, 0)
+        assert diloco.parts[0].state.optimizer.state
+        diloco.load_state_dict(start)
+        assert not diloco.parts[0].state.optimizer.state
