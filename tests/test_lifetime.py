@@ -85,7 +85,7 @@ def drop_everything(
         # Nobody else comes to this round, so it is under way when the engine is dropped.
         part = replica.diloco.parts[0]
         if rank == 0:
-            replica.diloco._rounds.send(part, replica.diloco.inner_step, 0)
+            replica.diloco._rounds.send(part, replica.diloco.inner_step, 0, 1.0)
     begin = time.monotonic()
     del replica
     if mid_exchange and rank == 0:
@@ -120,7 +120,7 @@ def fork_and_use(rank: int, world: int, address: tuple[str, int], setup: Setup) 
         os.close(read)
         texts = []
         for use in (
-            lambda: replica.diloco._rounds.send(replica.diloco.parts[0], 0, 0),
+            lambda: replica.diloco._rounds.send(replica.diloco.parts[0], 0, 0, 1.0),
             lambda: replica.diloco.exchange.exchange_objects(b"x"),
             lambda: replica.diloco.change_group(range(world)),
             replica.diloco.close,
@@ -194,7 +194,7 @@ EXITS = {
     "mid-exchange": (
         """
         if rank == 0:
-            replica.diloco._rounds.send(replica.diloco.parts[0], 4, 0)
+            replica.diloco._rounds.send(replica.diloco.parts[0], 4, 0, 1.0)
             time.sleep(0.3)
         """,
         0,
@@ -203,7 +203,7 @@ EXITS = {
     "slow-link": (
         """
         replica.diloco.emulate_link(1e-4)
-        replica.diloco._rounds.send(replica.diloco.parts[0], 4, 0)
+        replica.diloco._rounds.send(replica.diloco.parts[0], 4, 0, 1.0)
         time.sleep(0.1)
         """,
         0,
