@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from diloco_comm import DiLoCo
 
 # f_m(x) = 0.5 (x - b_m)' A_m (x - b_m), the quadratic problem of the worked examples.
 MATRICES = (((1.0, 0.2), (0.2, 0.5)), ((0.6, -0.1), (-0.1, 1.2)))
@@ -94,3 +98,17 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def attach(rank: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
+    model = Regression(width=arguments.pop("width", 24), seed=arguments.pop("model_seed", 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    arguments = {"sync_every": 2, "wire": "fp32", **arguments}
+    return model, optimizer, DiLoCo(model, optimizer, **arguments)
+
+
+def everything(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
+    tensors = [p.detach().clone() for p in model.parameters()]
+    for part in diloco.parts:
+        tensors += [part.outer.clone(), *(t.clone() for t in part.state.tensors().values())]
+    return tensors

@@ -7,25 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from problems import Regression, equal, train_step
-from torch import Tensor, nn
+from problems import Regression, attach, equal, everything, train_step
 
 from diloco_comm import DiLoCo, Nesterov, PeerLeft, ReplicaMismatch, SyncError
-
-
-def attach(rank: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
-    model = Regression(width=arguments.pop("width", 24), seed=arguments.pop("model_seed", 0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    arguments = {"sync_every": 2, "wire": "fp32", **arguments}
-    return model, optimizer, DiLoCo(model, optimizer, **arguments)
-
-
-def everything(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
-    tensors = [p.detach().clone() for p in model.parameters()]
-    for part in diloco.parts:
-        tensors += [part.outer.clone(), *(t.clone() for t in part.state.tensors().values())]
-    return tensors
-
 
 # ----------------------------------------------------------------------- replicas that go away
 
