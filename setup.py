@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -19,6 +20,13 @@ if importlib.util.find_spec("torch") is None and NEEDS_BUILD & set(sys.argv):
     sys.exit(
         "diloco_comm is compiled against the PyTorch that you run: install torch first, "
         "then use `pip install --no-build-isolation .`"
+    )
+
+
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(
+        f"building diloco_comm needs setuptools 77 or newer, found {setuptools.__version__}: "
+        "run `pip install --upgrade setuptools` first"
     )
 
 
