@@ -17,6 +17,7 @@ from .errors import SyncError
 from .fragments import (
     FragmentSpec,
     Schedule,
+    describe,
     describe_parameters,
     layout_hash,
     make_fragments,
@@ -63,7 +64,7 @@ class DiLoCo:
         impl: Force an implementation of the operators.
         config: Saved arguments (``diloco.config()``) for those that are not given here.
         average_buffers: Average floating-point buffers too, in fp32, at the end of each round
-            (default: no).
+            (default: no); those that hold infinities or NaN from the start (masks) are left out.
         lanes, chunk_bytes: Connections to each peer; bytes of a chunk on the wire.
         timeout: Seconds, or a timedelta, that an exchange may take.
         on_nonfinite: "raise" (default) or "skip" a round in which a replica's values are not
@@ -190,7 +191,7 @@ class DiLoCo:
         if settings.average_buffers:
             buffers = BufferPart(len(fragments), model)
             self.parts.append(buffers)
-            self._description += [f"buffer {n} {list(t.shape)}" for n, t in buffers.named().items()]
+            self._description += [describe(f"buffer {n}", t) for n, t in buffers.named().items()]
             offsets = (*self.schedule.offsets, settings.sync_every)
             self.schedule = Schedule(settings.sync_every, offsets)
 

@@ -63,6 +63,11 @@ def memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor's elements fill a stretch of memory, in any order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
 # --------------------------------------------------------------------------------- parameters
 
 
@@ -137,7 +142,7 @@ def _check_parameter(name: str, param: Tensor) -> None:
             f"parameter {name!r} is on {param.device}: only parameters in CPU memory can be "
             "exchanged"
         )
-    if not torch.ops.aten.is_non_overlapping_and_dense(param):
+    if not is_dense(param):
         raise TypeError(
             f"parameter {name!r} of shape {tuple(param.shape)} and strides {param.stride()} has "
             "gaps or overlaps in memory: make it contiguous"
@@ -326,11 +331,16 @@ class Schedule:
 def describe_parameters(fragments: Sequence[Fragment]) -> list[str]:
     """Describe every parameter in one line: fragment, name, shape, strides, dtype."""
     return [
-        f"{fragment.index} {name} {list(param.shape)} {list(param.stride())} "
-        f"{str(param.dtype).removeprefix('torch.')}"
+        describe(f"{fragment.index} {name}", param)
         for fragment in fragments
         for name, param in zip(fragment.names, fragment.params, strict=True)
     ]
+
+
+def describe(what: str, tensor: Tensor) -> str:
+    """Describe a tensor in one line: what it is, shape, strides, dtype."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{what} {list(tensor.shape)} {list(tensor.stride())} {dtype}"
 
 
 def layout_hash(fragments: Sequence[Fragment], schedule: Schedule) -> int:

@@ -89,22 +89,23 @@ class SkippedSteps:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._last: int | None = None
+        self._last: dict[Any, int] = {}
         self.count = 0
 
     def observe(self) -> None:
-        """Look at the counter after one logical step."""
-        now = self._read()
-        if now is not None and now == (self._last or 0):
-            self.count += 1
-        self._last = now
-
-    def _read(self) -> int | None:
+        """Look at the counter of a parameter that had a gradient in this logical step."""
         for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                step = state.get("step") if isinstance(state, dict) else None
-                if isinstance(step, torch.Tensor) and step.device.type == "cpu":
-                    return int(step.item())
-                if isinstance(step, int):
-                    return step
-        return None
+            for param, state in optimizer.state.items():
+                now = _counter(state)
+                if now is None or getattr(param, "grad", None) is None:
+                    continue
+                self.count += now == self._last.get(param, 0)
+                self._last[param] = now
+                return
+
+
+def _counter(state: Any) -> int | None:
+    step = state.get("step") if isinstance(state, dict) else None
+    if isinstance(step, torch.Tensor) and step.device.type == "cpu":
+        return int(step.item())
+    return step if isinstance(step, int) else None

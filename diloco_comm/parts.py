@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .exchange import Exchange, Pending, Slot, empty_pages
-from .fragments import DTYPES, Fragment, memory_order, unwrap_model
+from .fragments import DTYPES, Fragment, is_dense, memory_order, unwrap_model
 from .outer import OuterOptimizer, Update
 from .wire import Layout, WireFormat
 
@@ -157,17 +157,31 @@ class BufferPart(Part):
 
 
 def _floating_buffers(model: nn.Module) -> Sequence[_Buffer]:
-    """List each buffer once, with the module that owns it: buffers may be replaced by new ones."""
+    """List each buffer once, with the module that owns it: buffers may be replaced by new ones.
+
+    Buffers that hold infinities or NaN from the start, such as attention masks, are constants of
+    the model, not statistics: they are left out.
+    """
     found, seen = [], set()
     for prefix, module in unwrap_model(model).named_modules():
         for attribute, buffer in module.named_buffers(recurse=False):
-            if buffer.dtype in DTYPES and id(buffer) not in seen:
-                seen.add(id(buffer))
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                if buffer.device.type != "cpu":
-                    raise TypeError(
-                        f"buffer {name!r} is on {buffer.device}: only buffers in CPU memory can be "
-                        "averaged"
-                    )
+            if buffer.dtype not in DTYPES or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            _check_buffer(name, buffer)
+            if bool(torch.isfinite(buffer).all()):
                 found.append(_Buffer(name, module, attribute))
     return found
+
+
+def _check_buffer(name: str, buffer: Tensor) -> None:
+    if buffer.device.type != "cpu":
+        raise TypeError(
+            f"buffer {name!r} is on {buffer.device}: only buffers in CPU memory can be averaged"
+        )
+    if not is_dense(buffer):
+        raise ValueError(
+            f"buffer {name!r} of shape {list(buffer.shape)} and strides {list(buffer.stride())} "
+            "is not dense in memory: make it contiguous, or leave average_buffers off"
+        )

@@ -173,7 +173,10 @@ def send_or_receive(
         own = meta["parts"][str(part.index)]
         _set_numbers(part, own)
         if not isinstance(part, ParameterPart):
-            exchange.broadcast(part.tensors(), source_rank)
+            # Statistics differ between replicas until their next round: only newcomers take them.
+            is_new = is_source or exchange.replica in exchange.joined
+            tensors = part.tensors()
+            exchange.broadcast(tensors if is_new else [t.clone() for t in tensors], source_rank)
             continue
         flats = part.state.tensors()
         exchange.broadcast([part.outer, *flats.values()], source_rank)

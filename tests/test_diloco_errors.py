@@ -14,6 +14,7 @@ from problems import Regression, attach, batch, equal, everything, train_step
 from torch import nn
 
 from diloco_comm import SGD, DiLoCo, Nesterov, NonFiniteError, ReplicaMismatch
+from diloco_comm.hooks import SkippedSteps
 
 # ------------------------------------------------------------------- replicas that do not agree
 
@@ -223,6 +224,21 @@ def test_a_step_fewer_is_no_mismatch_but_is_seen(fused: bool, workers) -> None:
         assert (first[1], second[1]) == (9, 10) and first[0] == second[0] == []
 
 
+def test_a_parameter_without_a_gradient_is_no_skipped_step() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    skipped = SkippedSteps([optimizer])
+    for part in (model, model[1], model, model[1], model[1]):
+        optimizer.zero_grad()
+        for param in part.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        skipped.observe()
+    assert skipped.count == 0
+    skipped.observe()
+    assert skipped.count == 1
+
+
 # -------------------------------------------------------------------- the caller's own mistakes
 
 
@@ -295,6 +311,17 @@ def test_a_buffer_on_another_device_is_refused() -> None:
     model.running_mean = torch.zeros(3, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"^buffer 'running_mean' is on meta: only .* CPU memory"):
+        DiLoCo(model, optimizer, sync_every=1, average_buffers=True)
+
+
+def test_a_buffer_with_gaps_is_refused_and_a_mask_left_out() -> None:
+    model = nn.BatchNorm1d(3)
+    model.register_buffer("mask", torch.full((3,), -torch.inf))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(model, optimizer, sync_every=1, average_buffers=True) as diloco:
+        assert set(diloco.parts[-1].named()) == {"running_mean", "running_var"}
+    model.register_buffer("stretched", torch.zeros(1).expand(3))
+    with pytest.raises(ValueError, match=r"^buffer 'stretched' of shape \[3\] and strides \[0\]"):
         DiLoCo(model, optimizer, sync_every=1, average_buffers=True)
 
 

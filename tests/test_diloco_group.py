@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from problems import Regression, attach, equal, everything, train_step
+from torch import Tensor, nn
 
 from diloco_comm import DiLoCo, Nesterov, PeerLeft, ReplicaMismatch, SyncError
 
@@ -93,6 +94,30 @@ def test_a_newcomer_is_identical_from_its_first_sync(fresh_workers) -> None:
     results = pool.run(join_later, pool.store)
     assert results[0] == results[1] == results[2]
     assert results[0][1:] == (4, True)
+
+
+def join_with_statistics(rank: int, world: int, address: tuple[str, int]) -> tuple[Tensor, Tensor]:
+    """Return the running mean before and after replica 2 joined."""
+    store = dist.TCPStore(*address, is_master=False)
+    model = nn.BatchNorm1d(3)
+    model.running_mean.fill_(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    joins = {"members": [0, 1, 2], "init": "join"} if rank == 2 else {"num_replicas": 2}
+    arguments = {"store": store, "replica": rank, "timeout": 60, "average_buffers": True, **joins}
+    before = model.running_mean.clone()
+    with DiLoCo(model, optimizer, sync_every=9, **arguments) as diloco:
+        if rank != 2:
+            model.running_mean.fill_(10 + rank)
+            before = model.running_mean.clone()
+            diloco.change_group([0, 1, 2])
+        return before, model.running_mean.clone()
+
+
+def test_a_newcomer_takes_the_statistics_and_the_others_keep_theirs(fresh_workers) -> None:
+    pool = fresh_workers(3, init_group=False)
+    first, second, third = pool.run(join_with_statistics, pool.store)
+    assert torch.equal(*first) and torch.equal(*second)
+    assert torch.equal(third[1], first[1]) and not torch.equal(second[1], first[1])
 
 
 def join_with_another_model(rank: int, world: int, address: tuple[str, int]) -> tuple[str, str]:
