@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from workers import Pool
 
 from diloco_comm import DiLoCo, Nesterov, SyncError, WireFormat, reference
 from diloco_comm.fragments import Schedule, make_fragments, trainable_parameters
@@ -72,6 +74,16 @@ def take_inner_step(
 def connect(address: tuple[str, int]) -> dist.Store:
     """Reach the store in the test process, which outlives the replicas."""
     return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
+
+
+def wait_for(pool: Pool, keys: list[str], timeout: float = 30.0) -> None:
+    """Wait until the workers have set ``keys`` on the store; raise if one ends before that."""
+    deadline = time.monotonic() + timeout
+    while not pool.crew.store.check(keys):
+        has_ended = wait([pool.workers[rank].connection for rank in pool.busy], 0.01)
+        if has_ended or time.monotonic() > deadline:
+            pool.collect(timeout=1.0)
+            raise AssertionError(f"the workers ended without {keys}")
 
 
 @dataclass

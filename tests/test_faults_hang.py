@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from fault_replicas import (
-    REPORT_S,
     Failure,
     Replica,
     Result,
@@ -16,6 +15,7 @@ from fault_replicas import (
     Simulation,
     check_agreement,
     check_sentence,
+    wait_for,
 )
 from workers import Pool
 
@@ -56,10 +56,9 @@ def rejoin(replica: Replica, members: Sequence[int]) -> Replica:
     return again
 
 
-def check_failure(failure: Failure, setup: Setup, missing: Sequence[int]) -> None:
+def check_failure(failure: Failure, missing: Sequence[int]) -> None:
     assert failure.kind == "SyncError", failure
     assert failure.is_state_kept, failure
-    assert failure.elapsed_s < TIMEOUT_S + REPORT_S + 2, failure
     check_sentence(failure, missing)
 
 
@@ -68,20 +67,20 @@ def check_failure(failure: Failure, setup: Setup, missing: Sequence[int]) -> Non
     [
         (2, "header", Setup("int8", 3, H, TIMEOUT_S)),
         (3, "reduce", Setup("fp32", 1, H, TIMEOUT_S)),
+        (4, "vote", Setup("int8", 1, H, TIMEOUT_S)),
     ],
-    ids=["w2-header", "w3-reduce"],
+    ids=["w2-header", "w3-reduce", "w4-vote"],
 )
 def test_stopped_replica_is_left_behind_and_joins_again(
     fresh_workers: Callable[..., Pool], world: int, stage: str, setup: Setup
 ) -> None:
     pool = fresh_workers(world, init_group=False)
     pool.submit(run_without_the_stopped, pool.store, setup, stage, True)
-    store = pool.crew.store
-    store.wait([f"survived/{rank}" for rank in range(1, world)])
+    wait_for(pool, [f"survived/{rank}" for rank in range(1, world)])
     pool.kill(0, signal.SIGCONT)
     results: list[Any] = pool.collect(timeout=30)
     for rank in range(1, world):
-        check_failure(results[rank].failures[0], setup, [0])
+        check_failure(results[rank].failures[0], [0])
         assert results[rank].failures[0].seconds >= TIMEOUT_S
     # Its own clock went on while it stood still.
     assert results[0].failures[0].is_state_kept

@@ -13,7 +13,7 @@ at::Tensor as_tensor(const void* data, size_t num_bytes) {
 }
 
 std::chrono::milliseconds remaining(Clock::time_point deadline) {
-    return std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    return std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
 }
 
 }  // namespace
