@@ -44,6 +44,8 @@ class Plan:
         run_bytes: int,
         wire: str,
         block_size: int,
+        code_offset: int,
+        code_bits: int,
         world_size: int,
         num_lanes: int,
         window: int,

@@ -246,6 +246,8 @@ class Slot:
             layout.run_bytes,
             wire.name,
             block,
+            wire.code_offset(layout.run_elements),
+            wire.code_bits,
             world_size,
             lanes,
             window,

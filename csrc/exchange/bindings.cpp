@@ -44,10 +44,11 @@ std::vector<Transfer> alias_transfers(const std::vector<std::pair<int, at::Tenso
 
 std::shared_ptr<Plan> make_plan(int64_t num_elements, int64_t num_runs, int64_t run_elements,
                                 int64_t run_bytes, const std::string& wire, int64_t block_size,
-                                int64_t world_size, int num_lanes, int window,
-                                const std::string& impl) {
+                                int64_t code_offset, int64_t code_bits, int64_t world_size,
+                                int num_lanes, int window, const std::string& impl) {
     auto plan = std::make_shared<Plan>();
-    plan->layout = {num_elements, num_runs, run_elements, run_bytes, wire, block_size};
+    plan->layout = {num_elements, num_runs,   run_elements, run_bytes,
+                    wire,         block_size, code_offset,  code_bits};
     plan->num_chunks = num_runs / world_size;
     plan->num_phases = world_size == 1 ? 0 : world_size == 2 ? 1 : 2;
     plan->window = window;
@@ -119,8 +120,9 @@ void register_messages(py::module_& m) {
 void register_jobs(py::module_& m) {
     py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
         py::init(&make_plan), py::arg("num_elements"), py::arg("num_runs"), py::arg("run_elements"),
-        py::arg("run_bytes"), py::arg("wire"), py::arg("block_size"), py::arg("world_size"),
-        py::arg("num_lanes"), py::arg("window"), py::arg("impl"));
+        py::arg("run_bytes"), py::arg("wire"), py::arg("block_size"), py::arg("code_offset"),
+        py::arg("code_bits"), py::arg("world_size"), py::arg("num_lanes"), py::arg("window"),
+        py::arg("impl"));
     py::class_<Failure>(m, "Failure")
         .def_readonly("kind", &Failure::kind)
         .def_readonly("message", &Failure::message)

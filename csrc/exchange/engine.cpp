@@ -84,8 +84,7 @@ void Engine::refuse_if_dead() const {
 void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
                     c10::intrusive_ptr<c10d::Store> store, const std::string& prefix) {
     check_process();
-    TORCH_CHECK(membership.size() == 1 || groups.size() >= 2,
-                "attach: a control group and at least one lane are needed");
+    TORCH_CHECK(membership.size() == 1 || !groups.empty(), "attach: a group is needed");
     auto board =
         std::make_shared<Board>(std::move(store), prefix, options_.replica, membership.replicas);
     auto session = std::make_shared<Session>(std::move(membership), std::move(groups),

@@ -35,7 +35,7 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Starts an epoch. `groups`: control, then one for each lane; empty for a single replica. The
+    // Starts an epoch. `groups`: one for each lane; empty for a single replica. The
     // store carries failure reports under `prefix`. Waits until no job runs.
     void attach(Membership membership, std::vector<BackendPtr> groups,
                 c10::intrusive_ptr<c10d::Store> store, const std::string& prefix);

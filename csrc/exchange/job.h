@@ -32,9 +32,17 @@ struct Layout {
     int64_t run_bytes = 0;
     std::string wire;
     int64_t block_size = 0;
+    int64_t code_offset = 0;  // bytes from the start of a run to its first code
+    int64_t code_bits = 0;
 
     int64_t run_begin(int64_t run) const { return std::min(run * run_elements, num_elements); }
     int64_t run_length(int64_t run) const { return run_begin(run + 1) - run_begin(run); }
+
+    // Bytes of a run that hold something: what travels. The rest of a short run is padding.
+    int64_t used_bytes(int64_t run) const {
+        const int64_t length = run_length(run);
+        return length == 0 ? 0 : code_offset + (length * code_bits + 7) / 8;
+    }
 };
 
 // What a slot's exchanges have in common; made once.

@@ -92,8 +92,6 @@ const char* kind_name(Kind kind) {
             return "exchange_objects";
         case Kind::kBroadcast:
             return "broadcast";
-        case Kind::kTransfer:
-            return "transfer";
         case Kind::kLeave:
             return "leave";
     }

@@ -19,7 +19,6 @@ enum class Kind : uint32_t {
     kAllReduce,
     kObjects,    // small blobs, everyone to everyone
     kBroadcast,  // exact bytes, one to all
-    kTransfer,   // exact bytes, listed pairs
     kLeave,
 };
 

@@ -11,6 +11,8 @@
 namespace diloco {
 namespace {
 
+// Headers, votes and plain bytes share the first lane's connections with the payloads: fewer
+// threads to wake, and acknowledgements that ride on the next message.
 constexpr int kControl = 0;
 
 class Stopwatch {
@@ -23,8 +25,10 @@ class Stopwatch {
     Clock::time_point begin_;
 };
 
-int header_tag(uint64_t sequence) { return static_cast<int>((2 * sequence) & 0x3fffffff); }
-int vote_tag(uint64_t sequence) { return static_cast<int>((2 * sequence + 1) & 0x3fffffff); }
+// Bit 30 keeps them apart from the tags of data.
+int control_tag(uint64_t number) { return (1 << 30) | static_cast<int>(number & 0x3fffffff); }
+int header_tag(uint64_t sequence) { return control_tag(2 * sequence); }
+int vote_tag(uint64_t sequence) { return control_tag(2 * sequence + 1); }
 
 uint8_t* bytes(const at::Tensor& tensor) { return tensor.data_ptr<uint8_t>(); }
 
@@ -61,8 +65,7 @@ void Session::run(Job& job, const at::Tensor& staging) {
             exchange_blobs(job);
             break;
         case Kind::kBroadcast:
-        case Kind::kTransfer:
-            transfer(job);
+            broadcast(job);
             break;
         default:
             post_vote_recvs(sequence_ - 1);
@@ -250,17 +253,19 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
 void Session::post_chunk(Job& job, const Step& step) {
     const Layout& layout = job.plan->layout;
     const int64_t first = step.chunk * transport_.size();
-    int64_t num_runs = 0;
-    while (num_runs < transport_.size() && layout.run_length(first + num_runs) > 0) ++num_runs;
-    const auto num_bytes = static_cast<size_t>(num_runs * layout.run_bytes);
     const int64_t offset = first * layout.run_bytes;
+    int64_t end = offset;
+    for (int64_t run = first; run < first + transport_.size(); ++run) {
+        if (layout.run_length(run) > 0) end = run * layout.run_bytes + layout.used_bytes(run);
+    }
+    const auto num_bytes = static_cast<size_t>(end - offset);
     const int tag = data_tag(0, step.chunk);
     InFlight& chunk = in_flight_[static_cast<size_t>(step.chunk % (2 * job.plan->window + 1))];
     chunk.exchange_recvs.push_back(
-        transport_.recv(1 + step.lane, peer(1), tag, bytes(job.result) + offset, num_bytes));
+        transport_.recv(step.lane, peer(1), tag, bytes(job.result) + offset, num_bytes));
     wait_for_encoded(job, step.chunk);
     chunk.sends.push_back(
-        transport_.send(1 + step.lane, peer(1), tag, bytes(job.payload) + offset, num_bytes));
+        transport_.send(step.lane, peer(1), tag, bytes(job.payload) + offset, num_bytes));
 }
 
 void Session::post_exchange(Job& job, const Step& step, const at::Tensor& staging) {
@@ -268,30 +273,26 @@ void Session::post_exchange(Job& job, const Step& step, const at::Tensor& stagin
     const int64_t size = transport_.size();
     const int64_t first = step.chunk * size;
     const int64_t stride = layout.run_bytes;
-    const auto run_bytes = static_cast<size_t>(stride);
-    const int group = 1 + step.lane;
+    const auto used_bytes = [&](int rank) {
+        return static_cast<size_t>(layout.used_bytes(first + rank));
+    };
     InFlight& chunk = in_flight_[static_cast<size_t>(step.chunk % (2 * job.plan->window + 1))];
     uint8_t* received = bytes(staging) + (step.chunk % job.plan->window) * size * stride;
-    const bool owns = layout.run_length(first + transport_.rank()) > 0;
     for (int i = 1; i <= num_peers(); ++i) {
         const int from = peer(i);
-        if (owns) {
-            chunk.exchange_recvs.push_back(transport_.recv(group, from, data_tag(0, step.chunk),
-                                                           received + from * stride, run_bytes));
-        }
-        if (layout.run_length(first + from) > 0) {
-            chunk.publish_recvs.push_back(
-                transport_.recv(group, from, data_tag(1, step.chunk),
-                                bytes(job.result) + (first + from) * stride, run_bytes));
-        }
+        chunk.exchange_recvs.push_back(transport_.recv(step.lane, from, data_tag(0, step.chunk),
+                                                       received + from * stride,
+                                                       used_bytes(transport_.rank())));
+        chunk.publish_recvs.push_back(transport_.recv(step.lane, from, data_tag(1, step.chunk),
+                                                      bytes(job.result) + (first + from) * stride,
+                                                      used_bytes(from)));
     }
     wait_for_encoded(job, step.chunk);
     for (int i = 1; i <= num_peers(); ++i) {
         const int to = peer(i);
-        if (layout.run_length(first + to) == 0) continue;
-        chunk.sends.push_back(transport_.send(group, to, data_tag(0, step.chunk),
+        chunk.sends.push_back(transport_.send(step.lane, to, data_tag(0, step.chunk),
                                               bytes(job.payload) + (first + to) * stride,
-                                              run_bytes));
+                                              used_bytes(to)));
     }
 }
 
@@ -304,19 +305,18 @@ void Session::reduce(Job& job, int64_t chunk, const at::Tensor& staging) {
     const at::Tensor received =
         staging.narrow(0, (chunk % job.plan->window) * size * stride, size * stride);
     std::memcpy(bytes(received) + transport_.rank() * stride, bytes(job.payload) + run * stride,
-                static_cast<size_t>(stride));
+                static_cast<size_t>(layout.used_bytes(run)));
     call_reduce(job, received, job.result.narrow(0, run * stride, stride), run, chunk);
 }
 
 void Session::post_publish(Job& job, const Step& step) {
     const Layout& layout = job.plan->layout;
     const int64_t run = step.chunk * static_cast<int64_t>(transport_.size()) + transport_.rank();
-    if (layout.run_length(run) == 0) return;
     InFlight& chunk = in_flight_[static_cast<size_t>(step.chunk % (2 * job.plan->window + 1))];
     for (int i = 1; i <= num_peers(); ++i) {
-        chunk.sends.push_back(transport_.send(1 + step.lane, peer(i), data_tag(1, step.chunk),
+        chunk.sends.push_back(transport_.send(step.lane, peer(i), data_tag(1, step.chunk),
                                               bytes(job.result) + run * layout.run_bytes,
-                                              static_cast<size_t>(layout.run_bytes)));
+                                              static_cast<size_t>(layout.used_bytes(run))));
     }
 }
 
@@ -379,31 +379,32 @@ void Session::exchange_blobs(Job& job) {
     for (int i = 1; i <= num_peers(); ++i) {
         const auto from = static_cast<size_t>(peer(i));
         job.blobs[from] = empty_pages(job.headers[from].num_bytes);
-        receipts.push_back(transport_.recv(1, peer(i), data_tag(0, 0), bytes(job.blobs[from]),
+        receipts.push_back(transport_.recv(kControl, peer(i), data_tag(0, 0),
+                                           bytes(job.blobs[from]),
                                            static_cast<size_t>(job.headers[from].num_bytes)));
     }
     job.blobs[static_cast<size_t>(transport_.rank())] = job.blob;
     for (int i = 1; i <= num_peers(); ++i) {
-        receipts.push_back(transport_.send(1, peer(i), data_tag(0, 0), bytes(job.blob),
+        receipts.push_back(transport_.send(kControl, peer(i), data_tag(0, 0), bytes(job.blob),
                                            static_cast<size_t>(job.blob.numel())));
     }
     wait_all(receipts);
 }
 
-void Session::transfer(Job& job) {
+void Session::broadcast(Job& job) {
     stage_ = kind_name(Kind(job.header.kind));
     std::vector<Receipt> receipts;
     std::vector<int64_t> next(headers_in_.size(), 0);
     for (Transfer& item : job.recvs) {
-        receipts.push_back(
-            transport_.recv(1, item.peer, data_tag(0, next[static_cast<size_t>(item.peer)]++),
-                            bytes(item.bytes), static_cast<size_t>(item.bytes.numel())));
+        receipts.push_back(transport_.recv(
+            kControl, item.peer, data_tag(0, next[static_cast<size_t>(item.peer)]++),
+            bytes(item.bytes), static_cast<size_t>(item.bytes.numel())));
     }
     next.assign(next.size(), 0);
     for (Transfer& item : job.sends) {
-        receipts.push_back(
-            transport_.send(1, item.peer, data_tag(0, next[static_cast<size_t>(item.peer)]++),
-                            bytes(item.bytes), static_cast<size_t>(item.bytes.numel())));
+        receipts.push_back(transport_.send(
+            kControl, item.peer, data_tag(0, next[static_cast<size_t>(item.peer)]++),
+            bytes(item.bytes), static_cast<size_t>(item.bytes.numel())));
     }
     wait_all(receipts);
 }

@@ -73,7 +73,7 @@ class Session {
     void post_publish(Job& job, const Step& step);
     void wait_for_encoded(Job& job, int64_t chunk);
     void exchange_blobs(Job& job);
-    void transfer(Job& job);
+    void broadcast(Job& job);
     void post_vote_recvs(uint64_t sequence);
     void vote(Job& job);
     void reject_bad_elements(Job& job, const std::vector<int64_t>& num_bad);

@@ -25,23 +25,23 @@ void Transport::emulate_link(double gbps, double rtt_ms) {
     link_ = gbps > 0 ? std::make_unique<Link>(gbps, rtt_ms) : nullptr;
 }
 
-WorkPtr Transport::post_send(int group, int peer, int tag, const void* data, size_t num_bytes) {
+WorkPtr Transport::post_send(int lane, int peer, int tag, const void* data, size_t num_bytes) {
     std::vector<at::Tensor> tensors{as_tensor(data, num_bytes)};
     std::lock_guard<std::mutex> lock(post_mutex_);
-    return groups_[static_cast<size_t>(group)]->send(tensors, peer, tag);
+    return groups_[static_cast<size_t>(lane)]->send(tensors, peer, tag);
 }
 
-Receipt Transport::send(int group, int peer, int tag, const void* data, size_t num_bytes) {
+Receipt Transport::send(int lane, int peer, int tag, const void* data, size_t num_bytes) {
     Receipt receipt;
     receipt.peer = peer;
     if (num_bytes == 0) return receipt;
     sent_bytes_ += static_cast<int64_t>(num_bytes);
     try {
         if (link_) {
-            receipt.delayed = link_->post(
-                num_bytes, [=] { return post_send(group, peer, tag, data, num_bytes); });
+            receipt.delayed =
+                link_->post(num_bytes, [=] { return post_send(lane, peer, tag, data, num_bytes); });
         } else {
-            receipt.work = post_send(group, peer, tag, data, num_bytes);
+            receipt.work = post_send(lane, peer, tag, data, num_bytes);
         }
     } catch (const std::exception& error) {
         throw TransportError(peer, error.what());
@@ -49,7 +49,7 @@ Receipt Transport::send(int group, int peer, int tag, const void* data, size_t n
     return receipt;
 }
 
-Receipt Transport::recv(int group, int peer, int tag, void* data, size_t num_bytes) {
+Receipt Transport::recv(int lane, int peer, int tag, void* data, size_t num_bytes) {
     Receipt receipt;
     receipt.peer = peer;
     if (num_bytes == 0) return receipt;
@@ -57,7 +57,7 @@ Receipt Transport::recv(int group, int peer, int tag, void* data, size_t num_byt
     std::vector<at::Tensor> tensors{as_tensor(data, num_bytes)};
     try {
         std::lock_guard<std::mutex> lock(post_mutex_);
-        receipt.work = groups_[static_cast<size_t>(group)]->recv(tensors, peer, tag);
+        receipt.work = groups_[static_cast<size_t>(lane)]->recv(tensors, peer, tag);
     } catch (const std::exception& error) {
         throw TransportError(peer, error.what());
     }

@@ -1,8 +1,8 @@
 // Messages between the ranks of one epoch over c10d backends: tagged send and recv, deadlines,
 // abort from another thread, and an emulated link.
 //
-// Group 0 is the control group (headers, votes, small objects), groups 1.. are the data lanes.
-// Every message has its own tag, so nothing depends on the order in which messages arrive.
+// Each group is a lane: a connection to every peer. Every message has its own tag, so nothing
+// depends on the order in which messages arrive.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -50,11 +50,10 @@ class Transport {
 
     int rank() const { return rank_; }
     int size() const { return size_; }
-    int num_lanes() const { return static_cast<int>(groups_.size()) - 1; }
 
-    // `group` 0 is control, 1 + lane is data. The memory must outlive the receipt.
-    Receipt send(int group, int peer, int tag, const void* data, size_t num_bytes);
-    Receipt recv(int group, int peer, int tag, void* data, size_t num_bytes);
+    // The memory must outlive the receipt.
+    Receipt send(int lane, int peer, int tag, const void* data, size_t num_bytes);
+    Receipt recv(int lane, int peer, int tag, void* data, size_t num_bytes);
 
     // Throws TransportError (also at the deadline) or Aborted. Leaves the receipt empty.
     void wait(Receipt& receipt, Clock::time_point deadline);
@@ -69,7 +68,7 @@ class Transport {
     int64_t received_bytes() const { return received_bytes_; }
 
   private:
-    WorkPtr post_send(int group, int peer, int tag, const void* data, size_t num_bytes);
+    WorkPtr post_send(int lane, int peer, int tag, const void* data, size_t num_bytes);
     void wait_for_work(c10d::Work& work, Clock::time_point deadline);
 
     std::vector<BackendPtr> groups_;

@@ -35,8 +35,8 @@ std::shared_ptr<Plan> make_plan(int64_t num_elements, int size, int64_t num_chun
     const int64_t per_run = (num_elements + runs - 1) / runs;
     const int64_t run_elements = (per_run + kBlock - 1) / kBlock * kBlock;
     const int64_t scales = (2 * (run_elements / kBlock) + 15) / 16 * 16;
-    plan->layout = {num_elements, runs,  run_elements, scales + (run_elements + 15) / 16 * 16,
-                    "int8",       kBlock};
+    const int64_t run_bytes = scales + (run_elements + 15) / 16 * 16;
+    plan->layout = {num_elements, runs, run_elements, run_bytes, "int8", kBlock, scales, 8};
     plan->num_chunks = num_chunks;
     plan->num_phases = size == 1 ? 0 : size == 2 ? 1 : 2;
     plan->window = kWindow;
@@ -78,7 +78,7 @@ struct World {
 
     void new_epoch() {
         mailboxes.clear();
-        for (int i = 0; i <= lanes; ++i) mailboxes.push_back(std::make_shared<Mailbox>());
+        for (int i = 0; i < lanes; ++i) mailboxes.push_back(std::make_shared<Mailbox>());
     }
 
     void attach(Engine& engine, int rank, int64_t epoch) {
