@@ -22,8 +22,9 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
+# Two files at a time: half of the tests wait for processes, the other half compute.
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 demo: setup
 	$(BIN)/diloco-comm demo $(if $(QUICK),--quick) $(ARGS)

@@ -167,6 +167,8 @@ class Job:
             text=True,
             cwd=TESTS,
             env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+            # A job that a shell runs in the background ignores Ctrl-C, and so do its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def finish(self, timeout: float = 30.0) -> tuple[int, str]:

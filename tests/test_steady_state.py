@@ -14,8 +14,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4", "fp32"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "wire"), [(2, "int8"), (2, "fp32"), (3, "int8"), (3, "int4")])
 def test_no_allocation_and_no_page_fault(wire: str, world: int, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     options = ["-g", str(world), "--wire", wire, "-w", "20", "-n", "30", "--json", str(path)]
