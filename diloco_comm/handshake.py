@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import _C
 from .errors import ReplicaMismatch
 from .exchange import Exchange
 from .fragments import memory_order
@@ -34,6 +35,7 @@ def connected_store(
 
     Raises:
         ValueError: If the address is not of the form ``tcp://host:port``.
+        torch.distributed.DistError: If no store answers there in time.
     """
     if not isinstance(store, str):
         return store
@@ -44,8 +46,8 @@ def connected_store(
         host = port = None
     if host is None or port is None or url.scheme != "tcp":
         raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}")
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    return dist.TCPStore(host, port, is_master=False, timeout=limit)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    return _C.connect_store(host, port, seconds)
 
 
 def replica_group(

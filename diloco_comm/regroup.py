@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from . import rendezvous
+from . import _C, rendezvous
 from .errors import SyncError
 from .slot import Round, Terms
 from .wire import Layout
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Connections between live hosts take milliseconds; a peer that vanished must not cost the timeout.
 _CONNECT_LIMIT_S = 120.0
+# A store answers in milliseconds; one whose host hangs must not hold us for ever.
+_STORE_LIMIT_S = 10.0
 
 
 @dataclass
@@ -54,24 +56,16 @@ def enter(
     """
     if store is not None:
         exchange.store = dist.PrefixStore(f"diloco_comm/{exchange.name}", store)
-    plan = _agree(exchange, members, last_rounds, join)
+    bounded = _C.bounded_store(exchange.store, min(exchange.timeout, _STORE_LIMIT_S))
+    plan = _agree(exchange, bounded, members, last_rounds, join)
     survivors = {r: i["rounds"] for r, i in plan.infos.items() if i["rounds"] is not None}
     needs = find_repairs({r: {int(f): n for f, n in v.items()} for r, v in survivors.items()})
     rank, size = members.index(exchange.replica), len(members)
     groups = []
     if size > 1:
         limit = min(exchange.timeout, _CONNECT_LIMIT_S)
-        groups = rendezvous.build_groups(
-            exchange.store, plan.epoch, rank, size, exchange.lanes, limit
-        )
-    exchange._engine.attach(
-        epoch=plan.epoch,
-        rank=rank,
-        replicas=list(members),
-        groups=groups,
-        store=exchange.store,
-        prefix=f"{plan.epoch}/board",
-    )
+        groups = rendezvous.build_groups(bounded, plan.epoch, rank, size, exchange.lanes, limit)
+    _attach(exchange, plan.epoch, members, groups)
     exchange.members, exchange.epoch = tuple(members), plan.epoch
     exchange.joined = tuple(sorted(r for r, i in plan.infos.items() if i["join"]))
     exchange.agreed_rounds = _newest(survivors)
@@ -84,8 +78,32 @@ def enter(
     return [Repair(r.header.fragment, r.header.round, r.terms, r.layout) for r in missed]
 
 
+def _attach(
+    exchange: Exchange,
+    epoch: int,
+    members: Sequence[int],
+    groups: list[dist.ProcessGroupGloo],
+) -> None:
+    """Give the engine its groups; that what it was doing does not end is a SyncError."""
+    try:
+        exchange._engine.attach(
+            epoch=epoch,
+            rank=members.index(exchange.replica),
+            replicas=list(members),
+            groups=groups,
+            store=exchange.store,
+            prefix=f"{epoch}/board",
+        )
+    except RuntimeError as error:
+        raise SyncError(str(error), stage="attach") from error
+
+
 def _agree(
-    exchange: Exchange, members: Sequence[int], last_rounds: dict[int, int] | None, join: bool
+    exchange: Exchange,
+    store: dist.Store,
+    members: Sequence[int],
+    last_rounds: dict[int, int] | None,
+    join: bool,
 ) -> rendezvous.Plan:
     settings = {
         "lanes": exchange.lanes,
@@ -94,7 +112,7 @@ def _agree(
     }
     rounds = None if last_rounds is None else {str(f): n for f, n in last_rounds.items()}
     return rendezvous.agree(
-        exchange.store,
+        store,
         exchange.replica,
         members,
         epoch=exchange.epoch,

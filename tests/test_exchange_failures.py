@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_helpers import CHUNK_BYTES, decode, digest, reference_digest, sync, values
+from fault_replicas import connect, wait_for
 from workers import Pool
 
 from diloco_comm.errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
@@ -20,10 +21,11 @@ from diloco_comm.wire import WireFormat
 Fresh = Callable[..., Pool]
 Address = tuple[str, int]
 N = 60_000
-# Seconds of an exchange where a failure must be noticed, not waited for.
-TIMEOUT = 60.0
-# Seconds that a peer hangs, far beyond the timeout of its test.
-HANG_S = 15.0
+# Seconds of an exchange where a failure must be noticed: who waits for them does not end within the
+# limit of a test.
+TIMEOUT = 300.0
+# Where it must be waited for.
+HANG_TIMEOUT = 3.0
 
 
 def _connect(address: Address, replica: int, members: list[int], **kwargs: Any) -> Exchange:
@@ -49,9 +51,6 @@ def _survive(rank: int, world: int, address: Address, victim: int, fault: dict[s
     slot = ex.slot(N, WireFormat("int8"))
     assert all([_round(ex, slot, round, everybody) for round in range(2)])
     if rank == victim:
-        if fault["stage"] == "vote" and fault.get("num_peers"):
-            # The others have sent all their votes when ours goes to some of them.
-            ex.inject_fault(action="sleep", stage="vote", seconds=0.4)
         ex.inject_fault(action="kill", **fault)
     params = values(2, rank, N)
     before = params.clone()
@@ -67,15 +66,13 @@ def _survive(rank: int, world: int, address: Address, victim: int, fault: dict[s
         with pytest.raises(RuntimeError, match="is dead"):
             sync(ex, slot, [params], round=3)
     survivors = [replica for replica in everybody if replica != victim]
-    begin = time.monotonic()
     repairs = ex.change_group(survivors, last_rounds={0: last})
     repaired = [(r.fragment, r.round, [c for _, c in r.terms]) for r in repairs]
     terms = repairs[0].terms if repairs else terms
     hashes = ex.exchange_objects(b"".join(p.numpy().tobytes() for p, _ in terms)[:4096])
     going_on = _round(ex, slot, 7, survivors)
-    regroup_s = time.monotonic() - begin
     ex.close()
-    return error, last, repaired, len(set(hashes)), going_on, regroup_s
+    return error, last, repaired, len(set(hashes)), going_on
 
 
 FAULTS: list[tuple[int, dict[str, Any]]] = [
@@ -103,14 +100,12 @@ def test_sigkill_of_a_peer(
     for rank, result in enumerate(results):
         if rank == victim:
             continue
-        error, last, repaired, _, going_on, regroup_s = result
+        error, last, repaired, _, going_on = result
         assert isinstance(error, SyncError) and last == 1 and not repaired
         assert error.missing == (victim,), str(error)
-        assert (
-            error.fragment == 0 and error.round == 2 and error.stage and error.seconds < TIMEOUT / 2
-        )
+        assert error.fragment == 0 and error.round == 2 and error.stage
         assert f"replica {victim} did not report" in str(error)
-        assert going_on and regroup_s < TIMEOUT / 2
+        assert going_on
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -122,37 +117,35 @@ def test_a_survivor_that_missed_the_vote_gets_the_round(fresh_workers: Fresh, vi
     survivors = [result for result in results if result is not None]
     lasts = sorted(last for _, last, *_ in survivors)
     assert lasts == [1, 2]
-    for error, last, repaired, num_hashes, going_on, _ in survivors:
+    for error, last, repaired, num_hashes, going_on in survivors:
         assert (error is None) == (last == 2)
         assert repaired == ([] if last == 2 else [(0, 2, [1.0])])
         assert num_hashes == 1 and going_on
 
 
 def _hang(rank: int, world: int, address: Address) -> Any:
-    ex = _connect(address, rank, list(range(world)), timeout=3.0)
+    ex = _connect(address, rank, list(range(world)), timeout=HANG_TIMEOUT)
     slot = ex.slot(N, WireFormat("int8"))
     assert _round(ex, slot, 0, list(range(world)))
     if rank == 1:
-        ex.inject_fault(action="sleep", stage="post_exchange", chunk=2, seconds=HANG_S)
-    begin = time.monotonic()
-    try:
+        ex.inject_fault(action="stop", stage="post_exchange", chunk=2)
+    with pytest.raises(SyncError) as caught:
         _round(ex, slot, 1, list(range(world)))
-        return None
-    except SyncError as error:
-        return error, time.monotonic() - begin
-    finally:
-        ex.close()
+    connect(address).set(f"failed/{rank}", "")
+    ex.close()
+    return caught.value
 
 
 def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
-    results = pool.run(_hang, pool.store)
+    pool.submit(_hang, pool.store)
+    # Not only when the peer is back.
+    wait_for(pool, ["failed/0", "failed/2"])
+    pool.kill(1, signal.SIGCONT)
+    results = pool.collect()
     for rank in (0, 2):
-        error, seconds = results[rank]
-        assert error.missing == (1,), str(error)
-        # After the timeout of three seconds, and not when the peer is back.
-        assert 2.5 < error.seconds < HANG_S - 3 and seconds < HANG_S
-    assert isinstance(results[1][0], SyncError)
+        assert results[rank].missing == (1,), str(results[rank])
+        assert results[rank].seconds >= HANG_TIMEOUT
 
 
 def _late(rank: int, world: int, address: Address) -> Any:
@@ -161,11 +154,12 @@ def _late(rank: int, world: int, address: Address) -> Any:
     slot = ex.slot(N, WireFormat("int8"))
     error = None
     if rank == 2:
-        time.sleep(5.0)
+        ex.store.wait(["failed/0", "failed/1"])
     else:
         with pytest.raises(SyncError) as caught:
             _round(ex, slot, 0, list(range(world)))
         error = caught.value
+        ex.store.set(f"failed/{rank}", "")
     ex.timeout = 20.0
     ex.change_group(list(range(world)), last_rounds={0: -1})
     fine = _round(ex, slot, 0, list(range(world)))
@@ -190,25 +184,21 @@ def _leave_early(rank: int, world: int, address: Address) -> Any:
         ex.close()
         return None
     if rank == 2:
-        time.sleep(3.0)  # rank 0 waits for a header that is not there yet
-    begin = time.monotonic()
-    try:
+        ex.store.wait(["failed/0"])  # rank 0 waits for a header that is not there yet
+    with pytest.raises(PeerLeft) as caught:
         _round(ex, slot, 1, list(range(world)))
-    except PeerLeft as error:
-        return error, time.monotonic() - begin
-    finally:
-        ex.close()
-    return None
+    ex.store.set(f"failed/{rank}", "")
+    ex.close()
+    return caught.value
 
 
 def test_a_replica_that_closes_early(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     results = pool.run(_leave_early, pool.store)
     for rank in (0, 2):
-        error, seconds = results[rank]
+        error = results[rank]
         assert 1 in error.replicas and error.inner_steps[error.replicas.index(1)] == 70
         assert "replica 1" in str(error) and "left" in str(error)
-        assert seconds < TIMEOUT / 2
 
 
 def _mismatch(rank: int, world: int, address: Address, field: str) -> Any:

@@ -40,7 +40,6 @@ def _miss_the_vote(rank: int, world: int, address: tuple[str, int]) -> Any:
     assert slot.residual is not None
     owed, params = slot.residual.clone(), values(1, rank, N)
     if rank == world - 1:
-        ex.inject_fault(action="sleep", stage="vote", seconds=0.4)
         ex.inject_fault(action="kill", stage="vote", num_peers=1)
     pending = ex.start(slot, outer=None, params=[params], header=Header("sync", round=1))
     expected = params + owed - _sent(pending.payload, pending.layout)

@@ -90,9 +90,6 @@ def live_and_die(
     replica = Replica(address, rank, range(world), death.setup)
     replica.train_to(death.step - 1)
     if rank == death.victim:
-        # The others have sent their votes when ours goes to some of them.
-        if death.stage == "vote" and death.num_peers:
-            replica.fault("sleep", "vote", seconds=0.4)
         replica.fault("kill", death.stage, chunk=death.chunk, num_peers=death.num_peers)
     failure = replica.train_until_failure(2 * H)
     replica.diloco.change_group(death.survivors)
@@ -143,7 +140,6 @@ def test_survivors_of_a_killed_replica_go_on(
         failure = results[number].failures[0]
         assert failure.kind == "SyncError", failure
         assert failure.is_state_kept, failure
-        assert failure.elapsed_s < 10, failure
         assert failure.inner_step == expected.failed_at[number], failure
         if number not in death.commits:
             assert (failure.fragment, failure.round) == (death.fragment, 2), failure

@@ -140,7 +140,6 @@ def die_while_regrouping(
     replica.train_to(2 * H - 1)
     if rank == 3:
         # Only replica 0 gets the last vote: 1 and 2 are one round behind.
-        replica.fault("sleep", "vote", seconds=0.4)
         replica.fault("kill", "vote", num_peers=1)
     failure = replica.train_until_failure(H + 1)
     if rank == 2:

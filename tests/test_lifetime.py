@@ -11,16 +11,16 @@ import textwrap
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_replicas import Replica, Setup, connect
+from fault_replicas import Replica, Setup, connect, wait_for
 from workers import Pool
 
 from diloco_comm import SyncError
+from diloco_comm.handshake import connected_store
 
 H = 4
 TESTS = str(Path(__file__).parent)
@@ -74,7 +74,7 @@ def test_no_thread_is_left_after_close(workers: Callable[[int], Pool]) -> None:
 
 def drop_everything(
     rank: int, world: int, address: tuple[str, int], setup: Setup, mid_exchange: bool
-) -> float:
+) -> None:
     """Forget a DiLoCo without closing it; its threads and buffers go with it."""
     gc.collect()
     replica = Replica(address, rank, range(world), setup)
@@ -86,16 +86,13 @@ def drop_everything(
         part = replica.diloco.parts[0]
         if rank == 0:
             replica.diloco._rounds.send(part, replica.diloco.inner_step, 0, 1.0)
-    begin = time.monotonic()
     del replica
     if mid_exchange and rank == 0:
         del part
     part = None
     gc.collect()
-    seconds = time.monotonic() - begin
     assert (diloco(), exchange(), model()) == (None, None, None)
     assert engine_threads() == []
-    return seconds
 
 
 @pytest.mark.parametrize("mid_exchange", [False, True], ids=["idle", "mid-exchange"])
@@ -103,8 +100,8 @@ def test_dropped_diloco_is_collected_with_its_threads(
     workers: Callable[[int], Pool], mid_exchange: bool
 ) -> None:
     pool = workers(2)
-    seconds = pool.run(drop_everything, pool.store, Setup(), mid_exchange, timeout=30)
-    assert max(seconds) < 5
+    # Who waits for the exchange's timeout does not end within the test's.
+    pool.run(drop_everything, pool.store, Setup(timeout=300.0), mid_exchange, timeout=30)
 
 
 # ------------------------------------------------------------------------------------- forking
@@ -163,6 +160,7 @@ class Job:
         self.process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
             stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=TESTS,
@@ -187,7 +185,7 @@ import torch
 from fault_replicas import Replica, Setup
 torch.set_num_threads(1)
 port, rank = int(sys.argv[1]), int(sys.argv[2])
-replica = Replica(("127.0.0.1", port), rank, [0, 1], Setup(sync_every=4))
+replica = Replica(("127.0.0.1", port), rank, [0, 1], Setup(sync_every=4, timeout=300.0))
 replica.train_to(4)
 """
 
@@ -197,7 +195,6 @@ EXITS = {
         """
         if rank == 0:
             replica.diloco._rounds.send(replica.diloco.parts[0], 4, 0, 1.0)
-            time.sleep(0.3)
         """,
         0,
         "",
@@ -206,7 +203,6 @@ EXITS = {
         """
         replica.diloco.emulate_link(1e-4)
         replica.diloco._rounds.send(replica.diloco.parts[0], 4, 0, 1.0)
-        time.sleep(0.1)
         """,
         0,
         "",
@@ -230,8 +226,10 @@ EXITS = {
             except Exception:
                 pass
         if rank == 0:
+            begins = threading.Event()
+            replica.before_exchange = begins.set
             threading.Thread(target=wait, daemon=True).start()
-            time.sleep(0.5)
+            begins.wait()
         """,
         0,
         "",
@@ -249,35 +247,30 @@ def port() -> Any:
 @pytest.mark.parametrize("name", EXITS)
 def test_interpreter_ends_without_close(port: int, name: str) -> None:
     body, code, text = EXITS[name]
-    script = PRELUDE + textwrap.dedent(body) + "\nprint('at the end', time.time(), flush=True)\n"
+    script = PRELUDE + textwrap.dedent(body)
     jobs = [Job(script, port, rank) for rank in range(2)]
     outputs = [job.finish() for job in jobs]
-    ended = time.time()
     for returned, output in outputs:
         assert returned == code, output
         assert text in output, output
         for bad in ("terminate called", "Segmentation", "Fatal Python", "core dumped"):
             assert bad not in output, output
-        if "at the end" in output:
-            assert ended - float(output.split("at the end")[1].split()[0]) < 8, output
 
 
 def test_control_c_ends_a_replica_that_waits(port: int) -> None:
     body = """
     if rank == 1:
         time.sleep(60)
-    print("waiting", flush=True)
+    replica.train_to(7)
+    replica.before_exchange = lambda: print("waiting", flush=True)
     replica.train_to(8)
     """
     script = PRELUDE + textwrap.dedent(body)
     first, second = (Job(script, port, rank) for rank in range(2))
     assert first.process.stdout is not None
     assert "waiting" in first.process.stdout.readline()
-    time.sleep(0.5)
-    begin = time.monotonic()
     first.process.send_signal(signal.SIGINT)
     returned, output = first.finish()
-    assert time.monotonic() - begin < 8
     assert returned == -signal.SIGINT and "KeyboardInterrupt" in output, output
     assert "terminate called" not in output
     second.process.send_signal(signal.SIGTERM)
@@ -314,19 +307,17 @@ def test_separate_jobs_meet_at_a_store(port: int) -> None:
 def lose_the_store(
     rank: int, world: int, addresses: list[tuple[str, int]], setup: Setup
 ) -> list[tuple[str, bool, str]]:
-    """The store's host dies; rounds go on, and a failure then is still a clear one."""
+    """The store's host dies or hangs; rounds go on, and a failure then is still a clear one."""
     replica = Replica(addresses[0], rank, range(world), setup)
     other = connect(addresses[1])
     replica.train_to(H)
     other.set(f"ready/{rank}", "")
-    other.wait(["store is dead"])
+    other.wait(["store is gone"])
     replica.train_to(2 * H)
     hashes = [(replica.diloco.outer_hash(), True, "")]
     if rank == 0:
         replica.fault("kill", "reduce")
-    begin = time.monotonic()
     failure = replica.train_until_failure(H)
-    assert time.monotonic() - begin < 12
     hashes.append((failure.kind, failure.is_state_kept, failure.message))
     try:
         replica.diloco.change_group([1, 2])
@@ -339,28 +330,74 @@ def lose_the_store(
     return hashes
 
 
-def test_store_that_dies_is_replaced(fresh_workers: Callable[..., Pool]) -> None:
+STORE = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def host() -> Any:
+    """A process that hosts a store, to be killed or stopped, with its address."""
+    job = Job(STORE)
+    assert job.process.stdout is not None
+    yield job.process, ("127.0.0.1", int(job.process.stdout.readline()))
+    job.process.kill()
+    job.finish()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_store_that_is_lost_is_replaced(
+    fresh_workers: Callable[..., Pool], host: Any, sig: int
+) -> None:
     pool = fresh_workers(3, init_group=False)
-    store = """
-    import time
-    import torch.distributed as dist
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    print(store.port, flush=True)
-    time.sleep(60)
-    """
-    host = Job(store)
-    assert host.process.stdout is not None
-    addresses = [("127.0.0.1", int(host.process.stdout.readline())), pool.store]
-    pool.submit(lose_the_store, addresses, Setup("int8", 1, H, timeout=3.0))
-    pool.crew.store.wait([f"ready/{rank}" for rank in range(3)], timedelta(seconds=30))
-    host.process.kill()
-    host.finish()
-    pool.crew.store.set("store is dead", "")
+    process, address = host
+    pool.submit(lose_the_store, [address, pool.store], Setup("int8", 1, H, timeout=3.0))
+    wait_for(pool, [f"ready/{rank}" for rank in range(3)])
+    process.send_signal(sig)
+    pool.crew.store.set("store is gone", "")
     results: list[Any] = pool.collect(timeout=60, expect_exit={0})
     for result in results[1:]:
         kind, is_kept, text = result[1]
         assert kind == "SyncError" and is_kept, result
         assert "fragment 0, round 2" in text and "\n" not in text, result
+        assert "because the store does not answer" in text, result
         assert result[2][0] == "SyncError" and "\n" not in result[2][2], result
+        assert "the store did not answer" in result[2][2], result
     assert results[1][0] == results[2][0]
     assert results[1][-1] == results[2][-1]
+
+
+def close_on_a_store_that_hangs(
+    rank: int, world: int, addresses: list[tuple[str, int]], setup: Setup
+) -> None:
+    other = connect(addresses[1])
+    replica = Replica(addresses[0], rank, range(world), setup)
+    replica.train_to(H)
+    other.set(f"ready/{rank}", "")
+    other.wait(["store is gone"])
+    with pytest.raises(dist.DistError, match="no store answered"):
+        connected_store("tcp://{}:{}".format(*addresses[0]), 0.5)
+    replica.diloco.close()
+    assert set(engine_threads()) <= {"diloco-store"}
+    other.set(f"closed/{rank}", "")
+    # The calls that nobody waits for any more end with the store's next answers.
+    while engine_threads():
+        time.sleep(0.01)
+
+
+def test_close_does_not_wait_for_a_store_that_hangs(
+    fresh_workers: Callable[..., Pool], host: Any
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    process, address = host
+    pool.submit(close_on_a_store_that_hangs, [address, pool.store], Setup(timeout=300.0))
+    wait_for(pool, [f"ready/{rank}" for rank in range(2)])
+    process.send_signal(signal.SIGSTOP)
+    pool.crew.store.set("store is gone", "")
+    wait_for(pool, [f"closed/{rank}" for rank in range(2)])
+    process.send_signal(signal.SIGCONT)
+    pool.collect(timeout=30)

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "exchange/bounded_store.h"
 #include "exchange/engine.h"
 #include "exchange/pages.h"
 
@@ -245,6 +246,22 @@ void register_engine(py::module_& m) {
 void register_exchange(py::module_& m) {
     m.def("empty_pages", &empty_pages, py::arg("num_bytes"),
           "A zeroed uint8 tensor, 64-byte aligned, huge pages advised, every page touched.");
+    m.def(
+        "connect_store",
+        [](const std::string& host, int port, double timeout_s) {
+            py::gil_scoped_release no_gil;
+            return connect_store(host, static_cast<uint16_t>(port), from_seconds(timeout_s));
+        },
+        py::arg("host"), py::arg("port"), py::arg("timeout_s"),
+        "A client of the TCPStore at an address; also a host that hangs is given up in time.");
+    m.def(
+        "bounded_store",
+        [](c10::intrusive_ptr<c10d::Store> store, double limit_s) {
+            return c10::intrusive_ptr<c10d::Store>(
+                c10::make_intrusive<BoundedStore>(std::move(store), from_seconds(limit_s)));
+        },
+        py::arg("store"), py::arg("limit_s"), py::keep_alive<0, 1>(),
+        "The store with calls that fail when its host does not answer in time.");
     m.def("minor_faults", &minor_faults, "Minor page faults of the calling thread so far.");
     m.def(
         "make_schedule",

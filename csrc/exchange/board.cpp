@@ -3,6 +3,8 @@
 #include <thread>
 #include <utility>
 
+#include "exchange/bounded_store.h"
+
 namespace diloco {
 namespace {
 
@@ -10,12 +12,21 @@ std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), t
 
 }  // namespace
 
-Board::Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix, int64_t replica,
-             std::vector<int64_t> members)
-    : store_(std::move(store)),
+Board::Board(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience,
+             std::string prefix, int64_t replica, std::vector<int64_t> members)
+    : patience_(patience),
       prefix_(std::move(prefix)),
       replica_(replica),
-      members_(std::move(members)) {}
+      members_(std::move(members)) {
+    if (!store) return;
+    const auto bounded = c10::make_intrusive<BoundedStore>(std::move(store), patience);
+    try {
+        // A connection of our own: the user may wait for hours in the one that we were given.
+        store_ = bounded->clone();
+    } catch (const std::exception&) {
+        store_ = bounded;
+    }
+}
 
 std::string Board::key(const char* what, int64_t replica) const {
     return prefix_ + "/" + what + "/" + std::to_string(replica);
@@ -23,11 +34,14 @@ std::string Board::key(const char* what, int64_t replica) const {
 
 bool Board::has(const std::string& key) {
     if (!store_) return false;
+    bool is_there = false;
     try {
-        return store_->check({key});
+        is_there = store_->check({key});
+        is_answering_ = true;
     } catch (const std::exception&) {
-        return false;
+        is_answering_ = false;
     }
+    return is_there;
 }
 
 void Board::set(const std::string& key, const std::string& value) {
@@ -35,7 +49,7 @@ void Board::set(const std::string& key, const std::string& value) {
     try {
         store_->set(key, bytes_of(value));
     } catch (const std::exception&) {
-        // The store died with its host: peers will see the broken connections instead.
+        // The store's host died or hangs: peers will see the broken connections instead.
     }
 }
 
@@ -73,8 +87,8 @@ std::vector<Departure> Board::departures() {
     return gone;
 }
 
-RollCall Board::call_roll(std::chrono::milliseconds patience) {
-    const auto deadline = std::chrono::steady_clock::now() + patience;
+RollCall Board::call_roll() {
+    const auto deadline = std::chrono::steady_clock::now() + patience_;
     while (true) {
         RollCall roll;
         for (const int64_t member : members_) {
@@ -83,7 +97,10 @@ RollCall Board::call_roll(std::chrono::milliseconds patience) {
             }
             (has(key("present", member)) ? roll.idle : roll.silent).push_back(member);
         }
-        if (roll.silent.empty() || std::chrono::steady_clock::now() >= deadline) return roll;
+        roll.is_store_silent = !is_answering_;
+        if (roll.is_store_silent || roll.silent.empty() ||
+            std::chrono::steady_clock::now() >= deadline)
+            return roll;
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
 }

@@ -85,15 +85,15 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
                     c10::intrusive_ptr<c10d::Store> store, const std::string& prefix) {
     check_process();
     TORCH_CHECK(membership.size() == 1 || !groups.empty(), "attach: a group is needed");
-    auto board =
-        std::make_shared<Board>(std::move(store), prefix, options_.replica, membership.replicas);
+    auto board = std::make_shared<Board>(std::move(store), options_.report_patience, prefix,
+                                         options_.replica, membership.replicas);
     auto session = std::make_shared<Session>(std::move(membership), std::move(groups),
                                              options_.timeout, faults_);
     std::shared_ptr<Session> old;
     {
         std::unique_lock<std::mutex> lock(mutex_);
         TORCH_CHECK(!is_closing_, "this Exchange is closed");
-        changed_.wait(lock, [this] { return queue_.empty() && !is_busy_; });
+        wait_until_idle(lock);
         session->emulate_link(link_gbps_, link_rtt_ms_);
         epoch_ = session->membership().epoch;
         old = std::exchange(session_, std::move(session));
@@ -101,6 +101,13 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
         dead_reason_.clear();
         is_attached_ = true;
     }
+}
+
+void Engine::wait_until_idle(std::unique_lock<std::mutex>& lock) {
+    const bool is_idle =
+        changed_.wait_for(lock, options_.timeout, [this] { return queue_.empty() && !is_busy_; });
+    TORCH_CHECK(is_idle, "an exchange that was started before is still under way after ",
+                rounded(std::chrono::duration<double>(options_.timeout).count()), " s");
 }
 
 void Engine::start(const JobPtr& job) {
@@ -166,14 +173,14 @@ void Engine::reserve_staging(int64_t num_bytes) {
     check_process();
     std::unique_lock<std::mutex> lock(mutex_);
     if (staging_.defined() && staging_.numel() >= num_bytes) return;
-    changed_.wait(lock, [this] { return queue_.empty() && !is_busy_; });
+    wait_until_idle(lock);
     staging_ = empty_pages(num_bytes);
 }
 
 void Engine::emulate_link(double gbps, double rtt_ms) {
     check_process();
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return queue_.empty() && !is_busy_; });
+    wait_until_idle(lock);
     link_gbps_ = gbps;
     link_rtt_ms_ = rtt_ms;
     if (session_) session_->emulate_link(gbps, rtt_ms);
@@ -200,6 +207,7 @@ void Engine::close(milliseconds patience, int64_t inner_step) {
     thread_->join();
     watcher_->join();
     session_.reset();
+    board_.reset();
     finished_.clear();
 }
 
@@ -250,15 +258,18 @@ void Engine::watch() {
         watch_changed_.wait_for(lock, kWatchPeriod, [this] { return is_finished_; });
         if (is_finished_ || !session_ || session_->membership().size() == 1) continue;
         if (is_busy_ && Clock::now() - running_since_ < kWatchPeriod) continue;
-        const std::shared_ptr<Session> session = session_;
-        const std::shared_ptr<Board> board = board_;
+        const int64_t epoch = epoch_;
         const bool is_idle = !is_busy_;
+        const bool is_at_header = session_->is_waiting_for_headers();
+        const std::shared_ptr<Board> board = board_;
+        // The store may take its time: meanwhile the session can end, and close its groups.
         lock.unlock();
         const bool is_failed = board->is_failed();
-        const bool is_left = !is_failed && session->is_waiting_for_headers() && board->is_left();
+        const bool is_left = !is_failed && is_at_header && board->is_left();
         if (is_failed && is_idle) board->report_presence();
         lock.lock();
-        if ((is_failed || is_left) && is_busy_ && session_ == session) session->abort();
+        if (!is_busy_ || !session_ || epoch_ != epoch) continue;
+        if (is_failed || (is_left && session_->is_waiting_for_headers())) session_->abort();
     }
 }
 
@@ -350,7 +361,7 @@ void Engine::blame(Failure& failure, const std::string& where) {
                           list(failure.inner_steps);
         return;
     }
-    const RollCall roll = board_->call_roll(options_.report_patience);
+    const RollCall roll = board_->call_roll();
     failure.missing = roll.silent;
     // Everybody lives: those that did not come are the ones in no exchange.
     if (roll.silent.empty() && is_at_header) failure.missing = roll.idle;
@@ -358,6 +369,9 @@ void Engine::blame(Failure& failure, const std::string& where) {
     failure.message = where + cause + ": ";
     if (roll.silent.empty()) {
         failure.message += "all other replicas live and have reported";
+    } else if (roll.is_store_silent) {
+        failure.message +=
+            replicas(roll.silent) + " could not report, because the store does not answer";
     } else {
         failure.message +=
             replicas(roll.silent) + " did not report within " +

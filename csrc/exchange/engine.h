@@ -35,8 +35,9 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Starts an epoch. `groups`: one for each lane; empty for a single replica. The
-    // store carries failure reports under `prefix`. Waits until no job runs.
+    // Starts an epoch. `groups`: one for each lane; empty for a single replica. The store carries
+    // failure reports under `prefix`. Waits until no job runs, as reserve_staging() and
+    // emulate_link() do, and throws after the timeout.
     void attach(Membership membership, std::vector<BackendPtr> groups,
                 c10::intrusive_ptr<c10d::Store> store, const std::string& prefix);
 
@@ -70,6 +71,7 @@ class Engine {
     void fail_epoch(const Job& job, Failure& failure);
     void blame(Failure& failure, const std::string& where);
     void refuse_if_dead() const;
+    void wait_until_idle(std::unique_lock<std::mutex>& lock);
     void encode_all(const JobPtr& job);
 
     const EngineOptions options_;

@@ -174,17 +174,25 @@ void Session::leave(int64_t inner_step) {
     header_out_.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
     header_out_.inner_step = inner_step;
     for (int i = 1; i <= num_peers(); ++i) {
-        try {
-            control_sends_.push_back(transport_.send(kControl, peer(i), header_tag(sequence_),
-                                                     &header_out_, sizeof(Header)));
-        } catch (const TransportError&) {
-            // Gone before us.
-        }
+        post_last_words(peer(i), header_tag(sequence_), &header_out_, sizeof(Header));
     }
+    wait_for_last_words();
+}
+
+void Session::post_last_words(int peer, int tag, const void* data, size_t num_bytes) {
+    try {
+        control_sends_.push_back(transport_.send(kControl, peer, tag, data, num_bytes));
+    } catch (const TransportError&) {
+        // Gone before us; the others must hear of us all the same.
+    }
+}
+
+void Session::wait_for_last_words() {
     for (Receipt& receipt : control_sends_) {
         try {
             transport_.wait(receipt, deadline_);
-        } catch (const std::runtime_error&) {
+        } catch (const TransportError&) {
+        } catch (const Aborted&) {
         }
     }
     control_sends_.clear();
@@ -339,8 +347,7 @@ void Session::vote(Job& job) {
     vote_out_.num_bad = job.encode_bad.item<int64_t>() + job.reduce_bad.item<int64_t>();
     for (int i = 1; i <= num_peers(); ++i) {
         if (i > 1) faults_.before("vote", -1, i - 1);
-        control_sends_.push_back(
-            transport_.send(kControl, peer(i), vote_tag(sequence), &vote_out_, sizeof(Vote)));
+        post_last_words(peer(i), vote_tag(sequence), &vote_out_, sizeof(Vote));
     }
     std::vector<int64_t> num_bad(votes_in_.size(), vote_out_.num_bad);
     for (int rank = 0; rank < transport_.size(); ++rank) {
@@ -352,7 +359,8 @@ void Session::vote(Job& job) {
         }
         num_bad[from] = votes_in_[from].num_bad;
     }
-    wait_all(control_sends_);
+    // Who has every vote commits: whoever lacks ours holds the result and is told of the round.
+    wait_for_last_words();
     reject_bad_elements(job, num_bad);
 }
 

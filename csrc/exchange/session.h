@@ -76,6 +76,8 @@ class Session {
     void broadcast(Job& job);
     void post_vote_recvs(uint64_t sequence);
     void vote(Job& job);
+    void post_last_words(int peer, int tag, const void* data, size_t num_bytes);
+    void wait_for_last_words();
     void reject_bad_elements(Job& job, const std::vector<int64_t>& num_bad);
     void wait_all(std::vector<Receipt>& receipts);
 

@@ -10,7 +10,7 @@
 #include "exchange/engine.h"
 #include "exchange/operators.h"
 #include "exchange/pages.h"
-#include "local_store.h"
+#include "hanging_store.h"
 #include "loopback_backend.h"
 
 using namespace std::chrono_literals;
@@ -102,7 +102,8 @@ struct World {
     int size;
     int lanes;
     std::vector<std::shared_ptr<Mailbox>> mailboxes;
-    c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<diloco_test::LocalStore>();
+    c10::intrusive_ptr<diloco_test::HangingStore> store =
+        c10::make_intrusive<diloco_test::HangingStore>();
 };
 
 diloco::EngineOptions options(int rank) { return {rank, 20000ms, 500ms}; }
@@ -226,6 +227,61 @@ void test_departure() {
     });
 }
 
+// The store's host hangs: rounds go on, a failure ends without it, and so does close().
+void test_store_that_hangs() {
+    World world(3);
+    const auto plan = make_plan(5000, 3, 4, 1);
+    std::vector<std::unique_ptr<Engine>> engines;
+    for (int rank = 0; rank < 3; ++rank) {
+        engines.push_back(std::make_unique<Engine>(options(rank)));
+        world.attach(*engines.back(), rank, 1);
+        engines.back()->reserve_staging(kWindow * 3 * plan->layout.run_bytes);
+    }
+    world.store->hang();
+    // A watcher is in a call by the time of the failure.
+    while (world.store->num_waiting() == 0) std::this_thread::yield();
+    world.run([&](int rank) {
+        Engine& engine = *engines[static_cast<size_t>(rank)];
+        const JobPtr fine = make_job(plan, 3, input(rank, 5000), 0);
+        engine.start(fine);
+        wait(*fine);
+        EXPECT(!fine->failure.has_value());
+        if (rank == 1) engine.inject_fault({"fail", "reduce", 2, 0, 0.0, 0.0, 0});
+        const JobPtr job = make_job(plan, 3, input(rank, 5000), 1);
+        engine.start(job);
+        wait(*job);
+        EXPECT(job->failure.has_value() && job->failure->kind == "SyncError");
+        EXPECT(job->failure->message.find("the store does not answer") != std::string::npos);
+    });
+    world.new_epoch();
+    for (int rank = 0; rank < 3; ++rank) world.attach(*engines[static_cast<size_t>(rank)], rank, 2);
+    world.run([&](int rank) { engines[static_cast<size_t>(rank)]->close(5s, 0); });
+    EXPECT(world.store->num_waiting() > 0);
+    world.store->wake();
+    while (world.store->num_waiting() > 0) std::this_thread::yield();
+}
+
+// The next epoch does not wait for ever for a job of the last one.
+void test_attach_while_a_job_runs() {
+    World world(1);
+    const auto plan = make_plan(1000, 1, 2, 1);
+    Engine engine({0, 50ms, 50ms});
+    world.attach(engine, 0, 1);
+    const JobPtr job = make_job(plan, 1, input(0, 1000), 0);
+    engine.submit(job);  // and not encoded
+    bool is_refused = false;
+    try {
+        world.attach(engine, 0, 2);
+    } catch (const c10::Error& error) {
+        is_refused = std::string(error.what()).find("still under way") != std::string::npos;
+    }
+    EXPECT(is_refused);
+    job->announce(2);
+    wait(*job);
+    EXPECT(!job->failure.has_value());
+    world.attach(engine, 0, 2);
+}
+
 // A job that waits for a peer that never comes does not hold up the end.
 void test_close_while_waiting() {
     World world(2);
@@ -256,6 +312,8 @@ int main() {
     test_failure_and_new_epoch();
     test_departure();
     test_close_while_waiting();
+    test_store_that_hangs();
+    test_attach_while_a_job_runs();
     std::puts("engine: ok");
 #if defined(__SANITIZE_THREAD__)
     // libtorch unregisters the operators at exit, under a mutex that this sanitizer half sees.

@@ -1,0 +1,140 @@
+#include "exchange/bounded_store.h"
+
+#include <c10/util/Exception.h>
+#include <pthread.h>
+
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+namespace diloco {
+namespace {
+
+using std::chrono::milliseconds;
+using Counter = std::shared_ptr<std::atomic<int>>;
+
+struct Call {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is_done = false;
+    bool is_left_behind = false;
+    std::exception_ptr error;
+};
+
+// Runs `body` on a thread of its own; rethrows what it throws. False if it takes longer than
+// `limit`: then the thread is left behind, and is counted in `num_late` until the body ends.
+bool run_within(milliseconds limit, const Counter& num_late, std::function<void()> body) {
+    const auto call = std::make_shared<Call>();
+    std::thread thread([call, num_late, body = std::move(body)] {
+        pthread_setname_np(pthread_self(), "diloco-store");
+        std::exception_ptr error;
+        try {
+            body();
+        } catch (...) {
+            error = std::current_exception();
+        }
+        std::lock_guard<std::mutex> lock(call->mutex);
+        call->error = std::move(error);
+        call->is_done = true;
+        if (call->is_left_behind) --*num_late;
+        call->changed.notify_all();
+    });
+    std::unique_lock<std::mutex> lock(call->mutex);
+    if (!call->changed.wait_for(lock, limit, [&] { return call->is_done; })) {
+        call->is_left_behind = true;
+        ++*num_late;
+        thread.detach();
+        return false;
+    }
+    lock.unlock();
+    thread.join();
+    if (call->error) std::rethrow_exception(call->error);
+    return true;
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Store> connect_store(const std::string& host, uint16_t port,
+                                              milliseconds timeout) {
+    // The constructor's timeout covers the connection, but not a host that hangs after that; its
+    // own error says more, so it goes first.
+    constexpr milliseconds kSlack{1000};
+    const auto store = std::make_shared<c10::intrusive_ptr<c10d::Store>>();
+    const bool is_made = run_within(timeout + kSlack, std::make_shared<std::atomic<int>>(0),
+                                    [store, host, port, timeout] {
+                                        c10d::TCPStoreOptions options;
+                                        options.port = port;
+                                        options.timeout = timeout;
+                                        *store = c10::make_intrusive<c10d::TCPStore>(host, options);
+                                    });
+    if (!is_made) {
+        C10_THROW_ERROR(DistStoreError, "no store answered at " + host + ":" +
+                                            std::to_string(port) + " within " +
+                                            std::to_string((timeout + kSlack).count()) + " ms");
+    }
+    return std::move(*store);
+}
+
+BoundedStore::BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds limit)
+    : Store(store->getTimeout()),
+      store_(std::move(store)),
+      limit_(limit),
+      num_unanswered_(std::make_shared<std::atomic<int>>(0)) {}
+
+void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) const {
+    if (*num_unanswered_ > 0) C10_THROW_ERROR(DistStoreError, "the store still does not answer");
+    const bool is_answered = run_within(limit, num_unanswered_,
+                                        [store = store_, body = std::move(body)] { body(*store); });
+    if (!is_answered) {
+        C10_THROW_ERROR(DistStoreError,
+                        "the store did not answer within " + std::to_string(limit.count()) + " ms");
+    }
+}
+
+template <typename Body>
+auto BoundedStore::call(Body body) const {
+    // Shared with the thread, which may write it when nobody waits any more.
+    const auto result = std::make_shared<decltype(body(*store_))>();
+    run(limit_, [result, body = std::move(body)](Store& store) { *result = body(store); });
+    return std::move(*result);
+}
+
+c10::intrusive_ptr<c10d::Store> BoundedStore::clone() {
+    auto copy = call([](Store& store) { return store.clone(); });
+    return c10::make_intrusive<BoundedStore>(std::move(copy), limit_);
+}
+
+void BoundedStore::set(const std::string& key, const Bytes& value) {
+    run(limit_, [key, value](Store& store) { store.set(key, value); });
+}
+
+BoundedStore::Bytes BoundedStore::get(const std::string& key) {
+    return call([key](Store& store) { return store.get(key); });
+}
+
+int64_t BoundedStore::add(const std::string& key, int64_t value) {
+    return call([key, value](Store& store) { return store.add(key, value); });
+}
+
+bool BoundedStore::deleteKey(const std::string& key) {
+    return call([key](Store& store) { return store.deleteKey(key); });
+}
+
+bool BoundedStore::check(const std::vector<std::string>& keys) {
+    return call([keys](Store& store) { return store.check(keys); });
+}
+
+int64_t BoundedStore::getNumKeys() {
+    return call([](Store& store) { return store.getNumKeys(); });
+}
+
+void BoundedStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
+
+void BoundedStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
+    run(timeout + limit_, [keys, timeout](Store& store) { store.wait(keys, timeout); });
+}
+
+}  // namespace diloco

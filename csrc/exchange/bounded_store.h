@@ -1,0 +1,54 @@
+// A store whose calls end: one that the store's host does not answer in time fails.
+//
+// TCPStore waits for ever for a host that hangs without dying, also where it takes a timeout, and
+// holds its mutex meanwhile. Every call runs on a thread of its own; that of an unanswered call is
+// left behind, with what it needs, until the host answers or dies. Until then later calls fail at
+// once.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+namespace diloco {
+
+// A client of the TCPStore at an address, whose waits have this timeout, too. Throws
+// c10::DistError when none answers in time.
+c10::intrusive_ptr<c10d::Store> connect_store(const std::string& host, uint16_t port,
+                                              std::chrono::milliseconds timeout);
+
+class BoundedStore : public c10d::Store {
+  public:
+    using Bytes = std::vector<uint8_t>;
+    using milliseconds = std::chrono::milliseconds;
+    using c10d::Store::set;
+
+    // `limit` of every call; waits for keys have it on top of their own timeout. The calls throw
+    // c10::DistStoreError when it is over, and whatever `store` throws.
+    BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds limit);
+
+    c10::intrusive_ptr<Store> clone() override;
+    void set(const std::string& key, const Bytes& value) override;
+    Bytes get(const std::string& key) override;
+    int64_t add(const std::string& key, int64_t value) override;
+    bool deleteKey(const std::string& key) override;
+    bool check(const std::vector<std::string>& keys) override;
+    int64_t getNumKeys() override;
+    void wait(const std::vector<std::string>& keys) override;
+    void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
+
+  private:
+    void run(milliseconds limit, std::function<void(Store&)> body) const;
+    template <typename Body>
+    auto call(Body body) const;
+
+    c10::intrusive_ptr<Store> store_;
+    milliseconds limit_;
+    std::shared_ptr<std::atomic<int>> num_unanswered_;  // outlives us in the threads left behind
+};
+
+}  // namespace diloco

@@ -1,0 +1,86 @@
+// Calls on a store whose host hangs end in time, fail at once from then on, and work again later.
+#include <c10/util/Exception.h>
+
+#include <cstdio>
+#include <functional>
+#include <stdexcept>
+#include <thread>
+
+#include "check.h"
+#include "exchange/bounded_store.h"
+#include "hanging_store.h"
+
+using namespace std::chrono_literals;
+using diloco::BoundedStore;
+using diloco_test::HangingStore;
+
+namespace {
+
+const BoundedStore::Bytes kValue{1, 2, 3};
+
+bool is_refused(const std::function<void()>& call) {
+    try {
+        call();
+    } catch (const c10::DistStoreError&) {
+        return true;
+    }
+    return false;
+}
+
+void test_values_pass_through() {
+    BoundedStore store(c10::make_intrusive<HangingStore>(), 60s);
+    store.set("key", kValue);
+    EXPECT(store.check({"key"}) && !store.check({"key", "other"}));
+    EXPECT(store.get("key") == kValue);
+}
+
+void test_exceptions_pass_through() {
+    BoundedStore store(c10::make_intrusive<HangingStore>(), 60s);
+    bool is_thrown = false;
+    try {
+        store.get("nothing");
+    } catch (const std::out_of_range&) {
+        is_thrown = true;
+    }
+    EXPECT(is_thrown);
+    EXPECT(!store.check({"nothing"}));
+}
+
+void test_host_that_hangs() {
+    const auto host = c10::make_intrusive<HangingStore>();
+    {
+        BoundedStore store(host, 50ms);
+        host->hang();
+        EXPECT(is_refused([&] { store.set("key", kValue); }));
+        // Nobody waits a second time: with its limit, this would.
+        BoundedStore patient(host, 50ms);
+        EXPECT(is_refused([&] { patient.check({"key"}); }));
+        for (int i = 0; i < 1000; ++i) EXPECT(is_refused([&] { patient.check({"key"}); }));
+        EXPECT(host->num_waiting() == 2);
+    }
+    // The calls that were left behind outlive their stores.
+    host->wake();
+    BoundedStore store(host, 60s);
+    while (!store.check({"key"})) std::this_thread::yield();
+    EXPECT(store.get("key") == kValue);
+}
+
+void test_host_that_wakes_up() {
+    const auto host = c10::make_intrusive<HangingStore>();
+    BoundedStore store(host, 50ms);
+    host->hang();
+    EXPECT(is_refused([&] { store.set("key", kValue); }));
+    host->wake();
+    while (is_refused([&] { store.check({"key"}); })) std::this_thread::yield();
+    while (!store.check({"key"})) std::this_thread::yield();
+}
+
+}  // namespace
+
+int main() {
+    test_values_pass_through();
+    test_exceptions_pass_through();
+    test_host_that_hangs();
+    test_host_that_wakes_up();
+    std::puts("bounded store: ok");
+}
