@@ -14,17 +14,20 @@ from .diloco import DiLoCo
 from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
 from .metrics import SyncMetrics, SyncTotals
 from .outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer
-from .overlap import Blocking, Overlap
+from .overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
 from .presets import fedavg, local_sgd
 from .wire import WireFormat
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CO2",
     "SGD",
     "Adam",
     "Blocking",
+    "Delayed",
     "DiLoCo",
+    "Eager",
     "FromTorch",
     "HeavyBall",
     "Nesterov",
@@ -33,6 +36,7 @@ __all__ = [
     "Overlap",
     "PeerLeft",
     "ReplicaMismatch",
+    "Streaming",
     "SyncError",
     "SyncMetrics",
     "SyncTotals",

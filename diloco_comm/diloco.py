@@ -29,8 +29,9 @@ from .metrics import Recorder, SyncMetrics, SyncTotals
 from .outer import Factory, OuterOptimizer
 from .overlap import Overlap
 from .parts import BufferPart, ParameterPart, Part
-from .rounds import Kind, Rounds, Weight
+from .rounds import Rounds, Weight
 from .settings import choice, merge
+from .turns import Turns
 from .wire import WireFormat
 
 
@@ -44,7 +45,8 @@ class DiLoCo:
         sync_every: Inner steps between two sends of the same fragment (H).
         fragments: A number (1), ``"layers:3"``, ``"sequential:3"`` or lists of name patterns.
         offsets: 1-based inner step of each fragment's first send; default floor(H*(p+1)/P).
-        overlap: When results are applied: ``Blocking()``.
+        overlap: When results are applied: ``Blocking()`` (default), ``Streaming``, ``Delayed``,
+            ``Eager`` or ``CO2``.
         outer: ``SGD``, ``HeavyBall``, ``Nesterov`` (default), ``Adam``, or a callable that makes
             a ``torch.optim.Optimizer`` from a list of parameters.
         group, mesh: The replicas, as a process group or a one-dimensional DeviceMesh; without
@@ -156,7 +158,7 @@ class DiLoCo:
             impl=self.impl,
             join=init == "join",
         )
-        self._rounds = Rounds(
+        self._rounds = (Turns if self.settings.overlap.rounds else Rounds)(
             self.exchange,
             self.parts,
             self.settings,
@@ -182,7 +184,13 @@ class DiLoCo:
         fragments = make_fragments(model, named, settings.fragments)
         self.schedule = Schedule.plan(settings.sync_every, len(fragments), settings.offsets)
         self.parts: list[Part] = [
-            ParameterPart(fragment, settings.outer, settings.wire, settings.error_feedback)
+            ParameterPart(
+                fragment,
+                settings.outer,
+                settings.wire,
+                settings.error_feedback,
+                carries=settings.overlap.rounds > 0,
+            )
             for fragment in fragments
         ]
         self._num_fragments = len(fragments)
@@ -214,7 +222,7 @@ class DiLoCo:
 
     def _agree(self) -> None:
         """Compare model and settings with the other replicas."""
-        shown = {"number of fragments": self._num_fragments, **self.config()}
+        shown = {"number of fragments": self._num_fragments, **self.settings.shared()}
         if self.exchange.joined:
             # It may have been assigned since the start; the joiner is given the present one.
             shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
@@ -242,27 +250,8 @@ class DiLoCo:
         due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
         if due:
             self._refuse_new_parameters()
-        self._send(due, "sync")
-
-    def _send(self, parts: list[Part], kind: Kind) -> None:
-        """Send the parts and apply everything that is due; raise the first failure after that."""
-        refusal: Exception | None = None
-        parts = [part for part in parts if part.slot is not None]
-        try:
-            weight = self._rounds.current_weight() if parts else 0.0
-            for part in parts:
-                self._rounds.send(part, self.inner_step, self._skipped.count, weight, kind=kind)
-        except Exception as error:
-            refusal = error
-        try:
-            self._rounds.receive(self.inner_step)
-        except Exception as error:
-            # When the group died between two sends, the part that was sent tells why.
-            if refusal is None or isinstance(refusal, SyncError):
-                raise
-            raise refusal from error
-        if refusal is not None:
-            raise refusal
+        due = [part for part in due if part.slot is not None]
+        self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
 
     def flush(self) -> None:
         """Share what was trained since the last send, and apply it; every replica calls this.
@@ -271,11 +260,7 @@ class DiLoCo:
         replica has trained since its last send is left alone.
         """
         self._refuse_if_swapped()
-        self._rounds.receive(self.inner_step, everything=True)
-        steps = [self.inner_step - part.last_sent for part in self.parts]
-        views = handshake.gather_json(self.exchange, steps)
-        stale = [part for part in self.parts if any(view[part.index] for view in views)]
-        self._send(stale, "flush")
+        self._rounds.flush(self.inner_step, self._skipped.count)
 
     def _refuse_new_parameters(self) -> None:
         """Raise if the optimizers train what was not there, or frozen, when this was attached."""
@@ -387,14 +372,12 @@ class DiLoCo:
             SyncError: If the members did not all come, or are more than one round apart.
         """
         self._refuse_if_swapped()
-        self._rounds.forget()
         last_rounds = {part.index: part.round - 1 for part in self.parts}
         store = handshake.connected_store(store, self.exchange.timeout)
         repairs = self.exchange.change_group(
             members, store=store, last_rounds=last_rounds, inner_step=self.inner_step
         )
-        for repair in repairs:
-            self._rounds.repair(repair, self.inner_step)
+        self._rounds.settle(repairs, self.inner_step)
         self._turn_back(self.exchange.agreed_step)
         if self.exchange.joined:
             self._agree()

@@ -162,6 +162,7 @@ class Exchange:
         *,
         error_feedback: bool = False,
         residual_dtype: torch.dtype = torch.float32,
+        carries: bool = False,
     ) -> Slot:
         """Allocate the persistent buffers of one fragment.
 
@@ -170,9 +171,14 @@ class Exchange:
             wire: What travels.
             error_feedback: Keep what encoding loses, and add it to the next round.
             residual_dtype: Of what is kept, fp32 or bf16.
+            carries: The caller moves the parameters at each send; see ``Slot``.
         """
         slot = Slot(
-            num_elements, wire, error_feedback=error_feedback, residual_dtype=residual_dtype
+            num_elements,
+            wire,
+            error_feedback=error_feedback,
+            residual_dtype=residual_dtype,
+            carries=carries,
         )
         self.plan_slot(slot)
         self._slots.add(slot)
@@ -232,7 +238,7 @@ class Exchange:
             params=params,
             encode_key=keys[0],
             reduce_key=keys[1],
-            residual=slot.residual,
+            residual=slot.added,
             new_residual=new_residual,
             reduce_residual=slot.reduce_residual,
             new_reduce_residual=new_reduce_residual,

@@ -290,7 +290,7 @@ class Schedule:
 
     Attributes:
         sync_every: Inner steps between two sends of the same fragment (H).
-        offsets: 1-based inner step of each fragment's first send, between 1 and ``sync_every``.
+        offsets: 1-based inner step of each fragment's first send, in its first or second round.
     """
 
     sync_every: int
@@ -303,16 +303,16 @@ class Schedule:
         """Check the numbers; offsets default to floor(H*(p+1)/P): all are sent once by step H.
 
         Raises:
-            ValueError: If ``sync_every`` is below 1 or an offset is outside 1..sync_every.
+            ValueError: If ``sync_every`` is below 1 or an offset is outside 1..2*sync_every.
         """
         if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
             raise ValueError(f"sync_every must be an integer of at least 1, got {sync_every!r}")
         if offsets is None:
             offsets = [max(1, sync_every * (p + 1) // num_fragments) for p in range(num_fragments)]
-        if len(offsets) != num_fragments or any(not 1 <= t <= sync_every for t in offsets):
+        if len(offsets) != num_fragments or any(not 1 <= t <= 2 * sync_every for t in offsets):
             raise ValueError(
-                f"offsets must be {num_fragments} inner steps between 1 and sync_every="
-                f"{sync_every}, got {list(offsets)}"
+                f"offsets must be {num_fragments} inner steps between 1 and 2*sync_every="
+                f"{2 * sync_every}, got {list(offsets)}"
             )
         return cls(sync_every, tuple(offsets))
 

@@ -63,7 +63,7 @@ class OuterState(ABC):
 
     Attributes:
         outer: fp32 ``[num_elements]``; the shared model.
-        num_steps: Outer steps taken; equal to the rounds applied.
+        num_steps: Outer steps taken.
     """
 
     def __init__(self, outer: Tensor) -> None:
@@ -109,7 +109,7 @@ class OuterOptimizer(ABC):
     def config(self) -> dict[str, Any]:
         """Return class and arguments as JSON types; a function is shown by its name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        shown = {k: _name_of(v) if callable(v) else v for k, v in values.items()}
+        shown = {k: name_of(v) if callable(v) else v for k, v in values.items()}
         return {"name": type(self).__name__, **shown}
 
 
@@ -252,7 +252,7 @@ class _TorchState(OuterState):
         self.optimizer = factory([self.param])
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"outer={_name_of(factory)} made a {type(self.optimizer).__name__}: "
+                f"outer={name_of(factory)} made a {type(self.optimizer).__name__}: "
                 "a torch.optim.Optimizer is expected"
             )
 
@@ -331,5 +331,6 @@ _BY_NAME: dict[str, type[OuterOptimizer]] = {
 }
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
+    """Name a function in saved configurations and messages."""
     return getattr(function, "__qualname__", None) or type(function).__name__

@@ -5,33 +5,43 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from . import ops
-from .exchange import Exchange, Pending, Slot, empty_pages
+from .exchange import Exchange, Slot, Terms, empty_pages
+from .flights import Flight
 from .fragments import DTYPES, Fragment, is_dense, memory_order, unwrap_model
 from .outer import OuterOptimizer, Update
+from .overlap import Own
 from .wire import Layout, WireFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Terms = list[tuple[Tensor, float]]
-
 
 @dataclass
-class Flight:
-    """An exchange on its way."""
+class OuterStep:
+    """What a part is given when a round is applied.
 
-    pending: Pending
-    kind: str
-    sent_step: int
-    apply_step: int
-    weight: float
-    norm: float
+    Attributes:
+        terms: Payloads and coefficients; none means that no step is taken.
+        own: This replica's payload, when it was sent at an earlier step than this one.
+        alpha, clip: See ``outer.Update``.
+        norm: Measure the step.
+    """
+
+    terms: Terms
+    layout: Layout
+    lr: float
+    impl: str
+    alpha: float = 0.0
+    clip: float = inf
+    own: Tensor | None = None
+    norm: bool = False
 
 
 class Part(ABC):
@@ -39,8 +49,16 @@ class Part(ABC):
 
     Attributes:
         index: Number of the fragment in headers; the buffers come after the last fragment.
-        round: Rounds applied, which is the number of the next one.
-        last_sent: Inner step after which the last round that was applied was sent.
+        round: Number of the next round to be applied.
+        last_sent: Inner step up to which the outer parameters have, or will have by what is in
+            flight or owed, what was learned.
+        in_flight: Rounds sent and neither applied nor lost, oldest first.
+        owes: A lost round is to be sent again, with the next one.
+        is_ahead: The local parameters still hold rounds that were sent.
+        corrections: Own payloads of lost rounds, in the slot's layout, that ``Eager`` has applied
+            and the next outer step takes back.
+        weight_sum: Of all replicas in the last round that was applied; 0 before.
+        step_norm, largest_norm: L2 norm of the last and of the largest outer step, if measured.
     """
 
     def __init__(self, index: int, num_elements: int) -> None:
@@ -49,7 +67,18 @@ class Part(ABC):
         self.round = 0
         self.last_sent = 0
         self.in_flight: deque[Flight] = deque()
+        self.owes = False
+        self.is_ahead = False
+        self.corrections: list[Own] = []
+        self.weight_sum = 0.0
+        self.step_norm = 0.0
+        self.largest_norm = 0.0
         self.slot: Slot | None = None
+
+    @property
+    def next_round(self) -> int:
+        """Number of the next round to be sent."""
+        return self.in_flight[-1].number + 1 if self.in_flight else self.round
 
     @property
     @abstractmethod
@@ -69,7 +98,7 @@ class Part(ABC):
         """Allocate the buffers of the exchange for the group's size."""
 
     @abstractmethod
-    def apply(self, terms: Terms, layout: Layout, *, lr: float, alpha: float, impl: str) -> None:
+    def apply(self, step: OuterStep) -> None:
         """Use the mean of a round."""
 
 
@@ -82,10 +111,12 @@ class ParameterPart(Part):
         optimizer: OuterOptimizer,
         wire: WireFormat,
         error_feedback: bool,
+        *,
+        carries: bool,
     ) -> None:
         super().__init__(fragment.index, fragment.num_elements)
         self.fragment = fragment
-        self.wire, self.error_feedback = wire, error_feedback
+        self.wire, self.error_feedback, self.carries = wire, error_feedback, carries
         self.state = optimizer.make_state(empty_pages((self.num_elements,), torch.float32))
 
     @property
@@ -106,11 +137,48 @@ class ParameterPart(Part):
     def open_slot(self, exchange: Exchange) -> None:
         if self.num_elements:
             self.slot = exchange.slot(
-                self.num_elements, self.wire, error_feedback=self.error_feedback
+                self.num_elements,
+                self.wire,
+                error_feedback=self.error_feedback,
+                carries=self.carries,
             )
 
-    def apply(self, terms: Terms, layout: Layout, *, lr: float, alpha: float, impl: str) -> None:
-        self.state.step(Update(terms, self.tensors(), layout, lr, alpha, impl=impl))
+    def apply(self, step: OuterStep) -> None:
+        if not step.terms:
+            self.write_local(step.impl)
+            return
+        before = self.outer.clone() if step.norm else None
+        self.state.step(
+            Update(
+                step.terms,
+                self.tensors(),
+                step.layout,
+                step.lr,
+                step.alpha,
+                step.clip,
+                impl=step.impl,
+            )
+        )
+        if before is not None:
+            squared = torch.zeros(2, dtype=torch.float64)
+            ops.norms(before, [self.outer], squared, impl=step.impl)
+            self.step_norm = squared[0].item() ** 0.5
+            self.largest_norm = max(self.largest_norm, self.step_norm)
+
+    def decode(self, payload: Tensor, layout: Layout, impl: str) -> Tensor:
+        """Decode a payload to fp32 [num_elements]."""
+        values = torch.empty(self.num_elements)
+        _decode([(payload, 1.0)], [values], layout, impl)
+        return values
+
+    def progress(self) -> Tensor:
+        """Return outer minus local parameters, fp32 [num_elements]."""
+        values = self.outer.clone()
+        offset = 0
+        for tensor in self.tensors():
+            values[offset : offset + tensor.numel()] -= memory_order(tensor)
+            offset += tensor.numel()
+        return values
 
     def write_local(self, impl: str) -> None:
         """Set the local parameters to the outer ones."""
@@ -142,18 +210,34 @@ class BufferPart(Part):
         if self.num_elements:
             self.slot = exchange.slot(self.num_elements, WireFormat("fp32"))
 
-    def apply(self, terms: Terms, layout: Layout, *, lr: float, alpha: float, impl: str) -> None:
-        ops.decode(
-            [payload for payload, _ in terms],
-            [coefficient for _, coefficient in terms],
-            self.tensors(),
-            0,
-            layout.num_elements,
-            layout.run_elements,
-            layout.wire.name,
-            layout.wire.block_size,
-            impl=impl,
-        )
+    def apply(self, step: OuterStep) -> None:
+        if not step.terms:
+            return
+        if step.own is None:
+            _decode(step.terms, self.tensors(), step.layout, step.impl)
+            return
+        # What the buffers have seen since the send stays in them.
+        change = torch.empty(self.num_elements)
+        _decode([*step.terms, (step.own, -1.0)], [change], step.layout, step.impl)
+        offset = 0
+        for tensor in self.tensors():
+            flat = memory_order(tensor)
+            flat += change[offset : offset + flat.numel()]
+            offset += flat.numel()
+
+
+def _decode(terms: Terms, outs: list[Tensor], layout: Layout, impl: str) -> None:
+    ops.decode(
+        [payload for payload, _ in terms],
+        [coefficient for _, coefficient in terms],
+        outs,
+        0,
+        layout.num_elements,
+        layout.run_elements,
+        layout.wire.name,
+        layout.wire.block_size,
+        impl=impl,
+    )
 
 
 def _floating_buffers(model: nn.Module) -> Sequence[_Buffer]:

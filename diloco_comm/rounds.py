@@ -1,4 +1,9 @@
-"""Rounds of the parts: send, wait, apply or skip, and write down what it cost."""
+"""Rounds of the parts under ``Blocking`` and ``Streaming``, and what all policies have in common.
+
+A part is sent and, some inner steps later, its result is merged into the local parameters. These
+still hold what a lost round had, so that the next send carries it. See ``turns`` for the policies
+that move the local parameters at each send.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,21 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 
-from . import ops
+from . import handshake, ops
 from .errors import NonFiniteError, SyncError
 from .exchange import Exchange, Header, Outcome, Pending, Repair, Slot
+from .flights import Arrival, Flight
 from .metrics import Recorder, SyncMetrics, overlap_fraction
-from .parts import Flight, ParameterPart, Part
+from .parts import OuterStep, ParameterPart, Part
 from .settings import Settings
+from .slot import Kind
 from .trace import span
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["sync", "flush"]
 Weight = float | Callable[[], float]
 
 
@@ -56,6 +61,54 @@ class Rounds:
         self.impl = impl
         self._has_warned_of_skips = False
 
+    def exchange_parts(
+        self, parts: Sequence[Part], inner_step: int, num_skipped: int, kind: Kind = "sync"
+    ) -> None:
+        """Send the parts and apply everything that is due; raise the first failure after that.
+
+        Args:
+            parts: Due at this step; each has a slot.
+            inner_step: Steps done.
+            num_skipped: Those of them that left the weights unchanged.
+            kind: "sync" follows the overlap policy, "flush" is applied at once.
+
+        Raises:
+            SyncError: See ``DiLoCo.step``.
+        """
+        refusal: Exception | None = None
+        try:
+            weight = self.current_weight() if parts else 0.0
+            for part in parts:
+                self.send(part, inner_step, num_skipped, weight, kind)
+        except Exception as error:
+            refusal = error
+        try:
+            self.receive(inner_step)
+        except Exception as error:
+            # When the group died between two sends, the part that was sent tells why.
+            if refusal is None or isinstance(refusal, SyncError):
+                raise
+            raise refusal from error
+        if refusal is not None:
+            raise refusal
+
+    def flush(self, inner_step: int, num_skipped: int) -> None:
+        """Apply all that is in flight, and what was trained since; a collective call."""
+        drained = [part for part in self.parts if part.in_flight]
+        self.receive(inner_step, everything=True)
+        stale = self.stale_parts(inner_step)
+        self.exchange_parts(stale, inner_step, num_skipped, "flush")
+        for part in drained:
+            if part not in stale and isinstance(part, ParameterPart):
+                part.write_local(self.impl)
+
+    def stale_parts(self, inner_step: int) -> list[Part]:
+        """List the parts of which any replica holds something unsent; a collective call."""
+        steps = [inner_step - part.last_sent or int(part.owes) for part in self.parts]
+        views = handshake.gather_json(self.exchange, steps)
+        has_news = [any(view[part.index] for view in views) for part in self.parts]
+        return [p for p, is_new in zip(self.parts, has_news, strict=True) if is_new and p.slot]
+
     def current_weight(self) -> float:
         """Return this replica's weight for what is sent now; calls ``weight`` if it is callable.
 
@@ -73,38 +126,51 @@ class Rounds:
         inner_step: int,
         num_skipped: int,
         weight: float,
-        *,
-        kind: Kind = "sync",
-    ) -> None:
+        kind: Kind,
+    ) -> Flight:
         """Encode a part and hand it to the engine; returns while it travels.
 
         Args:
-            inner_step: Steps done.
-            num_skipped: Those of them that left the weights unchanged.
-            weight: This replica's, see ``current_weight``.
-            kind: "sync" follows the overlap policy, "flush" is applied at once.
+            weight: This replica's, see ``current_weight``; the others as in ``exchange_parts``.
 
         Raises:
             SyncError: The group died before.
         """
-        if part.slot is None:
-            return
+        slot, policy = part.slot, self.settings.overlap
+        assert slot is not None
+        number = part.next_round
+        lr = self.lr(part, number)
         header = Header(
             kind=kind,
             layout_hash=self.layout,
             fragment=part.index,
-            round=part.round,
+            round=number,
             sync_every=self.settings.sync_every,
             num_fragments=len(self.parts),
             weight=weight,
-            outer_lr=self.lr(part),
+            outer_lr=lr * policy.current_inner_lr(),
             inner_step=inner_step - num_skipped,
+            gap=policy.gap_for(part.step_norm, part.largest_norm),
         )
         norm = self._norm(part) if self.norms else math.nan
-        with span("encode", part.index, part.round):
-            pending = self._start(part, part.slot, header)
-        delay = 0 if kind == "flush" else self.settings.overlap.delay(self.settings.sync_every)
-        part.in_flight.append(Flight(pending, kind, inner_step, inner_step + delay, weight, norm))
+        with span("encode", part.index, number):
+            pending = self._start(part, slot, header)
+        delay = 0 if kind == "flush" else policy.steps()
+        apply_step = -1 if policy.rounds else inner_step + delay
+        flight = Flight(
+            number=number,
+            kind=kind,
+            sent_step=inner_step,
+            apply_step=apply_step,
+            weight=weight,
+            lr=lr,
+            own=pending.payload,
+            layout=pending.layout,
+            norm=norm,
+            pending=pending,
+        )
+        part.in_flight.append(flight)
+        return flight
 
     def _start(self, part: Part, slot: Slot, header: Header) -> Pending:
         return self.exchange.start(
@@ -115,6 +181,12 @@ class Rounds:
             stochastic=self.settings.rounding == "stochastic",
             seed=self.settings.seed,
         )
+
+    def lr(self, part: Part, number: int) -> float:
+        """Return the outer learning rate of one of the part's rounds."""
+        if not isinstance(part, ParameterPart):
+            return 0.0
+        return self.settings.outer.lr_at(number, part.state)
 
     def receive(self, inner_step: int, *, everything: bool = False) -> None:
         """Wait for all exchanges due by now (or all), then apply those that were agreed on.
@@ -138,75 +210,105 @@ class Rounds:
             part.in_flight.popleft()
             try:
                 if isinstance(arrival, SyncError):
-                    self._fail(part, flight, inner_step, arrival)
+                    self._report(part, flight, inner_step, arrival)
                 else:
-                    self._succeed(part, flight, inner_step, arrival, exposed_s)
+                    self._merge(part, flight, arrival, inner_step, exposed_s)
             except Exception as error:
                 # What a callback or a warning filter raises must not cost another part its round.
                 first = first or error
         if first is not None:
             raise first
 
-    def _wait(self, part: Part, flight: Flight) -> tuple[Outcome | SyncError, float]:
+    def _wait(self, part: Part, flight: Flight) -> tuple[Arrival | SyncError, float]:
         begin = time.perf_counter()
-        arrival: Outcome | SyncError
+        arrival: Arrival | SyncError
         try:
-            with span("wait", part.index, part.round):
-                arrival = flight.pending.wait()
+            with span("wait", part.index, flight.number):
+                arrival = flight.wait()
         except SyncError as error:
             arrival = error
         return arrival, time.perf_counter() - begin
 
-    def _succeed(
-        self, part: Part, flight: Flight, inner_step: int, outcome: Outcome, exposed_s: float
+    def _merge(
+        self, part: Part, flight: Flight, arrival: Arrival, inner_step: int, exposed_s: float
     ) -> None:
-        begin = time.perf_counter()
-        with span("outer_step", part.index, part.round):
-            self._apply(part, flight, outcome)
-        outer_step_s = time.perf_counter() - begin
-        self._record(part, flight, inner_step, outcome, exposed_s, outer_step_s)
-        self._warn_of_skipped_steps(outcome)
-
-    def forget(self) -> None:
-        """Drop what was in flight when the group died; ``repair`` brings what others applied."""
-        for part in self.parts:
-            part.in_flight.clear()
-
-    def repair(self, repair: Repair, inner_step: int) -> None:
-        """Apply a round that the other survivors have applied and this replica has not."""
-        part = self.parts[repair.fragment]
-        assert part.round == repair.round
-        lr = self.lr(part)
-        part.apply(repair.terms, repair.layout, lr=lr, alpha=0.0, impl=self.impl)
-        part.last_sent = inner_step
-        part.round += 1
-
-    def lr(self, part: Part) -> float:
-        """Return the outer learning rate of the part's next round."""
-        if not isinstance(part, ParameterPart):
-            return 0.0
-        return self.settings.outer.lr_at(part.round, part.state)
-
-    def _apply(self, part: Part, flight: Flight, outcome: Outcome) -> None:
         assert part.slot is not None
-        part.apply(
-            self.settings.overlap.terms(outcome),
-            outcome.layout,
-            lr=outcome.headers[0].outer_lr,
-            alpha=0.0 if flight.kind == "flush" else self.settings.overlap.alpha,
-            impl=self.impl,
+        policy = self.settings.overlap
+        step = OuterStep(
+            arrival.terms,
+            arrival.layout,
+            arrival.outer_lr,
+            self.impl,
+            alpha=0.0 if flight.kind == "flush" else policy.alpha,
+            own=None if flight.sent_step == inner_step else flight.own,
         )
-        part.slot.commit()
+        outer_step_s = self._step(part, flight.number, step)
+        self._commit(part, flight, arrival)
         part.last_sent = flight.sent_step
-        part.round += 1
+        self._record(part, flight, inner_step, exposed_s, outer_step_s)
 
-    def _fail(self, part: Part, flight: Flight, inner_step: int, error: SyncError) -> None:
-        """Leave out a round that no replica applies; the next attempt has its number."""
+    # ------------------------------------------------------------------------------ failures
+
+    def settle(self, repairs: Sequence[Repair], inner_step: int) -> None:
+        """Begin in a new group: apply what only this replica lacks, and lose the other rounds.
+
+        Args:
+            repairs: Rounds that other survivors have applied and this replica has not.
+        """
+        for part in self.parts:
+            flights = list(part.in_flight)
+            part.in_flight.clear()
+            missed = {r.round: r for r in repairs if r.fragment == part.index}
+            for number in sorted(missed):
+                flight = next((f for f in flights if f.number == number), None)
+                self._repair(part, missed[number], flight, inner_step)
+            for flight in flights:
+                if flight.number not in missed:
+                    self._lose(part, flight)
+
+    def _repair(self, part: Part, repair: Repair, flight: Flight | None, inner_step: int) -> None:
+        """Apply a round that the other survivors have applied and this replica has not."""
+        alpha = 0.0 if flight is None else self.settings.overlap.alpha
+        lr = self.lr(part, repair.round)
+        part.apply(OuterStep(repair.terms, repair.layout, lr, self.impl, alpha=alpha))
+        part.last_sent = inner_step if flight is None else flight.sent_step
+        part.round = repair.round + 1
+
+    def _lose(self, part: Part, flight: Flight) -> None:
+        """Give up a round: its mean counts as zero, on all replicas alike."""
+
+    def drop(self) -> None:
+        """Wait for what is in flight and forget it, with what is owed: a state will be loaded."""
+        for part in self.parts:
+            for flight in part.in_flight:
+                self._wait(part, flight)
+            part.in_flight.clear()
+            part.corrections = []
+            part.owes = part.is_ahead = False
+            if part.slot is not None:
+                part.slot.forget()
+
+    # ------------------------------------------------------------------------------- records
+
+    def _step(self, part: Part, number: int, step: OuterStep) -> float:
+        begin = time.perf_counter()
+        with span("outer_step", part.index, number):
+            part.apply(step)
+        return time.perf_counter() - begin
+
+    def _commit(self, part: Part, flight: Flight, arrival: Arrival) -> None:
+        assert part.slot is not None
+        part.slot.commit()
+        part.round = flight.number + 1
+        part.weight_sum = arrival.weight_sum
+
+    def _report(self, part: Part, flight: Flight, inner_step: int, error: SyncError) -> None:
+        """Raise for a round that no replica applies, or record that it was skipped."""
         if not isinstance(error, NonFiniteError) or self.settings.on_nonfinite == "raise":
             raise error
         logger.warning("skipped: %s", error)
         metrics = SyncMetrics(
-            round=part.round,
+            round=flight.number,
             fragment=part.index,
             inner_step=inner_step,
             pseudo_gradient_norm=flight.norm,
@@ -220,19 +322,19 @@ class Rounds:
         part: Part,
         flight: Flight,
         inner_step: int,
-        outcome: Outcome,
         exposed_s: float,
         outer_step_s: float,
     ) -> None:
-        seconds = outcome.seconds
-        exchange_s = seconds.get("header", 0.0) + seconds.get("exchange", 0.0)
+        outcome = None if flight.arrival is None else flight.arrival.outcome
+        seconds = {} if outcome is None else outcome.seconds
+        exchange_s = seconds.get("total", 0.0)
         metrics = SyncMetrics(
-            round=part.round - 1,
+            round=flight.number,
             fragment=part.index,
             inner_step=inner_step,
-            sent_bytes=outcome.sent_bytes,
-            received_bytes=outcome.received_bytes,
-            encode_s=seconds["encode"],
+            sent_bytes=0 if outcome is None else outcome.sent_bytes,
+            received_bytes=0 if outcome is None else outcome.received_bytes,
+            encode_s=seconds.get("encode", 0.0),
             exchange_s=exchange_s,
             reduce_s=seconds.get("reduce", 0.0),
             exposed_s=exposed_s,
@@ -242,6 +344,8 @@ class Rounds:
             weight=flight.weight,
         )
         self.recorder.add(metrics)
+        if outcome is not None:
+            self._warn_of_skipped_steps(outcome)
 
     def _norm(self, part: Part) -> float:
         squared = torch.zeros(2, dtype=torch.float64)

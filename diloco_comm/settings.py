@@ -39,6 +39,8 @@ class Settings:
         self.overlap = make_overlap(self.overlap)
         self.lanes = env.lanes() if self.lanes is None else self.lanes
         self.chunk_bytes = env.chunk_bytes() if self.chunk_bytes is None else self.chunk_bytes
+        if isinstance(self.sync_every, int) and self.sync_every >= 1:
+            self.overlap.check(self.sync_every, self.outer)
         choice("rounding", self.rounding, ("nearest", "stochastic"))
         choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
         if self.lanes < 1:
@@ -47,12 +49,16 @@ class Settings:
             raise ValueError(f"chunk_bytes must be at least 1, got {self.chunk_bytes}")
 
     def as_json(self) -> dict[str, Any]:
-        """Return what ``DiLoCo(..., config=...)`` takes, and what replicas compare."""
+        """Return what ``DiLoCo(..., config=...)`` takes."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["wire"] = self.wire.name
         values["outer"] = self.outer.config()
         values["overlap"] = self.overlap.config()
         return values
+
+    def shared(self) -> dict[str, Any]:
+        """Return what replicas compare: all but what each may have for itself."""
+        return {**self.as_json(), "overlap": self.overlap.shared_config()}
 
 
 def merge(given: dict[str, Any], config: Mapping[str, Any] | None) -> Settings:

@@ -118,6 +118,11 @@ class Pending:
         self._outcome: Outcome | None = None
         self._error: SyncError | None = None
 
+    @property
+    def headers(self) -> list[Header]:
+        """Headers of all ranks, in rank order; empty until they have been exchanged."""
+        return [from_native(header) for header in self._job.headers]
+
     def done(self) -> bool:
         """Whether ``wait()`` would return, or raise, at once."""
         return self._job.is_done
@@ -152,11 +157,11 @@ class Pending:
                 round.state = "voted"
                 round.terms = self._slot.terms_of(round, job.weights)
             else:
-                self._slot.rounds.remove(round)
+                self._slot.drop(round)
             return
         round.state = "agreed"
         round.terms = self._slot.terms_of(round, job.weights)
-        self._slot.swap_residuals()
+        self._slot.agree()
         counters = dict(job.counters)
         self._outcome = Outcome(
             terms=round.terms,
@@ -183,11 +188,18 @@ class Slot:
     A round's payloads are free as soon as it is applied or voted down. What a round that failed at
     the vote has left stays as it is until ``settle``.
 
+    What encoding loses is added to the next encoding. Either a lost round stays in the parameters,
+    which the next encoding sees again: then residuals go on when a round is agreed on. Or the
+    caller moves the parameters at each send, and gives a lost round back by ``owe``
+    (``carries``): then residuals go on when a round is encoded, and several may be under way.
+
     Attributes:
         layout: How payloads are laid out in the current group.
         residual: Error feedback of the first encoding, [num_elements], or None.
         reduce_residual: Of the second one, [num_chunks * run_elements]: the runs that this rank
             owns, one after the other; None without error feedback or with fewer than three ranks.
+        owed: fp32 [num_elements] that the next encoding adds, or None; with error feedback, the
+            residual holds it.
     """
 
     def __init__(
@@ -197,6 +209,7 @@ class Slot:
         *,
         error_feedback: bool = False,
         residual_dtype: torch.dtype = torch.float32,
+        carries: bool = False,
     ) -> None:
         if num_elements < 1:
             raise ValueError(f"a slot needs at least one element, got {num_elements}")
@@ -204,6 +217,10 @@ class Slot:
         self.wire = wire
         self.error_feedback = error_feedback
         self.residual_dtype = residual_dtype
+        self.carries = carries
+        self.owed: Tensor | None = None
+        self._spent: Tensor | None = None
+        self._is_reduction_stale = False
         self.residual: Tensor | None = None
         self.reduce_residual: Tensor | None = None
         self._new_residual: Tensor | None = None
@@ -279,7 +296,8 @@ class Slot:
             RuntimeError: If error feedback would need the verdict of the round before.
         """
         self._resolve_done()
-        if self.error_feedback and any(r.state == "started" for r in self.rounds):
+        is_unsure = self.error_feedback and not self.carries
+        if is_unsure and any(r.state == "started" for r in self.rounds):
             raise RuntimeError("with error feedback, wait() for a round before the next start()")
         own = self._take(self._owns, [r.own for r in self.rounds])
         result = None
@@ -292,6 +310,60 @@ class Slot:
         self._latest = round
         self._pendings = [p for p in self._pendings if not p._outcome and not p._error]
         self._pendings.append(pending)
+        if self.carries:
+            self._spent, self.owed = self.owed, None
+            self.swap_residuals()
+
+    def adopt(self, round: Round) -> None:
+        """Take in a round of a saved state, agreed on and not applied."""
+        self.rounds.append(round)
+
+    @property
+    def added(self) -> Tensor | None:
+        """What the next encoding adds to the pseudo-gradient, or None."""
+        return self.owed if self.residual is None else self.residual
+
+    def owe(self, values: Tensor) -> None:
+        """Add ``values`` (fp32 [num_elements]) to what the next encoding adds."""
+        if self.added is None:
+            self.owed = torch.zeros(self.num_elements)
+        assert self.added is not None
+        self.added.add_(values)
+
+    def rewind(self) -> None:
+        """Take back what the last ``start`` did to ``added``: the caller did not move the
+        parameters, so that the next encoding sees the same values again."""
+        assert self.carries
+        if self.error_feedback:
+            self.residual, self._new_residual = self._new_residual, self.residual
+        else:
+            self.owed, self._spent = self._spent, None
+
+    def forget(self) -> None:
+        """Drop all rounds and what is owed; no exchange of theirs may be under way."""
+        self._resolve_done()
+        self.rounds, self._latest, self._pendings = [], None, []
+        self.owed = self._spent = None
+        self._is_reduction_stale = False
+
+    def agree(self) -> None:
+        """A round is agreed on: what its encodings lost is owed to the next one."""
+        if self.carries:
+            self._is_reduction_stale = False
+        else:
+            self.swap_residuals()
+
+    def drop(self, round: Round) -> None:
+        """A round is voted down, or its group died before the vote."""
+        is_last = round is self.rounds[-1]
+        self.rounds.remove(round)
+        if not self.carries:
+            return
+        # The reduction of a later round under way started from this one's residual. If that round
+        # is lost as well, two steps back lead to the buffer in use.
+        if is_last and not self._is_reduction_stale:
+            self._swap_reduce_residuals()
+        self._is_reduction_stale = not is_last
 
     def commit(self) -> None:
         """Say that the oldest round agreed on is applied: its buffers are free.
@@ -322,6 +394,12 @@ class Slot:
         """
         self._resolve_done()
         last = self._latest
+        if self.carries:
+            dropped = [r for r in self.rounds if r not in applied]
+            if (len(dropped) + self._is_reduction_stale) % 2:
+                self._swap_reduce_residuals()
+            self.rounds, self._latest, self._is_reduction_stale = [], None, False
+            return
         # What encoding lost is owed to the next round if, and only if, the last one is applied.
         if (
             last is not None
@@ -341,6 +419,9 @@ class Slot:
 
     def swap_residuals(self) -> None:
         self.residual, self._new_residual = self._new_residual, self.residual
+        self._swap_reduce_residuals()
+
+    def _swap_reduce_residuals(self) -> None:
         self.reduce_residual, self._new_reduce_residual = (
             self._new_reduce_residual,
             self.reduce_residual,

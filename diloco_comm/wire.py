@@ -9,6 +9,10 @@ This module imports nothing of ours: everything else may import it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Bits of one code, and the largest magnitude a code stands for (None: no scale travels).
 _CODES: dict[str, tuple[int, float | None]] = {
@@ -191,6 +195,33 @@ class Layout:
             raise IndexError(f"run {run_idx} of a layout with {self.num_runs} runs")
         begin = min(run_idx * self.run_elements, self.num_elements)
         return begin, min(begin + self.run_elements, self.num_elements)
+
+    def rearrange(self, payload: Tensor, other: Layout) -> Tensor:
+        """Return the same encoded elements, uint8, laid out as ``other``.
+
+        Runs are made of whole blocks, so scales and codes are moved and none is computed. The
+        payload itself is returned when the layouts are equal.
+        """
+        if self == other:
+            return payload
+        if (self.num_elements, self.wire) != (other.num_elements, other.wire):
+            raise ValueError(f"a payload laid out as {self} cannot be laid out as {other}")
+        result = payload.new_zeros(other.payload_bytes)
+        for source, target in zip(self._regions(payload), other._regions(result), strict=True):
+            flat = source.reshape(-1)
+            moved = flat.new_zeros(target.numel())
+            count = min(flat.numel(), moved.numel())
+            moved[:count] = flat[:count]
+            target.copy_(moved.view(target.shape))
+        return result
+
+    def _regions(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """View the bytes of all scales and of all codes, [num_runs, bytes of a run] each."""
+        runs = payload.view(self.num_runs, self.run_bytes)
+        num_blocks = self.run_elements // self.wire.block_size if self.wire.has_scales else 0
+        begin = self.wire.code_offset(self.run_elements)
+        end = begin + self.run_elements * self.wire.code_bits // 8
+        return runs[:, : SCALE_BYTES * num_blocks], runs[:, begin:end]
 
 
 _MASK64 = (1 << 64) - 1

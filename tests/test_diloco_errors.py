@@ -277,7 +277,7 @@ def test_an_optimizer_that_cannot_be_hooked(optimizer: Any) -> None:
         ({"sync_every": None}, ValueError, "sync_every is missing"),
         ({"wire": "int3"}, ValueError, "unknown wire 'int3': it must be one of fp32, bf16"),
         ({"block_size": 100}, ValueError, "block_size must be one of 32, 64"),
-        ({"overlap": "eager"}, ValueError, "unknown overlap 'eager': it must be one of Blocking"),
+        ({"overlap": "late"}, ValueError, "unknown overlap 'late': it must be one of Blocking"),
         ({"overlap": 3}, TypeError, "unknown overlap 3: it must be one of Blocking"),
         ({"rounding": "up"}, ValueError, "rounding must be one of nearest, stochastic, got 'up'"),
         ({"init": "zero"}, ValueError, "init must be one of broadcast, check, join, got 'zero'"),

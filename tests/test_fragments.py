@@ -233,9 +233,9 @@ def test_sync_every_below_one_is_refused(bad: object) -> None:
         Schedule.plan(bad, 1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("offsets", [[1], [0, 4], [1, 5], [1, 2, 3]])
-def test_offsets_outside_a_round_are_refused(offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match="offsets must be 2 inner steps between 1 and sync_every"):
+@pytest.mark.parametrize("offsets", [[1], [0, 4], [1, 9], [1, 2, 3]])
+def test_offsets_outside_two_rounds_are_refused(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"offsets must be 2 inner steps between 1 and 2\*sync_"):
         Schedule.plan(4, 2, offsets)
 
 

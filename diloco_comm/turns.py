@@ -1,0 +1,263 @@
+"""Rounds of the parts under ``Delayed``, ``Eager`` and ``CO2``.
+
+A part takes a *turn* each time it is due: wait for the round that it sent ``rounds`` turns ago,
+encode outer - local, start the new round, step the outer optimizer on the old one, and set the
+local parameters to the outer ones. What a lost round had is then nowhere but in its payload, which
+is decoded and owed to the next encoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from . import consensus
+from .errors import NonFiniteError, SyncError
+from .exchange import Repair
+from .flights import Arrival, Flight
+from .overlap import Own, Terms
+from .parts import OuterStep, ParameterPart, Part
+from .rounds import Rounds
+from .slot import Kind
+from .wire import Layout
+
+
+class Turns(Rounds):
+    """Take the parts of one replica through their turns; see ``Rounds`` for the arguments."""
+
+    def exchange_parts(
+        self, parts: Sequence[Part], inner_step: int, num_skipped: int, kind: Kind = "sync"
+    ) -> None:
+        """Send the next round of each part, and take its outer step on the one that is due.
+
+        Everything is encoded and on its way before the first outer step begins. A part whose due
+        round failed, or that could not be sent, is left as it is.
+        """
+        if not parts:
+            return
+        weight = self.current_weight()
+        due = [part.in_flight[0] if self._is_due(part) else None for part in parts]
+        waits = [
+            (None, 0.0) if flight is None else self._wait(part, flight)
+            for part, flight in zip(parts, due, strict=True)
+        ]
+        first: Exception | None = None
+        moves: list[tuple[Part, Flight | None, Flight, float]] = []
+        for part, flight, (arrival, exposed_s) in zip(parts, due, waits, strict=True):
+            try:
+                if flight is not None and isinstance(arrival, SyncError):
+                    self._fail(part, flight, inner_step, arrival)
+                    flight = None
+                fresh = self.send(part, inner_step, num_skipped, weight, kind)
+                moves.append((part, flight, fresh, exposed_s))
+            except Exception as error:
+                first = first or error
+        for part, flight, fresh, exposed_s in moves:
+            try:
+                self._advance(part, flight, fresh, inner_step, exposed_s)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _is_due(self, part: Part) -> bool:
+        return len(part.in_flight) >= self.settings.overlap.rounds
+
+    def _advance(
+        self, part: Part, due: Flight | None, fresh: Flight, inner_step: int, exposed_s: float
+    ) -> None:
+        """Take the outer step that follows the send of ``fresh``."""
+        policy = self.settings.overlap
+        is_first = due is None and fresh.number < policy.rounds and fresh.kind != "flush"
+        if is_first and policy.first == "sync":
+            self._advance_at_once(part, fresh, inner_step)
+            return
+        part.owes, part.last_sent = False, fresh.sent_step
+        if is_first and policy.first == "skip":
+            self._stay(part, fresh)
+            return
+        part.is_ahead = False
+        if isinstance(part, ParameterPart):
+            arrived = None if due is None else due.arrival
+            weight_sum = part.weight_sum if arrived is None else arrived.weight_sum
+            sums = (fresh.weight, weight_sum) if weight_sum else (1.0, self.exchange.size)
+            fresh.coefficient = policy.own_coefficient(*sums)
+        self._finish(part, due, fresh, inner_step, exposed_s)
+
+    def _advance_at_once(self, part: Part, fresh: Flight, inner_step: int) -> None:
+        fresh.is_local_kept = True
+        arrival, exposed_s = self._wait(part, fresh)
+        if isinstance(arrival, SyncError):
+            self._fail(part, fresh, inner_step, arrival)
+            return
+        part.owes, part.last_sent = False, fresh.sent_step
+        self._finish(part, fresh, None, inner_step, exposed_s)
+
+    def _stay(self, part: Part, fresh: Flight) -> None:
+        """Leave the local parameters as they are; the next encoding sees what was sent again."""
+        if not isinstance(part, ParameterPart):
+            return
+        assert part.slot is not None and fresh.own is not None
+        part.is_ahead = True
+        part.slot.rewind()
+        part.slot.owe(part.decode(fresh.own, fresh.layout, self.impl).neg_())
+
+    def _finish(
+        self,
+        part: Part,
+        due: Flight | None,
+        fresh: Flight | None,
+        inner_step: int,
+        exposed_s: float,
+    ) -> None:
+        """Take an outer step on the round that is due, and count it as applied."""
+        arrival = None if due is None else due.arrival
+        flight = due or fresh
+        assert flight is not None
+        step = self._outer_step(part, arrival, due, fresh, inner_step)
+        outer_step_s = self._step(part, flight.number, step)
+        part.corrections = []
+        if due is not None and arrival is not None:
+            part.in_flight.remove(due)
+            self._commit(part, due, arrival)
+            self._record(part, due, inner_step, exposed_s, outer_step_s)
+
+    def _outer_step(
+        self,
+        part: Part,
+        arrival: Arrival | None,
+        due: Flight | None,
+        fresh: Flight | None,
+        inner_step: int,
+    ) -> OuterStep:
+        flight = due or fresh
+        assert flight is not None
+        mean: Terms = [] if arrival is None else arrival.terms
+        layout = flight.layout if arrival is None else arrival.layout
+        if not isinstance(part, ParameterPart):
+            is_late = due is not None and due.sent_step != inner_step
+            own = due.own if due is not None and is_late else None
+            return OuterStep(mean, layout, 0.0, self.impl, own=own)
+        policy = self.settings.overlap
+        stale = list(part.corrections)
+        if due is not None and due.own is not None and due.coefficient:
+            stale.append(Own(due.own, due.coefficient, due.layout))
+        added = None
+        if fresh is not None and fresh.own is not None and fresh.coefficient:
+            added = Own(fresh.own, fresh.coefficient, fresh.layout)
+        inner_lr = policy.current_inner_lr()
+        if arrival is not None:
+            penalty = arrival.gap * inner_lr
+            mean = [(payload, coefficient / penalty) for payload, coefficient in mean]
+        return OuterStep(
+            policy.gradient(mean, added, stale),
+            layout,
+            (flight if added is None or fresh is None else fresh).lr * inner_lr,
+            self.impl,
+            clip=math.inf if policy.clip is None else policy.clip,
+            norm=policy.measures_steps,
+        )
+
+    def flush(self, inner_step: int, num_skipped: int) -> None:
+        stale = self.stale_parts(inner_step)
+        self.exchange_parts(stale, inner_step, num_skipped, "flush")
+        self.drain(inner_step)
+        if not self.settings.overlap.is_shared:
+            consensus.equalize(self.exchange, self.parts, self.impl)
+
+    def drain(self, inner_step: int) -> None:
+        """Wait for all rounds and take an outer step on each; nothing is sent.
+
+        What was trained since the last send must have been sent.
+
+        Raises:
+            SyncError: The first failure; later rounds of that part stay in flight.
+        """
+        first: Exception | None = None
+        for part in self.parts:
+            try:
+                while part.in_flight:
+                    self._drain_one(part, part.in_flight[0], inner_step)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _drain_one(self, part: Part, flight: Flight, inner_step: int) -> None:
+        arrival, exposed_s = self._wait(part, flight)
+        if isinstance(arrival, SyncError):
+            self._fail(part, flight, inner_step, arrival)
+            return
+        self._owe_progress(part)
+        self._finish(part, flight, None, inner_step, exposed_s)
+
+    def _owe_progress(self, part: Part, *, always: bool = False) -> None:
+        """Owe what the local parameters hold beyond the outer ones; they are about to lose it."""
+        if isinstance(part, ParameterPart) and (part.is_ahead or always):
+            assert part.slot is not None
+            part.slot.owe(part.progress())
+            part.owes = part.owes or always
+            part.is_ahead = False
+
+    # ------------------------------------------------------------------------------ failures
+
+    def _fail(self, part: Part, flight: Flight, inner_step: int, error: SyncError) -> None:
+        """Leave out a round that failed.
+
+        When the group is dead the round stays in flight: ``settle`` learns what became of it.
+        """
+        if self.exchange.is_dead:
+            raise error
+        part.in_flight.remove(flight)
+        self._lose(part, flight)
+        if isinstance(error, NonFiniteError) and self.exchange.replica in error.replicas:
+            _clean_residuals(part)
+        self._report(part, flight, inner_step, error)
+
+    def _lose(self, part: Part, flight: Flight) -> None:
+        """Owe what a round had sent; its mean counts as zero, on all replicas alike."""
+        if not isinstance(part, ParameterPart):
+            return
+        assert part.slot is not None
+        if flight.is_local_kept:
+            part.slot.rewind()
+            return
+        if flight.own is None:
+            return
+        part.slot.owe(part.decode(flight.own, flight.layout, self.impl))
+        part.owes = True
+        if flight.coefficient:
+            own = Own(flight.own.clone(), flight.coefficient, flight.layout)
+            part.corrections.append(_laid_out(own, part.slot.layout))
+
+    def settle(self, repairs: Sequence[Repair], inner_step: int) -> None:
+        super().settle(repairs, inner_step)
+        for part in self.parts:
+            if part.slot is not None:
+                part.corrections = [_laid_out(own, part.slot.layout) for own in part.corrections]
+
+    def _repair(self, part: Part, repair: Repair, flight: Flight | None, inner_step: int) -> None:
+        if flight is None or not isinstance(part, ParameterPart):
+            super()._repair(part, repair, flight, inner_step)
+            return
+        self._owe_progress(part, always=True)
+        headers = flight.pending.headers if flight.pending is not None else []
+        arrival = flight.arrival or Arrival.of(repair.terms, repair.layout, headers)
+        part.apply(self._outer_step(part, arrival, flight, None, inner_step))
+        part.corrections = []
+        part.weight_sum = arrival.weight_sum
+        part.round = repair.round + 1
+
+
+def _laid_out(own: Own, layout: Layout) -> Own:
+    return Own(own.layout.rearrange(own.payload, layout), own.coefficient, layout)
+
+
+def _clean_residuals(part: Part) -> None:
+    """Drop from the residuals what no wire can carry: it would spoil every round to come."""
+    if part.slot is None:
+        return
+    limit = 6e4 if part.slot.wire.name == "fp16" else 2.0**126
+    for residual in (part.slot.residual, part.slot.reduce_residual):
+        if residual is not None:
+            residual.masked_fill_(~(residual.abs() <= limit), 0.0)

@@ -1,0 +1,188 @@
+"""The overlap methods in float64 numpy, one vector for each fragment and replica.
+
+Written from the equations alone, without payloads: what a fragment's rounds do to plain vectors.
+Every replica takes ``num_steps`` inner steps; ``inner(rank, x)`` takes one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Vector = np.ndarray
+
+
+@dataclass
+class OuterOptimizer:
+    """m and theta of one fragment; ``clip`` bounds the stored momentum."""
+
+    kind: str
+    lr: float
+    mu: float = 0.0
+    clip: float = np.inf
+    momentum: Vector | float = 0.0
+
+    def step(self, theta: Vector, g: Vector, scale: float = 1.0) -> Vector:
+        if self.kind == "sgd":
+            return theta - self.lr * scale * g
+        self.momentum = np.clip(self.mu * self.momentum + g, -self.clip, self.clip)
+        ahead = g + self.mu * self.momentum if self.kind == "nesterov" else self.momentum
+        return theta - self.lr * scale * ahead
+
+
+@dataclass
+class Method:
+    """A policy and its numbers; see ``diloco_comm.overlap`` for their meaning."""
+
+    name: str = "blocking"
+    delays: Sequence[int] = (0, 0)
+    alpha: float = 0.0
+    rounds: int = 1
+    first: str = "zero"
+    gap: float | str = 1.0
+    clip: float = np.inf
+    inner_lr: Callable[[int], float] | None = None
+    weights: Sequence[float] | None = None
+
+
+@dataclass
+class _Fragment:
+    indices: list[int]
+    offset: int
+    theta: list[Vector]
+    optimizers: list[OuterOptimizer]
+    sent: list[list[Vector]] = field(default_factory=list)  # round -> replica -> pseudo-gradient
+    fresh: list[list[float]] = field(default_factory=list)  # round -> replica -> coefficient
+    gaps: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    num_sent: int = 0
+    num_synced: int = 0
+
+
+@dataclass
+class Run:
+    """Values after each inner step: ``local[t][rank]`` and ``outer[t][rank]``, t from 0."""
+
+    local: list[list[Vector]] = field(default_factory=list)
+    outer: list[list[Vector]] = field(default_factory=list)
+
+
+def simulate(
+    start: Vector,
+    num_steps: int,
+    sync_every: int,
+    method: Method,
+    optimizer: Callable[[], OuterOptimizer],
+    inner: Callable[[int, int, Vector], Vector],
+    *,
+    fragments: Sequence[Sequence[int]] | None = None,
+    offsets: Sequence[int] | None = None,
+    num_replicas: int = 2,
+) -> Run:
+    """Train all replicas; ``inner(rank, t, x)`` is inner step t (from 1) of one of them."""
+    cuts = [list(range(len(start)))] if fragments is None else [list(f) for f in fragments]
+    sends = [sync_every] * len(cuts) if offsets is None else list(offsets)
+    weights = np.ones(num_replicas) if method.weights is None else np.array(method.weights)
+    x = [start.astype(float).copy() for _ in range(num_replicas)]
+    parts = []
+    for cut, offset in zip(cuts, sends, strict=True):
+        theta = [start[cut].astype(float) for _ in range(num_replicas)]
+        parts.append(_Fragment(cut, offset, theta, [optimizer() for _ in range(num_replicas)]))
+        for own in parts[-1].optimizers:
+            own.clip = method.clip
+    run = Run([[v.copy() for v in x]], [_gather(parts, start, num_replicas)])
+    for t in range(1, num_steps + 1):
+        x = [inner(rank, t, value) for rank, value in enumerate(x)]
+        for part in parts:
+            is_due = t >= part.offset and (t - part.offset) % sync_every == 0
+            if method.name in ("blocking", "streaming"):
+                _stream(part, x, t, sync_every, method, weights, is_due)
+            elif is_due:
+                _turn(part, x, t, method, weights)
+        run.local.append([v.copy() for v in x])
+        run.outer.append(_gather(parts, start, num_replicas))
+    return run
+
+
+def _gather(parts: list[_Fragment], start: Vector, num_replicas: int) -> list[Vector]:
+    whole = [np.zeros(len(start)) for _ in range(num_replicas)]
+    for part in parts:
+        for rank in range(num_replicas):
+            whole[rank][part.indices] = part.theta[rank]
+    return whole
+
+
+def _stream(
+    part: _Fragment,
+    x: list[Vector],
+    t: int,
+    sync_every: int,
+    method: Method,
+    weights: Vector,
+    is_due: bool,
+) -> None:
+    """Alg. 2 of arXiv 2501.18512."""
+    share = weights / weights.sum()
+    if is_due:
+        part.sent.append([part.theta[r] - x[r][part.indices] for r in range(len(x))])
+    for rank, delay in enumerate(method.delays):
+        number = (t - delay - part.offset) // sync_every
+        if t - delay < part.offset or (t - delay - part.offset) % sync_every:
+            continue
+        mean = sum(w * d for w, d in zip(share, part.sent[number], strict=True))
+        part.theta[rank] = part.optimizers[rank].step(part.theta[rank], mean)
+        local = x[rank][part.indices]
+        x[rank][part.indices] = method.alpha * local + (1 - method.alpha) * part.theta[rank]
+
+
+def _turn(part: _Fragment, x: list[Vector], t: int, method: Method, weights: Vector) -> None:
+    """Delayed, eager (arXiv 2502.12996) and CO2 (arXiv 2401.16265) at a send of the part."""
+    share = weights / weights.sum()
+    n, num = part.num_sent, len(x)
+    part.num_sent += 1
+    # Pseudo-gradients count once: under "skip" the local values still hold the earlier ones.
+    kept = n if method.first == "skip" and n <= method.rounds else 0
+    earlier = [
+        sum((s[r] for s in part.sent[:kept]), np.zeros(len(part.indices))) for r in range(num)
+    ]
+    part.sent.append([part.theta[r] - x[r][part.indices] - earlier[r] for r in range(num)])
+    gap = method.gap
+    if gap == "gap-aware":
+        gap = 1 + part.norms[-1] / max(part.norms) if part.norms else 1.0
+    part.gaps.append(float(gap))
+    is_first = n < method.rounds
+    due = n - method.rounds
+    is_synced = is_first and method.first == "sync"
+    if is_synced:
+        due, part.num_synced = n, n + 1
+    elif due < part.num_synced:
+        due = -1
+    part.fresh.append([0.0] * num)
+    if is_first and method.first == "skip":
+        return
+    gamma = 1.0 if method.inner_lr is None else method.inner_lr(t)
+    mean = zero
+    if due >= 0:
+        mean = sum(w * d for w, d in zip(share, part.sent[due], strict=True))
+        mean = mean / (part.gaps[due] * gamma)
+    moved = 0.0
+    for rank in range(num):
+        g = mean
+        if method.name == "eager" and not is_synced:
+            # The sum of weights of the last round that was applied; 1/M at first.
+            c = share[rank] if due >= 0 or part.num_synced else 1 / num
+            part.fresh[n][rank] = c
+            g = mean + c * part.sent[n][rank]
+            if due >= 0:
+                g = g - part.fresh[due][rank] * part.sent[due][rank]
+        elif due < 0:
+            x[rank][part.indices] = part.theta[rank]
+            continue
+        before = part.theta[rank]
+        part.theta[rank] = part.optimizers[rank].step(before, g, gamma)
+        moved = float(np.linalg.norm(part.theta[rank] - before))
+        x[rank][part.indices] = part.theta[rank]
+    if due >= 0:
+        part.norms.append(moved)
