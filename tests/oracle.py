@@ -144,9 +144,8 @@ def _turn(part: _Fragment, x: list[Vector], t: int, method: Method, weights: Vec
     part.num_sent += 1
     # Pseudo-gradients count once: under "skip" the local values still hold the earlier ones.
     kept = n if method.first == "skip" and n <= method.rounds else 0
-    earlier = [
-        sum((s[r] for s in part.sent[:kept]), np.zeros(len(part.indices))) for r in range(num)
-    ]
+    zero = np.zeros(len(part.indices))
+    earlier = [sum((s[r] for s in part.sent[:kept]), zero) for r in range(num)]
     part.sent.append([part.theta[r] - x[r][part.indices] - earlier[r] for r in range(num)])
     gap = method.gap
     if gap == "gap-aware":
