@@ -8,7 +8,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup test demo bench bars lint format sanitize clean
+.PHONY: setup test cpptest demo bench bars lint format sanitize clean
 
 setup: $(VENV)/.built
 
@@ -25,6 +25,11 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 # Two files at a time: half of the tests wait for processes, the other half compute.
 test: setup
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
+
+# In the folder where setup built the extension, whose object files they share.
+cpptest: setup
+	export PATH="$(abspath $(BIN)):$$PATH" && cd build/editable-* && \
+	  cmake --build . --target cpp_tests && ctest --output-on-failure
 
 demo: setup
 	$(BIN)/diloco-comm demo $(if $(QUICK),--quick) $(ARGS)
