@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import env, handshake, ops
+from . import consensus, env, handshake, joining, loading, ops
 from . import state as saved_state
 from .errors import SyncError
 from .fragments import (
@@ -226,7 +226,9 @@ class DiLoCo:
         if self.exchange.joined:
             # It may have been assigned since the start; the joiner is given the present one.
             shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
-        handshake.agree(self.exchange, self._description, shown)
+        policy = self.settings.overlap
+        views = handshake.agree(self.exchange, self._description, shown, policy.private_config())
+        self._is_state_shared = policy.is_shared and all(view == views[0] for view in views)
 
     def _parameter_parts(self) -> list[ParameterPart]:
         return [part for part in self.parts if isinstance(part, ParameterPart)]
@@ -274,20 +276,44 @@ class DiLoCo:
     # ------------------------------------------------------------------- outer parameters
 
     @contextmanager
-    def outer_parameters(self) -> Iterator[None]:
-        """Put the outer parameters into the model, to evaluate them; restore it bit by bit."""
+    def outer_parameters(self, *, consensus: bool = False) -> Iterator[None]:
+        """Put the outer parameters into the model, to evaluate them; restore it bit by bit.
+
+        Args:
+            consensus: Take their mean over the replicas, see ``consensus()``; a collective call.
+        """
         self._refuse_if_swapped()
+        means = self.consensus()["outer"] if consensus else None
         local = [[tensor.clone() for tensor in part.tensors()] for part in self._parameter_parts()]
         self._is_swapped = True
         try:
             for part in self._parameter_parts():
-                part.write_local(self.impl)
+                if means is None:
+                    part.write_local(self.impl)
+                else:
+                    for name, tensor in part.named().items():
+                        tensor.copy_(means[name])
             yield
         finally:
             self._is_swapped = False
             for part, saved in zip(self._parameter_parts(), local, strict=True):
                 for tensor, value in zip(part.tensors(), saved, strict=True):
                     tensor.copy_(value)
+
+    def consensus(self) -> dict[str, Any]:
+        """Return the mean over the replicas of outer parameters and momenta; a collective call.
+
+        Under ``Eager`` they differ between replicas by what is under way; ``flush()`` makes them
+        equal. Nothing of this replica is changed.
+
+        Returns:
+            ``{"outer": {name: fp32 tensor}, "buffers": {"momentum": {...}}}``, the same bits on all
+            replicas.
+
+        Raises:
+            SyncError: If the group fails.
+        """
+        return consensus.mean_state(self.exchange, self.parts, self.impl)
 
     def outer_hash(self) -> str:
         """Return a hash of all outer parameters, equal on replicas that agree bit by bit."""
@@ -322,37 +348,43 @@ class DiLoCo:
         """Return what a resumed run needs besides the model and the inner optimizer.
 
         Tensors are views of the live buffers, under the parameters' names, fp32. What differs
-        between replicas is keyed ``replica_<r>``: every replica must save its own. A round that
-        failed, or whose wait was interrupted, is not in it: the state is that before the round.
+        between replicas is keyed ``replica_<r>``: every replica must save its own. Waits for rounds
+        under way, and applies nothing: they are part of the state. A round that failed is not: the
+        state is that before the round.
 
         Args:
             shared: Refuse if something differs between replicas, for a save by one of them alone.
         """
         return saved_state.collect(
-            self.parts,
-            replica=self.exchange.replica,
-            layout=self._layout,
-            inner_step=self.inner_step,
-            shared=shared,
+            self.parts, self._scope(), inner_step=self.inner_step, shared=shared
+        )
+
+    def _scope(self) -> saved_state.Scope:
+        return saved_state.Scope(
+            self.exchange.replica,
+            self.exchange.members,
+            self._layout,
+            self.settings.overlap,
+            self._is_state_shared,
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over a saved state, in place; local parameters come with the user's model.
 
         Args:
-            strict: Raise when error-feedback residuals of this replica are missing, instead of
-                starting them at zero.
+            strict: Raise when what this replica had for itself is missing, instead of doing
+                without: residuals start at zero, outer parameters that differ between replicas are
+                those of the lowest one.
+
+        Rounds under way are dropped; those of the state take their place.
 
         Raises:
-            ValueError: If the state was saved with another model, schedule or set of fragments.
+            ValueError: If the state was saved with another model, schedule or set of fragments, or
+                lacks something; nothing is changed.
         """
-        self.inner_step = saved_state.restore(
-            self.parts,
-            state_dict,
-            replica=self.exchange.replica,
-            layout=self._layout,
-            strict=strict,
-        )
+        write = loading.restore(self.parts, state_dict, self._scope(), strict=strict)
+        self._rounds.drop()
+        self.inner_step = write()
 
     # ------------------------------------------------------------------------- the group
 
@@ -403,7 +435,7 @@ class DiLoCo:
             )
         source = sources[0]
         lr = self.outer.lr
-        self.inner_step, outer_lr = saved_state.send_or_receive(
+        self.inner_step, outer_lr = joining.send_or_receive(
             exchange,
             self.parts,
             self.inner_step,

@@ -134,17 +134,23 @@ def gather_json(exchange: Exchange, value: Any) -> list[Any]:
     return [json.loads(blob) for blob in blobs]
 
 
-def agree(exchange: Exchange, model: list[str], settings: dict[str, Any]) -> None:
+def agree(
+    exchange: Exchange, model: list[str], settings: dict[str, Any], private: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Compare models and settings of all replicas.
 
     Args:
         model: One line for each parameter, as ``describe_parameters`` makes them.
         settings: JSON types by name.
+        private: What each replica may have for itself.
+
+    Returns:
+        Every replica's ``private``, in rank order.
 
     Raises:
         ReplicaMismatch: On every replica, naming the first difference and who has which value.
     """
-    views = gather_json(exchange, {"model": model, "settings": settings})
+    views = gather_json(exchange, {"model": model, "settings": settings, "private": private})
     for replica, view in zip(exchange.members, views, strict=True):
         for name, value in views[0]["settings"].items():
             other = view["settings"].get(name)
@@ -157,6 +163,7 @@ def agree(exchange: Exchange, model: list[str], settings: dict[str, Any]) -> Non
             raise ReplicaMismatch(
                 _model_difference(exchange.members[0], views[0]["model"], replica, view["model"])
             )
+    return [view["private"] for view in views]
 
 
 def _model_difference(first: int, ours: list[str], second: int, theirs: list[str]) -> str:

@@ -84,13 +84,17 @@ class OuterState(ABC):
 
     def load(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
         """Copy saved buffers in; ``num_steps`` is already that of the save."""
-        own = self.tensors()
-        if own.keys() != tensors.keys():
+        for name, tensor in self.tensors().items():
+            if tensor is not tensors[name]:
+                tensor.copy_(tensors[name])
+
+    def check(self, names: set[str]) -> None:
+        """Raise ValueError unless ``load`` can take buffers of these names."""
+        own = set(self.tensors())
+        if own != names:
             raise ValueError(
-                f"the saved outer optimizer has buffers {sorted(tensors)}, this one {sorted(own)}"
+                f"the saved outer optimizer has buffers {sorted(names)}, this one {sorted(own)}"
             )
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
 
 
 class OuterOptimizer(ABC):

@@ -106,6 +106,10 @@ class Overlap:
         """Return what all replicas must have in common."""
         return {k: v for k, v in self.config().items() if k not in self.private}
 
+    def private_config(self) -> dict[str, Any]:
+        """Return what each replica may have for itself."""
+        return {k: v for k, v in self.config().items() if k in self.private}
+
 
 @dataclass(frozen=True)
 class Blocking(Overlap):

@@ -323,6 +323,11 @@ class Slot:
         """What the next encoding adds to the pseudo-gradient, or None."""
         return self.owed if self.residual is None else self.residual
 
+    @property
+    def added_before(self) -> Tensor | None:
+        """What the last ``start`` added; see ``rewind``."""
+        return self._spent if self.residual is None else self._new_residual
+
     def owe(self, values: Tensor) -> None:
         """Add ``values`` (fp32 [num_elements]) to what the next encoding adds."""
         if self.added is None:

@@ -1,185 +1,223 @@
-"""Save and load what DiLoCo keeps, and hand it to a replica that joins.
+"""Save what DiLoCo keeps; ``loading`` takes it in.
 
 The layout of a saved state (a ``torch.distributed.checkpoint`` Stateful):
 
-    version, layout, inner_step
-    parts/<fragment>        round, last_sent, extra (what the outer optimizer adds)
+    version, layout, inner_step, overlap
+    parts/<fragment>        round, last_sent, num_steps, weight_sum, step norms, extra (what the
+                            outer optimizer adds), flights (rounds under way, see ``saved_flights``)
     outer/<parameter>       fp32, the parameter's shape
     buffers/<buffer>/<parameter>            momentum and the like, fp32
-    replica_<r>/residual/<parameter>        only with error feedback, and different on each replica
+    flights/<fragment>/<k>/<term>           payloads of rounds under way
+    replica_<r>/residual/<parameter>        only with error feedback
     replica_<r>/reduce_residual/<fragment>
+    replica_<r>/own/<fragment>              own numbers of rounds under way and lost
+    replica_<r>/payloads/<fragment>/<k>, corrected/<fragment>/<i>, owed/<parameter>
 
-All keys but ``replica_<r>`` hold the same values on every replica. Tensors are views of the live
-buffers, not copies: save them before the next step. The user's local parameters and inner
-optimizer differ between replicas too and need keys of their own.
+All keys but ``replica_<r>`` hold the same values on every replica; where outer parameters differ
+(``Eager``, and ``Streaming`` with unequal delays), ``parts``, ``outer``, ``buffers`` and
+``flights`` are below ``replica_<r>``. Tensors are views of the live buffers or copies: save them
+before the next step. The user's local parameters and inner optimizer differ between replicas too
+and need keys of their own.
 """
 
 from __future__ import annotations
 
-import io
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .exchange import Exchange
+from . import saved_flights
+from .errors import SyncError
+from .flights import Flight
+from .overlap import Overlap, Own
 from .parts import ParameterPart, Part
 
 VERSION = 1
+_HOME = ("parts", "outer", "buffers", "flights")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Whose state it is.
+
+    Attributes:
+        members: Replicas of the group, this one among them.
+        layout: Hash of names, shapes, fragments and schedule.
+        is_shared: Whether outer parameters and rounds are the same on all replicas.
+    """
+
+    replica: int
+    members: tuple[int, ...]
+    layout: int
+    overlap: Overlap
+    is_shared: bool
+
+    @property
+    def depth(self) -> int:
+        """Rounds of a part that may be under way between two inner steps."""
+        return self.overlap.rounds or int(self.overlap.steps() > 0)
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        return {"name": type(self.overlap).__name__, "rounds": self.overlap.rounds}
 
 
 def collect(
-    parts: Sequence[Part], *, replica: int, layout: int, inner_step: int, shared: bool
+    parts: Sequence[Part], scope: Scope, *, inner_step: int, shared: bool
 ) -> dict[str, Any]:
-    """Build the saved state; see the module's docstring.
+    """Build the saved state; waits for the network, applies nothing and changes nothing.
 
     Raises:
         ValueError: If ``shared`` but something differs between replicas.
     """
-    state: dict[str, Any] = {
-        "version": VERSION,
-        "layout": layout,
-        "inner_step": inner_step,
-        "parts": {str(part.index): _numbers(part) for part in parts},
-        "outer": {},
-        "buffers": {},
-    }
+    home: dict[str, Any] = {key: {} for key in _HOME}
     own: dict[str, Any] = {"residual": {}, "reduce_residual": {}}
-    for part in _parameter_parts(parts):
-        state["outer"].update(part.fragment.views(part.outer))
-        for name, flat in part.state.tensors().items():
-            state["buffers"].setdefault(name, {}).update(part.fragment.views(flat))
-        if part.slot is not None and part.slot.residual is not None:
-            own["residual"].update(part.fragment.views(part.slot.residual))
-        if part.slot is not None and part.slot.reduce_residual is not None:
-            own["reduce_residual"][str(part.index)] = part.slot.reduce_residual
-    if any(own.values()):
-        if shared:
-            raise ValueError(
-                "error feedback keeps residuals that differ between replicas: save on every "
-                "replica, not on one alone"
-            )
-        state[f"replica_{replica}"] = own
-    return state
-
-
-def restore(
-    parts: Sequence[Part], state: Mapping[str, Any], *, replica: int, layout: int, strict: bool
-) -> int:
-    """Copy a saved state in, in place, and return its inner step.
-
-    Raises:
-        ValueError: If it does not fit this model, schedule or replica.
-    """
-    if state.get("version") != VERSION:
-        raise ValueError(f"saved state has version {state.get('version')}, {VERSION} expected")
-    if state["layout"] != layout:
-        raise ValueError(
-            "the saved state is of another layout: names, shapes, dtypes, fragments, sync_every "
-            "and offsets must be those of the save"
-        )
+    if scope.overlap.rounds:
+        own |= {"own": {}, "payloads": {}, "corrected": {}, "owed": {}}
+    differs = not scope.is_shared
     for part in parts:
-        _set_numbers(part, state["parts"][str(part.index)])
-    for part in _parameter_parts(parts):
-        _copy(part.fragment.views(part.outer), state["outer"])
-        _restore_optimizer(part, state)
-        _restore_residuals(part, state.get(f"replica_{replica}"), replica, strict)
-    return int(state["inner_step"])
+        view = _look_at(part, scope)
+        _collect_shared(part, view, scope, home)
+        differs = _collect_own(part, view, scope, own) or differs
+    if shared and differs:
+        raise ValueError(
+            "error feedback, rounds under way or the outer parameters themselves differ between "
+            "replicas: save on every replica, not on one alone"
+        )
+    state = {
+        "version": VERSION,
+        "layout": scope.layout,
+        "inner_step": inner_step,
+        "overlap": scope.kind,
+    }
+    if not scope.is_shared:
+        return {**state, f"replica_{scope.replica}": {**home, **own}}
+    if any(own.values()) and not shared:
+        state[f"replica_{scope.replica}"] = own
+    return {**state, **home}
 
 
-def _parameter_parts(parts: Sequence[Part]) -> list[ParameterPart]:
-    return [part for part in parts if isinstance(part, ParameterPart)]
+@dataclass
+class _View:
+    """A part as it will be when what has failed is lost.
+
+    ``added`` is what the next encoding adds.
+    """
+
+    flights: list[Flight]
+    added: Tensor | None
+    corrections: list[Own]
+    owes: bool
 
 
-def _numbers(part: Part) -> dict[str, Any]:
-    numbers: dict[str, Any] = {"round": part.round, "last_sent": part.last_sent}
+def _look_at(part: Part, scope: Scope) -> _View:
+    arrived, failed = [], []
+    for flight in part.in_flight:
+        try:
+            flight.wait()
+            arrived.append(flight)
+        except SyncError:
+            failed.append(flight)
+    # A round that has arrived may have moved the residual on.
+    added = part.slot.added if part.slot else None
+    view = _View(arrived, added, list(part.corrections), part.owes)
+    if scope.overlap.rounds and isinstance(part, ParameterPart):
+        for flight in failed:
+            _lose(part, flight, view)
+    return view
+
+
+def _lose(part: ParameterPart, flight: Flight, view: _View) -> None:
+    assert part.slot is not None
+    if flight.is_local_kept:
+        view.added = part.slot.added_before
+        return
+    if flight.own is None:
+        return
+    sent = part.decode(flight.own, flight.layout, "")
+    view.added = sent if view.added is None else view.added + sent
+    view.owes = True
+    if flight.coefficient:
+        view.corrections.append(Own(flight.own, flight.coefficient, flight.layout))
+
+
+def _collect_shared(part: Part, view: _View, scope: Scope, home: dict[str, Any]) -> None:
+    key = str(part.index)
+    home["parts"][key] = numbers_of(part)
+    if part.slot is not None and (scope.depth or view.flights):
+        flights, payloads = saved_flights.pack_shared(
+            view.flights, part.slot, scope.members, scope.depth
+        )
+        home["parts"][key]["flights"] = flights
+        home["flights"][key] = payloads
     if isinstance(part, ParameterPart):
-        numbers["extra"] = part.state.extra()
+        home["outer"].update(part.fragment.views(part.outer))
+        for name, flat in part.state.tensors().items():
+            home["buffers"].setdefault(name, {}).update(part.fragment.views(flat))
+
+
+def _collect_own(part: Part, view: _View, scope: Scope, own: dict[str, Any]) -> bool:
+    """Return whether the part has something that differs between replicas."""
+    slot, key = part.slot, str(part.index)
+    if slot is None:
+        return False
+    if slot.residual is not None and isinstance(part, ParameterPart):
+        own["residual"].update(
+            part.fragment.views(slot.residual if view.added is None else view.added)
+        )
+    if slot.reduce_residual is not None:
+        own["reduce_residual"][key] = slot.reduce_residual
+    if not scope.overlap.rounds:
+        return slot.residual is not None
+    numbers, payloads = saved_flights.pack_own(view.flights, slot, scope.members, scope.depth)
+    corrections, corrected = saved_flights.pack_corrections(view.corrections)
+    has_owed = slot.residual is None and view.added is not None
+    if has_owed and view.added is not None and isinstance(part, ParameterPart):
+        own["owed"].update(part.fragment.views(view.added))
+    own["own"][key] = json.dumps(
+        {
+            "owes": view.owes,
+            "is_ahead": part.is_ahead,
+            "flights": numbers,
+            "corrections": corrections,
+            "has_owed": has_owed,
+        }
+    )
+    if payloads:
+        own["payloads"][key] = payloads
+    if corrected:
+        own["corrected"][key] = corrected
+    return bool(slot.residual is not None or view.flights or view.owes or has_owed)
+
+
+# ------------------------------------------------------------------------------------- numbers
+
+
+def numbers_of(part: Part) -> dict[str, Any]:
+    """Return the numbers of a part, equal on replicas that have applied the same rounds."""
+    numbers: dict[str, Any] = {
+        "round": part.round,
+        "last_sent": part.last_sent,
+        "weight_sum": part.weight_sum,
+    }
+    if isinstance(part, ParameterPart):
+        numbers |= {
+            "num_steps": part.state.num_steps,
+            "step_norm": part.step_norm,
+            "largest_norm": part.largest_norm,
+            "extra": part.state.extra(),
+        }
     return numbers
 
 
-def _set_numbers(part: Part, numbers: Mapping[str, Any]) -> None:
+def set_numbers(part: Part, numbers: Mapping[str, Any]) -> None:
+    """Take over the numbers; the optimizer's ``extra`` is loaded with its buffers."""
     part.round, part.last_sent = int(numbers["round"]), int(numbers["last_sent"])
+    part.weight_sum = float(numbers.get("weight_sum", 0.0))
     if isinstance(part, ParameterPart):
-        part.state.num_steps = part.round
-
-
-def _copy(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    for name, tensor in own.items():
-        if name not in saved:
-            raise ValueError(f"the saved state lacks parameter {name!r}")
-        # The saved tensor is the live one when a checkpoint was loaded in place.
-        if saved[name].data_ptr() != tensor.data_ptr():
-            tensor.copy_(saved[name])
-
-
-def _restore_optimizer(part: ParameterPart, state: Mapping[str, Any]) -> None:
-    flats = {}
-    for buffer, saved in state["buffers"].items():
-        flats[buffer] = torch.empty_like(part.outer)
-        _copy(part.fragment.views(flats[buffer]), saved)
-    part.state.load(flats, dict(state["parts"][str(part.index)]["extra"]))
-
-
-def _restore_residuals(
-    part: ParameterPart, saved: Mapping[str, Any] | None, replica: int, strict: bool
-) -> None:
-    slot = part.slot
-    if slot is None or slot.residual is None:
-        return
-    shard = None if saved is None else saved["reduce_residual"].get(str(part.index))
-    own_shard = slot.reduce_residual
-    fits = saved is not None and (own_shard is None or shard is not None)
-    if fits and own_shard is not None and shard is not None:
-        fits = own_shard.shape == shard.shape
-    if fits and saved is not None:
-        _copy(part.fragment.views(slot.residual), saved["residual"])
-        if own_shard is not None and shard is not None:
-            own_shard.copy_(shard)
-        return
-    if strict:
-        raise ValueError(
-            f"the saved state holds no error-feedback residuals that fit replica {replica} in a "
-            "group of this size: it was saved by other replicas; strict=False starts them at zero"
-        )
-    slot.residual.zero_()
-    if own_shard is not None:
-        own_shard.zero_()
-
-
-# ------------------------------------------------------------------------------------ joining
-
-
-def send_or_receive(
-    exchange: Exchange,
-    parts: Sequence[Part],
-    inner_step: int,
-    outer_lr: float | None,
-    source_rank: int,
-) -> tuple[int, float | None]:
-    """Give every member the source's outer state, exactly.
-
-    Returns:
-        The source's inner step, and its outer learning rate (None when that is a function).
-    """
-    numbers = {str(part.index): _numbers(part) for part in parts}
-    file = io.BytesIO()
-    torch.save({"inner_step": inner_step, "outer_lr": outer_lr, "parts": numbers}, file)
-    blobs = exchange.exchange_objects(file.getvalue())
-    meta = torch.load(io.BytesIO(blobs[source_rank]), weights_only=True)
-    is_source = exchange.rank == source_rank
-    for part in parts:
-        own = meta["parts"][str(part.index)]
-        _set_numbers(part, own)
-        if not isinstance(part, ParameterPart):
-            # Statistics differ between replicas until their next round: only newcomers take them.
-            is_new = is_source or exchange.replica in exchange.joined
-            tensors = part.tensors()
-            exchange.broadcast(tensors if is_new else [t.clone() for t in tensors], source_rank)
-            continue
-        flats = part.state.tensors()
-        exchange.broadcast([part.outer, *flats.values()], source_rank)
-        if not is_source:
-            part.state.load(flats, own["extra"])
-    return int(meta["inner_step"]), meta["outer_lr"]
+        part.state.num_steps = int(numbers.get("num_steps", part.round))
+        part.step_norm = float(numbers.get("step_norm", 0.0))
+        part.largest_norm = float(numbers.get("largest_norm", 0.0))

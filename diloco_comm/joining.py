@@ -1,0 +1,73 @@
+"""Hand what the replicas have in common to those that join."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import torch
+
+from .exchange import Exchange
+from .overlap import Own
+from .parts import ParameterPart, Part
+from .state import numbers_of, set_numbers
+
+
+def send_or_receive(
+    exchange: Exchange,
+    parts: Sequence[Part],
+    inner_step: int,
+    outer_lr: float | None,
+    source_rank: int,
+) -> tuple[int, float | None]:
+    """Give the newcomers the source's outer state, exactly; a collective call.
+
+    No round is under way. Where outer parameters differ between replicas (``Eager``) a newcomer
+    becomes a copy of the source, with the corrections that the source still owes to its own outer
+    parameters; what the source owes to the others stays with the source.
+
+    Returns:
+        The source's inner step, and its outer learning rate (None when that is a function).
+    """
+    numbers = {
+        str(part.index): {
+            **numbers_of(part),
+            "corrections": [own.coefficient for own in part.corrections],
+        }
+        for part in parts
+    }
+    file = io.BytesIO()
+    torch.save({"inner_step": inner_step, "outer_lr": outer_lr, "parts": numbers}, file)
+    blobs = exchange.exchange_objects(file.getvalue())
+    meta = torch.load(io.BytesIO(blobs[source_rank]), weights_only=True)
+    is_new = exchange.replica in exchange.joined
+    for part in parts:
+        own = meta["parts"][str(part.index)]
+        tensors, flats = part.tensors(), {}
+        if isinstance(part, ParameterPart):
+            flats = part.state.tensors()
+            tensors = [part.outer, *flats.values()]
+        corrections = _corrections(part, own["corrections"], is_new)
+        tensors += [one.payload for one in corrections]
+        if not is_new and exchange.rank != source_rank:
+            # Those that were here before have the same, or their own.
+            tensors = [tensor.clone() for tensor in tensors]
+        exchange.broadcast(tensors, source_rank)
+        if not is_new:
+            continue
+        set_numbers(part, own)
+        part.corrections = corrections
+        if isinstance(part, ParameterPart):
+            part.state.load(flats, own["extra"])
+    return int(meta["inner_step"]), meta["outer_lr"]
+
+
+def _corrections(part: Part, coefficients: Sequence[float], is_new: bool) -> list[Own]:
+    """Return this part's corrections, or room for those of the source."""
+    if part.slot is None:
+        return []
+    layout = part.slot.layout
+    if len(part.corrections) == len(coefficients) and not is_new:
+        return part.corrections
+    empty = [torch.zeros(layout.payload_bytes, dtype=torch.uint8) for _ in coefficients]
+    return [Own(room, c, layout) for room, c in zip(empty, coefficients, strict=True)]

@@ -1,0 +1,233 @@
+"""Take in a saved state: check all of it first, then write; ``state`` has its layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import saved_flights
+from .parts import ParameterPart, Part
+from .saved_flights import Saved
+from .state import VERSION, Scope, set_numbers
+
+
+def restore(
+    parts: Sequence[Part], state: Mapping[str, Any], scope: Scope, *, strict: bool
+) -> Callable[[], int]:
+    """Check a saved state.
+
+    Returns:
+        A function that copies it in, in place, and returns its inner step. Nothing may be in
+        flight then.
+
+    Raises:
+        ValueError: If it does not fit this model, schedule, overlap or replica; nothing is changed.
+    """
+    if state.get("version") != VERSION:
+        raise ValueError(f"saved state has version {state.get('version')}, {VERSION} expected")
+    if state.get("layout") != scope.layout:
+        raise ValueError(
+            "the saved state is of another layout: names, shapes, dtypes, fragments, sync_every "
+            "and offsets must be those of the save"
+        )
+    own = state.get(f"replica_{scope.replica}")
+    home = _home(state, own, scope, strict)
+    writes: list[Callable[[], None]] = []
+    for part in parts:
+        numbers = _need(home, "parts", str(part.index))
+        for name in ("round", "last_sent"):
+            _need(numbers, name)
+        writes.append(_bind(set_numbers, part, numbers))
+        if isinstance(part, ParameterPart):
+            writes += _plan_tensors(part, home, numbers)
+            writes += _plan_residuals(part, own, scope.replica, strict)
+        writes += _plan_flights(part, home, numbers, own, state, scope, strict)
+    inner_step = int(_need(state, "inner_step"))
+
+    def write() -> int:
+        for one in writes:
+            one()
+        return inner_step
+
+    return write
+
+
+def _bind(function: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    return lambda: function(*arguments)
+
+
+def _need(mapping: Any, *path: str) -> Any:
+    """Look up a path of keys.
+
+    Raises:
+        ValueError: If the state has no such entry.
+    """
+    for depth, key in enumerate(path):
+        if not isinstance(mapping, Mapping) or key not in mapping:
+            raise ValueError(f"the saved state lacks {'/'.join(path[: depth + 1])}")
+        mapping = mapping[key]
+    return mapping
+
+
+def _home(
+    state: Mapping[str, Any], own: Mapping[str, Any] | None, scope: Scope, strict: bool
+) -> Mapping[str, Any]:
+    """Find what is the same on all replicas, or this replica's version of it."""
+    if state.get("parts"):
+        return state
+    if own is not None and own.get("parts"):
+        return own
+    others = sorted(
+        (int(key.removeprefix("replica_")), value)
+        for key, value in state.items()
+        if key.startswith("replica_") and isinstance(value, Mapping) and value.get("parts")
+    )
+    if others and not strict:
+        return others[0][1]
+    raise ValueError(
+        f"the saved state has no part of replica {scope.replica}, and its outer parameters differ "
+        "between replicas: save on every replica; strict=False takes those of the lowest one"
+    )
+
+
+def _plan_tensors(
+    part: ParameterPart, home: Mapping[str, Any], numbers: Mapping[str, Any]
+) -> list[Callable[[], None]]:
+    outer = part.fragment.views(part.outer)
+    saved_outer = _need(home, "outer")
+    _check(outer, saved_outer)
+    buffers = _need(home, "buffers")
+    part.state.check(set(buffers))
+    for saved in buffers.values():
+        _check(outer, saved)
+    extra = dict(_need(numbers, "extra")) if "extra" in numbers else {}
+
+    def load_buffers() -> None:
+        flats = {}
+        for name, saved in buffers.items():
+            flats[name] = torch.empty_like(part.outer)
+            _copy(part.fragment.views(flats[name]), saved)
+        part.state.load(flats, extra)
+
+    return [_bind(_copy, outer, saved_outer), load_buffers]
+
+
+def _plan_residuals(
+    part: ParameterPart, own: Mapping[str, Any] | None, replica: int, strict: bool
+) -> list[Callable[[], None]]:
+    slot = part.slot
+    if slot is None or slot.residual is None:
+        return []
+    saved = None if own is None else own.get("residual") or None
+    shard = None if own is None else own.get("reduce_residual", {}).get(str(part.index))
+    own_shard = slot.reduce_residual
+    fits = saved is not None and (
+        own_shard is None or (shard is not None and own_shard.shape == shard.shape)
+    )
+    if fits and saved is not None:
+        _check(part.fragment.views(slot.residual), saved)
+    elif strict:
+        raise ValueError(
+            f"the saved state holds no error-feedback residuals that fit replica {replica} in a "
+            "group of this size: it was saved by other replicas; strict=False starts them at zero"
+        )
+
+    def load() -> None:
+        # Views are taken now: the buffers may have been swapped since the check.
+        assert slot.residual is not None
+        if fits and saved is not None:
+            _copy(part.fragment.views(slot.residual), saved)
+        else:
+            slot.residual.zero_()
+        if slot.reduce_residual is not None:
+            if fits and shard is not None:
+                slot.reduce_residual.copy_(shard)
+            else:
+                slot.reduce_residual.zero_()
+
+    return [load]
+
+
+def _plan_flights(
+    part: Part,
+    home: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
+    state: Mapping[str, Any],
+    scope: Scope,
+    strict: bool,
+) -> list[Callable[[], None]]:
+    key = str(part.index)
+    shared = numbers.get("flights")
+    text = None if own is None else own.get("own", {}).get(key)
+    mine = None if text is None else json.loads(text)
+    is_busy = shared is not None and bool(json.loads(shared)["rounds"])
+    is_busy = is_busy or (mine is not None and (mine["owes"] or mine["is_ahead"]))
+    if not is_busy or part.slot is None:
+        return []
+    if state.get("overlap") != scope.kind:
+        raise ValueError(
+            f"the saved state has rounds under way with overlap {state.get('overlap')}, this one "
+            f"is {scope.kind}: flush() before the save to change it"
+        )
+    if scope.overlap.rounds and mine is None and strict:
+        raise ValueError(
+            f"the saved state holds no own payloads of replica {scope.replica} for the rounds "
+            "under way: it was saved by other replicas; strict=False goes on without"
+        )
+    if mine is not None and own is not None:
+        mine |= {"payloads": own.get("payloads", {}).get(key, {})}
+        mine |= {"corrected": own.get("corrected", {}).get(key, {})}
+    saved = saved_flights.unpack(
+        part,
+        shared if shared is not None else _NO_FLIGHTS,
+        home.get("flights", {}).get(key, {}),
+        mine,
+        replica=scope.replica,
+        must_fit=not scope.overlap.is_shared,
+    )
+    owed = _plan_owed(part, own, mine)
+    return [_bind(_install, part, saved, mine), *owed]
+
+
+_NO_FLIGHTS = json.dumps({"members": [], "wire": "fp32", "block_size": 256, "rounds": []})
+
+
+def _install(part: Part, saved: Saved, mine: Mapping[str, Any] | None) -> None:
+    saved.install(part)
+    part.owes = bool(mine and mine["owes"])
+    part.is_ahead = bool(mine and mine["is_ahead"])
+
+
+def _plan_owed(
+    part: Part, own: Mapping[str, Any] | None, mine: Mapping[str, Any] | None
+) -> list[Callable[[], None]]:
+    if own is None or mine is None or not mine["has_owed"]:
+        return []
+    assert isinstance(part, ParameterPart) and part.slot is not None
+    values = torch.empty(part.num_elements)
+    _check(part.fragment.views(values), own.get("owed", {}))
+    _copy(part.fragment.views(values), own["owed"])
+    return [_bind(part.slot.owe, values)]
+
+
+def _check(own: Mapping[str, Tensor], saved: Any) -> None:
+    for name, tensor in own.items():
+        if not isinstance(saved, Mapping) or name not in saved:
+            raise ValueError(f"the saved state lacks parameter {name!r}")
+        if saved[name].shape != tensor.shape:
+            raise ValueError(
+                f"the saved parameter {name!r} has shape {tuple(saved[name].shape)}, "
+                f"{tuple(tensor.shape)} expected"
+            )
+
+
+def _copy(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    for name, tensor in own.items():
+        # The saved tensor is the live one when a checkpoint was loaded in place.
+        if saved[name].data_ptr() != tensor.data_ptr():
+            tensor.copy_(saved[name])

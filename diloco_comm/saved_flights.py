@@ -1,0 +1,193 @@
+"""Rounds under way in a saved state: what is due when, and the payloads that came and went.
+
+Payloads are saved in one run (``canonical``), so that a group of any size can read them. What all
+replicas have in common is one list of numbers and, for each round, the payloads of its mean; what
+a replica has for itself is another, with its own payload where that is not part of the mean.
+Numbers are JSON text: a checkpoint that is read in place needs the same entries whatever is under
+way, so there are always ``depth`` sets of payloads, of zeros where nothing is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exchange import Header
+from .flights import Arrival, Flight
+from .overlap import Own
+from .parts import Part
+from .slot import Round, Slot
+from .wire import Layout, WireFormat
+
+_SHARED = ("number", "kind", "sent_step", "apply_step", "lr")
+_OWN = ("weight", "norm", "coefficient")
+
+
+def canonical(num_elements: int, wire: WireFormat) -> Layout:
+    """Return the layout of a saved payload."""
+    return Layout.plan(num_elements, 1, 1, wire)
+
+
+# --------------------------------------------------------------------------------------- saving
+
+
+def pack_shared(
+    flights: Sequence[Flight], slot: Slot, members: Sequence[int], depth: int
+) -> tuple[str, dict[str, dict[str, Tensor]]]:
+    """Return numbers and payloads of rounds that have arrived, equal on all replicas.
+
+    Args:
+        depth: Rounds that may be under way between two inner steps.
+    """
+    rounds: list[dict[str, Any]] = []
+    payloads: dict[str, dict[str, Tensor]] = {}
+    num_terms = len(members) if len(members) <= 2 else 1
+    zeros = canonical(slot.num_elements, slot.wire)
+    for flight in flights:
+        arrival = flight.wait()
+        numbers = {name: getattr(flight, name) for name in _SHARED}
+        numbers |= {name: getattr(arrival, name) for name in ("outer_lr", "gap", "weight_sum")}
+        rounds.append({**numbers, "coefficients": [c for _, c in arrival.terms]})
+        packed = [_pack(payload, arrival.layout) for payload, _ in arrival.terms]
+        payloads[str(len(payloads))] = {str(i): payload for i, payload in enumerate(packed)}
+    for k in range(len(flights), depth):
+        empty = [torch.zeros(zeros.payload_bytes, dtype=torch.uint8) for _ in range(num_terms)]
+        payloads[str(k)] = {str(i): payload for i, payload in enumerate(empty)}
+    text = {"members": list(members), "wire": slot.wire.name, "block_size": slot.wire.block_size}
+    return json.dumps({**text, "rounds": rounds}), payloads
+
+
+def pack_own(
+    flights: Sequence[Flight], slot: Slot, members: Sequence[int], depth: int
+) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return this replica's numbers, and its own payloads where they are no terms of the mean."""
+    numbers = [{name: getattr(flight, name) for name in _OWN} for flight in flights]
+    payloads: dict[str, Tensor] = {}
+    if len(members) > 2:
+        zeros = canonical(slot.num_elements, slot.wire)
+        for k in range(max(depth, len(flights))):
+            own = flights[k].own if k < len(flights) else None
+            payloads[str(k)] = (
+                torch.zeros(zeros.payload_bytes, dtype=torch.uint8)
+                if own is None
+                else _pack(own, flights[k].layout)
+            )
+    return numbers, payloads
+
+
+def pack_corrections(corrections: Sequence[Own]) -> tuple[list[float], dict[str, Tensor]]:
+    payloads = {str(i): _pack(own.payload, own.layout) for i, own in enumerate(corrections)}
+    return [own.coefficient for own in corrections], payloads
+
+
+def _pack(payload: Tensor, layout: Layout) -> Tensor:
+    return layout.rearrange(payload, canonical(layout.num_elements, layout.wire))
+
+
+# -------------------------------------------------------------------------------------- loading
+
+
+@dataclass
+class Saved:
+    """What ``unpack`` found for one part, checked and not yet written anywhere."""
+
+    flights: list[Flight] = field(default_factory=list)
+    corrections: list[Own] = field(default_factory=list)
+
+    def install(self, part: Part) -> None:
+        """Put the rounds in flight, as if they had just arrived."""
+        part.corrections = self.corrections
+        for flight in self.flights:
+            assert part.slot is not None and flight.arrival is not None
+            part.in_flight.append(flight)
+            terms = flight.arrival.terms
+            own = terms[0][0] if flight.own is None else flight.own
+            header = Header(flight.kind, fragment=part.index, round=flight.number)
+            part.slot.adopt(Round(header, flight.layout, own, None, "agreed", terms))
+
+
+def unpack(
+    part: Part,
+    shared: str,
+    payloads: Mapping[str, Mapping[str, Tensor]],
+    own: Mapping[str, Any] | None,
+    *,
+    replica: int,
+    must_fit: bool,
+) -> Saved:
+    """Read the rounds of one part.
+
+    Args:
+        shared, payloads: As ``pack_shared`` made them.
+        own: This replica's ``flights``, ``payloads``, ``corrections`` and ``corrected``, or None.
+        replica: Whose ``own`` is.
+        must_fit: Old and new payloads will be added up, so their wires must be equal.
+
+    Raises:
+        ValueError: If something is missing or does not fit.
+    """
+    meta = json.loads(shared)
+    slot = part.slot
+    if slot is None or not (meta["rounds"] or (own and own["corrections"])):
+        return Saved()
+    wire = WireFormat(meta["wire"], meta["block_size"])
+    if must_fit and wire != slot.wire:
+        raise ValueError(
+            f"the saved state has rounds of fragment {part.index} under way on wire {wire.name} "
+            f"with blocks of {wire.block_size}, this one has {slot.wire.name} with "
+            f"{slot.wire.block_size}: flush() before the save to change them"
+        )
+    layout = canonical(slot.num_elements, wire)
+    target = slot.layout if wire == slot.wire else layout
+    reader = _Reader(part.index, layout, target)
+    saved = Saved()
+    for k, numbers in enumerate(meta["rounds"]):
+        coefficients = numbers.pop("coefficients")
+        found = payloads.get(str(k), {})
+        tensors = [reader.read(found.get(str(i))) for i in range(len(coefficients))]
+        extra = [numbers.pop(name) for name in ("outer_lr", "gap", "weight_sum")]
+        terms = list(zip(tensors, coefficients, strict=True))
+        mine = own["flights"][k] if own and k < len(own["flights"]) else {"weight": 1.0}
+        kept = _own_payload(reader, tensors, meta["members"], replica, own, k)
+        arrival = Arrival(terms, target, *extra)
+        flight = Flight(**numbers, **mine, own=kept, layout=target, arrival=arrival)
+        saved.flights.append(flight)
+    for i, coefficient in enumerate(own["corrections"] if own else []):
+        payload = reader.read(own["corrected"].get(str(i)) if own else None)
+        saved.corrections.append(Own(payload, coefficient, target))
+    return saved
+
+
+def _own_payload(
+    reader: _Reader,
+    tensors: list[Tensor],
+    members: list[int],
+    replica: int,
+    own: Mapping[str, Any] | None,
+    k: int,
+) -> Tensor | None:
+    if len(members) <= 2:
+        return tensors[members.index(replica)] if replica in members else None
+    return reader.read(own["payloads"][str(k)]) if own and str(k) in own["payloads"] else None
+
+
+@dataclass
+class _Reader:
+    fragment: int
+    layout: Layout
+    target: Layout
+
+    def read(self, payload: Tensor | None) -> Tensor:
+        if payload is None or payload.dtype != torch.uint8:
+            raise ValueError(f"the saved state lacks a payload of fragment {self.fragment}")
+        if payload.numel() != self.layout.payload_bytes:
+            raise ValueError(
+                f"a saved payload of fragment {self.fragment} has {payload.numel()} bytes, "
+                f"{self.layout.payload_bytes} expected"
+            )
+        return self.layout.rearrange(payload.reshape(-1), self.target).clone()
