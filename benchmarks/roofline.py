@@ -228,9 +228,15 @@ Seconds = dict[str, list[float]]
 def measure(
     data: Data, table: Sequence[Row], *, rounds: int, compiled: bool, twins: Sequence[str]
 ) -> Seconds:
-    """Time everything in turns; keys are rows' names, ``floor X``, ``eager X``, ``compile X``."""
-    functions: dict[str, Callable] = {f"floor {k}": f for k, f in floors(data).items()}
-    functions |= {row.name: row.run for row in table}
+    """Time everything in turns, each operator soon after its floors.
+
+    The keys are rows' names, ``floor X``, ``eager X`` and ``compile X``.
+    """
+    functions: dict[str, Callable] = {}
+    loops = floors(data)
+    for start in ("memcpy", "read2", "feedback", "outer_step"):
+        functions |= {f"floor {k}": f for k, f in loops.items() if k.startswith(start)}
+        functions |= {row.name: row.run for row in table if (row.floor or "memcpy") == start}
     for kind in ["eager", "compile"] if compiled else ["eager"]:
         for name, function in plain_twins(data, kind == "compile").items():
             if name in twins:
@@ -292,7 +298,7 @@ def figures(seconds: Seconds) -> list[dict[str, Any]]:
 
 
 def measure_bars(
-    size_bytes: int = 1 << 30, *, rounds: int = 9, impl: str = "", compiled: bool = True
+    size_bytes: int = 1 << 30, *, rounds: int = 15, impl: str = "", compiled: bool = True
 ) -> tuple[list[dict[str, Any]], Seconds]:
     """Measure bars 1 to 8 on one thread; return the figures and the times they come from."""
     torch.set_num_threads(1)
@@ -353,7 +359,7 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--size", type=common.parse_size, default=1 << 30, help="bytes of fp32 parameters")
-    add("-n", "--rounds", type=int, default=9, help="timed rounds after two of warm-up")
+    add("-n", "--rounds", type=int, default=15, help="timed rounds after two of warm-up")
     add("--threads", type=int, default=1, help="intra-op threads")
     add("--impl", default="", help="implementation (default: the fastest)")
     add("--bars", action="store_true", help="figures of bars 1 to 8 alone, on one thread")

@@ -104,9 +104,10 @@ struct Rounding {
         if constexpr (kFormat == Format::kFp32) {
             return Vec::as_int(y);
         } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
+            // The scale is rounded up, so |y| <= qmax * (1 + 2^-22): the nearest code never clips.
+            if constexpr (!kIsStochastic) return Vec::round_even(y);
             constexpr int32_t kLimit = kFormat == Format::kInt8 ? 127 : 7;
-            const Vec::I rounded =
-                kIsStochastic ? Vec::round_down(Vec::add(y, uniform_of(r))) : Vec::round_even(y);
+            const Vec::I rounded = Vec::round_down(Vec::add(y, uniform_of(r)));
             return Vec::max(Vec::min(rounded, Vec::set(kLimit)), Vec::set(-kLimit));
         } else if constexpr (kFormat == Format::kBf16) {
             const Vec::I bits = Vec::as_int(y);
