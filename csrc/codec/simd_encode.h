@@ -90,15 +90,26 @@ class SumInput {
     Vec::F scale_[kTerms], coefficient_[kTerms];
 };
 
+// Loads kSize elements of x from element j of the block on, and returns their largest magnitudes'
+// bits.
+template <int kSize, class Input>
+DILOCO_INLINE Vec::I load_unit(const Input& input, int j, float* x) {
+    Vec::I largest = Vec::set(0);
+    for (int n = j; n < j + kSize; n += Vec::kWidth) {
+        const Vec::F v = input.load(n);
+        largest = Vec::max(largest, magnitude_of(v));
+        Vec::store(x + n, v);
+    }
+    return largest;
+}
+
 // x of one block, with the largest magnitude's bits.
 template <class Input>
 uint32_t load_block(const EncodeSpan& span, int64_t block, float* x) {
     const Input input(span, block);
     Vec::I largest = Vec::set(0);
-    for (int j = 0; j < span.block_size; j += Vec::kWidth) {
-        const Vec::F v = input.load(j);
-        largest = Vec::max(largest, magnitude_of(v));
-        Vec::store(x + j, v);
+    for (int j = 0; j < span.block_size; j += kUnroll) {
+        largest = Vec::max(largest, load_unit<kUnroll>(input, j, x));
     }
     return Vec::largest(largest);
 }
@@ -143,30 +154,28 @@ DILOCO_INLINE void store_residual(const EncodeSpan& span, int64_t i, Vec::F valu
     }
 }
 
-// Writes the codes of a block, whose bytes are a multiple of 16.
+// Writes codes, whose bytes are a multiple of 16.
 DILOCO_INLINE void write_codes(const EncodeSpan& span, uint8_t* target, const uint8_t* packed,
                                int64_t bytes) {
+    constexpr int64_t kLine = 64;
     if (!span.streams_codes) {
         __builtin_memcpy(target, packed, static_cast<size_t>(bytes));
-        return;
-    }
-    for (int64_t i = 0; i < bytes; i += 16) {
-        _mm_stream_si128(reinterpret_cast<__m128i*>(target + i),
-                         _mm_load_si128(reinterpret_cast<const __m128i*>(packed + i)));
+    } else if (bytes % kLine == 0 && reinterpret_cast<uintptr_t>(target) % kLine == 0) {
+        for (int64_t i = 0; i < bytes; i += kLine) Vec::stream_line(target + i, packed + i);
+    } else {
+        for (int64_t i = 0; i < bytes; i += 16) {
+            _mm_stream_si128(reinterpret_cast<__m128i*>(target + i),
+                             _mm_load_si128(reinterpret_cast<const __m128i*>(packed + i)));
+        }
     }
 }
 
-// Random bits are made for this many elements at a time, one unit ahead, so that the long chain of
-// Philox rounds overlaps with everything else.
-constexpr int kRandomUnit = 128;
+// A block is worked on by units of so many elements: long ones unless the block is short. Random
+// bits are made one unit ahead, so that the long chain of Philox rounds overlaps with all else.
+constexpr int kLongUnit = 128;
+constexpr int kShortUnit = 32;
 template <bool kIsStochastic>
-using RandomUnits = uint16_t[2][kIsStochastic ? kRandomUnit : 1];
-
-template <bool kIsStochastic>
-DILOCO_INLINE int unit_of(int block_size) {
-    const int longest = kIsStochastic ? kRandomUnit : kUnroll;
-    return block_size < longest ? block_size : longest;
-}
+using RandomUnits = uint16_t[2][kIsStochastic ? kLongUnit : 1];
 
 struct BlockScale {
     Vec::F scale;
@@ -245,16 +254,17 @@ DILOCO_INLINE BlockScale write_scale(const EncodeSpan& span, int64_t block, uint
     return {Vec::set(scale), Vec::set(1.0f / scale)};
 }
 
-template <Format kFormat, bool kIsStochastic, bool kHasNewResidual, class Input>
-int64_t encode_blocks(const EncodeSpan& argument) {
+template <Format kFormat, bool kIsStochastic, bool kHasNewResidual, class Input, int kUnit>
+int64_t encode_units(const EncodeSpan& argument) {
     // A copy that nobody else sees: stores of bytes cannot change it, so its members stay in
     // registers.
     const EncodeSpan span = argument;
     alignas(64) float x[2][wire::kMaxBlockSize];
     alignas(64) uint8_t packed[wire::kMaxBlockSize * sizeof(float)];
     alignas(64) RandomUnits<kIsStochastic> random;
-    const int size = span.block_size, unit = unit_of<kIsStochastic>(size);
-    if constexpr (kIsStochastic) fill_random(span.element, span.key, unit, random[0]);
+    const int size = span.block_size;
+    if constexpr (kIsStochastic) fill_random(span.element, span.key, kUnit, random[0]);
+    constexpr int64_t kUnitBytes = wire::code_bytes(kFormat, kUnit);
     int parity = 0;
     int64_t num_bad = 0;
     uint32_t largest = load_block<Input>(argument, 0, x[0]);
@@ -266,36 +276,42 @@ int64_t encode_blocks(const EncodeSpan& argument) {
         float* following = x[(block + 1) & 1];
         const bool is_good = largest <= good_limit(kFormat);
         const BlockScale factors = write_scale<kFormat>(span, block, largest, is_good);
+        uint8_t* codes = span.codes + wire::code_bytes(kFormat, begin);
         Vec::I maxima = Vec::set(0);
-        for (int j = 0; j < size; j += unit) {
+        for (int j = 0; j < size; j += kUnit) {
             if constexpr (kIsStochastic) {
-                fill_random(span.element + static_cast<uint64_t>(begin + j + unit), span.key, unit,
-                            random[parity ^ 1]);
+                fill_random(span.element + static_cast<uint64_t>(begin + j + kUnit), span.key,
+                            kUnit, random[parity ^ 1]);
             }
-            for (int k = j; k < j + unit; k += kUnroll) {
-                for (int n = k; n < k + kUnroll; n += Vec::kWidth) {
-                    const Vec::F v = next.load(n);
-                    maxima = Vec::max(maxima, magnitude_of(v));
-                    Vec::store(following + n, v);
-                }
-                for (int n = k; n < k + kUnroll; n += Vec::kWidth) {
-                    quantise<kFormat, kIsStochastic, kHasNewResidual>(
-                        span, factors, Vec::load(current + n),
-                        random[kIsStochastic ? parity : 0] + (kIsStochastic ? n - j : 0), packed, n,
-                        begin + n);
-                }
+            maxima = Vec::max(maxima, load_unit<kUnit>(next, j, following));
+            for (int n = j; n < j + kUnit; n += Vec::kWidth) {
+                quantise<kFormat, kIsStochastic, kHasNewResidual>(
+                    span, factors, Vec::load(current + n),
+                    random[kIsStochastic ? parity : 0] + (kIsStochastic ? n - j : 0), packed, n,
+                    begin + n);
+            }
+            // Even traffic is faster than a burst after the block.
+            if (span.streams_codes && is_good) {
+                const int64_t done = wire::code_bytes(kFormat, j);
+                write_codes(span, codes + done, packed + done, kUnitBytes);
             }
             parity ^= 1;
         }
-        if (is_good) {
-            write_codes(span, span.codes + wire::code_bytes(kFormat, begin), packed,
-                        wire::code_bytes(kFormat, size));
-        } else {
+        if (!is_good) {
             num_bad += encode_bad_block<kFormat, kIsStochastic>(argument, block, current);
+        } else if (!span.streams_codes) {
+            write_codes(span, codes, packed, wire::code_bytes(kFormat, size));
         }
         largest = Vec::largest(maxima);
     }
     return num_bad;
+}
+
+template <Format kFormat, bool kIsStochastic, bool kHasNewResidual, class Input>
+int64_t encode_blocks(const EncodeSpan& span) {
+    return span.block_size < kLongUnit
+               ? encode_units<kFormat, kIsStochastic, kHasNewResidual, Input, kShortUnit>(span)
+               : encode_units<kFormat, kIsStochastic, kHasNewResidual, Input, kLongUnit>(span);
 }
 
 // The sum of any number of payloads, block after block.
@@ -305,13 +321,14 @@ int64_t encode_sum(const EncodeSpan& argument) {
     alignas(64) float x[wire::kMaxBlockSize];
     alignas(64) uint8_t packed[wire::kMaxBlockSize * sizeof(float)];
     alignas(64) RandomUnits<kIsStochastic> random;
-    const int size = span.block_size, unit = unit_of<kIsStochastic>(size);
+    const int size = span.block_size, unit = size < kLongUnit ? kShortUnit : kLongUnit;
     int64_t num_bad = 0;
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         const int64_t begin = block * size;
         const uint32_t largest = load_sum<kFormat>(argument, block, x);
         const bool is_good = largest <= good_limit(kFormat);
         const BlockScale factors = write_scale<kFormat>(span, block, largest, is_good);
+        uint8_t* codes = span.codes + wire::code_bytes(kFormat, begin);
         for (int j = 0; j < size; j += unit) {
             if constexpr (kIsStochastic) {
                 fill_random(span.element + static_cast<uint64_t>(begin + j), span.key, unit,
@@ -324,8 +341,7 @@ int64_t encode_sum(const EncodeSpan& argument) {
             }
         }
         if (is_good) {
-            write_codes(span, span.codes + wire::code_bytes(kFormat, begin), packed,
-                        wire::code_bytes(kFormat, size));
+            write_codes(span, codes, packed, wire::code_bytes(kFormat, size));
         } else {
             num_bad += encode_bad_block<kFormat, kIsStochastic>(argument, block, x);
         }

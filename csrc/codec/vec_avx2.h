@@ -54,6 +54,12 @@ struct Vec {
 
     static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
     static void stream(float* p, F v) { _mm256_stream_ps(p, v); }
+    static void stream_line(uint8_t* p, const uint8_t* from) {
+        for (int half = 0; half < 2; ++half) {
+            const auto* source = reinterpret_cast<const __m256i*>(from) + half;
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(p) + half, _mm256_load_si256(source));
+        }
+    }
     static void store_u16(uint16_t* p, I v) {
         // packus works in 128-bit halves; lanes hold at most 0xFFFF.
         const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v), 0x08);

@@ -53,6 +53,9 @@ struct Vec {
 
     static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
     static void stream(float* p, F v) { _mm512_stream_ps(p, v); }
+    static void stream_line(uint8_t* p, const uint8_t* from) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_load_si512(from));
+    }
     static void store_u16(uint16_t* p, I v) { store256(p, _mm512_cvtepi32_epi16(v)); }
     static void store_bytes(uint8_t* p, I v) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
