@@ -15,7 +15,7 @@ from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
 from .metrics import SyncMetrics, SyncTotals
 from .outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer
 from .overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
-from .presets import fedavg, local_sgd
+from .presets import co2, eager_diloco, fedavg, local_sgd, streaming_diloco
 from .wire import WireFormat
 
 __version__ = "0.1.0"
@@ -42,7 +42,10 @@ __all__ = [
     "SyncTotals",
     "WireFormat",
     "all_reduce",
+    "co2",
+    "eager_diloco",
     "fedavg",
     "local_sgd",
     "shutdown",
+    "streaming_diloco",
 ]

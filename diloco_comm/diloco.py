@@ -157,6 +157,7 @@ class DiLoCo:
             timeout=seconds,
             impl=self.impl,
             join=init == "join",
+            num_under_way=max(1, self.settings.overlap.rounds),
         )
         self._rounds = (Turns if self.settings.overlap.rounds else Rounds)(
             self.exchange,

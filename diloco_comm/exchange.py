@@ -68,6 +68,7 @@ class Exchange:
         name: Distinguishes several exchanges on one store.
         join: We come to replicas that call ``change_group`` with us among the members.
         window: Chunks under way in each phase.
+        num_under_way: Rounds of one fragment that may be agreed on and not yet applied.
         report_patience: Seconds that a failed exchange waits for the reports of the others;
             default: the environment's, 3.
 
@@ -99,6 +100,7 @@ class Exchange:
         name: str = "default",
         join: bool = False,
         window: int = DEFAULT_WINDOW,
+        num_under_way: int = 1,
         report_patience: float | None = None,
     ) -> None:
         self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -116,6 +118,7 @@ class Exchange:
         self.epoch = epoch
         self.lanes, self.window, self.impl = lanes, window, impl
         self.chunk_bytes = chunk_bytes
+        self.num_under_way = num_under_way
         self.link: str | None = None
         self.inner_step = -1
         self.joined: tuple[int, ...] = ()

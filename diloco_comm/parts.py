@@ -55,6 +55,7 @@ class Part(ABC):
         in_flight: Rounds sent and neither applied nor lost, oldest first.
         owes: A lost round is to be sent again, with the next one.
         is_ahead: The local parameters still hold rounds that were sent.
+        equal_at: Number of outer steps at which all replicas had the same outer parameters.
         corrections: Own payloads of lost rounds, in the slot's layout, that ``Eager`` has applied
             and the next outer step takes back.
         weight_sum: Of all replicas in the last round that was applied; 0 before.
@@ -69,6 +70,7 @@ class Part(ABC):
         self.in_flight: deque[Flight] = deque()
         self.owes = False
         self.is_ahead = False
+        self.equal_at = 0
         self.corrections: list[Own] = []
         self.weight_sum = 0.0
         self.step_norm = 0.0

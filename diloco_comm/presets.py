@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from .diloco import DiLoCo
-from .outer import SGD
+from .outer import SGD, HeavyBall, Nesterov
+from .overlap import CO2, Eager, Streaming
 from .rounds import Weight
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -33,3 +34,43 @@ def local_sgd(
     """Average the replicas' parameters, all alike (arXiv 1805.09767)."""
     arguments = {"outer": SGD(lr=1.0), "wire": "fp32", **arguments}
     return DiLoCo(model, optimizer, sync_every=sync_every, **arguments)
+
+
+def streaming_diloco(
+    model: nn.Module, optimizer: Optimizers, *, sync_every: int = 100, **arguments: Any
+) -> DiLoCo:
+    """Exchange a few layers at a time, hidden behind one inner step (arXiv 2501.18512).
+
+    Strided fragments of three layers, outer Nesterov 0.4/0.9, 4-bit pseudo-gradients; fragments
+    that find no layers in the model are an error: give ``fragments=`` then.
+    """
+    defaults = {
+        "overlap": Streaming(delay=1, alpha=0.5),
+        "fragments": "layers:3",
+        "outer": Nesterov(0.4, 0.9),
+        "wire": "e3m0",
+    }
+    return DiLoCo(model, optimizer, sync_every=sync_every, **{**defaults, **arguments})
+
+
+def eager_diloco(
+    model: nn.Module, optimizer: Optimizers, *, sync_every: int = 30, **arguments: Any
+) -> DiLoCo:
+    """Give the exchange a whole round, and use the own share at once (arXiv 2502.12996).
+
+    Outer Nesterov 0.4/0.9, 4-bit pseudo-gradients. Evaluate ``outer_parameters(consensus=True)``,
+    and ``flush()`` at the end.
+    """
+    defaults = {"overlap": Eager(), "outer": Nesterov(0.4, 0.9), "wire": "e3m0"}
+    return DiLoCo(model, optimizer, sync_every=sync_every, **{**defaults, **arguments})
+
+
+def co2(
+    model: nn.Module, optimizer: Optimizers, *, sync_every: int = 48, **arguments: Any
+) -> DiLoCo:
+    """Give the exchange a whole round, with a clipped outer momentum (arXiv 2401.16265).
+
+    Outer lr 1.0, momentum 0.5 and clip 1.0 as in the authors' code and its script; fp32 wire.
+    """
+    defaults = {"overlap": CO2(clip=1.0), "outer": HeavyBall(1.0, 0.5), "wire": "fp32"}
+    return DiLoCo(model, optimizer, sync_every=sync_every, **{**defaults, **arguments})

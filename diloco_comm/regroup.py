@@ -59,7 +59,8 @@ def enter(
     bounded = _C.bounded_store(exchange.store, min(exchange.timeout, _STORE_LIMIT_S))
     plan = _agree(exchange, bounded, members, last_rounds, join)
     survivors = {r: i["rounds"] for r, i in plan.infos.items() if i["rounds"] is not None}
-    needs = find_repairs({r: {int(f): n for f, n in v.items()} for r, v in survivors.items()})
+    last = {r: {int(f): n for f, n in v.items()} for r, v in survivors.items()}
+    needs = find_repairs(last, exchange.num_under_way)
     rank, size = members.index(exchange.replica), len(members)
     groups = []
     if size > 1:
@@ -130,17 +131,20 @@ def _newest(survivors: dict[int, dict[str, int]]) -> dict[int, int]:
     return newest
 
 
-def find_repairs(last_rounds: dict[int, dict[int, int]]) -> list[tuple[int, int, list[int]]]:
+def find_repairs(
+    last_rounds: dict[int, dict[int, int]], most: int = 1
+) -> list[tuple[int, int, list[int]]]:
     """Compare the last applied rounds of the survivors.
 
     Args:
         last_rounds: fragment -> round, for each surviving replica.
+        most: Rounds that a replica may be behind: those of a fragment that may be under way.
 
     Returns:
-        (fragment, round, replicas that are one behind), by fragment.
+        (fragment, round, replicas that have not applied it), by fragment and round.
 
     Raises:
-        SyncError: If a replica is more than one round behind, or lists other fragments.
+        SyncError: If a replica is further behind, or lists other fragments.
     """
     fragments = sorted({fragment for rounds in last_rounds.values() for fragment in rounds})
     repairs = []
@@ -149,20 +153,21 @@ def find_repairs(last_rounds: dict[int, dict[int, int]]) -> list[tuple[int, int,
         if lacking:
             raise SyncError(f"replicas {lacking} gave no last round of fragment {fragment}")
         newest = max(rounds[fragment] for rounds in last_rounds.values())
-        behind = [r for r, rounds in sorted(last_rounds.items()) if rounds[fragment] == newest - 1]
-        far = {r: v[fragment] for r, v in last_rounds.items() if v[fragment] < newest - 1}
+        far = {r: v[fragment] for r, v in last_rounds.items() if v[fragment] < newest - most}
         if far:
             raise SyncError(
                 f"fragment {fragment}: the group is at round {newest}, but "
                 + ", ".join(f"replica {r} at {number}" for r, number in sorted(far.items()))
-                + "; only one missing round can be repaired: let it join anew",
+                + f"; at most {most} missing can be repaired: let it join anew",
                 fragment=fragment,
                 round=newest,
                 stage="rendezvous",
                 missing=sorted(far),
             )
-        if behind:
-            repairs.append((fragment, newest, behind))
+        for number in range(newest - most + 1, newest + 1):
+            behind = [r for r, v in sorted(last_rounds.items()) if v[fragment] < number]
+            if behind:
+                repairs.append((fragment, number, behind))
     return repairs
 
 

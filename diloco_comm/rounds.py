@@ -268,7 +268,8 @@ class Rounds:
 
     def _repair(self, part: Part, repair: Repair, flight: Flight | None, inner_step: int) -> None:
         """Apply a round that the other survivors have applied and this replica has not."""
-        alpha = 0.0 if flight is None else self.settings.overlap.alpha
+        is_merged = flight is not None and flight.kind != "flush"
+        alpha = self.settings.overlap.alpha if is_merged else 0.0
         lr = self.lr(part, repair.round)
         part.apply(OuterStep(repair.terms, repair.layout, lr, self.impl, alpha=alpha))
         part.last_sent = inner_step if flight is None else flight.sent_step
@@ -285,6 +286,7 @@ class Rounds:
             part.in_flight.clear()
             part.corrections = []
             part.owes = part.is_ahead = False
+            part.equal_at = -1
             if part.slot is not None:
                 part.slot.forget()
 

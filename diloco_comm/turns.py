@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from . import consensus
+from . import consensus, handshake
 from .errors import NonFiniteError, SyncError
 from .exchange import Repair
 from .flights import Arrival, Flight
@@ -163,7 +163,17 @@ class Turns(Rounds):
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.drain(inner_step)
         if not self.settings.overlap.is_shared:
-            consensus.equalize(self.exchange, self.parts, self.impl)
+            self._equalize()
+
+    def _equalize(self) -> None:
+        """Make the outer parameters of all replicas equal, unless they are; a collective call."""
+        parts = [part for part in self.parts if isinstance(part, ParameterPart)]
+        changed = [part.index for part in parts if part.state.num_steps != part.equal_at]
+        views = handshake.gather_json(self.exchange, changed)
+        differing = [part for part in parts if any(part.index in view for view in views)]
+        consensus.equalize(self.exchange, differing, self.impl)
+        for part in parts:
+            part.equal_at = part.state.num_steps
 
     def drain(self, inner_step: int) -> None:
         """Wait for all rounds and take an outer step on each; nothing is sent.
