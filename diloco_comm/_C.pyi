@@ -130,7 +130,6 @@ class Engine:
         stage: str = "",
         chunk: int = -1,
         num_peers: int = 0,
-        seconds: float = 0.0,
         max_delay_us: float = 0.0,
         seed: int = 0,
     ) -> None: ...

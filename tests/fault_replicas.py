@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +31,7 @@ from diloco_comm.handshake import digest
 from diloco_comm.wire import Layout
 
 LR, MOMENTUM = 0.7, 0.9
+TESTS = str(Path(__file__).parent)
 BLOCK = 32
 # Long enough for survivors on a loaded machine to report, short enough for a whole suite.
 REPORT_S = 1.0
@@ -248,6 +254,46 @@ def check_sentence(failure: Failure, missing: Iterable[int]) -> None:
     assert failure.missing == tuple(missing), text
     for number in missing:
         assert re.search(rf"replicas? [\d, ]*\b{number}\b", text), text
+
+
+def engine_threads() -> list[str]:
+    """Names of this process's engine threads."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+        except FileNotFoundError:
+            continue
+        if name.startswith("diloco"):
+            names.append(name)
+    return names
+
+
+class Job:
+    """A Python process of its own that runs one replica's script against the given store."""
+
+    def __init__(self, script: str, *arguments: Any) -> None:
+        path = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=TESTS,
+            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+            # A job that a shell runs in the background ignores Ctrl-C, and so do its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def finish(self, timeout: float = 30.0) -> tuple[int, str]:
+        try:
+            output, _ = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            output, _ = self.process.communicate()
+            raise AssertionError(f"did not end within {timeout} s:\n{output}") from None
+        return self.process.returncode, output
 
 
 # -------------------------------------------------------------------------------- simulation

@@ -198,9 +198,8 @@ void attach(Engine& engine, int64_t epoch, int rank, std::vector<int64_t> replic
 }
 
 void inject_fault(Engine& engine, const std::string& action, const std::string& stage,
-                  int64_t chunk, int64_t num_peers, double seconds, double max_delay_us,
-                  uint64_t seed) {
-    engine.inject_fault({action, stage, chunk, num_peers, seconds, max_delay_us, seed});
+                  int64_t chunk, int64_t num_peers, double max_delay_us, uint64_t seed) {
+    engine.inject_fault({action, stage, chunk, num_peers, max_delay_us, seed});
 }
 
 void register_engine(py::module_& m) {
@@ -228,8 +227,8 @@ void register_engine(py::module_& m) {
         .def("reserve_staging", &Engine::reserve_staging, py::arg("num_bytes"), release())
         .def("emulate_link", &Engine::emulate_link, py::arg("gbps"), py::arg("rtt_ms"), release())
         .def("inject_fault", &inject_fault, py::arg("action") = "", py::arg("stage") = "",
-             py::arg("chunk") = -1, py::arg("num_peers") = 0, py::arg("seconds") = 0.0,
-             py::arg("max_delay_us") = 0.0, py::arg("seed") = 0)
+             py::arg("chunk") = -1, py::arg("num_peers") = 0, py::arg("max_delay_us") = 0.0,
+             py::arg("seed") = 0)
         .def(
             "close",
             [](Engine& engine, double patience_s, int64_t inner_step) {

@@ -35,9 +35,6 @@ void FaultInjector::before(const char* stage, int64_t chunk, int64_t num_told) {
     if (fault.action == "kill") kill(getpid(), SIGKILL);
     // To this thread: a signal to the process may stop another one first, and us a few steps later.
     if (fault.action == "stop") raise(SIGSTOP);
-    if (fault.action == "sleep") {
-        std::this_thread::sleep_for(std::chrono::duration<double>(fault.seconds));
-    }
     if (fault.action == "fail") throw std::runtime_error("a failure made on purpose");
 }
 

@@ -9,11 +9,10 @@
 namespace diloco {
 
 struct Fault {
-    std::string action;         // "", "kill" or "stop" (a signal to ourselves), "sleep", "fail"
+    std::string action;         // "", "kill" or "stop" (a signal to ourselves), "fail"
     std::string stage;          // a step's name (schedule.h), "header" or "vote"
     int64_t chunk = -1;         // of that step; -1 is any
     int64_t num_peers = 0;      // header and vote: after telling this many peers
-    double seconds = 0.0;       // of "sleep"
     double max_delay_us = 0.0;  // random delay before every step, when there is no action
     uint64_t seed = 0;
 };

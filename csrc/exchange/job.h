@@ -52,7 +52,6 @@ struct Plan {
     int64_t num_phases = 0;  // 0: one rank; 1: whole payloads, two ranks; 2: reduce and publish
     int64_t window = 1;
     Schedule schedule;
-    bool stochastic = false;
     std::string impl;
 };
 

@@ -54,9 +54,8 @@ static_assert(sizeof(Header) == 168, "the header is a wire format");
 struct Vote {
     uint64_t sequence = 0;
     int64_t num_bad = 0;  // elements that were NaN, Inf or out of range on this rank
-    int64_t reserved[2] = {};
 };
-static_assert(sizeof(Vote) == 32, "the vote is a wire format");
+static_assert(sizeof(Vote) == 16, "the vote is a wire format");
 
 // The first difference that forbids this exchange, as one sentence that names replicas and values;
 // empty when the headers agree. `headers` in rank order.

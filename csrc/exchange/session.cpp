@@ -1,34 +1,14 @@
 #include "exchange/session.h"
 
-#include <cmath>
 #include <cstring>
 #include <sstream>
 #include <utility>
 
+#include "exchange/control.h"
 #include "exchange/operators.h"
-#include "exchange/pages.h"
 
 namespace diloco {
 namespace {
-
-// Headers, votes and plain bytes share the first lane's connections with the payloads: fewer
-// threads to wake, and acknowledgements that ride on the next message.
-constexpr int kControl = 0;
-
-class Stopwatch {
-  public:
-    explicit Stopwatch(double& total) : total_(total), begin_(Clock::now()) {}
-    ~Stopwatch() { total_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
-
-  private:
-    double& total_;
-    Clock::time_point begin_;
-};
-
-// Bit 30 keeps them apart from the tags of data.
-int control_tag(uint64_t number) { return (1 << 30) | static_cast<int>(number & 0x3fffffff); }
-int header_tag(uint64_t sequence) { return control_tag(2 * sequence); }
-int vote_tag(uint64_t sequence) { return control_tag(2 * sequence + 1); }
 
 uint8_t* bytes(const at::Tensor& tensor) { return tensor.data_ptr<uint8_t>(); }
 
@@ -78,124 +58,6 @@ void Session::run(Job& job, const at::Tensor& staging) {
 void Session::wait_all(std::vector<Receipt>& receipts) {
     for (Receipt& receipt : receipts) transport_.wait(receipt, deadline_);
     receipts.clear();
-}
-
-// ------------------------------------------------------------------------------------- headers
-
-void Session::post_header_recvs() {
-    // Posted before they are needed: a peer's header, or its leave, arrives without a round trip.
-    for (int i = 1; i <= num_peers(); ++i) {
-        const auto from = static_cast<size_t>(peer(i));
-        header_recvs_[from] = transport_.recv(kControl, peer(i), header_tag(sequence_),
-                                              &headers_in_[from], sizeof(Header));
-    }
-}
-
-void Session::exchange_headers(Job& job) {
-    stage_ = "header";
-    Stopwatch watch(job.seconds["header"]);
-    const uint64_t sequence = sequence_;
-    job.header.sequence = sequence;
-    job.header.epoch = membership_.epoch;
-    job.header.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
-    header_out_ = job.header;
-    is_waiting_for_headers_ = true;
-    for (int i = 1; i <= num_peers(); ++i) {
-        faults_.before("header", -1, i - 1);
-        control_sends_.push_back(
-            transport_.send(kControl, peer(i), header_tag(sequence), &header_out_, sizeof(Header)));
-    }
-    job.headers.assign(headers_in_.size(), job.header);
-    Failure left;
-    for (int rank = 0; rank < transport_.size(); ++rank) {
-        if (rank == transport_.rank()) continue;
-        const auto from = static_cast<size_t>(rank);
-        transport_.wait(header_recvs_[from], deadline_);
-        const Header& header = headers_in_[from];
-        if (header.magic != kMagic || header.sequence != sequence) {
-            throw TransportError(rank, "a header that is not ours arrived");
-        }
-        if (Kind(header.kind) == Kind::kLeave) {
-            left.replicas.push_back(header.replica);
-            left.inner_steps.push_back(header.inner_step);
-            break;
-        }
-        job.headers[from] = header;
-    }
-    is_waiting_for_headers_ = false;
-    if (!left.replicas.empty()) {
-        left.kind = "PeerLeft";
-        left.stage = stage_;
-        throw Rejected(std::move(left));
-    }
-    wait_all(control_sends_);
-    ++sequence_;
-    post_header_recvs();
-}
-
-void Session::check_headers(Job& job) {
-    Failure failure;
-    failure.stage = stage_;
-    failure.message = find_mismatch(job.headers);
-    if (!failure.message.empty()) {
-        failure.kind = "ReplicaMismatch";
-        throw Rejected(std::move(failure));
-    }
-    if (!job.has_payload()) return;
-    double sum = 0.0;
-    bool is_valid = true;
-    for (const Header& header : job.headers) {
-        is_valid = is_valid && std::isfinite(header.weight) && header.weight >= 0.0;
-        sum += header.weight;
-    }
-    if (!is_valid || !(sum > 0.0) || !std::isfinite(sum)) {
-        std::ostringstream text;
-        text << "the replicas' weights must be finite, not negative, and not all zero:";
-        for (const Header& header : job.headers) {
-            text << " replica " << header.replica << " has " << header.weight << ";";
-        }
-        failure.kind = "SyncError";
-        failure.message = text.str();
-        failure.message.pop_back();
-        throw Rejected(std::move(failure));
-    }
-    job.weights.clear();
-    for (const Header& header : job.headers) {
-        job.weights.push_back(static_cast<double>(static_cast<float>(header.weight / sum)));
-    }
-}
-
-void Session::leave(int64_t inner_step) {
-    deadline_ = Clock::now() + std::chrono::seconds(1);
-    header_out_ = Header();
-    header_out_.kind = static_cast<uint32_t>(Kind::kLeave);
-    header_out_.sequence = sequence_;
-    header_out_.epoch = membership_.epoch;
-    header_out_.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
-    header_out_.inner_step = inner_step;
-    for (int i = 1; i <= num_peers(); ++i) {
-        post_last_words(peer(i), header_tag(sequence_), &header_out_, sizeof(Header));
-    }
-    wait_for_last_words();
-}
-
-void Session::post_last_words(int peer, int tag, const void* data, size_t num_bytes) {
-    try {
-        control_sends_.push_back(transport_.send(kControl, peer, tag, data, num_bytes));
-    } catch (const TransportError&) {
-        // Gone before us; the others must hear of us all the same.
-    }
-}
-
-void Session::wait_for_last_words() {
-    for (Receipt& receipt : control_sends_) {
-        try {
-            transport_.wait(receipt, deadline_);
-        } catch (const TransportError&) {
-        } catch (const Aborted&) {
-        }
-    }
-    control_sends_.clear();
 }
 
 // -------------------------------------------------------------------------------------- chunks
@@ -328,7 +190,7 @@ void Session::post_publish(Job& job, const Step& step) {
     }
 }
 
-// --------------------------------------------------------------------------- vote, plain bytes
+// ---------------------------------------------------------------------------------------- vote
 
 void Session::post_vote_recvs(uint64_t sequence) {
     for (int i = 1; i <= num_peers(); ++i) {
@@ -342,6 +204,8 @@ void Session::vote(Job& job) {
     const uint64_t sequence = job.header.sequence;
     // A single replica has no chunk to wait for; its bad elements are known when all are encoded.
     wait_for_encoded(job, job.plan->num_chunks - 1);
+    // The others have given up by now, and may go on without us.
+    if (Clock::now() >= deadline_) throw std::runtime_error("it was too late to vote");
     vote_out_ = Vote();
     vote_out_.sequence = sequence;
     vote_out_.num_bad = job.encode_bad.item<int64_t>() + job.reduce_bad.item<int64_t>();
@@ -378,43 +242,6 @@ void Session::reject_bad_elements(Job& job, const std::vector<int64_t>& num_bad)
     failure.stage = stage_;
     failure.message = "elements that are NaN, Inf or out of the wire's range: " + text.str();
     throw Rejected(std::move(failure));
-}
-
-void Session::exchange_blobs(Job& job) {
-    stage_ = "objects";
-    job.blobs.assign(headers_in_.size(), at::Tensor());
-    std::vector<Receipt> receipts;
-    for (int i = 1; i <= num_peers(); ++i) {
-        const auto from = static_cast<size_t>(peer(i));
-        job.blobs[from] = empty_pages(job.headers[from].num_bytes);
-        receipts.push_back(transport_.recv(kControl, peer(i), data_tag(0, 0),
-                                           bytes(job.blobs[from]),
-                                           static_cast<size_t>(job.headers[from].num_bytes)));
-    }
-    job.blobs[static_cast<size_t>(transport_.rank())] = job.blob;
-    for (int i = 1; i <= num_peers(); ++i) {
-        receipts.push_back(transport_.send(kControl, peer(i), data_tag(0, 0), bytes(job.blob),
-                                           static_cast<size_t>(job.blob.numel())));
-    }
-    wait_all(receipts);
-}
-
-void Session::broadcast(Job& job) {
-    stage_ = kind_name(Kind(job.header.kind));
-    std::vector<Receipt> receipts;
-    std::vector<int64_t> next(headers_in_.size(), 0);
-    for (Transfer& item : job.recvs) {
-        receipts.push_back(transport_.recv(
-            kControl, item.peer, data_tag(0, next[static_cast<size_t>(item.peer)]++),
-            bytes(item.bytes), static_cast<size_t>(item.bytes.numel())));
-    }
-    next.assign(next.size(), 0);
-    for (Transfer& item : job.sends) {
-        receipts.push_back(transport_.send(
-            kControl, item.peer, data_tag(0, next[static_cast<size_t>(item.peer)]++),
-            bytes(item.bytes), static_cast<size_t>(item.bytes.numel())));
-    }
-    wait_all(receipts);
 }
 
 }  // namespace diloco

@@ -139,7 +139,7 @@ void test_results(int size, int64_t num_elements, int64_t num_chunks, int lanes,
         Engine engine(options(rank));
         world.attach(engine, rank, 1);
         engine.reserve_staging(kWindow * size * plan->layout.run_bytes);
-        engine.inject_fault({"", "", -1, 0, 0.0, delay_us, uint64_t(rank)});
+        engine.inject_fault({"", "", -1, 0, delay_us, uint64_t(rank)});
         if (gbps > 0) engine.emulate_link(gbps, 0.2);
         for (int64_t round = 0; round < 3; ++round) {
             const JobPtr job = make_job(plan, size, input(rank, num_elements), round);
@@ -189,7 +189,7 @@ void test_failure_and_new_epoch() {
         world.attach(*engines.back(), rank, 1);
         engines.back()->reserve_staging(kWindow * 3 * plan->layout.run_bytes);
     }
-    engines[1]->inject_fault({"fail", "reduce", 2, 0, 0.0, 0.0, 0});
+    engines[1]->inject_fault({"fail", "reduce", 2, 0, 0.0, 0});
     world.run([&](int rank) {
         const JobPtr job = make_job(plan, 3, input(rank, 5000), 0);
         engines[static_cast<size_t>(rank)]->start(job);
@@ -246,7 +246,7 @@ void test_store_that_hangs() {
         engine.start(fine);
         wait(*fine);
         EXPECT(!fine->failure.has_value());
-        if (rank == 1) engine.inject_fault({"fail", "reduce", 2, 0, 0.0, 0.0, 0});
+        if (rank == 1) engine.inject_fault({"fail", "reduce", 2, 0, 0.0, 0});
         const JobPtr job = make_job(plan, 3, input(rank, 5000), 1);
         engine.start(job);
         wait(*job);
