@@ -152,7 +152,6 @@ class Replica:
             self.optimizer,
             sync_every=setup.sync_every,
             fragments=setup.fragments,
-            outer=Nesterov(lr=LR, momentum=MOMENTUM),
             store=dist.PrefixStore(setup.name, self.store),
             replica=number,
             members=members,
@@ -160,7 +159,7 @@ class Replica:
             block_size=BLOCK,
             chunk_bytes=setup.chunk_bytes,
             timeout=setup.timeout,
-            **{**setup.options, **options},
+            **{"outer": Nesterov(lr=LR, momentum=MOMENTUM), **setup.options, **options},
         )
 
     def _remember(self, *_: Any) -> None:

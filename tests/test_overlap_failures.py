@@ -1,0 +1,260 @@
+"""Replicas die, are repaired and join while rounds of several fragments are under way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from fault_replicas import Replica, Setup, check_sentence, describe
+from torch import Tensor
+from workers import Pool
+
+from diloco_comm import CO2, Delayed, Eager, HeavyBall, Streaming, SyncError
+from diloco_comm.flights import Flight
+from diloco_comm.parts import Part
+
+H = 4
+LR = 0.5
+
+
+@dataclass
+class Ledger:
+    """What each fragment had to send, what it sent and what became of it, in float64."""
+
+    replica: Replica
+    learned: list[Tensor] = field(default_factory=list)
+    applied: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rounds = self.replica.diloco._rounds
+        parts = self.replica.diloco.parts
+        self.learned = [torch.zeros(part.num_elements, dtype=torch.float64) for part in parts]
+        self.applied = [torch.zeros(part.num_elements, dtype=torch.float64) for part in parts]
+        self.send, self.commit, self.owe = rounds.send, rounds._commit, rounds._owe_progress
+        self.repair = rounds._repair
+        rounds.send = self._send  # type: ignore[method-assign]
+        rounds._commit = self._commit  # type: ignore[method-assign]
+        rounds._owe_progress = self._owe  # type: ignore[method-assign]
+        rounds._repair = self._repair  # type: ignore[method-assign]
+
+    def _send(self, part: Part, *arguments: Any) -> Flight:
+        progress = part.progress().double()
+        flight = self.send(part, *arguments)
+        self.learned[part.index] += progress
+        return flight
+
+    def _commit(self, part: Part, flight: Flight, arrival: Any) -> None:
+        self.applied[part.index] += part.decode(flight.own, flight.layout, "").double()
+        self.commit(part, flight, arrival)
+
+    def _repair(self, part: Part, repair: Any, flight: Flight, inner_step: int) -> None:
+        self.applied[part.index] += part.decode(flight.own, flight.layout, "").double()
+        self.repair(part, repair, flight, inner_step)
+
+    def _owe(self, part: Part, *, always: bool = False) -> None:
+        if always:
+            self.learned[part.index] += part.progress().double()
+        self.owe(part, always=always)
+
+    def error(self) -> float:
+        """Largest of learned - (applied + in flight + owed), over the largest learned."""
+        worst = 0.0
+        for part, learned, applied in zip(
+            self.replica.diloco.parts, self.learned, self.applied, strict=True
+        ):
+            known = applied.clone()
+            for flight in part.in_flight:
+                known += part.decode(flight.own, flight.layout, "").double()
+            if part.slot.added is not None:
+                known += part.slot.added.double()
+            worst = max(worst, ((learned - known).abs().max() / learned.abs().max()).item())
+        return worst
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "streaming": {"overlap": Streaming(3, 0.5)},
+    "delayed": {"overlap": Delayed()},
+    "delayed_2": {"overlap": Delayed(2)},
+    "eager": {"overlap": Eager(), "outer": HeavyBall(LR, 0.0)},
+    "eager_2": {"overlap": Eager(2), "outer": HeavyBall(LR, 0.0)},
+    "co2": {"overlap": CO2(0.5, "gap-aware"), "outer": HeavyBall(LR, 0.5)},
+}
+
+
+def start(address: tuple[str, int], rank: int, members: Any, name: str, **options: Any) -> Replica:
+    settings = {"error_feedback": True, **POLICIES[name], **options}
+    return Replica(address, rank, members, Setup("int4", 3, H, name=name, options=settings))
+
+
+def live_on(
+    rank: int, world: int, address: tuple[str, int], name: str, stage: str, num_peers: int
+) -> dict[str, Any]:
+    """The last replica dies at a stage while fragments are under way; the others go on."""
+    replica = start(address, rank, range(world), name)
+    ledger = Ledger(replica) if POLICIES[name]["overlap"].rounds else None
+    replica.train_to(3 * H + 1)
+    in_flight = sum(len(part.in_flight) for part in replica.diloco.parts)
+    if rank == world - 1:
+        replica.fault("kill", stage, num_peers=num_peers)
+    failure = replica.train_until_failure(2 * H)
+    held = ledger.error() if ledger else 0.0
+    replica.diloco.change_group(range(world - 1))
+    rounds = [part.round for part in replica.diloco.parts]
+    settled = ledger.error() if ledger else 0.0
+    hashes = []
+    for _ in range(3 * H):
+        replica.step()
+        hashes.append(replica.diloco.outer_hash())
+    trained = ledger.error() if ledger else 0.0
+    replica.diloco.flush()
+    result = {
+        "failure": failure,
+        "in_flight": in_flight,
+        "rounds": rounds,
+        "hashes": hashes,
+        "end": replica.result(),
+        "errors": [held, settled, trained, ledger.error() if ledger else 0.0],
+    }
+    replica.diloco.close()
+    return result
+
+
+DEATHS = [
+    ("streaming", "header", 0),
+    ("streaming", "vote", 1),
+    ("delayed", "reduce", 0),
+    ("delayed", "vote", 1),
+    ("delayed_2", "vote", 1),
+    ("eager", "vote", 1),
+    ("eager_2", "post_exchange", 0),
+    ("co2", "vote", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "stage", "num_peers"), DEATHS)
+def test_survivors_lose_nothing(
+    fresh_workers: Callable[..., Pool], name: str, stage: str, num_peers: int
+) -> None:
+    """One error, state as before; nothing that was learned is lost, and all agree in the end."""
+    pool = fresh_workers(3, init_group=False)
+    results: list[Any] = pool.run(
+        live_on, pool.store, name, stage, num_peers, expect_exit={2}, timeout=40
+    )
+    first, second = results[:2]
+    for result in (first, second):
+        failure = result["failure"]
+        assert failure.kind == "SyncError" and failure.is_state_kept, failure
+        check_sentence(failure, [2])
+        assert result["in_flight"] >= 2
+        assert all(error < 1e-6 for error in result["errors"]), result["errors"]
+    assert first["rounds"] == second["rounds"]
+    assert first["end"].outer == second["end"].outer
+    assert first["end"].momentum == second["end"].momentum
+    assert first["end"].local == second["end"].local
+    if POLICIES[name]["overlap"].is_shared:
+        assert first["hashes"] == second["hashes"]
+
+
+# -------------------------------------------------------------------------------------- joiners
+
+
+def join_in_flight(rank: int, world: int, address: tuple[str, int], names: list[str]) -> list[Any]:
+    """Replica 2 joins in the middle of rounds; replicas agree as the policy says they do."""
+    results = []
+    for name in names:
+        if rank == 2:
+            replica = start(address, rank, range(3), name, init="join")
+        else:
+            replica = start(address, rank, range(2), name)
+            replica.train_to(3 * H + 1)
+            assert sum(len(part.in_flight) for part in replica.diloco.parts) >= 2
+            replica.diloco.change_group(range(3))
+        diloco = replica.diloco
+        joined = [diloco.outer_hash(), diloco.inner_step]
+        replica.train_to(6 * H + 1)
+        trained = diloco.outer_hash()
+        gap = replica_gap(replica) if isinstance(POLICIES[name]["overlap"], Eager) else 0.0
+        diloco.flush()
+        end = replica.result()
+        results.append((joined, trained, gap, [end.outer, end.local, end.momentum]))
+        diloco.close()
+    return results
+
+
+def replica_gap(replica: Replica) -> float:
+    """Outer parameters plus lr times the own terms that are in them: the same everywhere."""
+    exchange, worst = replica.diloco.exchange, 0.0
+    for part in replica.diloco.parts:
+        base = part.outer.clone()
+        for flight in part.in_flight:
+            own = part.decode(flight.own, flight.layout, "")
+            base += LR * flight.coefficient * own
+        theirs = base.clone()
+        exchange.broadcast([theirs], 0)
+        worst = max(worst, (base - theirs).abs().max().item())
+    return worst
+
+
+def test_joiner_enters_while_fragments_are_under_way(workers: Callable[[int], Pool]) -> None:
+    pool = workers(3)
+    names = list(POLICIES)
+    results = pool.run(join_in_flight, pool.store, names, timeout=60)
+    for name, *replicas in zip(names, *results, strict=True):
+        overlap = POLICIES[name]["overlap"]
+        joined, trained, gaps, ends = zip(*replicas, strict=True)
+        # A newcomer is a copy of the lowest replica, whatever the policy.
+        assert joined[2] == joined[0], name
+        assert all(end == ends[0] for end in ends), name
+        assert max(gaps) < 1e-6, name
+        if overlap.is_shared and not isinstance(overlap, Streaming):
+            assert len(set(trained)) == 1, name
+
+
+# ----------------------------------------------------------------------- a state after a failure
+
+
+def save_after_failure(
+    rank: int, world: int, address: tuple[str, int], names: list[str]
+) -> list[tuple[float, bool]]:
+    """The group dies with rounds under way; the saved state owes what they had."""
+    results = []
+    for name in names:
+        replica = start(address, rank, range(world), name)
+        ledger = Ledger(replica)
+        replica.train_to(2 * H + 1)
+        if rank == 1:
+            replica.fault("fail", "header")
+        try:
+            while True:
+                replica.step()
+        except SyncError as error:
+            describe(error, replica, 0.0)
+        learned = replica.diloco.state_dict()
+        own = learned[f"replica_{rank}"]
+        owes = any('"owes": true' in text for text in own["own"].values())
+        worst = 0.0
+        for part in replica.diloco.parts:
+            flat = torch.zeros(part.num_elements)
+            for view_name, view in part.fragment.views(flat).items():
+                view.copy_(own["residual"][view_name])
+            total = ledger.applied[part.index] + flat.double()
+            for flight in part.in_flight:
+                with contextlib.suppress(SyncError):
+                    flight.wait()
+                    total += part.decode(flight.own, flight.layout, "").double()
+            scale = ledger.learned[part.index].abs().max()
+            worst = max(worst, ((ledger.learned[part.index] - total).abs().max() / scale).item())
+        results.append((worst, owes))
+        replica.diloco.close()
+    return results
+
+
+def test_a_state_of_after_a_failure_owes_what_was_lost(fresh_workers: Callable[..., Pool]) -> None:
+    pool = fresh_workers(2, init_group=False)
+    for result in pool.run(save_after_failure, pool.store, ["delayed", "eager"], timeout=40):
+        for error, owes in result:
+            assert error < 1e-6 and owes
