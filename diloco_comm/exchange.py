@@ -124,6 +124,7 @@ class Exchange:
         self.joined: tuple[int, ...] = ()
         self.agreed_rounds: dict[int, int] = {}
         self.agreed_step = -1
+        self.lineage = 0  # the newest epoch whose rounds are in our state
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._closed = False
         self.store = store
@@ -225,6 +226,7 @@ class Exchange:
         self._engine.check_process()
         self.inner_step = header.inner_step
         round = slot.open_round(header)
+        round.epoch = self.epoch
         keys = [
             rng_key(seed, self.replica, stage, header.round, header.fragment) if stochastic else 0
             for stage in (STAGE_ENCODE, STAGE_REDUCE)

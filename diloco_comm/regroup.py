@@ -61,6 +61,7 @@ def enter(
     survivors = {r: i["rounds"] for r, i in plan.infos.items() if i["rounds"] is not None}
     last = {r: {int(f): n for f, n in v.items()} for r, v in survivors.items()}
     needs = find_repairs(last, exchange.num_under_way)
+    lineage = _common_lineage({r: plan.infos[r]["lineage"] for r in survivors})
     rank, size = members.index(exchange.replica), len(members)
     groups = []
     if size > 1:
@@ -73,6 +74,7 @@ def enter(
     exchange.agreed_step = min((plan.infos[r]["inner_step"] for r in survivors), default=-1)
     del groups
     missed = _missed_rounds(exchange, needs) if needs else []
+    exchange.lineage = lineage
     for slot in exchange.slots:
         slot.settle(missed)
         exchange.plan_slot(slot)
@@ -118,9 +120,39 @@ def _agree(
         members,
         epoch=exchange.epoch,
         settings=settings,
-        info={"rounds": rounds, "join": join, "inner_step": exchange.inner_step},
+        info={
+            "rounds": rounds,
+            "join": join,
+            "inner_step": exchange.inner_step,
+            "lineage": [
+                max([exchange.lineage, *(slot.applied_epoch for slot in exchange.slots)]),
+                max([exchange.lineage, *(slot.voted_epoch for slot in exchange.slots)]),
+            ],
+        },
         timeout=exchange.timeout,
     )
+
+
+def _common_lineage(lineages: dict[int, list[int]]) -> int:
+    """Return the newest epoch where a round was applied.
+
+    Args:
+        lineages: The newest epochs where each survivor has applied a round, and voted for one.
+
+    Raises:
+        SyncError: If a replica was left behind: the others have applied rounds in an epoch without
+            it. A round of its own with the same number is not the same.
+    """
+    newest = max((applied for applied, _ in lineages.values()), default=0)
+    behind = sorted(r for r, (_, voted) in lineages.items() if voted < newest)
+    if behind:
+        raise SyncError(
+            f"replicas {behind} did not take part in epoch {newest}, where others have applied "
+            "rounds: let them join anew",
+            stage="rendezvous",
+            missing=behind,
+        )
+    return newest
 
 
 def _newest(survivors: dict[int, dict[str, int]]) -> dict[int, int]:

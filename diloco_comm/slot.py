@@ -99,6 +99,7 @@ class Round:
     result: Tensor | None
     state: Literal["started", "agreed", "voted"] = "started"
     terms: Terms = field(default_factory=list)
+    epoch: int = 0
 
 
 class Pending:
@@ -218,6 +219,7 @@ class Slot:
         self.error_feedback = error_feedback
         self.residual_dtype = residual_dtype
         self.carries = carries
+        self.applied_epoch = 0
         self.owed: Tensor | None = None
         self._spent: Tensor | None = None
         self._is_reduction_stale = False
@@ -380,8 +382,16 @@ class Slot:
         for round in self.rounds:
             if round.state == "agreed":
                 self.rounds.remove(round)
+                self.applied_epoch = max(self.applied_epoch, round.epoch)
                 return
         raise RuntimeError("commit: no round of this slot has been agreed on; wait() first")
+
+    @property
+    def voted_epoch(self) -> int:
+        """The newest epoch where a round of ours was applied, or may have been by others."""
+        self._resolve_done()
+        voted = [round.epoch for round in self.rounds if round.state != "started"]
+        return max([self.applied_epoch, *voted])
 
     def held(self, fragment: int, number: int) -> Round | None:
         """Return a round that is not applied, but whose terms are complete, or None."""

@@ -116,3 +116,32 @@ def test_rounds_that_nobody_applied(fresh_workers: Callable[..., Pool], world: i
     for kept, num_residuals, sizes in pool.run(_regroup, pool.store):
         assert kept and num_residuals == (2 if world > 2 else 1)
         assert sizes == (1, int(world > 1))
+
+
+def _left_behind(rank: int, world: int, address: tuple[str, int]) -> str:
+    """The last replica comes back from an epoch that the others have left and gone on from."""
+    ex, slot = _connect(address, rank, world)
+    sync(ex, slot, [values(0, rank, N)], round=0)
+    slot.commit()
+    if rank == world - 1:
+        ex.inject_fault(action="fail", stage="reduce", chunk=0)
+    with pytest.raises(SyncError):
+        sync(ex, slot, [values(1, rank, N)], round=1)
+    if rank < world - 1:
+        ex.change_group(range(world - 1), last_rounds={0: 0})
+        sync(ex, slot, [values(1, rank, N)], round=1)
+        slot.commit()
+    # Its round 1 would be another one.
+    with pytest.raises(SyncError) as caught:
+        ex.change_group(range(world), last_rounds={0: 1})
+    assert caught.value.missing == (world - 1,)
+    ex.close()
+    return str(caught.value)
+
+
+def test_a_replica_that_was_left_behind_must_join_anew(
+    fresh_workers: Callable[..., Pool],
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    for message in pool.run(_left_behind, pool.store):
+        assert "replicas [2] did not take part in epoch" in message and "join anew" in message
