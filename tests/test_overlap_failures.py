@@ -79,6 +79,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "streaming": {"overlap": Streaming(3, 0.5)},
     "delayed": {"overlap": Delayed()},
     "delayed_2": {"overlap": Delayed(2)},
+    # Without error feedback the lost payloads are owed by themselves; fp32 loses nothing else.
+    "plain": {"overlap": Delayed(), "error_feedback": False},
     "eager": {"overlap": Eager(), "outer": HeavyBall(LR, 0.0)},
     "eager_2": {"overlap": Eager(2), "outer": HeavyBall(LR, 0.0)},
     "co2": {"overlap": CO2(0.5, "gap-aware"), "outer": HeavyBall(LR, 0.5)},
@@ -87,7 +89,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def start(address: tuple[str, int], rank: int, members: Any, name: str, **options: Any) -> Replica:
     settings = {"error_feedback": True, **POLICIES[name], **options}
-    return Replica(address, rank, members, Setup("int4", 3, H, name=name, options=settings))
+    wire = "int4" if settings["error_feedback"] else "fp32"
+    return Replica(address, rank, members, Setup(wire, 3, H, name=name, options=settings))
 
 
 def live_on(
@@ -129,6 +132,7 @@ DEATHS = [
     ("delayed", "reduce", 0),
     ("delayed", "vote", 1),
     ("delayed_2", "vote", 1),
+    ("plain", "vote", 1),
     ("eager", "vote", 1),
     ("eager_2", "post_exchange", 0),
     ("co2", "vote", 1),

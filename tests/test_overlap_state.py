@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from problems import equal, train_step
 from torch import Tensor, nn
 
@@ -101,3 +105,185 @@ def test_resume_after_every_inner_step(world: int, workers) -> None:
     names = list(SETTINGS) if world == 2 else ["delayed_2", "eager"]
     results = workers(world).run(resume_everywhere, names)
     assert results == [{name: [True] * NUM_STEPS for name in names}] * world
+
+
+# ------------------------------------------------------------------------ distributed checkpoints
+
+
+def checkpoint(rank: int, world: int, folder: str) -> dict[str, bool]:
+    """Save with torch.distributed.checkpoint with rounds under way, load in place, go on."""
+    matches = {}
+    for name in SETTINGS:
+        model, optimizer, diloco = attach(rank, name)
+        with diloco:
+            for step in range(7):
+                train_step(model, optimizer, rank, step, WIDTH)
+            assert any(part.in_flight for part in diloco.parts)
+            local = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            dcp.save({"diloco": diloco}, checkpoint_id=f"{folder}/{name}")
+            for step in range(7, NUM_STEPS):
+                train_step(model, optimizer, rank, step, WIDTH)
+            expected = snapshot(model, diloco)
+        model, optimizer, diloco = attach(rank, name)
+        with diloco:
+            dcp.load({"diloco": diloco}, checkpoint_id=f"{folder}/{name}")
+            model.load_state_dict(local[0])
+            optimizer.load_state_dict(local[1])
+            for step in range(7, NUM_STEPS):
+                train_step(model, optimizer, rank, step, WIDTH)
+            matches[name] = equal(snapshot(model, diloco), expected)
+    return matches
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_distributed_checkpoint(world: int, tmp_path: Path, workers) -> None:
+    results = workers(world).run(checkpoint, str(tmp_path))
+    assert results == [dict.fromkeys(SETTINGS, True)] * world
+
+
+# --------------------------------------------------------------------- other groups, other delays
+
+
+def hashes_of_a_smaller_group(
+    rank: int, world: int, state: dict[str, Any], overlap: Any
+) -> tuple[str, str]:
+    """Three replicas saved; two of them go on, with the rounds that were under way."""
+    model, optimizer, diloco = attach(rank, "delayed_2")
+    diloco.close()
+    if rank == 2:
+        dist.new_group([0, 1])
+        return "", ""
+    group = dist.new_group([0, 1])
+    model = WithBuffer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    diloco = DiLoCo(model, optimizer, group=group, overlap=overlap, **PLAIN)
+    with diloco:
+        diloco.load_state_dict(state)
+        before = diloco.outer_hash()
+        for step in range(7, NUM_STEPS):
+            train_step(model, optimizer, rank, step, WIDTH)
+        diloco.flush()
+        return before, diloco.outer_hash()
+
+
+PLAIN: dict[str, Any] = {"sync_every": SYNC_EVERY, "wire": "int8", "block_size": 32}
+
+
+def save_of_three(rank: int, world: int, overlap: Any) -> tuple[dict[str, Any], str]:
+    model = WithBuffer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, overlap=overlap, **PLAIN) as diloco:
+        for step in range(7):
+            train_step(model, optimizer, rank, step, WIDTH)
+        return copy.deepcopy(diloco.state_dict()), diloco.outer_hash()
+
+
+@pytest.mark.parametrize("overlap", [Streaming(2, 0.5), Delayed(2), Eager()], ids=repr)
+def test_a_smaller_group_takes_over_rounds_under_way(overlap: Any, workers) -> None:
+    pool = workers(3)
+    saves = pool.run(save_of_three, overlap)
+    state = copy.deepcopy(saves[0][0])
+    for rank in (1, 2):
+        key = f"replica_{rank}"
+        if key in saves[rank][0]:
+            state[key] = saves[rank][0][key]
+    first, second, _ = pool.run(hashes_of_a_smaller_group, state, overlap)
+    assert [first[0], second[0]] == [saves[0][1], saves[1][1]]
+    assert first[1] == second[1] != first[0]
+
+
+def unequal_delays(rank: int, world: int) -> tuple[bool, str, bool]:
+    """A replica that applies earlier has other outer parameters in between: its own part."""
+    model = WithBuffer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    arguments = {**PLAIN, "overlap": Streaming(2 * rank, 0.5)}
+    with DiLoCo(model, optimizer, **arguments) as diloco:
+        for step in range(4):
+            train_step(model, optimizer, rank, step, WIDTH)
+        saved = copy.deepcopy((diloco.state_dict(), model.state_dict(), optimizer.state_dict()))
+        with pytest.raises(ValueError, match="save on every replica"):
+            diloco.state_dict(shared=True)
+        for step in range(4, NUM_STEPS):
+            train_step(model, optimizer, rank, step, WIDTH)
+        expected = snapshot(model, diloco)
+    model = WithBuffer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, **arguments) as diloco:
+        diloco.load_state_dict(saved[0])
+        model.load_state_dict(saved[1])
+        optimizer.load_state_dict(saved[2])
+        for step in range(4, NUM_STEPS):
+            train_step(model, optimizer, rank, step, WIDTH)
+        is_resumed = equal(snapshot(model, diloco), expected)
+        diloco.flush()
+        return is_resumed, diloco.outer_hash(), "parts" in saved[0]
+
+
+def test_unequal_delays_are_saved_apart(workers) -> None:
+    first, second = workers(2).run(unequal_delays)
+    assert first == second == (True, first[1], False)
+
+
+# ------------------------------------------------------------------------ states that do not fit
+
+
+def without(state: dict[str, Any], path: str) -> dict[str, Any]:
+    """Copy a state without one entry; ``*`` is the first key of a mapping."""
+    state = copy.deepcopy(state)
+    *parents, last = path.split("/")
+    inner: Any = state
+    for key in parents:
+        inner = inner[next(iter(inner)) if key == "*" else key]
+    del inner[next(iter(inner)) if last == "*" else last]
+    return state
+
+
+def damaged_states(rank: int, world: int) -> list[tuple[str, str, bool]]:
+    results = []
+    settings = {
+        "delayed_2": ["outer", "outer/*", "parts/0", "parts/1/round", "buffers", "flights/0/0/*",
+                      "replica_0/own/*", "replica_0/residual/*", "inner_step", "replica_0"],
+        "eager": ["replica_0", "replica_0/outer/*", "replica_0/flights/*/*/*"],
+    }  # fmt: skip
+    for name, paths in settings.items():
+        model, optimizer, diloco = attach(rank, name)
+        with diloco:
+            for step in range(7):
+                train_step(model, optimizer, rank, step, WIDTH)
+            state = copy.deepcopy(diloco.state_dict())
+            other = copy.deepcopy(state)
+            outer = other.get("outer") or other["replica_0"]["outer"]
+            for parameter in outer:
+                outer[parameter] += 1.0
+            before = snapshot(model, diloco)
+            for path in paths:
+                try:
+                    diloco.load_state_dict(without(other, path))
+                except ValueError as error:
+                    kept = equal(before, snapshot(model, diloco))
+                    results.append((path, str(error), kept))
+                else:
+                    results.append((path, "", False))
+    return results
+
+
+def test_a_damaged_state_is_refused_and_nothing_is_changed(workers) -> None:
+    for path, error, is_kept in workers(1).run(damaged_states)[0]:
+        assert is_kept, (path, error)
+        assert "saved state" in error, (path, error)
+
+
+def test_rounds_under_way_need_their_policy() -> None:
+    model, optimizer, diloco = attach(0, "delayed")
+    with diloco:
+        for step in range(7):
+            train_step(model, optimizer, 0, step, WIDTH)
+        state = copy.deepcopy(diloco.state_dict())
+        diloco.flush()
+        flushed = copy.deepcopy(diloco.state_dict())
+    other = attach(0, "streaming")[2]
+    with other:
+        with pytest.raises(ValueError, match=r"rounds under way with overlap .*Delayed"):
+            other.load_state_dict(state, strict=False)
+        other.load_state_dict(flushed, strict=False)
+        assert other.inner_step == 7
