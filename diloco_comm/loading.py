@@ -168,7 +168,8 @@ def _plan_flights(
     is_busy = shared is not None and bool(json.loads(shared)["rounds"])
     is_busy = is_busy or (mine is not None and (mine["owes"] or mine["is_ahead"]))
     if not is_busy or part.slot is None:
-        return []
+        # What rounding left of rounds long applied; another policy has no use for it.
+        return _plan_owed(part, own, mine) if state.get("overlap") == scope.kind else []
     if state.get("overlap") != scope.kind:
         raise ValueError(
             f"the saved state has rounds under way with overlap {state.get('overlap')}, this one "
