@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-DEFAULT_WINDOW = 4
+DEFAULT_WINDOW = 2
 _open: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
@@ -67,7 +67,7 @@ class Exchange:
         epoch: The first epoch is above this.
         name: Distinguishes several exchanges on one store.
         join: We come to replicas that call ``change_group`` with us among the members.
-        window: Chunks under way in each phase.
+        window: Chunks under way in each phase and lane, with more than two replicas.
         num_under_way: Rounds of one fragment that may be agreed on and not yet applied.
         report_patience: Seconds that a failed exchange waits for the reports of the others;
             default: the environment's, 3.

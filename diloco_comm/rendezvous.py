@@ -250,7 +250,7 @@ def _propose_plan(store: dist.Store, hellos: dict[int, dict[str, Any]]) -> str:
 def build_groups(
     store: dist.Store, epoch: int, rank: int, size: int, lanes: int, timeout: float
 ) -> list[dist.ProcessGroupGloo]:
-    """Connect the groups of an epoch, one for each lane, named by number.
+    """Connect the groups of an epoch, two for each lane, named by number.
 
     gloo binds to GLOO_SOCKET_IFNAME, else to the host's address, else to loopback.
 
@@ -260,8 +260,8 @@ def build_groups(
     limit = timedelta(seconds=timeout)
     groups = []
     started = time.monotonic()
-    for lane in range(lanes):
-        prefix = dist.PrefixStore(f"{epoch}/{lane}", store)
+    for number in range(2 * lanes):
+        prefix = dist.PrefixStore(f"{epoch}/{number}", store)
         try:
             groups.append(dist.ProcessGroupGloo(prefix, rank, size, limit))
         except RuntimeError as error:

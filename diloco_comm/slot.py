@@ -31,13 +31,22 @@ def empty_pages(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32
     return _C.empty_pages(num_bytes).view(dtype).view(shape)
 
 
-def auto_chunk_bytes(payload_bytes: int) -> int:
-    """Choose the chunk of a payload: four chunks, none below 2 MiB or above 4 MiB.
+# Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
+# at 100 Mbit/s, at 1 Gbit/s and on a loopback.
+_CHUNKS = ((2 << 20, 2 << 20), (12 << 20, 512 << 10), (24 << 20, 2 << 20))
+_LARGEST_CHUNK = 4 << 20
 
-    Each message wakes a few threads, so small payloads travel whole; large chunks leave the link
-    idle while the first is encoded and the last reduced (benchmarks/exchange.py --chunk).
+
+def auto_chunk_bytes(payload_bytes: int) -> int:
+    """Choose the chunk of a payload by a table.
+
+    Each message wakes a few threads, which costs fast links time; but with large chunks a slow
+    link idles while the last is reduced, and the ranks' flows crowd each other out.
     """
-    return min(max(payload_bytes // 4, 2 << 20), 4 << 20)
+    for limit, chunk_bytes in _CHUNKS:
+        if payload_bytes <= limit:
+            return chunk_bytes
+    return _LARGEST_CHUNK
 
 
 @dataclass
@@ -258,6 +267,8 @@ class Slot:
         self.rank, self.world_size, self.num_chunks = rank, world_size, num_chunks
         self.layout = Layout.plan(self.num_elements, world_size, num_chunks, wire)
         layout = self.layout
+        # Two ranks send whole payloads, which need no staging: the link gets all there is.
+        window = min(window * lanes, num_chunks) if world_size > 2 else num_chunks
         self.native = _C.Plan(
             layout.num_elements,
             layout.num_runs,
@@ -272,8 +283,7 @@ class Slot:
             window,
             impl,
         )
-        ring = min(window, num_chunks) if world_size > 2 else 0
-        self.staging_bytes = ring * world_size * layout.run_bytes
+        self.staging_bytes = window * world_size * layout.run_bytes if world_size > 2 else 0
         self._owns = [empty_pages(layout.payload_bytes, torch.uint8)]
         self._results = []
         if world_size > 1:

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -84,7 +85,8 @@ void Engine::refuse_if_dead() const {
 void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
                     c10::intrusive_ptr<c10d::Store> store, const std::string& prefix) {
     check_process();
-    TORCH_CHECK(membership.size() == 1 || !groups.empty(), "attach: a group is needed");
+    TORCH_CHECK(membership.size() == 1 || (!groups.empty() && groups.size() % 2 == 0),
+                "attach: each lane needs two groups, got ", groups.size());
     auto board = std::make_shared<Board>(std::move(store), options_.report_patience, prefix,
                                          options_.replica, membership.replicas);
     auto session = std::make_shared<Session>(std::move(membership), std::move(groups),
@@ -127,25 +129,31 @@ void Engine::start(const JobPtr& job) {
 
 void Engine::encode_all(const JobPtr& job) {
     const Plan& plan = *job->plan;
-    const int64_t chunk_elements =
-        plan.layout.num_runs / plan.num_chunks * plan.layout.run_elements;
-    // One chunk first, so that the link has work; then enough for every intra-op thread.
+    const Layout& layout = plan.layout;
+    // Little first, so that the peers hear of this job and the link has work; then enough for
+    // every intra-op thread.
+    constexpr int64_t kFirstElements = int64_t{1} << 18;
     constexpr int64_t kElementsPerThread = int64_t{1} << 20;
-    const int64_t batch =
-        std::max<int64_t>(1, at::get_num_threads() * kElementsPerThread / chunk_elements);
+    const auto num_runs_of = [&](int64_t elements) {
+        return std::max<int64_t>(1, elements / layout.run_elements);
+    };
+    const int64_t batch = num_runs_of(at::get_num_threads() * kElementsPerThread);
     const auto begin_time = Clock::now();
     bool is_submitted = false;
     try {
-        for (int64_t chunk = 0; chunk < plan.num_chunks;) {
-            const int64_t end_chunk = chunk == 0 ? 1 : std::min(plan.num_chunks, chunk + batch);
-            const int64_t begin = std::min(chunk * chunk_elements, plan.layout.num_elements);
-            const int64_t end = std::min(end_chunk * chunk_elements, plan.layout.num_elements);
+        for (int64_t run = 0; run < layout.num_runs;) {
+            const int64_t num_runs = is_submitted ? batch : num_runs_of(kFirstElements);
+            const int64_t end_run = std::min(layout.num_runs, run + num_runs);
+            const int64_t begin = layout.run_begin(run);
+            const int64_t end = layout.run_begin(end_run);
             if (begin < end) call_encode(*job, begin, end);
-            chunk = end_chunk;
-            job->announce(chunk);
+            run = end_run;
+            job->announce(run);
             // A wrong argument shows in the first call, before any peer has heard of this job.
             if (!is_submitted) submit(job);
             is_submitted = true;
+            // Where cores are scarce, the threads that ship must not wait for all of this.
+            sched_yield();
         }
     } catch (...) {
         std::lock_guard<std::mutex> lock(job->mutex);

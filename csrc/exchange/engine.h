@@ -35,7 +35,7 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Starts an epoch. `groups`: one for each lane; empty for a single replica. The store carries
+    // Starts an epoch. `groups`: two for each lane; empty for a single replica. The store carries
     // failure reports under `prefix`. Waits until no job runs, as reserve_staging() and
     // emulate_link() do, and throws after the timeout.
     void attach(Membership membership, std::vector<BackendPtr> groups,

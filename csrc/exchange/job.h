@@ -97,7 +97,7 @@ struct Job {
     // Progress, guarded by `mutex`.
     std::mutex mutex;
     std::condition_variable changed;
-    int64_t num_encoded = 0;  // chunks
+    int64_t num_encoded = 0;  // runs
     bool is_encode_failed = false;
     bool is_done = false;
 
@@ -117,10 +117,10 @@ struct Job {
 
     bool has_payload() const { return plan != nullptr; }
 
-    void announce(int64_t chunks) {
+    void announce(int64_t runs) {
         {
             std::lock_guard<std::mutex> lock(mutex);
-            num_encoded = chunks;
+            num_encoded = runs;
         }
         changed.notify_all();
     }

@@ -62,10 +62,10 @@ void Session::wait_all(std::vector<Receipt>& receipts) {
 
 // -------------------------------------------------------------------------------------- chunks
 
-void Session::wait_for_encoded(Job& job, int64_t chunk) {
+void Session::wait_for_encoded(Job& job, int64_t run) {
     Stopwatch watch(job.seconds["wait_encode"]);
     std::unique_lock<std::mutex> lock(job.mutex);
-    job.changed.wait(lock, [&] { return job.num_encoded > chunk || job.is_encode_failed; });
+    job.changed.wait(lock, [&] { return job.num_encoded > run || job.is_encode_failed; });
     if (job.is_encode_failed) throw std::runtime_error("encoding failed on this replica");
 }
 
@@ -133,7 +133,7 @@ void Session::post_chunk(Job& job, const Step& step) {
     InFlight& chunk = in_flight_[static_cast<size_t>(step.chunk % (2 * job.plan->window + 1))];
     chunk.exchange_recvs.push_back(
         transport_.recv(step.lane, peer(1), tag, bytes(job.result) + offset, num_bytes));
-    wait_for_encoded(job, step.chunk);
+    wait_for_encoded(job, first + transport_.size() - 1);
     chunk.sends.push_back(
         transport_.send(step.lane, peer(1), tag, bytes(job.payload) + offset, num_bytes));
 }
@@ -157,9 +157,9 @@ void Session::post_exchange(Job& job, const Step& step, const at::Tensor& stagin
                                                       bytes(job.result) + (first + from) * stride,
                                                       used_bytes(from)));
     }
-    wait_for_encoded(job, step.chunk);
     for (int i = 1; i <= num_peers(); ++i) {
         const int to = peer(i);
+        wait_for_encoded(job, first + to);
         chunk.sends.push_back(transport_.send(step.lane, to, data_tag(0, step.chunk),
                                               bytes(job.payload) + (first + to) * stride,
                                               used_bytes(to)));
@@ -171,6 +171,7 @@ void Session::reduce(Job& job, int64_t chunk, const at::Tensor& staging) {
     const int64_t size = transport_.size();
     const int64_t run = chunk * size + transport_.rank();
     if (layout.run_length(run) == 0) return;
+    wait_for_encoded(job, run);
     const int64_t stride = layout.run_bytes;
     const at::Tensor received =
         staging.narrow(0, (chunk % job.plan->window) * size * stride, size * stride);
@@ -203,7 +204,7 @@ void Session::post_vote_recvs(uint64_t sequence) {
 void Session::vote(Job& job) {
     const uint64_t sequence = job.header.sequence;
     // A single replica has no chunk to wait for; its bad elements are known when all are encoded.
-    wait_for_encoded(job, job.plan->num_chunks - 1);
+    wait_for_encoded(job, job.plan->layout.num_runs - 1);
     // The others have given up by now, and may go on without us.
     if (num_peers() > 0 && Clock::now() >= deadline_) {
         throw std::runtime_error("it was too late to vote");

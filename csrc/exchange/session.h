@@ -71,7 +71,7 @@ class Session {
     void post_chunk(Job& job, const Step& step);
     void reduce(Job& job, int64_t chunk, const at::Tensor& staging);
     void post_publish(Job& job, const Step& step);
-    void wait_for_encoded(Job& job, int64_t chunk);
+    void wait_for_encoded(Job& job, int64_t run);
     void exchange_blobs(Job& job);
     void broadcast(Job& job);
     void post_vote_recvs(uint64_t sequence);

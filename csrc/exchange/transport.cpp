@@ -25,10 +25,14 @@ void Transport::emulate_link(double gbps, double rtt_ms) {
     link_ = gbps > 0 ? std::make_unique<Link>(gbps, rtt_ms) : nullptr;
 }
 
+c10d::Backend& Transport::group(int lane, int from, int to) const {
+    return *groups_[static_cast<size_t>(2 * lane + (from > to ? 1 : 0))];
+}
+
 WorkPtr Transport::post_send(int lane, int peer, int tag, const void* data, size_t num_bytes) {
     std::vector<at::Tensor> tensors{as_tensor(data, num_bytes)};
     std::lock_guard<std::mutex> lock(post_mutex_);
-    return groups_[static_cast<size_t>(lane)]->send(tensors, peer, tag);
+    return group(lane, rank_, peer).send(tensors, peer, tag);
 }
 
 Receipt Transport::send(int lane, int peer, int tag, const void* data, size_t num_bytes) {
@@ -57,7 +61,7 @@ Receipt Transport::recv(int lane, int peer, int tag, void* data, size_t num_byte
     std::vector<at::Tensor> tensors{as_tensor(data, num_bytes)};
     try {
         std::lock_guard<std::mutex> lock(post_mutex_);
-        receipt.work = groups_[static_cast<size_t>(lane)]->recv(tensors, peer, tag);
+        receipt.work = group(lane, peer, rank_).recv(tensors, peer, tag);
     } catch (const std::exception& error) {
         throw TransportError(peer, error.what());
     }

@@ -1,8 +1,9 @@
 // Messages between the ranks of one epoch over c10d backends: tagged send and recv, deadlines,
 // abort from another thread, and an emulated link.
 //
-// Each group is a lane: a connection to every peer. Every message has its own tag, so nothing
-// depends on the order in which messages arrive.
+// A lane is two groups, hence two connections to every peer, one for each direction: gloo's thread
+// cannot read from a connection while another thread writes to it, and polls in vain meanwhile.
+// Every message has its own tag, so nothing depends on the order in which messages arrive.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -68,6 +69,8 @@ class Transport {
     int64_t received_bytes() const { return received_bytes_; }
 
   private:
+    // The group of a lane that carries messages from rank `from` to rank `to`.
+    c10d::Backend& group(int lane, int from, int to) const;
     WorkPtr post_send(int lane, int peer, int tag, const void* data, size_t num_bytes);
     void wait_for_work(c10d::Work& work, Clock::time_point deadline);
 

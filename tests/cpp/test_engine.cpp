@@ -76,7 +76,7 @@ struct World {
 
     void new_epoch() {
         mailboxes.clear();
-        for (int i = 0; i < lanes; ++i) mailboxes.push_back(std::make_shared<Mailbox>());
+        for (int i = 0; i < 2 * lanes; ++i) mailboxes.push_back(std::make_shared<Mailbox>());
     }
 
     void attach(Engine& engine, int rank, int64_t epoch) {
