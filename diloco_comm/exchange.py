@@ -175,7 +175,7 @@ class Exchange:
             wire: What travels.
             error_feedback: Keep what encoding loses, and add it to the next round.
             residual_dtype: Of what is kept, fp32 or bf16.
-            carries: The caller moves the parameters at each send; see ``Slot``.
+            carries: The caller moves the parameters at each send; see ``residuals``.
         """
         slot = Slot(
             num_elements,
@@ -231,7 +231,7 @@ class Exchange:
             rng_key(seed, self.replica, stage, header.round, header.fragment) if stochastic else 0
             for stage in (STAGE_ENCODE, STAGE_REDUCE)
         ]
-        new_residual, new_reduce_residual = slot.new_residuals
+        residuals = slot.residuals
         job = self._begin(
             self._engine.start,
             of=header,
@@ -243,10 +243,10 @@ class Exchange:
             params=params,
             encode_key=keys[0],
             reduce_key=keys[1],
-            residual=slot.added,
-            new_residual=new_residual,
-            reduce_residual=slot.reduce_residual,
-            new_reduce_residual=new_reduce_residual,
+            residual=residuals.added,
+            new_residual=residuals.new,
+            reduce_residual=residuals.reduce,
+            new_reduce_residual=residuals.new_reduce,
         )
         pending = Pending(slot, round, job)
         slot.add_round(round, pending)

@@ -213,7 +213,7 @@ def _plan_owed(
     values = torch.empty(part.num_elements)
     _check(part.fragment.views(values), own.get("owed", {}))
     _copy(part.fragment.views(values), own["owed"])
-    return [_bind(part.slot.owe, values)]
+    return [_bind(part.slot.residuals.owe, values)]
 
 
 def _check(own: Mapping[str, Tensor], saved: Any) -> None:

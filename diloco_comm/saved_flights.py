@@ -21,7 +21,7 @@ from .exchange import Header
 from .flights import Arrival, Flight
 from .overlap import Own
 from .parts import Part
-from .slot import Round, Slot
+from .slot import Slot
 from .wire import Layout, WireFormat
 
 _SHARED = ("number", "kind", "sent_step", "apply_step", "lr")
@@ -108,7 +108,7 @@ class Saved:
             terms = flight.arrival.terms
             own = terms[0][0] if flight.own is None else flight.own
             header = Header(flight.kind, fragment=part.index, round=flight.number)
-            part.slot.adopt(Round(header, flight.layout, own, None, "agreed", terms))
+            part.slot.adopt(header, flight.layout, own, terms)
 
 
 def unpack(

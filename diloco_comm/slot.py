@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import _C
 from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+from .residuals import Residuals
 from .wire import Layout, WireFormat
 
 _ERRORS = {
@@ -99,7 +100,7 @@ class Round:
     """One exchange of a slot that is not applied yet: buffers, and how far it is.
 
     "voted": it failed after this rank's vote, so the terms are complete, and peers that got all
-    votes may have applied them.
+    votes may have applied them. One that is adopted comes from a saved state.
     """
 
     header: Header
@@ -109,6 +110,7 @@ class Round:
     state: Literal["started", "agreed", "voted"] = "started"
     terms: Terms = field(default_factory=list)
     epoch: int = 0
+    is_adopted: bool = False
 
 
 class Pending:
@@ -171,7 +173,7 @@ class Pending:
             return
         round.state = "agreed"
         round.terms = self._slot.terms_of(round, job.weights)
-        self._slot.agree()
+        self._slot.residuals.agreed()
         counters = dict(job.counters)
         self._outcome = Outcome(
             terms=round.terms,
@@ -198,18 +200,10 @@ class Slot:
     A round's payloads are free as soon as it is applied or voted down. What a round that failed at
     the vote has left stays as it is until ``settle``.
 
-    What encoding loses is added to the next encoding. Either a lost round stays in the parameters,
-    which the next encoding sees again: then residuals go on when a round is agreed on. Or the
-    caller moves the parameters at each send, and gives a lost round back by ``owe``
-    (``carries``): then residuals go on when a round is encoded, and several may be under way.
-
     Attributes:
         layout: How payloads are laid out in the current group.
-        residual: Error feedback of the first encoding, [num_elements], or None.
-        reduce_residual: Of the second one, [num_chunks * run_elements]: the runs that this rank
-            owns, one after the other; None without error feedback or with fewer than three ranks.
-        owed: fp32 [num_elements] that the next encoding adds, or None; with error feedback, the
-            residual holds it.
+        residuals: What encoding loses; the reduction's have [num_chunks * run_elements]: the runs
+            that this rank owns, one after the other, with three ranks and more.
     """
 
     def __init__(
@@ -226,19 +220,10 @@ class Slot:
         self.num_elements = num_elements
         self.wire = wire
         self.error_feedback = error_feedback
-        self.residual_dtype = residual_dtype
-        self.carries = carries
         self.applied_epoch = 0
-        self.owed: Tensor | None = None
-        self._spent: Tensor | None = None
-        self._is_reduction_stale = False
-        self.residual: Tensor | None = None
-        self.reduce_residual: Tensor | None = None
-        self._new_residual: Tensor | None = None
-        self._new_reduce_residual: Tensor | None = None
-        if error_feedback:
-            self.residual = empty_pages(num_elements, residual_dtype)
-            self._new_residual = empty_pages(num_elements, residual_dtype)
+        self.residuals = Residuals(
+            num_elements, error_feedback=error_feedback, dtype=residual_dtype, carries=carries
+        )
         self._owner: tuple[int, Layout] | None = None
         self._latest: Round | None = None
         self._owns: list[Tensor] = []
@@ -291,15 +276,15 @@ class Slot:
         if self._owner == (rank, layout):
             return
         self._owner = (rank, layout)
-        self.reduce_residual = self._new_reduce_residual = None
-        if self.error_feedback and world_size > 2:
-            count = num_chunks * layout.run_elements
-            self.reduce_residual = empty_pages(count, self.residual_dtype)
-            self._new_reduce_residual = empty_pages(count, self.residual_dtype)
+        self.residuals.plan_reduction(num_chunks * layout.run_elements if world_size > 2 else 0)
 
     @property
-    def new_residuals(self) -> tuple[Tensor | None, Tensor | None]:
-        return self._new_residual, self._new_reduce_residual
+    def residual(self) -> Tensor | None:
+        return self.residuals.value
+
+    @property
+    def reduce_residual(self) -> Tensor | None:
+        return self.residuals.reduce
 
     def open_round(self, header: Header) -> Round:
         """Choose buffers for a new round: none that an earlier round still needs.
@@ -308,7 +293,7 @@ class Slot:
             RuntimeError: If error feedback would need the verdict of the round before.
         """
         self._resolve_done()
-        is_unsure = self.error_feedback and not self.carries
+        is_unsure = self.error_feedback and not self.residuals.carries
         if is_unsure and any(r.state == "started" for r in self.rounds):
             raise RuntimeError("with error feedback, wait() for a round before the next start()")
         own = self._take(self._owns, [r.own for r in self.rounds])
@@ -322,65 +307,24 @@ class Slot:
         self._latest = round
         self._pendings = [p for p in self._pendings if not p._outcome and not p._error]
         self._pendings.append(pending)
-        if self.carries:
-            self._spent, self.owed = self.owed, None
-            self.swap_residuals()
+        self.residuals.encoded()
 
-    def adopt(self, round: Round) -> None:
+    def adopt(self, header: Header, layout: Layout, own: Tensor, terms: Terms) -> None:
         """Take in a round of a saved state, agreed on and not applied."""
+        round = Round(header, layout, own, None, "agreed", terms, is_adopted=True)
         self.rounds.append(round)
-
-    @property
-    def added(self) -> Tensor | None:
-        """What the next encoding adds to the pseudo-gradient, or None."""
-        return self.owed if self.residual is None else self.residual
-
-    @property
-    def added_before(self) -> Tensor | None:
-        """What the last ``start`` added; see ``rewind``."""
-        return self._spent if self.residual is None else self._new_residual
-
-    def owe(self, values: Tensor) -> None:
-        """Add ``values`` (fp32 [num_elements]) to what the next encoding adds."""
-        if self.added is None:
-            self.owed = torch.zeros(self.num_elements)
-        assert self.added is not None
-        self.added.add_(values)
-
-    def rewind(self) -> None:
-        """Take back what the last ``start`` did to ``added``: the caller did not move the
-        parameters, so that the next encoding sees the same values again."""
-        assert self.carries
-        if self.error_feedback:
-            self.residual, self._new_residual = self._new_residual, self.residual
-        else:
-            self.owed, self._spent = self._spent, None
 
     def forget(self) -> None:
         """Drop all rounds and what is owed; no exchange of theirs may be under way."""
         self._resolve_done()
         self.rounds, self._latest, self._pendings = [], None, []
-        self.owed = self._spent = None
-        self._is_reduction_stale = False
-
-    def agree(self) -> None:
-        """A round is agreed on: what its encodings lost is owed to the next one."""
-        if self.carries:
-            self._is_reduction_stale = False
-        else:
-            self.swap_residuals()
+        self.residuals.forget()
 
     def drop(self, round: Round) -> None:
         """A round is voted down, or its group died before the vote."""
         is_last = round is self.rounds[-1]
         self.rounds.remove(round)
-        if not self.carries:
-            return
-        # The reduction of a later round under way started from this one's residual. If that round
-        # is lost as well, two steps back lead to the buffer in use.
-        if is_last and not self._is_reduction_stale:
-            self._swap_reduce_residuals()
-        self._is_reduction_stale = not is_last
+        self.residuals.dropped(is_last=is_last)
 
     def commit(self) -> None:
         """Say that the oldest round agreed on is applied: its buffers are free.
@@ -419,11 +363,10 @@ class Slot:
         """
         self._resolve_done()
         last = self._latest
-        if self.carries:
-            dropped = [r for r in self.rounds if r not in applied]
-            if (len(dropped) + self._is_reduction_stale) % 2:
-                self._swap_reduce_residuals()
-            self.rounds, self._latest, self._is_reduction_stale = [], None, False
+        if self.residuals.carries:
+            given_up = [r for r in self.rounds if r not in applied and not r.is_adopted]
+            self.residuals.given_up(len(given_up))
+            self.rounds, self._latest = [], None
             return
         # What encoding lost is owed to the next round if, and only if, the last one is applied.
         if (
@@ -431,7 +374,7 @@ class Slot:
             and last in self.rounds
             and (last.state == "voted") == (last in applied)
         ):
-            self.swap_residuals()
+            self.residuals.swap()
         self.rounds, self._latest = [], None
 
     def terms_of(self, round: Round, weights: list[float]) -> Terms:
@@ -441,16 +384,6 @@ class Slot:
             return [(round.result, 1.0)]
         payloads = [round.own, round.result] if self.rank == 0 else [round.result, round.own]
         return list(zip(payloads, weights, strict=True))
-
-    def swap_residuals(self) -> None:
-        self.residual, self._new_residual = self._new_residual, self.residual
-        self._swap_reduce_residuals()
-
-    def _swap_reduce_residuals(self) -> None:
-        self.reduce_residual, self._new_reduce_residual = (
-            self._new_reduce_residual,
-            self.reduce_residual,
-        )
 
     def _resolve_done(self) -> None:
         for pending in self._pendings:

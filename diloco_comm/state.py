@@ -122,7 +122,7 @@ def _look_at(part: Part, scope: Scope) -> _View:
         except SyncError:
             failed.append(flight)
     # A round that has arrived may have moved the residual on.
-    added = part.slot.added if part.slot else None
+    added = part.slot.residuals.added if part.slot else None
     view = _View(arrived, added, list(part.corrections), part.owes)
     if scope.overlap.rounds and isinstance(part, ParameterPart):
         for flight in failed:
@@ -133,7 +133,7 @@ def _look_at(part: Part, scope: Scope) -> _View:
 def _lose(part: ParameterPart, flight: Flight, view: _View) -> None:
     assert part.slot is not None
     if flight.is_local_kept:
-        view.added = part.slot.added_before
+        view.added = part.slot.residuals.added_before
         return
     if flight.own is None:
         return

@@ -99,8 +99,8 @@ class Turns(Rounds):
             return
         assert part.slot is not None and fresh.own is not None
         part.is_ahead = True
-        part.slot.rewind()
-        part.slot.owe(part.decode(fresh.own, fresh.layout, self.impl).neg_())
+        part.slot.residuals.rewind()
+        part.slot.residuals.owe(part.decode(fresh.own, fresh.layout, self.impl).neg_())
 
     def _finish(
         self,
@@ -205,7 +205,7 @@ class Turns(Rounds):
         """Owe what the local parameters hold beyond the outer ones; they are about to lose it."""
         if isinstance(part, ParameterPart) and (part.is_ahead or always):
             assert part.slot is not None
-            part.slot.owe(part.progress())
+            part.slot.residuals.owe(part.progress())
             part.owes = part.owes or always
             part.is_ahead = False
 
@@ -230,11 +230,11 @@ class Turns(Rounds):
             return
         assert part.slot is not None
         if flight.is_local_kept:
-            part.slot.rewind()
+            part.slot.residuals.rewind()
             return
         if flight.own is None:
             return
-        part.slot.owe(part.decode(flight.own, flight.layout, self.impl))
+        part.slot.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
         part.owes = True
         if flight.coefficient:
             own = Own(flight.own.clone(), flight.coefficient, flight.layout)

@@ -34,11 +34,9 @@ class Ledger:
         parts = self.replica.diloco.parts
         self.learned = [torch.zeros(part.num_elements, dtype=torch.float64) for part in parts]
         self.applied = [torch.zeros(part.num_elements, dtype=torch.float64) for part in parts]
-        self.send, self.commit, self.owe = rounds.send, rounds._commit, rounds._owe_progress
-        self.repair = rounds._repair
+        self.send, self.commit, self.repair = rounds.send, rounds._commit, rounds._repair
         rounds.send = self._send  # type: ignore[method-assign]
         rounds._commit = self._commit  # type: ignore[method-assign]
-        rounds._owe_progress = self._owe  # type: ignore[method-assign]
         rounds._repair = self._repair  # type: ignore[method-assign]
 
     def _send(self, part: Part, *arguments: Any) -> Flight:
@@ -52,13 +50,9 @@ class Ledger:
         self.commit(part, flight, arrival)
 
     def _repair(self, part: Part, repair: Any, flight: Flight, inner_step: int) -> None:
+        self.learned[part.index] += part.progress().double()
         self.applied[part.index] += part.decode(flight.own, flight.layout, "").double()
         self.repair(part, repair, flight, inner_step)
-
-    def _owe(self, part: Part, *, always: bool = False) -> None:
-        if always:
-            self.learned[part.index] += part.progress().double()
-        self.owe(part, always=always)
 
     def error(self) -> float:
         """Largest of learned - (applied + in flight + owed), over the largest learned."""
@@ -69,8 +63,8 @@ class Ledger:
             known = applied.clone()
             for flight in part.in_flight:
                 known += part.decode(flight.own, flight.layout, "").double()
-            if part.slot.added is not None:
-                known += part.slot.added.double()
+            if part.slot.residuals.added is not None:
+                known += part.slot.residuals.added.double()
             worst = max(worst, ((learned - known).abs().max() / learned.abs().max()).item())
         return worst
 
