@@ -95,9 +95,11 @@ def live_on(
     ledger = Ledger(replica) if POLICIES[name]["overlap"].rounds else None
     replica.train_to(3 * H + 1)
     in_flight = sum(len(part.in_flight) for part in replica.diloco.parts)
+    # Nobody is ahead by steps that the others would have to take after the death.
+    replica.diloco.exchange.exchange_objects(b"")
     if rank == world - 1:
         replica.fault("kill", stage, num_peers=num_peers)
-    failure = replica.train_until_failure(2 * H)
+    failure = replica.train_until_failure(4 * H)
     held = ledger.error() if ledger else 0.0
     replica.diloco.change_group(range(world - 1))
     rounds = [part.round for part in replica.diloco.parts]
@@ -224,6 +226,7 @@ def save_after_failure(
         replica = start(address, rank, range(world), name)
         ledger = Ledger(replica)
         replica.train_to(2 * H + 1)
+        replica.diloco.exchange.exchange_objects(b"")
         if rank == 1:
             replica.fault("fail", "header")
         try:
