@@ -33,6 +33,13 @@ def mean_state(exchange: Exchange, parts: Sequence[Part], impl: str) -> dict[str
     return state
 
 
+def mean_outer(exchange: Exchange, parts: Sequence[ParameterPart], impl: str) -> list[Tensor]:
+    """Return each part's mean outer parameters, fp32 [num_elements]; a collective call."""
+    return [
+        _means_of(exchange, part, impl)[0] if part.num_elements else part.outer for part in parts
+    ]
+
+
 def equalize(exchange: Exchange, parts: Sequence[Part], impl: str) -> None:
     """Set outer parameters, momenta and local parameters to the means; a collective call.
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import consensus, env, handshake, joining, loading, ops
+from . import consensus, env, handshake, joining, loading, ops, shards
 from . import state as saved_state
+from .consensus import mean_outer
 from .errors import SyncError
 from .fragments import (
     FragmentSpec,
@@ -197,6 +198,8 @@ class DiLoCo:
         self._num_fragments = len(fragments)
         self._description = describe_parameters(fragments)
         self._layout = layout_hash(fragments, self.schedule)
+        self._saved_layout = layout_hash(fragments, self.schedule, whole=True)
+        self._worker = shards.worker([param for _, param in named])
         if settings.average_buffers:
             buffers = BufferPart(len(fragments), model)
             self.parts.append(buffers)
@@ -206,7 +209,7 @@ class DiLoCo:
 
     def _start(self, model: nn.Module, group: dist.ProcessGroup | None, init: str) -> None:
         if group is not None:
-            handshake.warn_if_ddp_spans_replicas(model, group)
+            handshake.warn_if_spans_replicas(model, group)
         self._agree()
         named = {name: tensor for part in self.parts for name, tensor in part.named().items()}
         if init == "check":
@@ -284,20 +287,19 @@ class DiLoCo:
             consensus: Take their mean over the replicas, see ``consensus()``; a collective call.
         """
         self._refuse_if_swapped()
-        means = self.consensus()["outer"] if consensus else None
-        local = [[tensor.clone() for tensor in part.tensors()] for part in self._parameter_parts()]
+        parts = self._parameter_parts()
+        outers = [part.outer for part in parts]
+        if consensus:
+            outers = mean_outer(self.exchange, parts, self.impl)
+        local = [[tensor.clone() for tensor in part.tensors()] for part in parts]
         self._is_swapped = True
         try:
-            for part in self._parameter_parts():
-                if means is None:
-                    part.write_local(self.impl)
-                else:
-                    for name, tensor in part.named().items():
-                        tensor.copy_(means[name])
+            for part, outer in zip(parts, outers, strict=True):
+                ops.merge(outer, part.tensors(), impl=self.impl)
             yield
         finally:
             self._is_swapped = False
-            for part, saved in zip(self._parameter_parts(), local, strict=True):
+            for part, saved in zip(parts, local, strict=True):
                 for tensor, value in zip(part.tensors(), saved, strict=True):
                     tensor.copy_(value)
 
@@ -364,9 +366,10 @@ class DiLoCo:
         return saved_state.Scope(
             self.exchange.replica,
             self.exchange.members,
-            self._layout,
+            self._saved_layout,
             self.settings.overlap,
             self._is_state_shared,
+            self._worker,
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:

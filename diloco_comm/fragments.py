@@ -10,52 +10,94 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import shards
+from .cutting import Named, balanced, by_layers, by_patterns
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-REST = "rest"
 # What wrappers put into names; the same weight has one name with and without them.
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 FragmentSpec = int | str | Sequence[str | Sequence[str]]
-Named = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
 class Fragment:
     """A set of parameters that is exchanged together.
 
+    Of a DTensor it is the local shard that takes part. A worker that holds nothing of a fragment
+    of DTensors exchanges a single zero instead, the *filler*, so that its rounds and failures are
+    those of the workers with the other shards.
+
     Attributes:
         names: Names in the model, in its order.
         params: The parameters themselves; virtually concatenated in memory order.
-        num_elements: Elements of all of them; may be 0, and then nothing is exchanged.
+        modules: FSDP modules that may hold gathered copies of them.
+        filler: None where it is not needed.
     """
 
     index: int
     names: tuple[str, ...]
     params: tuple[nn.Parameter, ...]
+    modules: tuple[Any, ...] = ()
+    filler: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        is_empty = not any(shards.local(param).numel() for param in self.params)
+        if is_empty and any(shards.is_sharded(param) for param in self.params):
+            object.__setattr__(self, "filler", torch.zeros(1))
 
     @property
     def num_elements(self) -> int:
-        return sum(param.numel() for param in self.params)
+        """Elements of all of them that are here; may be 0, and then nothing is exchanged."""
+        return sum(tensor.numel() for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return the parameters as they lie now, detached; writing to these writes to them."""
-        return [param.detach() for param in self.params]
+        """Return what is exchanged as it lies now, detached; writing to it writes to them."""
+        filler = [] if self.filler is None else [self.filler]
+        return [*self.named().values(), *filler]
+
+    def named(self) -> dict[str, Tensor]:
+        """Return what is here of each parameter, detached; writing to it writes to them."""
+        shards.reshard(self.modules)
+        pairs = zip(self.names, self.params, strict=True)
+        return {name: shards.local(param) for name, param in pairs}
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Cut ``flat`` ([num_elements], any dtype) into views shaped like the parameters."""
+        """Cut ``flat`` ([num_elements], any dtype) into views shaped like the parameters.
+
+        They are DTensors where the parameters are.
+        """
         views, offset = {}, flat.storage_offset()
         for name, param in zip(self.names, self.params, strict=True):
-            views[name] = flat.as_strided(param.shape, param.stride(), offset)
-            offset += param.numel()
+            shard = shards.local(param)
+            view = flat.as_strided(shard.shape, shard.stride(), offset)
+            views[name] = shards.like(view, param)
+            offset += shard.numel()
         return views
+
+    def check(self, saved: Any) -> None:
+        """Raise ValueError unless ``load`` can take the saved tensors."""
+        for name, param in zip(self.names, self.params, strict=True):
+            if not isinstance(saved, Mapping) or name not in saved:
+                raise ValueError(f"the saved state lacks parameter {name!r}")
+            reason = shards.misfit(saved[name], param)
+            if reason:
+                raise ValueError(f"the saved parameter {name!r} {reason}")
+
+    def load(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
+        """Copy saved tensors, named like the parameters, into ``flat`` ([num_elements])."""
+        for (name, view), param in zip(self.views(flat).items(), self.params, strict=True):
+            target, source = shards.local(view), shards.part_of(saved[name], param)
+            # The saved tensor is the live one when a checkpoint was loaded in place.
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
 
 
 def memory_order(tensor: Tensor) -> Tensor:
@@ -89,6 +131,8 @@ def trainable_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Opti
         ValueError: If an optimizer holds a parameter that the model lacks, or there are none.
         TypeError: If a parameter is not float32, bfloat16 or float16, or not dense in memory.
     """
+    # FSDP registers its shards, which the optimizer holds, only while nothing is gathered.
+    shards.reshard(shards.fsdp_modules(model))
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     wanted = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
     named: Named = []
@@ -132,6 +176,7 @@ def _check_parameter(name: str, param: Tensor) -> None:
             f"parameter {name!r} is {param.dtype}: only float32, bfloat16 and float16 parameters "
             "can be exchanged"
         )
+    param = shards.local(param)
     if type(param.data) is not Tensor or param.layout != torch.strided:
         raise TypeError(
             f"parameter {name!r} is a {type(param.data).__name__} with layout {param.layout}: "
@@ -169,116 +214,16 @@ def make_fragments(model: nn.Module, named: Named, spec: FragmentSpec) -> list[F
     if isinstance(spec, bool) or not isinstance(spec, (int, str, Sequence)):
         raise TypeError(f"fragments must be a number, a string or patterns, got {spec!r}")
     if isinstance(spec, int):
-        parts = _balanced(named, spec)
+        parts = balanced(named, spec)
     elif isinstance(spec, str):
-        parts = _by_layers(unwrap_model(model), named, spec)
+        parts = by_layers(unwrap_model(model), named, spec)
     else:
-        parts = _by_patterns(named, spec)
+        parts = by_patterns(named, spec)
+    modules = shards.fsdp_modules(model)
     return [
-        Fragment(index, tuple(name for name, _ in part), tuple(param for _, param in part))
+        Fragment(index, tuple(name for name, _ in part), tuple(param for _, param in part), modules)
         for index, part in enumerate(parts)
     ]
-
-
-def _balanced(named: Named, num_fragments: int) -> list[Named]:
-    """Cut where the running number of elements is nearest to equal shares."""
-    if not 1 <= num_fragments <= len(named):
-        raise ValueError(
-            f"fragments must be between 1 and the number of parameters {len(named)}, "
-            f"got {num_fragments}"
-        )
-    ends = list(accumulate(param.numel() for _, param in named))
-    cuts = [0]
-    for p in range(1, num_fragments):
-        target = ends[-1] * p / num_fragments
-        # Every fragment keeps at least one tensor.
-        choices = range(cuts[-1] + 1, len(named) - (num_fragments - p) + 1)
-        cuts.append(min(choices, key=lambda cut: abs(ends[cut - 1] - target)))
-    cuts.append(len(named))
-    return [named[begin:end] for begin, end in pairwise(cuts)]
-
-
-def _by_layers(model: nn.Module, named: Named, spec: str) -> list[Named]:
-    scheme, _, size_text = spec.partition(":")
-    if scheme not in ("layers", "sequential") or not size_text.isdigit() or int(size_text) < 1:
-        raise ValueError(
-            f"unknown fragments {spec!r}: it must be a number, 'layers:N', 'sequential:N' "
-            "or lists of name patterns"
-        )
-    layer_of = _layers_of_parameters(model)
-    used = sorted({layer_of[id(param)] for _, param in named if id(param) in layer_of})
-    if not used:
-        raise ValueError(
-            f"fragments={spec!r} found no list of layers of one class in "
-            f"{type(model).__name__}: give a number or lists of name patterns"
-        )
-    size = int(size_text)
-    num_fragments = -(-len(used) // size)
-    parts: list[Named] = [[] for _ in range(num_fragments + 1)]
-    for name, param in named:
-        if id(param) not in layer_of:
-            parts[-1].append((name, param))
-            continue
-        position = used.index(layer_of[id(param)])
-        strided = scheme == "layers"
-        parts[position % num_fragments if strided else position // size].append((name, param))
-    return [part for part in parts if part]
-
-
-def _layers_of_parameters(model: nn.Module) -> dict[int, int]:
-    """Map id(param) to the number of its layer; a tied weight belongs to its first owner.
-
-    Layers are the children of the outermost containers that hold at least two modules, all of
-    one class and all with parameters.
-    """
-    prefixes: list[str] = []
-    for name, module in model.named_modules():
-        if any(f"{name}.".startswith(prefix) for prefix in prefixes):
-            continue
-        if _is_list_of_layers(module):
-            root = f"{name}." if name else ""
-            prefixes += [f"{root}{child}." for child, _ in module.named_children()]
-    layer_of: dict[int, int] = {}
-    for name, param in model.named_parameters():
-        for layer_idx, prefix in enumerate(prefixes):
-            if name.startswith(prefix):
-                layer_of[id(param)] = layer_idx
-                break
-    return layer_of
-
-
-def _is_list_of_layers(module: nn.Module) -> bool:
-    children = list(module.children())
-    return (
-        isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        and len(children) >= 2
-        and len({type(child) for child in children}) == 1
-        and all(any(True for _ in child.parameters()) for child in children)
-    )
-
-
-def _by_patterns(named: Named, spec: Sequence[str | Sequence[str]]) -> list[Named]:
-    patterns = [[entry] if isinstance(entry, str) else list(entry) for entry in spec]
-    rest = [index for index, entry in enumerate(patterns) if entry == [REST]]
-    if not patterns or len(rest) > 1:
-        raise ValueError(f"fragments needs at least one pattern and at most one {REST!r}: {spec}")
-    parts: list[Named] = [[] for _ in patterns]
-    for name, param in named:
-        hits = [
-            index
-            for index, entry in enumerate(patterns)
-            if index not in rest and any(fnmatchcase(name, pattern) for pattern in entry)
-        ]
-        hits = hits or rest
-        if not hits:
-            raise ValueError(f"parameter {name!r} is matched by no fragment; add {REST!r}?")
-        if len(hits) > 1:
-            raise ValueError(f"parameter {name!r} is matched by fragments {hits}, one expected")
-        parts[hits[0]].append((name, param))
-    for index, part in enumerate(parts):
-        if not part:
-            raise ValueError(f"fragment {index} with patterns {patterns[index]} matches nothing")
-    return parts
 
 
 # ----------------------------------------------------------------------------------- schedule
@@ -328,23 +273,35 @@ class Schedule:
 # ------------------------------------------------------------------------------------- layout
 
 
-def describe_parameters(fragments: Sequence[Fragment]) -> list[str]:
-    """Describe every parameter in one line: fragment, name, shape, strides, dtype."""
+def describe_parameters(fragments: Sequence[Fragment], *, whole: bool = False) -> list[str]:
+    """Describe every parameter in one line: fragment, name, shape, strides, dtype.
+
+    Args:
+        whole: Describe DTensors as wholes, however they are sharded, instead of what is here.
+    """
     return [
-        describe(f"{fragment.index} {name}", param)
+        describe(f"{fragment.index} {name}", param, whole=whole)
         for fragment in fragments
         for name, param in zip(fragment.names, fragment.params, strict=True)
     ]
 
 
-def describe(what: str, tensor: Tensor) -> str:
-    """Describe a tensor in one line: what it is, shape, strides, dtype."""
+def describe(what: str, tensor: Tensor, *, whole: bool = False) -> str:
+    """Describe a tensor in one line: what it is, shape, strides, dtype, and which shard."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{what} {list(tensor.shape)} {list(tensor.stride())} {dtype}"
+    if whole or not shards.is_sharded(tensor):
+        return f"{what} {list(tensor.shape)} {list(tensor.stride())} {dtype}"
+    shard = shards.local(tensor)
+    shape = f"{list(shard.shape)} {list(shard.stride())}"
+    return f"{what} {shape} {dtype}, {shards.position(tensor)}"
 
 
-def layout_hash(fragments: Sequence[Fragment], schedule: Schedule) -> int:
-    """Hash names, shapes, dtypes, fragments, H and offsets to 63 bits, alike on all replicas."""
-    text = json.dumps([describe_parameters(fragments), schedule.sync_every, schedule.offsets])
+def layout_hash(fragments: Sequence[Fragment], schedule: Schedule, *, whole: bool = False) -> int:
+    """Hash names, shapes, dtypes, fragments, H and offsets to 63 bits, alike on all replicas.
+
+    ``whole`` as in ``describe_parameters``: then alike on all shards, too.
+    """
+    lines = describe_parameters(fragments, whole=whole)
+    text = json.dumps([lines, schedule.sync_every, schedule.offsets])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import _C
+from . import _C, shards
 from .errors import ReplicaMismatch
 from .exchange import Exchange
 from .fragments import memory_order
@@ -109,20 +109,23 @@ def _from_store(
     return Exchange(store, replica, everyone, **options)
 
 
-def warn_if_ddp_spans_replicas(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Warn when DDP averages gradients over ranks of other replicas at every step."""
-    replicas = set(dist.get_process_group_ranks(group))
+def warn_if_spans_replicas(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Warn when DDP or FSDP averages gradients over ranks of other replicas at every step."""
+    spans = [("FullyShardedDataParallel", "mesh", shards.spanned_ranks(list(model.parameters())))]
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            shared = replicas & set(dist.get_process_group_ranks(module.process_group))
-            if len(shared) > 1:
-                warnings.warn(
-                    f"DistributedDataParallel averages gradients over ranks {sorted(shared)} at "
-                    "every step, but these are different replicas: give it a process_group of "
-                    "this replica's own workers",
-                    stacklevel=3,
-                )
-                return
+            ranks = set(dist.get_process_group_ranks(module.process_group))
+            spans.append(("DistributedDataParallel", "process_group", ranks))
+    replicas = set(dist.get_process_group_ranks(group))
+    for who, argument, ranks in spans:
+        shared = sorted(replicas & ranks)
+        if len(shared) > 1:
+            warnings.warn(
+                f"{who} averages gradients over ranks {shared} at every step, but these are "
+                f"different replicas: give it a {argument} of this replica's own workers",
+                stacklevel=3,
+            )
+            return
 
 
 # -------------------------------------------------------------------------------- agreement

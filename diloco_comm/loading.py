@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import saved_flights
 from .parts import ParameterPart, Part
@@ -44,7 +43,7 @@ def restore(
         writes.append(_bind(set_numbers, part, numbers))
         if isinstance(part, ParameterPart):
             writes += _plan_tensors(part, home, numbers)
-            writes += _plan_residuals(part, own, scope.replica, strict)
+            writes += _plan_residuals(part, own, scope, strict)
         writes += _plan_flights(part, home, numbers, own, state, scope, strict)
     inner_step = int(_need(state, "inner_step"))
 
@@ -97,50 +96,51 @@ def _home(
 def _plan_tensors(
     part: ParameterPart, home: Mapping[str, Any], numbers: Mapping[str, Any]
 ) -> list[Callable[[], None]]:
-    outer = part.fragment.views(part.outer)
+    fragment = part.fragment
     saved_outer = _need(home, "outer")
-    _check(outer, saved_outer)
+    fragment.check(saved_outer)
     buffers = _need(home, "buffers")
     part.state.check(set(buffers))
     for saved in buffers.values():
-        _check(outer, saved)
+        fragment.check(saved)
     extra = dict(_need(numbers, "extra")) if "extra" in numbers else {}
 
     def load_buffers() -> None:
         flats = {}
         for name, saved in buffers.items():
             flats[name] = torch.empty_like(part.outer)
-            _copy(part.fragment.views(flats[name]), saved)
+            fragment.load(flats[name], saved)
         part.state.load(flats, extra)
 
-    return [_bind(_copy, outer, saved_outer), load_buffers]
+    return [_bind(fragment.load, part.outer, saved_outer), load_buffers]
 
 
 def _plan_residuals(
-    part: ParameterPart, own: Mapping[str, Any] | None, replica: int, strict: bool
+    part: ParameterPart, own: Mapping[str, Any] | None, scope: Scope, strict: bool
 ) -> list[Callable[[], None]]:
     slot = part.slot
     if slot is None or slot.residual is None:
         return []
     saved = None if own is None else own.get("residual") or None
-    shard = None if own is None else own.get("reduce_residual", {}).get(str(part.index))
+    shard = None if own is None else own.get("reduce_residual", {}).get(scope.key(part))
     own_shard = slot.reduce_residual
     fits = saved is not None and (
         own_shard is None or (shard is not None and own_shard.shape == shard.shape)
     )
     if fits and saved is not None:
-        _check(part.fragment.views(slot.residual), saved)
+        part.fragment.check(saved)
     elif strict:
         raise ValueError(
-            f"the saved state holds no error-feedback residuals that fit replica {replica} in a "
-            "group of this size: it was saved by other replicas; strict=False starts them at zero"
+            "the saved state holds no error-feedback residuals that fit replica "
+            f"{scope.replica} in a group of this size: it was saved by other replicas; "
+            "strict=False starts them at zero"
         )
 
     def load() -> None:
-        # Views are taken now: the buffers may have been swapped since the check.
+        # Looked up now: the buffers may have been swapped since the check.
         assert slot.residual is not None
         if fits and saved is not None:
-            _copy(part.fragment.views(slot.residual), saved)
+            part.fragment.load(slot.residual, saved)
         else:
             slot.residual.zero_()
         if slot.reduce_residual is not None:
@@ -161,8 +161,9 @@ def _plan_flights(
     scope: Scope,
     strict: bool,
 ) -> list[Callable[[], None]]:
-    key = str(part.index)
-    shared = numbers.get("flights")
+    key = scope.key(part)
+    shared = numbers.get(scope.flights)
+    _refuse_other_shards(numbers, scope)
     text = None if own is None else own.get("own", {}).get(key)
     mine = None if text is None else json.loads(text)
     is_busy = shared is not None and bool(json.loads(shared)["rounds"])
@@ -211,24 +212,18 @@ def _plan_owed(
         return []
     assert isinstance(part, ParameterPart) and part.slot is not None
     values = torch.empty(part.num_elements)
-    _check(part.fragment.views(values), own.get("owed", {}))
-    _copy(part.fragment.views(values), own["owed"])
+    part.fragment.check(own.get("owed", {}))
+    part.fragment.load(values, own["owed"])
     return [_bind(part.slot.residuals.owe, values)]
 
 
-def _check(own: Mapping[str, Tensor], saved: Any) -> None:
-    for name, tensor in own.items():
-        if not isinstance(saved, Mapping) or name not in saved:
-            raise ValueError(f"the saved state lacks parameter {name!r}")
-        if saved[name].shape != tensor.shape:
+def _refuse_other_shards(numbers: Mapping[str, Any], scope: Scope) -> None:
+    """Raise if rounds were under way in payloads that are cut in another way."""
+    if scope.flights in numbers:
+        return
+    for name, text in numbers.items():
+        if name.startswith("flights") and json.loads(text)["rounds"]:
             raise ValueError(
-                f"the saved parameter {name!r} has shape {tuple(saved[name].shape)}, "
-                f"{tuple(tensor.shape)} expected"
+                "the saved state has rounds under way between replicas of another number of "
+                "shards: flush() before the save to change it"
             )
-
-
-def _copy(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    for name, tensor in own.items():
-        # The saved tensor is the live one when a checkpoint was loaded in place.
-        if saved[name].data_ptr() != tensor.data_ptr():
-            tensor.copy_(saved[name])

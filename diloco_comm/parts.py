@@ -92,7 +92,7 @@ class Part(ABC):
         """Return the local tensors, detached, under their names in the model."""
 
     def tensors(self) -> list[Tensor]:
-        """Return the local tensors, detached."""
+        """Return what is exchanged: the local tensors, detached."""
         return list(self.named().values())
 
     @abstractmethod
@@ -134,7 +134,10 @@ class ParameterPart(Part):
             offset += flat.numel()
 
     def named(self) -> dict[str, Tensor]:
-        return dict(zip(self.fragment.names, self.fragment.tensors(), strict=True))
+        return self.fragment.named()
+
+    def tensors(self) -> list[Tensor]:
+        return self.fragment.tensors()
 
     def open_slot(self, exchange: Exchange) -> None:
         if self.num_elements:

@@ -47,6 +47,7 @@ class Scope:
         members: Replicas of the group, this one among them.
         layout: Hash of names, shapes, fragments and schedule.
         is_shared: Whether outer parameters and rounds are the same on all replicas.
+        worker: Who this is among those that hold the shards of the replica, such as "1of4".
     """
 
     replica: int
@@ -54,6 +55,16 @@ class Scope:
     layout: int
     overlap: Overlap
     is_shared: bool
+    worker: str = ""
+
+    def key(self, part: Part) -> str:
+        """Name what belongs to a part and is not cut along its parameters."""
+        return f"{part.index}@{self.worker}" if self.worker else str(part.index)
+
+    @property
+    def flights(self) -> str:
+        """Name the numbers of rounds under way."""
+        return f"flights@{self.worker}" if self.worker else "flights"
 
     @property
     def depth(self) -> int:
@@ -151,8 +162,8 @@ def _collect_shared(part: Part, view: _View, scope: Scope, home: dict[str, Any])
         flights, payloads = saved_flights.pack_shared(
             view.flights, part.slot, scope.members, scope.depth
         )
-        home["parts"][key]["flights"] = flights
-        home["flights"][key] = payloads
+        home["parts"][key][scope.flights] = flights
+        home["flights"][scope.key(part)] = payloads
     if isinstance(part, ParameterPart):
         home["outer"].update(part.fragment.views(part.outer))
         for name, flat in part.state.tensors().items():
@@ -161,7 +172,7 @@ def _collect_shared(part: Part, view: _View, scope: Scope, home: dict[str, Any])
 
 def _collect_own(part: Part, view: _View, scope: Scope, own: dict[str, Any]) -> bool:
     """Return whether the part has something that differs between replicas."""
-    slot, key = part.slot, str(part.index)
+    slot, key = part.slot, scope.key(part)
     if slot is None:
         return False
     if slot.residual is not None and isinstance(part, ParameterPart):

@@ -1,0 +1,126 @@
+"""Parameters of which a worker holds a part: FSDP2's and other DTensors.
+
+What is exchanged is the local shard, with the same shard of the other replicas. It is looked up
+anew at each use, because FSDP may give a parameter other memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether the tensor is a DTensor."""
+    # Who has not imported the module has none, and the import takes seconds.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this worker holds of a tensor, detached; writing to it writes to the tensor."""
+    with torch.no_grad():
+        return (tensor.to_local() if is_sharded(tensor) else tensor).detach()  # type: ignore[attr-defined]
+
+
+def like(shard: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``shard`` as the local part of a tensor that is distributed like ``tensor``."""
+    if not is_sharded(tensor):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        shard,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def part_of(saved: Tensor, tensor: Tensor) -> Tensor:
+    """Return this worker's part of a saved tensor, a DTensor or the whole, for ``tensor``."""
+    if not is_sharded(tensor) or is_sharded(saved):
+        return local(saved)
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    # Without a source rank nothing is sent: everyone has the whole.
+    return local(distribute_tensor(saved.detach(), mesh, placements, src_data_rank=None))
+
+
+def misfit(saved: Tensor, tensor: Tensor) -> str:
+    """Say why ``part_of`` cannot take a saved tensor; "" when it can."""
+    if saved.shape != tensor.shape:
+        return f"has shape {tuple(saved.shape)}, {tuple(tensor.shape)} expected"
+    if not is_sharded(saved):
+        return ""
+    if is_sharded(tensor) and _split(saved) == _split(tensor):
+        return ""
+    return (
+        "was sharded in another way: read it with torch.distributed.checkpoint, or give the whole "
+        "tensor (full_tensor())"
+    )
+
+
+def _split(tensor: DTensor | Any) -> tuple[Any, ...]:
+    return tuple(tensor.device_mesh.shape), tuple(tensor.placements)
+
+
+def position(tensor: Tensor) -> str:
+    """Say which part of a tensor this worker holds; "" for all of it."""
+    if not is_sharded(tensor):
+        return ""
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements = ", ".join(str(one) for one in tensor.placements)  # type: ignore[attr-defined]
+    where = list(mesh.get_coordinate() or [])
+    return f"part {where} of {list(mesh.shape)} ({placements}) of {list(tensor.shape)}"
+
+
+def worker(tensors: Sequence[Tensor]) -> str:
+    """Name this worker among those that hold the shards of a replica, as "1of4"; "" if one does.
+
+    Meshes of different size are those of parameters that some workers have in common; the largest
+    one tells all workers apart.
+    """
+    meshes: list[Any] = [t.device_mesh for t in tensors if is_sharded(t)]  # type: ignore[attr-defined]
+    mesh = max(meshes, key=lambda one: one.size(), default=None)
+    if mesh is None or mesh.size() == 1:
+        return ""
+    ranks = mesh.mesh.flatten().tolist()
+    return f"{ranks.index(dist.get_rank())}of{len(ranks)}"
+
+
+def spanned_ranks(tensors: Sequence[Tensor]) -> set[int]:
+    """Return the global ranks that the tensors are distributed over."""
+    meshes: list[Any] = [t.device_mesh for t in tensors if is_sharded(t)]  # type: ignore[attr-defined]
+    return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+
+
+# ---------------------------------------------------------------------------------------- FSDP
+
+
+def fsdp_modules(model: nn.Module) -> tuple[Any, ...]:
+    """List the modules that ``fully_shard`` was called on."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is None:
+        return ()
+    return tuple(m for m in model.modules() if isinstance(m, module.FSDPModule))
+
+
+def reshard(modules: Sequence[Any]) -> None:
+    """Free the gathered copies that a forward without a backward left behind.
+
+    The next forward would use these, and not see what is written to the shards meanwhile.
+    """
+    for module in modules:
+        module.reshard()
