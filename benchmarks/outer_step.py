@@ -188,20 +188,20 @@ def measure_memory(args: argparse.Namespace) -> dict[str, float]:
     gc.collect()
     # Writing 5 sets the peak back to the present resident set.
     Path("/proc/self/clear_refs").write_text("5")
-    before = _resident_bytes()
+    before = resident_bytes()
     diloco = attach(replica.model, replica.optimizer, args)
     for _ in range(args.sync_every * (args.warmup_iters + args.iters)):
         with torch.no_grad():
             for parameter in parameters:
                 parameter.mul_(0.999)
         diloco.step()
-    growth = [_resident_bytes() - before, _resident_bytes(peak=True) - before]
+    growth = [resident_bytes() - before, resident_bytes(peak=True) - before]
     diloco.close()
     now, peak = (growth_bytes / model_bytes for growth_bytes in common.slowest_of_ranks(growth))
     return {"model_bytes": model_bytes, "resident_sizes": now, "peak_sizes": peak}
 
 
-def _resident_bytes(peak: bool = False) -> int:
+def resident_bytes(peak: bool = False) -> int:
     name = "VmHWM" if peak else "VmRSS"
     match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None

@@ -1,0 +1,393 @@
+"""Measure an outer step against torchft's DiLoCo: time blocked, CPU, memory, loss.
+
+    PYTHONPATH=DIR python benchmarks/against_torchft.py -g 2
+    PYTHONPATH=DIR python benchmarks/against_torchft.py -g 2 --fragments 4 --delay 1 --sync-every 8
+
+DIR holds torchft 0.2.0 (the script says how to install it when it is not there). Equal
+transformers of 25 million parameters train in the same processes on the same text, one under
+torchft, one without any exchange, and the others under ours; their rounds of H inner steps
+alternate. Memory is measured afterwards, in processes of its own for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import common
+import torch
+import torch.distributed as dist
+import torchft_peer
+from outer_step import Transformer, resident_bytes
+from torch import Tensor, nn
+
+from diloco_comm.tools.demo_data import Batches, load_corpus, validation_windows
+
+SKIPPED = 77
+LR, MOMENTUM = 0.7, 0.9
+PEERS = ("torchft", "torchft_buckets")
+OURS = ("diloco_fp32", "diloco_int8")
+VARIANTS = (*PEERS, "alone", *OURS)
+_CONTEXT = 32
+
+
+class Backend(Protocol):
+    """What synchronises one model."""
+
+    num_syncs: int
+    coordination_s: float
+
+    def step(self) -> None: ...
+
+    def outer_parameters(self) -> AbstractContextManager[None]: ...
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """No exchange at all: what training costs by itself."""
+
+    num_syncs = 0
+    coordination_s = 0.0
+
+    def step(self) -> None:
+        pass
+
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+class Ours:
+    """Our DiLoCo on torchft's schedule: the same fragments, sent and applied at the same steps."""
+
+    coordination_s = 0.0
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace
+    ) -> None:
+        from diloco_comm import Blocking, DiLoCo, Nesterov, Streaming
+
+        period = args.sync_every // args.fragments
+        self._diloco = DiLoCo(
+            model,
+            optimizer,
+            sync_every=args.sync_every,
+            fragments=fragment_patterns(args.fragments),
+            offsets=[period * (i + 1) - args.delay for i in range(args.fragments)],
+            overlap=Streaming(args.delay, alpha=0.0) if args.delay else Blocking(),
+            outer=Nesterov(LR, MOMENTUM),
+            wire=args.variant.removeprefix("diloco_"),
+            impl=args.impl,
+            init="check",
+            attach=False,
+        )
+        self.step = self._diloco.step
+        self.close = self._diloco.close
+
+    @property
+    def num_syncs(self) -> int:
+        return self._diloco.totals().num_syncs
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        with self._diloco.outer_parameters():
+            yield
+
+
+class Replica:
+    """One model, its inner optimizer, its data and what synchronises it."""
+
+    def __init__(self, variant: str, args: argparse.Namespace) -> None:
+        torch.manual_seed(args.seed)
+        self.model = Transformer(args.width)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        corpus = load_corpus(None, dist.get_world_size())
+        rank = dist.get_rank()
+        seed = args.seed * dist.get_world_size() + rank
+        self._batches = Batches(corpus.shards[rank], args.batch, _CONTEXT, seed)
+        self._windows = validation_windows(corpus.validation, 64, _CONTEXT)
+        self.backend = self._open(argparse.Namespace(**{**vars(args), "variant": variant}))
+
+    def _open(self, args: argparse.Namespace) -> Backend:
+        if args.variant == "alone":
+            return Alone()
+        if args.variant in OURS:
+            return Ours(self.model, self.optimizer, args)
+        return torchft_peer.Peer(
+            fragment_modules(self.model, args.fragments),
+            self.optimizer,
+            sync_every=args.sync_every,
+            delay=args.delay,
+            lr=LR,
+            momentum=MOMENTUM,
+            use_buckets=args.variant.endswith("_buckets"),
+        )
+
+    def inner_step(self) -> None:
+        tokens, targets = self._batches.next()
+        self.optimizer.zero_grad(set_to_none=False)
+        logits = self.model(tokens)
+        nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Loss of the parameters that are in the model now, nats a byte."""
+        return float(self.model.loss(self._windows))
+
+
+def fragment_modules(model: Transformer, num_fragments: int) -> list[nn.Module]:
+    """Cut the model: the embedding, then equal runs of layers."""
+    if num_fragments == 1:
+        return [model]
+    layers = list(model.layers)
+    size = -(-len(layers) // (num_fragments - 1))
+    runs = [layers[i : i + size] for i in range(0, len(layers), size)]
+    return [model.embedding, *(nn.ModuleList(run) for run in runs)]
+
+
+def fragment_patterns(num_fragments: int) -> int | list[list[str]]:
+    """The same cut, by the names of the parameters."""
+    if num_fragments == 1:
+        return 1
+    with torch.device("meta"):
+        layers = len(Transformer(8).layers)
+    size = -(-layers // (num_fragments - 1))
+    runs = [range(i, min(i + size, layers)) for i in range(0, layers, size)]
+    return [["embedding.*"], *([f"layers.{i}.*" for i in run] for run in runs)]
+
+
+# ------------------------------------------------------------------------------------ time
+
+
+def run_round(replica: Replica, sync_every: int) -> dict[str, float]:
+    """One round of H inner steps: seconds blocked, of quorum and commit, CPU, and in all.
+
+    The replicas meet before every call, so that waiting for a peer's inner steps is in no figure.
+    """
+    backend = replica.backend
+    blocked, coordination = 0.0, backend.coordination_s
+    begin, cpu = time.perf_counter(), time.process_time()
+    for _ in range(sync_every):
+        replica.inner_step()
+        dist.barrier()
+        step_begin = time.perf_counter()
+        backend.step()
+        blocked += time.perf_counter() - step_begin
+    return {
+        "blocked": blocked,
+        "coordination": backend.coordination_s - coordination,
+        "cpu": time.process_time() - cpu,
+        "round": time.perf_counter() - begin,
+    }
+
+
+def measure_time(args: argparse.Namespace) -> dict[str, Any]:
+    """Train all variants in turn, round by round; figures of the slowest rank, and the losses."""
+    replicas = {name: Replica(name, args) for name in args.variants}
+    initial = flat_parameters(next(iter(replicas.values())).model)
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in replicas}
+    for i in range(args.warmup_iters + args.iters):
+        for name, replica in replicas.items():
+            times = run_round(replica, args.sync_every)
+            for key, seconds in times.items() if i >= args.warmup_iters else ():
+                samples[name].setdefault(key, []).append(seconds)
+    results: dict[str, Any] = {}
+    final: dict[str, Tensor] = {}
+    for name, replica in replicas.items():
+        slowest = {k: common.slowest_of_ranks(v) for k, v in samples[name].items()}
+        with replica.backend.outer_parameters():
+            results[name] = {"samples": slowest, "loss": replica.validate()}
+            final[name] = flat_parameters(replica.model)
+        results[name]["num_syncs"] = replica.backend.num_syncs
+    if "torchft" in final:
+        way = (final["torchft"] - initial).norm()
+        for name, parameters in final.items():
+            results[name]["distance"] = float((parameters - final["torchft"]).norm() / way)
+    for replica in replicas.values():
+        replica.backend.close()
+    return results
+
+
+def flat_parameters(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Growth of the resident set by one variant, in sizes of the model, largest rank.
+
+    Model and gradients exist before, and the inner steps in between allocate nothing.
+    """
+    (variant,) = args.variants
+    if variant in PEERS:
+        # The imports are not torchft's way of doing an outer step.
+        import torchft.local_sgd
+        import torchft.manager  # noqa: F401
+    replica = Replica("alone", args)
+    parameters = list(replica.model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    model_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    dist.all_reduce(torch.zeros(1 << 20))
+    gc.collect()
+    # Writing 5 sets the peak back to the present resident set.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes()
+    backend = replica._open(argparse.Namespace(**{**vars(args), "variant": variant}))
+    for _ in range(args.sync_every * (args.warmup_iters + args.iters)):
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(0.999)
+        backend.step()
+    growth = [resident_bytes() - before, resident_bytes(peak=True) - before]
+    backend.close()
+    now, peak = (size / model_bytes for size in common.slowest_of_ranks(growth))
+    return {"model_bytes": model_bytes, "resident_sizes": now, "peak_sizes": peak}
+
+
+# ---------------------------------------------------------------------------------- report
+
+
+def add_ratios(results: dict[str, Any]) -> None:
+    """Summaries, CPU beyond training alone, and ratios taken round by round."""
+    for name, result in results.items():
+        samples = result["samples"]
+        if "alone" in results and name != "alone":
+            alone = results["alone"]["samples"]["cpu"]
+            samples["cpu_extra"] = [a - b for a, b in zip(samples["cpu"], alone, strict=True)]
+        result.update({key: common.summary(values) for key, values in samples.items()})
+        for peer in (p for p in PEERS if p in results and name in OURS):
+            theirs = results[peer]["samples"]
+            uncoordinated = [
+                b - c for b, c in zip(theirs["blocked"], theirs["coordination"], strict=True)
+            ]
+            ratios = {
+                "blocked": common.median_ratio(theirs["blocked"], samples["blocked"]),
+                "blocked_without_coordination": common.median_ratio(
+                    uncoordinated, samples["blocked"]
+                ),
+            }
+            result[f"against_{peer}"] = ratios
+
+
+def print_table(report: common.Report, results: dict[str, Any]) -> None:
+    columns = ("blocked", "quorum+", "CPU", "round", "memory", "loss", "distance", "x torchft")
+    report.print("#")
+    report.print(f"#{'':>16}" + "".join(f"{c:>10}" for c in columns) + f"{'x buckets':>10}")
+    units = ("ms", "commit ms", "ms extra", "ms", "models", "nats", "", "blocked", "blocked")
+    report.print(f"#{'':>16}" + "".join(f"{u:>10}" for u in units))
+    for name, result in results.items():
+        cells = [result[key]["median"] * 1e3 for key in ("blocked", "coordination")]
+        cells += [result.get("cpu_extra", {"median": 0.0})["median"] * 1e3]
+        cells += [result["round"]["median"] * 1e3]
+        row = "".join(f"{cell:10.1f}" for cell in cells)
+        memory = result.get("memory", {}).get("peak_sizes")
+        row += f"{'-':>10}" if memory is None else f"{memory:10.2f}"
+        row += f"{result['loss']:10.4f}"
+        row += f"{result['distance']:10.2g}" if "distance" in result else f"{'-':>10}"
+        for peer in PEERS:
+            ratio = result.get(f"against_{peer}")
+            row += f"{'-':>10}" if ratio is None else f"{ratio['blocked']:10.2f}"
+        report.print(f" {name:>16}{row}")
+    report.print("# blocked: in a round of H inner steps, slowest replica, median of the rounds;")
+    report.print("#   'quorum+commit' is the part of it that is torchft's coordination.")
+    report.print("# CPU ms extra: CPU of all threads in a round, beyond training alone.")
+    report.print("# memory: growth of the resident set at its peak, in sizes of the fp32 model.")
+    report.print(
+        "# loss: outer parameters on held-out text; distance: of the outer parameters from"
+    )
+    report.print("#   torchft's, over the way that those went from the start.")
+    report.print("# torchft's should_quantize changes nothing on CPU: it sends fp32.")
+
+
+def launch(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the time part, then the memory part of each variant, each in fresh processes."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def part(name: str, variants: str) -> Any:
+            path = Path(folder) / "part.json"
+            words = [sys.executable, *sys.argv, "--variants", variants]
+            common.run_workers([*words, "--part", name, "--part-json", str(path)], args.nprocs)
+            return json.loads(path.read_text())
+
+        results = part("time", ",".join(args.variants)) if not args.memory_only else {}
+        for variant in args.variants:
+            if variant != "alone":
+                results.setdefault(variant, {})["memory"] = part("memory", variant)
+    return results
+
+
+def parse_variants(text: str) -> list[str]:
+    variants = text.split(",")
+    if unknown := [name for name in variants if name not in VARIANTS]:
+        raise argparse.ArgumentTypeError(f"among {', '.join(VARIANTS)}, not {unknown}")
+    return variants
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("-g", "--nprocs", type=int, default=2, help="replicas, one process each")
+    add("-n", "--iters", type=int, default=9, help="rounds measured")
+    add("-w", "--warmup_iters", type=int, default=2, help="rounds thrown away before them")
+    add("--sync-every", type=int, default=4, help="inner steps a round (H)")
+    add("--fragments", type=int, default=1, help="1, or the embedding and N-1 runs of layers")
+    add("--delay", type=int, default=0, help="inner steps from send to apply; 0 blocks")
+    add("--width", type=int, default=512, help="width of the model")
+    add("--batch", type=int, default=2, help=f"windows of {_CONTEXT} bytes in an inner step")
+    add("--seed", type=int, default=0, help="of weights and data")
+    add("--variants", type=parse_variants, default=list(VARIANTS), help="a comma list")
+    add("--memory-only", action="store_true", help="leave time out")
+    add("--impl", default="", help="force an implementation of ours")
+    add("--json", default="", metavar="PATH", help="write figures and output there")
+    add("--part", choices=("time", "memory"), default="time", help=argparse.SUPPRESS)
+    add("--part-json", default="", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    if common.is_worker():
+        rank, _ = common.init_workers()
+        measured = {"time": measure_time, "memory": measure_memory}[args.part](args)
+        if rank == 0:
+            Path(args.part_json).write_text(json.dumps(measured))
+        common.leave_workers()
+        return 0
+    reason = torchft_peer.missing()
+    if reason and set(args.variants) & set(PEERS):
+        print(f"# skipped: {reason}")
+        return SKIPPED
+    schedule = {"H": args.sync_every, "fragments": args.fragments, "delay": args.delay}
+    schedule["torchft"] = torchft_peer.VERSION
+    report = common.Report("against_torchft", workers=args.nprocs, link="loopback", **schedule)
+    with common.stoppable():
+        results = launch(args)
+    if args.memory_only:
+        for name, result in results.items():
+            memory = result["memory"]
+            report.print(f" {name:>16} {memory['peak_sizes']:.2f} model sizes at peak")
+    else:
+        add_ratios(results)
+        print_table(report, results)
+    if args.json:
+        report.save(args.json, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
