@@ -321,7 +321,9 @@ def launch(args: argparse.Namespace) -> dict[str, Any]:
         def part(name: str, variants: str) -> Any:
             path = Path(folder) / "part.json"
             words = [sys.executable, *sys.argv, "--variants", variants]
-            common.run_workers([*words, "--part", name, "--part-json", str(path)], args.nprocs)
+            words += ["--part", name, "--part-json", str(path)]
+            # torchft's servers tell of every quorum.
+            common.run_workers(words, args.nprocs, env={"RUST_LOG": "error"})
             return json.loads(path.read_text())
 
         results = part("time", ",".join(args.variants)) if not args.memory_only else {}

@@ -1,4 +1,4 @@
-"""The rows of benchmarks/convergence.py: what each method is, and which numbers are tuned for it."""
+"""The rows of benchmarks/convergence.py: what each method is, and which numbers it has tuned."""
 
 from __future__ import annotations
 

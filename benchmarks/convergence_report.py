@@ -24,9 +24,7 @@ def write_report(
             numbers = " ".join(f"{k} {v:g}" for k, v in row["choice"].items())
             line = f" {row['row']:>25}{cells}{row['sent_bytes'] / 1e6:11.1f}{exposed}  {numbers}"
             report.print(line)
-    report.print(
-        "# loss: of the outer parameters after flush(), on held-out data, mean of the seeds;"
-    )
+    report.print("# loss: outer parameters after flush(), on held-out data, mean of the seeds;")
     report.print("#   spread: their sample standard deviation.")
     report.print("# exposed s: what a whole run would have waited on the link, from a few rounds.")
     if plot:

@@ -1,7 +1,7 @@
 """Measure how much of the exchange hides behind training: tokens/s against training alone and DDP.
 
     python benchmarks/overlap.py -g 2 --sync-every 30 --variants ddp,blocking:int4,eager:int4
-    python benchmarks/overlap.py --sweep --json benchmarks/results/overlap.json --plot docs/overlap.png
+    python benchmarks/overlap.py --sweep --plot docs/overlap.png
     sudo python benchmarks/overlap.py -g 2 --namespaces 100mbit
 
 Replicas train a byte-level transformer of 10.7 million parameters on real text, over an emulated
@@ -26,6 +26,7 @@ import common
 import netns
 import torch
 import torch.distributed as dist
+from overlap_report import print_rows, summarize
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco_comm import DiLoCo, Nesterov
@@ -241,76 +242,7 @@ def _over_ranks(segment: dict[str, float]) -> dict[str, Any]:
     return {**dict(zip(segment, mean, strict=True)), "seconds": slowest}
 
 
-# ------------------------------------------------------------------------------- reporting
-
-
-def summarize(
-    segments: dict[str, list[dict[str, Any]]], args: argparse.Namespace, cores: int
-) -> list[dict[str, Any]]:
-    """One row a variant."""
-    alone = [s["seconds"] / s["steps"] for s in segments["alone"]]
-    rows = []
-    for variant in args.variants:
-        own = segments[variant.name]
-        step_s = [s["seconds"] / s["steps"] for s in own]
-        tokens = args.nprocs * args.batch * args.context
-        row: dict[str, Any] = {
-            "variant": variant.name,
-            "tokens_per_s": common.summary([tokens / s for s in step_s]),
-            "step_ms": common.summary([1e3 * s for s in step_s]),
-            "of_alone": common.median_ratio(alone, step_s),
-        }
-        syncs = sum(s.get("num_syncs", 0.0) for s in own)
-        if syncs:
-            row.update(_exchange_figures(own, syncs, args, cores))
-            row["unexplained"] = 1.0 - row["of_alone"] - row["codec_and_wire"] - row["exposed"]
-        rows.append(row)
-    return rows
-
-
-def _exchange_figures(
-    own: list[dict[str, Any]], syncs: float, args: argparse.Namespace, cores: int
-) -> dict[str, float]:
-    """Figures of the syncs in these segments; see docs/overlap-results.md."""
-
-    def total(*keys: str) -> float:
-        return sum(s[key] for s in own for key in keys)
-
-    # The first sync that a segment finishes was waited for in the `settle` of the one before.
-    exposed = total("exposed_s", "settle_s")
-    cpu = total("encode_s", "outer_step_s", "other_threads_cpu_s")
-    seconds = total("seconds")
-    return {
-        "overlap_fraction": max(0.0, 1.0 - exposed / total("exchange_s")),
-        "exchange_ms": 1e3 * total("exchange_s") / syncs,
-        "exposed_ms": 1e3 * exposed / syncs,
-        "training_thread_ms": 1e3 * total("encode_s", "outer_step_s") / syncs,
-        "codec_and_wire_cpu_ms": 1e3 * cpu / syncs,
-        "sent_mb": total("sent_bytes") / syncs / 1e6,
-        # Replicas that share cores slow each other down by what each of them computes.
-        "codec_and_wire": cpu * max(1.0, args.nprocs / cores) / seconds,
-        "exposed": exposed / seconds,
-    }
-
-
-COLUMNS = (
-    ("tokens/s", lambda r: f"{r['tokens_per_s']['median']:.0f}"),
-    ("of alone", lambda r: f"{100 * r['of_alone']:.1f} %"),
-    ("overlap", lambda r: f"{r['overlap_fraction']:.3f}" if "exposed" in r else "-"),
-    ("exchange", lambda r: f"{r['exchange_ms']:.0f} ms" if "exposed" in r else "-"),
-    ("exposed", lambda r: f"{r['exposed_ms']:.1f} ms" if "exposed" in r else "-"),
-    ("CPU", lambda r: f"{r['codec_and_wire_cpu_ms']:.1f} ms" if "exposed" in r else "-"),
-    ("CPU share", lambda r: f"{100 * r['codec_and_wire']:.2f} %" if "exposed" in r else "-"),
-    ("rest", lambda r: f"{100 * r['unexplained']:.2f} %" if "exposed" in r else "-"),
-    ("sent", lambda r: f"{r['sent_mb']:.2f} MB" if "exposed" in r else "-"),
-)
-
-
-def print_rows(report: common.Report, rows: list[dict[str, Any]]) -> None:
-    report.print(f"#{'variant':>20}" + "".join(f"{name:>11}" for name, _ in COLUMNS))
-    for row in rows:
-        cells = "".join(f"{show(row):>11}" for _, show in COLUMNS)
-        report.print(f" {row['variant']:>20}{cells}")
+# ------------------------------------------------------------------------------------ cells
 
 
 def run_cell(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -328,7 +260,8 @@ def run_cell(args: argparse.Namespace) -> list[dict[str, Any]]:
         else:
             common.run_workers(command, args.nprocs)
         document = json.loads(path.read_text())
-    return summarize(document["segments"], args, document["cores"])
+    tokens_per_step = args.nprocs * args.batch * args.context
+    return summarize(document["segments"], tokens_per_step, args.nprocs / document["cores"])
 
 
 def link_name(args: argparse.Namespace) -> str:

@@ -1,0 +1,210 @@
+"""The benchmarks of overlap and of convergence run, and what they compute can be wrong.
+
+No time is asserted. Scripts run once, as a user runs them, at a tiny size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the scripts importable, as they are for each other."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def run_script(name: str, *arguments: object, status: int = 0) -> list[str]:
+    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+# --------------------------------------------------------------------------------- overlap
+
+
+def test_overlap_measures_every_variant_and_accounts_for_its_syncs(tmp_path: Path) -> None:
+    path = tmp_path / "overlap.json"
+    size = ["-g", 2, "--width", 64, "--layers", 1, "--context", 16, "-n", 2, "--sync-every", 3]
+    variants = "ddp,blocking:int8,streaming:int4:1:2,eager:int4"
+    options = ["--variants", variants, "--gbps", 1, "--rtt-ms", 1, "--json", path]
+    lines = run_script("overlap.py", *size, *options)
+    assert any(line.startswith("# link: simulated") for line in lines)
+    rows = {row["variant"]: row for row in json.loads(path.read_text())["results"]}
+    assert list(rows) == ["alone", *variants.split(",")]
+    assert rows["alone"]["of_alone"] == 1.0
+    for name in variants.split(",")[1:]:
+        row = rows[name]
+        assert 0.0 <= row["overlap_fraction"] <= 1.0
+        assert row["exchange_ms"] > 0 and row["codec_and_wire_cpu_ms"] > 0
+    # A blocking exchange is exposed from end to end: nothing of it counts as hidden.
+    assert rows["blocking:int8"]["overlap_fraction"] < 0.5
+    # Half of the model in each of two fragments, at half of the bits.
+    ratio = rows["blocking:int8"]["sent_mb"] / rows["streaming:int4:1:2"]["sent_mb"]
+    assert ratio == pytest.approx(4.0, rel=0.15)
+
+
+def test_overlap_summary_counts_the_wait_at_a_segments_end_as_exposed() -> None:
+    from overlap_report import summarize
+
+    alone = [{"seconds": 3.0, "steps": 30.0}]
+    segment = {
+        "seconds": 4.0,
+        "steps": 30.0,
+        "num_syncs": 2.0,
+        "sent_bytes": 4e6,
+        "encode_s": 0.1,
+        "outer_step_s": 0.1,
+        "other_threads_cpu_s": 0.2,
+        "exchange_s": 2.0,
+        "exposed_s": 0.3,
+        "settle_s": 0.2,
+    }
+    _, row = summarize({"alone": alone, "x": [segment]}, tokens_per_step=10, crowding=2.0)
+    assert row["of_alone"] == pytest.approx(0.75)
+    assert row["tokens_per_s"]["median"] == pytest.approx(75.0)
+    assert row["overlap_fraction"] == pytest.approx(0.75)
+    assert row["exposed_ms"] == pytest.approx(250.0)
+    assert row["codec_and_wire_cpu_ms"] == pytest.approx(200.0)
+    # Two replicas a core: what one of them computes, both wait for.
+    assert row["codec_and_wire"] == pytest.approx(0.2)
+    assert row["unexplained"] == pytest.approx(0.25 - 0.2 - 0.125)
+
+
+def test_variant_is_refused_unless_policy_and_wire_are_given() -> None:
+    from overlap import Variant, parse_variants
+
+    assert Variant.parse("streaming:int8:5:4") == Variant(
+        "streaming:int8:5:4", "streaming", "int8", 5, 4
+    )
+    assert [v.name for v in parse_variants("eager:int4")] == ["alone", "eager:int4"]
+    for text in ("eager", "lazy:int4", ""):
+        with pytest.raises(argparse.ArgumentTypeError):
+            Variant.parse(text)
+
+
+def test_sweep_measures_only_what_the_results_file_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import netns
+    import overlap
+    import overlap_sweep
+
+    measured: list[int] = []
+
+    def run_cell(cell: argparse.Namespace) -> list[dict[str, Any]]:
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(cell.nprocs)
+        tokens = {"median": 1.0}
+        return [{"variant": v.name, "of_alone": 0.5, "tokens_per_s": tokens} for v in cell.variants]
+
+    monkeypatch.setattr(overlap, "run_cell", run_cell)
+    monkeypatch.setattr(netns, "missing", lambda: "not here")
+    path = tmp_path / "sweep.json"
+    args = overlap.make_parser().parse_args(["--sweep", "--json", str(path)])
+    with pytest.raises(KeyboardInterrupt):
+        overlap_sweep.run(args)
+    assert len(json.loads(path.read_text())["results"]) == 3
+    measured.clear()
+    monkeypatch.setattr(overlap, "run_cell", lambda cell: measured.append(cell.nprocs) or [])
+    assert overlap_sweep.run(args) == 0
+    assert len(measured) == len(overlap_sweep.cells(args)) - 3
+
+
+# --------------------------------------------------------------------------------- torchft
+
+
+def test_torchft_is_skipped_with_a_sentence_when_it_is_not_there(tmp_path: Path) -> None:
+    import torchft_peer
+
+    if torchft_peer.missing() is None:
+        pytest.skip("torchft is installed")
+    path = tmp_path / "never.json"
+    (line,) = run_script("against_torchft.py", "--json", path, status=77)
+    assert line.startswith("# skipped: torchft is not installed: pip install --no-deps")
+    assert not path.exists()
+
+
+def test_memory_of_ours_is_measured_without_torchft(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    size = ["--width", 64, "-n", 2, "--sync-every", 8, "--fragments", 4, "--delay", 1]
+    options = ["--variants", "diloco_int8", "--memory-only", "--json", path]
+    run_script("against_torchft.py", *size, *options)
+    memory = json.loads(path.read_text())["results"]["diloco_int8"]["memory"]
+    # Outer parameters and momentum at least.
+    assert memory["peak_sizes"] > 2.0
+    assert memory["model_bytes"] > 3e6
+
+
+@pytest.mark.parametrize("num_fragments", [1, 3, 4])
+def test_both_sides_cut_the_model_alike(num_fragments: int) -> None:
+    from against_torchft import fragment_modules, fragment_patterns
+    from outer_step import Transformer
+
+    from diloco_comm.fragments import make_fragments, trainable_parameters
+
+    model = Transformer(16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = trainable_parameters(model, [optimizer])
+    ours = make_fragments(model, named, fragment_patterns(num_fragments))
+    theirs = fragment_modules(model, num_fragments)
+    assert len(ours) == len(theirs) == num_fragments
+    for fragment, module in zip(ours, theirs, strict=True):
+        assert {id(p) for p in fragment.params} == {id(p) for p in module.parameters()}
+
+
+# ----------------------------------------------------------------------------- convergence
+
+
+def test_convergence_resumes_and_tunes_before_it_trains(tmp_path: Path) -> None:
+    folder, path = tmp_path / "runs", tmp_path / "table.json"
+    rows = "DDP,FedAvg,Eager,CO2 clip,Streaming int4 feedback"
+    options = ["-g", 2, "--smoke", "--rows", rows, "--seeds", "0,1", "--folder", folder]
+    lines = run_script("convergence.py", "--tasks", "digits", *options, "--json", path)
+    tuned = [line for line in lines if "-tune-" in line]
+    trained = [line for line in lines if "-train-" in line]
+    # Nesterov, streaming, CO2 and the clip have three candidates each.
+    assert len(tuned) == 12 and len(trained) == 10
+    assert max(map(lines.index, tuned)) < min(map(lines.index, trained))
+    table = json.loads(path.read_text())["results"]["table"]["digits"]
+    assert {row["row"] for row in table} == set(rows.split(","))
+    assert all(len(row["losses"]) == 2 for row in table)
+    assert [row["loss"] for row in table] == sorted(row["loss"] for row in table)
+    # A run that is there with other settings is repeated, one with the same is not.
+    kept, changed = folder / "digits-train-FedAvg-0.json", folder / "digits-train-FedAvg-1.json"
+    marked = json.loads(kept.read_text()) | {"loss": 123.0}
+    kept.write_text(json.dumps(marked))
+    changed.write_text(json.dumps(json.loads(changed.read_text()) | {"size": {}}))
+    lines = run_script("convergence.py", "--tasks", "digits", *options, "--json", path)
+    assert [line.split(":")[0] for line in lines if "-t" in line and "left)" in line] == [
+        "# digits-train-FedAvg-1"
+    ]
+    table = json.loads(path.read_text())["results"]["table"]["digits"]
+    assert 123.0 in next(row for row in table if row["row"] == "FedAvg")["losses"]
+
+
+def test_tuned_choice_is_the_best_candidate_and_never_one_that_diverged() -> None:
+    from convergence import Run, Tuned
+    from convergence_methods import FAMILIES, ROW_OF, ROWS, tuning_row
+
+    tuned = Tuned()
+    for candidate, loss in enumerate([float("nan"), 2.0, 3.0]):
+        tuned.add(Run("text", "tune", "CO2", 0, "co2", candidate), loss)
+    assert tuned.choice(Run("text", "train", "CO2", 0)) == FAMILIES["co2"][1]
+    trial = Run("text", "tune", "CO2 clip", 0, "clip", 2)
+    assert tuned.choice(trial) == FAMILIES["co2"][1] | FAMILIES["clip"][2]
+    for family in FAMILIES:
+        assert tuning_row(family).families[-1] == family
+    assert len(ROW_OF) == len(ROWS)
