@@ -43,9 +43,10 @@ class Backend(Protocol):
     """What synchronises one model."""
 
     num_syncs: int
-    coordination_s: float
 
     def step(self) -> None: ...
+
+    def parts(self) -> dict[str, float]: ...
 
     def outer_parameters(self) -> AbstractContextManager[None]: ...
 
@@ -56,10 +57,12 @@ class Alone:
     """No exchange at all: what training costs by itself."""
 
     num_syncs = 0
-    coordination_s = 0.0
 
     def step(self) -> None:
         pass
+
+    def parts(self) -> dict[str, float]:
+        return {}
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -70,8 +73,6 @@ class Alone:
 
 class Ours:
     """Our DiLoCo on torchft's schedule: the same fragments, sent and applied at the same steps."""
-
-    coordination_s = 0.0
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace
@@ -98,6 +99,11 @@ class Ours:
     @property
     def num_syncs(self) -> int:
         return self._diloco.totals().num_syncs
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of the training thread so far: what its blocked time is made of."""
+        totals = self._diloco.totals()
+        return {name: getattr(totals, f"{name}_s") for name in ("encode", "exposed", "outer_step")}
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
@@ -172,12 +178,12 @@ def fragment_patterns(num_fragments: int) -> int | list[list[str]]:
 
 
 def run_round(replica: Replica, sync_every: int) -> dict[str, float]:
-    """One round of H inner steps: seconds blocked, of quorum and commit, CPU, and in all.
+    """One round of H inner steps: seconds blocked and its parts, CPU seconds, and seconds in all.
 
     The replicas meet before every call, so that waiting for a peer's inner steps is in no figure.
     """
     backend = replica.backend
-    blocked, coordination = 0.0, backend.coordination_s
+    blocked, before = 0.0, backend.parts()
     begin, cpu = time.perf_counter(), time.process_time()
     for _ in range(sync_every):
         replica.inner_step()
@@ -187,7 +193,7 @@ def run_round(replica: Replica, sync_every: int) -> dict[str, float]:
         blocked += time.perf_counter() - step_begin
     return {
         "blocked": blocked,
-        "coordination": backend.coordination_s - coordination,
+        **{name: seconds - before[name] for name, seconds in backend.parts().items()},
         "cpu": time.process_time() - cpu,
         "round": time.perf_counter() - begin,
     }
@@ -291,7 +297,8 @@ def print_table(report: common.Report, results: dict[str, Any]) -> None:
     units = ("ms", "commit ms", "ms extra", "ms", "models", "nats", "", "blocked", "blocked")
     report.print(f"#{'':>16}" + "".join(f"{u:>10}" for u in units))
     for name, result in results.items():
-        cells = [result[key]["median"] * 1e3 for key in ("blocked", "coordination")]
+        names = ("blocked", "coordination")
+        cells = [result.get(key, {"median": 0.0})["median"] * 1e3 for key in names]
         cells += [result.get("cpu_extra", {"median": 0.0})["median"] * 1e3]
         cells += [result["round"]["median"] * 1e3]
         row = "".join(f"{cell:10.1f}" for cell in cells)
@@ -303,6 +310,11 @@ def print_table(report: common.Report, results: dict[str, Any]) -> None:
             ratio = result.get(f"against_{peer}")
             row += f"{'-':>10}" if ratio is None else f"{ratio['blocked']:10.2f}"
         report.print(f" {name:>16}{row}")
+    for name, result in results.items():
+        if "encode" in result:
+            parts = [result[key]["median"] * 1e3 for key in ("encode", "exposed", "outer_step")]
+            text = "encode {:.1f}, waiting {:.1f}, outer step {:.1f} ms".format(*parts)
+            report.print(f"# {name} blocks by {text}")
     report.print("# blocked: in a round of H inner steps, slowest replica, median of the rounds;")
     report.print("#   'quorum+commit' is the part of it that is torchft's coordination.")
     report.print("# CPU ms extra: CPU of all threads in a round, beyond training alone.")

@@ -100,7 +100,7 @@ class Peer:
             # All replicas build the same weights from the seed.
             init_sync=False,
         )
-        self.coordination_s = 0.0
+        self._coordination_s = 0.0
         self._time_coordination()
         outer = [
             torch.optim.SGD(f.parameters(), lr=lr, momentum=momentum, nesterov=True)
@@ -121,6 +121,10 @@ class Peer:
     def step(self) -> None:
         """What torchft's hook does after an inner step."""
         self._diloco._step_post_hook(self._optimizer, (), {})
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of quorum and commit so far."""
+        return {"coordination": self._coordination_s}
 
     @property
     def num_syncs(self) -> int:
@@ -155,7 +159,7 @@ class Peer:
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    self.coordination_s += time.perf_counter() - begin
+                    self._coordination_s += time.perf_counter() - begin
 
             return wrapper
 
