@@ -44,7 +44,10 @@ def thread_faults() -> dict[str, int]:
     faults: dict[str, int] = {}
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) != os.getpid():
-            text = (task / "stat").read_text()
+            try:
+                text = (task / "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # a call on the store that has just ended
             name = text[text.index("(") + 1 : text.rindex(")")]
             faults[name] = faults.get(name, 0) + int(text[text.rindex(")") + 2 :].split()[7])
     return faults

@@ -69,10 +69,13 @@ def test_bytes_are_those_of_the_wire(demo: tuple[str, dict[str, Any], Path]) -> 
     bits = {"fp32": 32, "int8": 8 + 16 / 256, "int4": 4 + 16 / 256}
     for name, row in rows.items():
         num_exchanges = NUM_STEPS if name == "DDP fp32" else NUM_STEPS // SYNC_EVERY
+        # Half of the streamed model is sent first at step 5, and once more at the end.
+        num_exchanges += 0.5 if row["method"] == "Streaming" else 0
         for replica in row["replicas"]:
             model_bytes = replica["num_parameters"] * bits[row["wire"]] / 8
             payload = num_exchanges * model_bytes * 2 * (NUM_REPLICAS - 1) / NUM_REPLICAS
-            assert payload < replica["sent_bytes"] < 1.03 * payload, name
+            # Who owns a short run sends a little less than its share.
+            assert 0.995 * payload < replica["sent_bytes"] < 1.03 * payload, name
     ratio = rows["DDP fp32"]["sent_bytes"] / rows["DiLoCo int8"]["sent_bytes"]
     assert demo[1]["bytes_ratio"] == pytest.approx(ratio)
 

@@ -14,7 +14,8 @@ from .demo_settings import BASELINE, ROWS, Row, Settings
 
 CAPTION = """\
 Loss: nats a byte on held-out text, with the parameters that all replicas
-share (for FedAvg and DiLoCo: the outer parameters).
+share: the outer parameters; for Eager, whose replicas differ by what is under
+way, their mean, which is taken for this table alone and not counted as sent.
 DDP: torch's DistributedDataParallel averages the gradients at every step,
 through a communication hook over this library's fp32 wire, because the link
 emulator throttles only this library's engine.
@@ -65,7 +66,7 @@ class PlainDisplay:
         for point in result.validation[printed:]:
             rate = _tokens_per_second(result, self._settings)
             self._console.print(
-                f"{result.row.name:<12} step {point.step:>4}/{self._settings.num_steps}  "
+                f"{result.row.name:<14} step {point.step:>4}/{self._settings.num_steps}  "
                 f"validation {point.loss:.3f}  {rate:>7,.0f} tokens/s  "
                 f"sent {megabytes(result.sent_bytes):>9}  exposed {result.exposed_s:>5.1f} s  "
                 f"{point.seconds:>5.1f} s",
@@ -106,7 +107,7 @@ def _print_header(console: Console, results: Results) -> None:
 
 def _progress_table(results: Results) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("run", no_wrap=True, min_width=11)
+    table.add_column("run", no_wrap=True, min_width=14)
     table.add_column("", width=BAR_WIDTH)
     for title in ("step", "train", "valid", "tok/s", "sent", "exposed", "time"):
         table.add_column(title, justify="right", no_wrap=True, min_width=6)

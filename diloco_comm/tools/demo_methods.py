@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import SGD, DiLoCo, Nesterov
+from .. import SGD, DiLoCo, Eager, Nesterov, Overlap, Streaming
 from .demo_ddp import BucketExchange
 from .demo_model import byte_loss
 from .demo_settings import Row, Settings
@@ -32,8 +32,11 @@ class Method(Protocol):
     def step(self, tokens: Tensor, targets: Tensor, lr: float) -> Tensor:
         """Do one inner step and return its loss, detached."""
 
+    def finish(self) -> None:
+        """Share what was trained and not sent, or sent and not applied, after the last step."""
+
     def shared_model(self) -> contextlib.AbstractContextManager[object]:
-        """Put the parameters that all replicas share into the model."""
+        """Put the parameters that all replicas share into the model; all call it together."""
 
     def traffic(self) -> Traffic: ...
 
@@ -49,12 +52,18 @@ def open_method(row: Row, model: nn.Module, settings: Settings) -> Method:
     return LowCommunication(row, model, settings)
 
 
+# When results are applied, where that is not in the step that sends; Streaming's two fragments take
+# turns.
+OVERLAPS: dict[str, Overlap] = {"Streaming": Streaming(delay=5, alpha=0.5), "Eager": Eager()}
+FRAGMENTS = {"Streaming": 2}
+
+
 class LowCommunication:
-    """DiLoCo, or FedAvg, which is the same with plain averaging as its outer step."""
+    """DiLoCo and its overlapped forms; or FedAvg: plain averaging as the outer step."""
 
     def __init__(self, row: Row, model: nn.Module, settings: Settings) -> None:
         outer = Nesterov(lr=settings.outer_lr, momentum=settings.outer_momentum)
-        self._model = model
+        self._row, self._model = row, model
         self._optimizer = inner_optimizer(model, settings)
         # init="check": all replicas build the same weights from the seed, nothing is broadcast.
         self._diloco = DiLoCo(
@@ -63,6 +72,8 @@ class LowCommunication:
             sync_every=settings.sync_every,
             outer=SGD(lr=1.0) if row.method == "FedAvg" else outer,
             wire=row.wire,
+            overlap=OVERLAPS.get(row.method),
+            fragments=FRAGMENTS.get(row.method, 1),
             init="check",
         )
         self._diloco.emulate_link(settings.link_gbps, settings.link_rtt_ms)
@@ -75,8 +86,11 @@ class LowCommunication:
         self._optimizer.zero_grad()
         return loss.detach()
 
+    def finish(self) -> None:
+        self._diloco.flush()
+
     def shared_model(self) -> contextlib.AbstractContextManager[object]:
-        return self._diloco.outer_parameters()
+        return self._diloco.outer_parameters(consensus=self._row.method == "Eager")
 
     def traffic(self) -> Traffic:
         syncs = self._diloco.metrics()
@@ -115,6 +129,9 @@ class DataParallel:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach()
+
+    def finish(self) -> None:
+        pass
 
     def shared_model(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()

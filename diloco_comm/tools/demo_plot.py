@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .demo_display import megabytes
 from .demo_results import Point, Results, RowResult
-from .demo_settings import BASELINE, FEDAVG, REFERENCE, SMALL, TINY
+from .demo_settings import BASELINE, EAGER, FEDAVG, REFERENCE, SMALL, STREAMING, TINY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +20,8 @@ STYLES = {
     REFERENCE: ("#0072B2", "-", "^"),
     SMALL: ("#D55E00", "--", "v"),
     TINY: ("#009E73", ":", "D"),
+    STREAMING: ("#CC79A7", "-.", "P"),
+    EAGER: ("#56B4E9", "--", "X"),
 }
 
 
@@ -44,7 +46,7 @@ def plot_results(results: Results, path: Path) -> None:
     over_time.set_title(f"the same clock (link {settings.link})", fontsize="medium")
     figure.suptitle(
         f"{settings.num_replicas} replicas, {settings.num_steps} steps each. DDP communicates at "
-        f"every step, FedAvg and DiLoCo every {settings.sync_every} steps."
+        f"every step, the others every {settings.sync_every} steps."
     )
     figure.savefig(path, dpi=130)
 

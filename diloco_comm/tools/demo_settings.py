@@ -27,7 +27,9 @@ FEDAVG = Row("FedAvg", "fp32")
 REFERENCE = Row("DiLoCo", "fp32")
 SMALL = Row("DiLoCo", "int8")
 TINY = Row("DiLoCo", "int4")
-ROWS = (BASELINE, FEDAVG, REFERENCE, SMALL, TINY)
+STREAMING = Row("Streaming", "int4")
+EAGER = Row("Eager", "int4")
+ROWS = (BASELINE, FEDAVG, REFERENCE, SMALL, TINY, STREAMING, EAGER)
 
 
 @dataclass(frozen=True)

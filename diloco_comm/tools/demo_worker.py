@@ -108,6 +108,9 @@ class _Trainer:
                 loss = float(loss_sum) / settings.report_every
                 loss_sum.zero_()
                 self._emit(Progress(step + 1, loss, traffic.sent_bytes, traffic.exposed_s, seconds))
+        if begin + settings.sync_every == settings.num_steps:
+            method.finish()
+            seconds = time.perf_counter() - clock
         return seconds
 
     def _validate(self, model: ByteTransformer, step: int, seconds: float) -> None:
