@@ -56,6 +56,8 @@ def open_method(row: Row, model: nn.Module, settings: Settings) -> Method:
 # turns.
 OVERLAPS: dict[str, Overlap] = {"Streaming": Streaming(delay=5, alpha=0.5), "Eager": Eager()}
 FRAGMENTS = {"Streaming": 2}
+# Averaging needs no momentum; a mean that comes a whole round late bears less of it.
+OUTERS = {"FedAvg": SGD(lr=1.0), "Eager": Nesterov(lr=0.5, momentum=0.3)}
 
 
 class LowCommunication:
@@ -70,7 +72,7 @@ class LowCommunication:
             model,
             self._optimizer,
             sync_every=settings.sync_every,
-            outer=SGD(lr=1.0) if row.method == "FedAvg" else outer,
+            outer=OUTERS.get(row.method, outer),
             wire=row.wire,
             overlap=OVERLAPS.get(row.method),
             fragments=FRAGMENTS.get(row.method, 1),
