@@ -24,7 +24,7 @@ class Header:
     sync_every: int
     num_fragments: int
     inner_step: int
-    num_bytes: int
+    blob_bytes: int
     source_rank: int
     weight: float
     outer_lr: float

@@ -271,7 +271,7 @@ class Exchange:
             self._engine.check_process()
             return [bytes(blob)]
         header = _C.Header("exchange_objects")
-        header.num_bytes = len(blob)
+        header.blob_bytes = len(blob)
         job = self._begin(self._engine.submit, header, blob=tensor)
         _finish(job)
         return [received.numpy().tobytes() for received in job.blobs]

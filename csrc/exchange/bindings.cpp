@@ -86,15 +86,16 @@ void register_messages(py::module_& m) {
     py::class_<Header>(m, "Header")
         .def(py::init([](const std::string& kind) {
                  Header header;
-                 header.kind = static_cast<uint32_t>(kind_from_name(kind));
+                 header.kind = static_cast<uint8_t>(kind_from_name(kind));
                  return header;
              }),
              py::arg("kind"))
         .def_property_readonly("kind", [](const Header& h) { return kind_name(Kind(h.kind)); })
         .def_property(
-            "wire", [](const Header& h) { return std::string(h.wire, strnlen(h.wire, 16)); },
+            "wire",
+            [](const Header& h) { return std::string(h.wire, strnlen(h.wire, sizeof(h.wire))); },
             [](Header& h, const std::string& wire) {
-                TORCH_CHECK_VALUE(wire.size() < sizeof(h.wire), "wire name too long: ", wire);
+                TORCH_CHECK_VALUE(wire.size() <= sizeof(h.wire), "wire name too long: ", wire);
                 std::memset(h.wire, 0, sizeof(h.wire));
                 std::memcpy(h.wire, wire.data(), wire.size());
             })
@@ -110,7 +111,7 @@ void register_messages(py::module_& m) {
         .def_readwrite("sync_every", &Header::sync_every)
         .def_readwrite("num_fragments", &Header::num_fragments)
         .def_readwrite("inner_step", &Header::inner_step)
-        .def_readwrite("num_bytes", &Header::num_bytes)
+        .def_readwrite("blob_bytes", &Header::blob_bytes)
         .def_readwrite("source_rank", &Header::source_rank)
         .def_readwrite("weight", &Header::weight)
         .def_readwrite("outer_lr", &Header::outer_lr)

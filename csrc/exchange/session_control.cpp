@@ -28,7 +28,7 @@ void Session::exchange_headers(Job& job) {
     Stopwatch watch(job.seconds["header"]);
     const uint64_t sequence = sequence_;
     job.header.sequence = sequence;
-    job.header.epoch = membership_.epoch;
+    job.header.epoch = static_cast<int32_t>(membership_.epoch);
     job.header.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
     header_out_ = job.header;
     is_waiting_for_headers_ = true;
@@ -100,9 +100,9 @@ void Session::check_headers(Job& job) {
 void Session::leave(int64_t inner_step) {
     deadline_ = Clock::now() + std::chrono::seconds(1);
     header_out_ = Header();
-    header_out_.kind = static_cast<uint32_t>(Kind::kLeave);
+    header_out_.kind = static_cast<uint8_t>(Kind::kLeave);
     header_out_.sequence = sequence_;
-    header_out_.epoch = membership_.epoch;
+    header_out_.epoch = static_cast<int32_t>(membership_.epoch);
     header_out_.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
     header_out_.inner_step = inner_step;
     for (int i = 1; i <= num_peers(); ++i) {
@@ -136,10 +136,10 @@ void Session::exchange_blobs(Job& job) {
     std::vector<Receipt> receipts;
     for (int i = 1; i <= num_peers(); ++i) {
         const auto from = static_cast<size_t>(peer(i));
-        job.blobs[from] = empty_pages(job.headers[from].num_bytes);
+        job.blobs[from] = empty_pages(job.headers[from].blob_bytes);
         receipts.push_back(transport_.recv(kControl, peer(i), data_tag(0, 0),
                                            bytes(job.blobs[from]),
-                                           static_cast<size_t>(job.headers[from].num_bytes)));
+                                           static_cast<size_t>(job.headers[from].blob_bytes)));
     }
     job.blobs[static_cast<size_t>(transport_.rank())] = job.blob;
     for (int i = 1; i <= num_peers(); ++i) {

@@ -50,7 +50,7 @@ at::Tensor input(int rank, int64_t num_elements) {
 JobPtr make_job(const std::shared_ptr<Plan>& plan, int size, const at::Tensor& x, int64_t round) {
     auto job = std::make_shared<Job>();
     job->plan = plan;
-    job->header.kind = static_cast<uint32_t>(Kind::kSync);
+    job->header.kind = static_cast<uint8_t>(Kind::kSync);
     job->header.num_elements = plan->layout.num_elements;
     job->header.round = round;
     const int64_t bytes = plan->layout.num_runs * plan->layout.run_bytes;
