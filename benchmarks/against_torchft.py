@@ -177,17 +177,19 @@ def fragment_patterns(num_fragments: int) -> int | list[list[str]]:
 # ------------------------------------------------------------------------------------ time
 
 
-def run_round(replica: Replica, sync_every: int) -> dict[str, float]:
+def run_round(replica: Replica, args: argparse.Namespace) -> dict[str, float]:
     """One round of H inner steps: seconds blocked and its parts, CPU seconds, and seconds in all.
 
-    The replicas meet before every call, so that waiting for a peer's inner steps is in no figure.
+    Replicas in lockstep meet before every call: waiting for a peer's inner steps is in no figure.
     """
+    dist.barrier()
     backend = replica.backend
     blocked, before = 0.0, backend.parts()
     begin, cpu = time.perf_counter(), time.process_time()
-    for _ in range(sync_every):
+    for _ in range(args.sync_every):
         replica.inner_step()
-        dist.barrier()
+        if args.lockstep:
+            dist.barrier()
         step_begin = time.perf_counter()
         backend.step()
         blocked += time.perf_counter() - step_begin
@@ -206,7 +208,7 @@ def measure_time(args: argparse.Namespace) -> dict[str, Any]:
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in replicas}
     for i in range(args.warmup_iters + args.iters):
         for name, replica in replicas.items():
-            times = run_round(replica, args.sync_every)
+            times = run_round(replica, args)
             for key, seconds in times.items() if i >= args.warmup_iters else ():
                 samples[name].setdefault(key, []).append(seconds)
     results: dict[str, Any] = {}
@@ -361,6 +363,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sync-every", type=int, default=4, help="inner steps a round (H)")
     add("--fragments", type=int, default=1, help="1, or the embedding and N-1 runs of layers")
     add("--delay", type=int, default=0, help="inner steps from send to apply; 0 blocks")
+    add("--lockstep", action="store_true", help="meet before every call; always so without delay")
     add("--width", type=int, default=512, help="width of the model")
     add("--batch", type=int, default=2, help=f"windows of {_CONTEXT} bytes in an inner step")
     add("--seed", type=int, default=0, help="of weights and data")
@@ -375,6 +378,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = make_parser().parse_args()
+    args.lockstep |= args.delay == 0
     if common.is_worker():
         rank, _ = common.init_workers()
         measured = {"time": measure_time, "memory": measure_memory}[args.part](args)
@@ -387,6 +391,7 @@ def main() -> int:
         print(f"# skipped: {reason}")
         return SKIPPED
     schedule = {"H": args.sync_every, "fragments": args.fragments, "delay": args.delay}
+    schedule["lockstep"] = args.lockstep
     schedule["torchft"] = torchft_peer.VERSION
     report = common.Report("against_torchft", workers=args.nprocs, link="loopback", **schedule)
     with common.stoppable():
