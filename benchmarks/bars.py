@@ -200,7 +200,7 @@ def steady_state() -> Iterator[Figure]:
 
 
 def outer_step() -> Iterator[Figure]:
-    """Bars 16 and 18: time blocked and memory of a blocking outer step."""
+    """Bars 16 to 18: time blocked and memory of an outer step, blocking and overlapped."""
     results = run_script("outer_step.py", "-g", 2)
     name = "blocked time of flat-buffer torch DiLoCo, x ours"
     yield Figure(16, name, results["blocked_ratio"], 2.0, 3.0)
@@ -209,6 +209,32 @@ def outer_step() -> Iterator[Figure]:
     memory = run_script("outer_step.py", "-g", 2, "--memory")
     name = "extra memory at peak, blocking, int8, model sizes"
     yield Figure(18, name, memory["peak_sizes"], 2.75, 2.5, False)
+    ours = ["--memory-only", "--variants", "diloco_int8"]
+    memory = run_script("against_torchft.py", "-n", 3, *_STREAMING, *ours)["diloco_int8"]["memory"]
+    name = "extra memory at peak, 4 fragments, delay 1, int8"
+    yield Figure(18, name, memory["peak_sizes"], 2.75, 2.5, False)
+    yield from torchft()
+
+
+_STREAMING = ("--sync-every", 8, "--fragments", 4, "--delay", 1)
+_PEERS = {"torchft": "torchft", "torchft_buckets": "torchft with buckets"}
+
+
+def torchft() -> Iterator[Figure]:
+    """Bars 16 and 17 against torchft, where it is installed; no time is lost where it is not."""
+    free = ("4 fragments, delay 1", 17, 5.0, 8.0, _STREAMING)
+    # Replicas that meet before every call do not wait for each other, which is what overlap hides.
+    lockstep = ("4 fragments, delay 1, in lockstep", 17, None, None, (*_STREAMING, "--lockstep"))
+    for what, bar, must, aim, options in (("blocking", 16, 4.0, 6.0, ()), free, lockstep):
+        results, reason = None, ""
+        try:
+            results = run_script("against_torchft.py", "-n", 7, "-w", 1, *options)["diloco_int8"]
+        except Unavailable as error:
+            reason = str(error)
+        for key, peer in _PEERS.items():
+            value = None if results is None else results[f"against_{key}"]["blocked"]
+            name = f"blocked time of {peer}, {what}, x ours"
+            yield Figure(bar, name, value, must, aim, reason=reason)
 
 
 OPERATOR_BARS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -219,7 +245,7 @@ GROUPS: dict[tuple[int, ...], Callable[[], Iterator[Figure]]] = {
     (11, 12): loopback,
     (13, 14): bytes_and_bits,
     (15,): steady_state,
-    (16, 18): outer_step,
+    (16, 17, 18): outer_step,
 }
 
 

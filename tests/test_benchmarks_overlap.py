@@ -119,8 +119,11 @@ def test_sweep_measures_only_what_the_results_file_lacks(
         overlap_sweep.run(args)
     assert len(json.loads(path.read_text())["results"]) == 3
     measured.clear()
-    monkeypatch.setattr(overlap, "run_cell", lambda cell: measured.append(cell.nprocs) or [])
+    row = {"variant": "eager:int4", "of_alone": 0.9, "tokens_per_s": {"median": 1.0}}
+    monkeypatch.setattr(overlap, "run_cell", lambda cell: measured.append(cell.nprocs) or [row])
+    args.plot = str(tmp_path / "sweep.png")
     assert overlap_sweep.run(args) == 0
+    assert Path(args.plot).stat().st_size > 10_000
     assert len(measured) == len(overlap_sweep.cells(args)) - 3
 
 
@@ -183,7 +186,10 @@ def test_convergence_tunes_before_it_trains_and_repeats_nothing(tmp_path: Path) 
         run = Run("digits", "train", "FedAvg", seed)
         (folder / run.file_name).write_text(json.dumps({**asdict(run), **done, **changed}))
     options = ["-g", 2, "--smoke", "--rows", rows, "--seeds", "0,1", "--folder", folder]
-    lines = run_script("convergence.py", "--tasks", "digits", *options, "--json", path)
+    plot = tmp_path / "table.png"
+    written = ["--json", path, "--plot", plot]
+    lines = run_script("convergence.py", "--tasks", "digits", *options, *written)
+    assert plot.stat().st_size > 10_000
     tuned = [line for line in lines if "-tune-" in line]
     trained = [line for line in lines if "-train-" in line]
     # Streaming, CO2 and the clip have three candidates each.
