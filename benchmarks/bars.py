@@ -159,13 +159,9 @@ def bytes_and_bits() -> Iterator[Figure]:
     size = 4 * ((1 << 20) + 7)
     options = ["-b", size, "-e", size, "-n", 3, "-w", 1, "-c", 1, "--count-bytes"]
     options += ["--wire", ",".join(limits)]
-    has_links = netns.missing() is None
     alone = [sys.executable, str(HERE / "private_loopback.py")]
     rows, uncounted = {}, ""
     for world in (2, 4, 8):
-        if has_links:
-            rows[world] = run_on_link(world, "unlimited", *options)
-            continue
         try:
             rows[world] = run_script("exchange.py", "-g", world, *options, prefix=alone)
         except Unavailable as error:
@@ -271,7 +267,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     size = common.format_size(args.size)
-    report = common.Report("bars", link="loopback; 9, 10 and 13: network namespaces", size=size)
+    report = common.Report("bars", link="loopback; 9 and 10: network namespaces", size=size)
     report.print("#")
     report.print(f"#{'bar':>3}  {'what':<52} {'figure':>9}  {'must':>9} {'aim':>6}  verdict")
     figures: list[Figure] = []
