@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,7 @@ from .overlap import Overlap
 from .parts import BufferPart, ParameterPart, Part
 from .rounds import Rounds, Weight
 from .settings import choice, merge
+from .shard_group import ShardGroup, SharedFragment
 from .turns import Turns
 from .wire import WireFormat
 
@@ -56,6 +57,9 @@ class DiLoCo:
             (a Store, or the ``tcp://host:port`` that ``diloco-comm store`` prints):
             this one's number, and how many there are or which numbers take part.
         name: Tells several DiLoCo objects on one store apart.
+        shard_group: The workers of this replica, a ProcessGroup or one-dimensional DeviceMesh, when
+            they hold the same parameters (DDP, ZeRO-1/2): exchange and outer state are split among
+            them. ``group``, ``mesh`` or ``store`` then has this worker's peers alone.
         wire, block_size: What travels ("int8"), see ``wire.WIRES``; elements that share a scale
             (256).
         rounding, seed: "nearest" (default) or "stochastic", and the seed of the latter (0).
@@ -98,6 +102,7 @@ class DiLoCo:
         num_replicas: int | None = None,
         members: Sequence[int] | None = None,
         name: str = "default",
+        shard_group: Any = None,
         wire: str | WireFormat | None = None,
         block_size: int | None = None,
         rounding: str | None = None,
@@ -143,6 +148,7 @@ class DiLoCo:
         self._skipped = SkippedSteps(optimizers)
         self._hooks: StepHooks | None = None
         self._model, self._optimizers = model, optimizers
+        self._shard_group = None if shard_group is None else ShardGroup(shard_group)
         self._make_parts(model, optimizers)
         store = handshake.connected_store(store, seconds)
         group = handshake.replica_group(group, mesh, store)
@@ -152,7 +158,8 @@ class DiLoCo:
             replica=replica,
             num_replicas=num_replicas,
             members=members,
-            name=name,
+            # On a store, workers with other shards are other groups of the same replicas.
+            name=f"{name}@{self._worker}" if self._worker and store is not None else name,
             lanes=self.settings.lanes,
             chunk_bytes=self.settings.chunk_bytes,
             timeout=seconds,
@@ -171,7 +178,8 @@ class DiLoCo:
             impl=self.impl,
         )
         try:
-            self._start(model, group, init)
+            with self._writing(self.parts):
+                self._start(model, group, init)
         except BaseException:
             self.exchange.close()
             raise
@@ -185,6 +193,12 @@ class DiLoCo:
         named = trainable_parameters(model, optimizers)
         fragments = make_fragments(model, named, settings.fragments)
         self.schedule = Schedule.plan(settings.sync_every, len(fragments), settings.offsets)
+        self._worker = shards.worker([param for _, param in named])
+        self._saved_writes: dict[int, set[int]] = {}
+        if self._shard_group is not None:
+            size = settings.wire.block_size
+            fragments = [self._shard_group.share(fragment, size) for fragment in fragments]
+            self._worker = self._shard_group.worker
         self.parts: list[Part] = [
             ParameterPart(
                 fragment,
@@ -199,7 +213,9 @@ class DiLoCo:
         self._description = describe_parameters(fragments)
         self._layout = layout_hash(fragments, self.schedule)
         self._saved_layout = layout_hash(fragments, self.schedule, whole=True)
-        self._worker = shards.worker([param for _, param in named])
+        if self._shard_group is not None:
+            views = {"the model": describe_parameters(fragments, whole=True)}
+            self._shard_group.check_alike({**views, **settings.as_json()})
         if settings.average_buffers:
             buffers = BufferPart(len(fragments), model)
             self.parts.append(buffers)
@@ -254,10 +270,30 @@ class DiLoCo:
         self.inner_step += 1
         self._skipped.observe()
         due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
-        if due:
-            self._refuse_new_parameters()
-        due = [part for part in due if part.slot is not None]
-        self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
+        with self._writing(self._written(), is_idle=not due):
+            if due:
+                self._refuse_new_parameters()
+            due = [part for part in due if part.slot is not None]
+            self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
+
+    def _written(self) -> list[Part]:
+        """List the parts whose local parameters are written in this step, if nothing fails.
+
+        All workers of a replica find the same ones, whatever became of their own rounds.
+        """
+        policy = self.settings.overlap
+        sent = self.inner_step - (0 if policy.rounds else policy.steps())
+        saved = self._saved_writes.pop(self.inner_step, set())
+        return [self.parts[index] for index in sorted({*self.schedule.due(sent), *saved})]
+
+    def _writing(
+        self, parts: Iterable[Part], *, is_idle: bool = False
+    ) -> AbstractContextManager[None]:
+        """Enter a block that writes local parameters of these parts, see ``ShardGroup.writing``."""
+        fragments = [part.fragment for part in parts if isinstance(part, ParameterPart)]
+        if self._shard_group is None or (is_idle and not fragments):
+            return nullcontext()
+        return self._shard_group.writing([f for f in fragments if isinstance(f, SharedFragment)])
 
     def flush(self) -> None:
         """Share what was trained since the last send, and apply it; every replica calls this.
@@ -266,7 +302,8 @@ class DiLoCo:
         replica has trained since its last send is left alone.
         """
         self._refuse_if_swapped()
-        self._rounds.flush(self.inner_step, self._skipped.count)
+        with self._writing(self.parts):
+            self._rounds.flush(self.inner_step, self._skipped.count)
 
     def _refuse_new_parameters(self) -> None:
         """Raise if the optimizers train what was not there, or frozen, when this was attached."""
@@ -291,16 +328,17 @@ class DiLoCo:
         outers = [part.outer for part in parts]
         if consensus:
             outers = mean_outer(self.exchange, parts, self.impl)
-        local = [[tensor.clone() for tensor in part.tensors()] for part in parts]
+        local = [[tensor.clone() for tensor in part.fragment.local()] for part in parts]
         self._is_swapped = True
         try:
-            for part, outer in zip(parts, outers, strict=True):
-                ops.merge(outer, part.tensors(), impl=self.impl)
+            with self._writing(parts):
+                for part, outer in zip(parts, outers, strict=True):
+                    ops.merge(outer, part.tensors(), impl=self.impl)
             yield
         finally:
             self._is_swapped = False
             for part, saved in zip(parts, local, strict=True):
-                for tensor, value in zip(part.tensors(), saved, strict=True):
+                for tensor, value in zip(part.fragment.local(), saved, strict=True):
                     tensor.copy_(value)
 
     def consensus(self) -> dict[str, Any]:
@@ -389,6 +427,10 @@ class DiLoCo:
         write = loading.restore(self.parts, state_dict, self._scope(), strict=strict)
         self._rounds.drop()
         self.inner_step = write()
+        self._saved_writes = {}
+        for part in self.parts:
+            for flight in part.in_flight:
+                self._saved_writes.setdefault(flight.apply_step, set()).add(part.index)
 
     # ------------------------------------------------------------------------- the group
 
@@ -408,16 +450,17 @@ class DiLoCo:
             SyncError: If the members did not all come, or are more than one round apart.
         """
         self._refuse_if_swapped()
-        last_rounds = {part.index: part.round - 1 for part in self.parts}
-        store = handshake.connected_store(store, self.exchange.timeout)
-        repairs = self.exchange.change_group(
-            members, store=store, last_rounds=last_rounds, inner_step=self.inner_step
-        )
-        self._rounds.settle(repairs, self.inner_step)
-        self._turn_back(self.exchange.agreed_step)
-        if self.exchange.joined:
-            self._agree()
-            self._share_state()
+        with self._writing(self.parts):
+            last_rounds = {part.index: part.round - 1 for part in self.parts}
+            store = handshake.connected_store(store, self.exchange.timeout)
+            repairs = self.exchange.change_group(
+                members, store=store, last_rounds=last_rounds, inner_step=self.inner_step
+            )
+            self._rounds.settle(repairs, self.inner_step)
+            self._turn_back(self.exchange.agreed_step)
+            if self.exchange.joined:
+                self._agree()
+                self._share_state()
 
     def _turn_back(self, inner_step: int) -> None:
         """Count on from where the slowest replica is, so that all send the same fragment next.

@@ -82,6 +82,31 @@ class Fragment:
             offset += shard.numel()
         return views
 
+    @property
+    def placement(self) -> str:
+        """Say which elements are exchanged here, when that is not seen by the parameters."""
+        return ""
+
+    def local(self) -> list[Tensor]:
+        """Return all that is here of the parameters, detached: also what others exchange."""
+        return list(self.named().values())
+
+    def own_views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Cut ``flat`` for the part of a saved state that this worker has for itself."""
+        return self.views(flat)
+
+    def has_own(self, saved: Mapping[str, Any]) -> bool:
+        """Whether the saved tensors are such as ``own_views`` gives for this fragment."""
+        return any(name in saved for name in self.names)
+
+    def check_own(self, saved: Any) -> None:
+        """Raise ValueError unless ``load_own`` can take what ``own_views`` gave."""
+        self.check(saved)
+
+    def load_own(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
+        """Copy what ``own_views`` gave into ``flat``."""
+        self.load(flat, saved)
+
     def check(self, saved: Any) -> None:
         """Raise ValueError unless ``load`` can take the saved tensors."""
         for name, param in zip(self.names, self.params, strict=True):
@@ -279,11 +304,13 @@ def describe_parameters(fragments: Sequence[Fragment], *, whole: bool = False) -
     Args:
         whole: Describe DTensors as wholes, however they are sharded, instead of what is here.
     """
-    return [
-        describe(f"{fragment.index} {name}", param, whole=whole)
-        for fragment in fragments
-        for name, param in zip(fragment.names, fragment.params, strict=True)
-    ]
+    lines = []
+    for fragment in fragments:
+        if fragment.placement and not whole:
+            lines.append(f"fragment {fragment.index} {fragment.placement}")
+        for name, param in zip(fragment.names, fragment.params, strict=True):
+            lines.append(describe(f"{fragment.index} {name}", param, whole=whole))
+    return lines
 
 
 def describe(what: str, tensor: Tensor, *, whole: bool = False) -> str:

@@ -124,11 +124,12 @@ def _plan_residuals(
     saved = None if own is None else own.get("residual") or None
     shard = None if own is None else own.get("reduce_residual", {}).get(scope.key(part))
     own_shard = slot.reduce_residual
-    fits = saved is not None and (
+    has_saved = saved is not None and part.fragment.has_own(saved)
+    fits = has_saved and (
         own_shard is None or (shard is not None and own_shard.shape == shard.shape)
     )
     if fits and saved is not None:
-        part.fragment.check(saved)
+        part.fragment.check_own(saved)
     elif strict:
         raise ValueError(
             "the saved state holds no error-feedback residuals that fit replica "
@@ -140,7 +141,7 @@ def _plan_residuals(
         # Looked up now: the buffers may have been swapped since the check.
         assert slot.residual is not None
         if fits and saved is not None:
-            part.fragment.load(slot.residual, saved)
+            part.fragment.load_own(slot.residual, saved)
         else:
             slot.residual.zero_()
         if slot.reduce_residual is not None:
@@ -212,8 +213,8 @@ def _plan_owed(
         return []
     assert isinstance(part, ParameterPart) and part.slot is not None
     values = torch.empty(part.num_elements)
-    part.fragment.check(own.get("owed", {}))
-    part.fragment.load(values, own["owed"])
+    part.fragment.check_own(own.get("owed", {}))
+    part.fragment.load_own(values, own["owed"])
     return [_bind(part.slot.residuals.owe, values)]
 
 

@@ -177,7 +177,7 @@ def _collect_own(part: Part, view: _View, scope: Scope, own: dict[str, Any]) -> 
         return False
     if slot.residual is not None and isinstance(part, ParameterPart):
         own["residual"].update(
-            part.fragment.views(slot.residual if view.added is None else view.added)
+            part.fragment.own_views(slot.residual if view.added is None else view.added)
         )
     if slot.reduce_residual is not None:
         own["reduce_residual"][key] = slot.reduce_residual
@@ -187,7 +187,7 @@ def _collect_own(part: Part, view: _View, scope: Scope, own: dict[str, Any]) -> 
     corrections, corrected = saved_flights.pack_corrections(view.corrections)
     has_owed = slot.residual is None and view.added is not None
     if has_owed and view.added is not None and isinstance(part, ParameterPart):
-        own["owed"].update(part.fragment.views(view.added))
+        own["owed"].update(part.fragment.own_views(view.added))
     own["own"][key] = json.dumps(
         {
             "owes": view.owes,

@@ -1,0 +1,210 @@
+"""Workers of one replica that hold the same parameters (DDP, ZeRO-1/2) and share its outer state.
+
+Worker s of S owns the s-th range of each fragment's elements: it exchanges that with worker s of
+the other replicas, keeps outer parameters and momentum for it alone, and gives its workmates the
+parameters that it has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import ReplicaMismatch, SyncError
+from .fragments import Fragment, memory_order
+from .shards import is_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class ShardGroup:
+    """The workers of one replica.
+
+    Args:
+        group: A process group, or a one-dimensional DeviceMesh.
+
+    Raises:
+        TypeError: If it is neither, or this process is not in it.
+    """
+
+    def __init__(self, group: Any) -> None:
+        group = group.get_group() if hasattr(group, "get_group") else group
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "shard_group must be a ProcessGroup or a one-dimensional DeviceMesh of which this "
+                f"worker is a member, got {group!r}"
+            )
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+
+    @property
+    def worker(self) -> str:
+        """This worker's name among its workmates, see ``shards.worker``."""
+        return f"{self.rank}of{self.size}" if self.size > 1 else ""
+
+    def share(self, fragment: Fragment, block_size: int) -> SharedFragment:
+        """Return the fragment as this worker has it.
+
+        Raises:
+            ValueError: If its parameters are sharded already.
+        """
+        if any(is_sharded(param) for param in fragment.params):
+            raise ValueError(
+                "shard_group is for workers that hold the same parameters, but these are DTensors: "
+                "leave it away, their shards are exchanged as they are"
+            )
+        return SharedFragment(
+            fragment.index, fragment.names, fragment.params, group=self, block_size=block_size
+        )
+
+    def broadcast(self, tensors: Sequence[Tensor], owner: int) -> None:
+        """Give the 1-D tensors of one worker to all, in place, one message for each dtype."""
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = same[0] if len(same) == 1 else torch.cat(same)
+            dist.broadcast(flat, group=self.group, group_src=owner)
+            if len(same) > 1 and owner != self.rank:
+                torch._foreach_copy_(same, list(flat.split([t.numel() for t in same])))
+
+    def check_alike(self, views: dict[str, Any]) -> None:
+        """Compare model and settings of the workmates.
+
+        Raises:
+            ReplicaMismatch: Naming the first one that differs.
+        """
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, views, group=self.group)
+        for rank, theirs in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if theirs[name] != value:
+                    raise ReplicaMismatch(
+                        f"{name} differs between the workers of a replica: {value!r} on worker 0 "
+                        f"of shard_group, {theirs[name]!r} on worker {rank}"
+                    )
+
+    @contextmanager
+    def writing(self, fragments: Sequence[SharedFragment]) -> Iterator[None]:
+        """Give the workmates what this worker writes to its ranges in the block; all enter it.
+
+        Raises:
+            SyncError: On the workers that succeeded, when another one raised.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            # The workmates wait for us: what was applied is theirs, whatever failed beside it.
+            failure = error
+        failed = torch.tensor([self.rank if failure is not None else -1])
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
+        for fragment in fragments:
+            fragment.give()
+        if failure is not None:
+            raise failure
+        if failed.item() >= 0:
+            raise SyncError(
+                f"worker {int(failed)} of this replica's shard_group failed; what it says tells why"
+            )
+
+
+@dataclass(frozen=True)
+class SharedFragment(Fragment):
+    """A fragment of which this worker exchanges one range of elements, of whole blocks."""
+
+    group: ShardGroup = None  # type: ignore[assignment]
+    block_size: int = 256
+
+    def __post_init__(self) -> None:
+        begin, end = self.range_of(self.group.rank)
+        if begin == end and self.whole_elements:
+            object.__setattr__(self, "filler", torch.zeros(1))
+
+    @property
+    def whole_elements(self) -> int:
+        return sum(param.numel() for param in self.params)
+
+    @property
+    def placement(self) -> str:
+        begin, end = self.range_of(self.group.rank)
+        return f"elements {begin} to {end} of {self.whole_elements}"
+
+    def range_of(self, worker: int) -> tuple[int, int]:
+        """Return the first element that a worker owns, and the one after its last."""
+        num_blocks = -(-self.whole_elements // self.block_size)
+        share = -(-num_blocks // self.group.size) * self.block_size
+        begin = min(worker * share, self.whole_elements)
+        return begin, min(begin + share, self.whole_elements)
+
+    def named(self) -> dict[str, Tensor]:
+        return self._cut(super().named(), self.group.rank)
+
+    def local(self) -> list[Tensor]:
+        return list(super().named().values())
+
+    def _cut(self, tensors: Mapping[str, Tensor], worker: int) -> dict[str, Tensor]:
+        """Return what a worker owns of tensors like the parameters, 1-D, in memory order."""
+        begin, end = self.range_of(worker)
+        pieces, offset = {}, 0
+        for name, tensor in tensors.items():
+            first, last = max(begin - offset, 0), min(end - offset, tensor.numel())
+            if first < last:
+                pieces[name] = memory_order(tensor)[first:last]
+            offset += tensor.numel()
+        return pieces
+
+    def give(self) -> None:
+        """Give each worker's ranges of the parameters to all; a collective call."""
+        whole = super().named()
+        for worker in range(self.group.size):
+            self.group.broadcast(list(self._cut(whole, worker).values()), worker)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Gather all workers' ``flat``, and cut it like the parameters; a collective call."""
+        whole = torch.empty(self.whole_elements, dtype=flat.dtype)
+        begin, end = self.range_of(self.group.rank)
+        whole[begin:end].copy_(flat[: end - begin])
+        for worker in range(self.group.size):
+            begin, end = self.range_of(worker)
+            if begin < end:
+                self.group.broadcast([whole[begin:end]], worker)
+        return super().views(whole)
+
+    def load(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
+        laid_out = {
+            name: torch.empty_like(param, dtype=flat.dtype).copy_(saved[name])
+            for name, param in zip(self.names, self.params, strict=True)
+        }
+        offset = 0
+        for piece in self._cut(laid_out, self.group.rank).values():
+            flat[offset : offset + piece.numel()].copy_(piece)
+            offset += piece.numel()
+
+    # What a worker has for itself is saved as it is: not all of them may have it.
+
+    def own_views(self, flat: Tensor) -> dict[str, Tensor]:
+        return {self._own_key: flat}
+
+    def has_own(self, saved: Mapping[str, Any]) -> bool:
+        return self._own_key in saved
+
+    def check_own(self, saved: Any) -> None:
+        key, count = self._own_key, self.num_elements
+        if not isinstance(saved, Mapping) or key not in saved or saved[key].numel() != count:
+            raise ValueError(
+                f"the saved state lacks what worker {self.group.worker} of the replica had for "
+                "itself: it was saved by another number of workers"
+            )
+
+    def load_own(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
+        flat.copy_(saved[self._own_key])
+
+    @property
+    def _own_key(self) -> str:
+        return f"{self.index}@{self.group.rank}of{self.group.size}"
