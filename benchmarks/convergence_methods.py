@@ -122,10 +122,10 @@ ROWS = (
     _co2("CO2 penalty", 1, "gap-aware"),
     _co2("CO2 clip", 1, has_clip=True),
     _co2("CO2 penalty clip", 1, "gap-aware", True),
-    _co2("CO2 stale 3", 3),
-    _co2("CO2 stale 3 penalty", 3, "gap-aware"),
-    _co2("CO2 stale 3 clip", 3, has_clip=True),
-    _co2("CO2 stale 3 penalty clip", 3, "gap-aware", True),
+    _co2("CO2 stale 2", 2),
+    _co2("CO2 stale 2 penalty", 2, "gap-aware"),
+    _co2("CO2 stale 2 clip", 2, has_clip=True),
+    _co2("CO2 stale 2 penalty clip", 2, "gap-aware", True),
 )
 ROW_OF = {row.name: row for row in ROWS}
 

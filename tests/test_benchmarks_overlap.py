@@ -216,3 +216,14 @@ def test_tuned_choice_is_the_best_candidate_and_never_one_that_diverged() -> Non
     for family in FAMILIES:
         assert tuning_row(family).families[-1] == family
     assert len(ROW_OF) == len(ROWS)
+
+
+def test_every_row_of_convergence_is_a_method_that_exists() -> None:
+    from convergence_methods import ROWS
+
+    made = [row.arguments({"lr": 0.5, "clip": 0.1}) for row in ROWS]
+    policies = {type(arguments["overlap"]).__name__ for arguments in made}
+    assert policies == {"Blocking", "Streaming", "Delayed", "Eager", "CO2"}
+    assert {type(arguments["outer"]).__name__ for arguments in made} == {
+        *("SGD", "HeavyBall", "Nesterov", "Adam")
+    }
