@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from typing import Any
 
@@ -47,9 +46,9 @@ def attach(
         "wire": "fp32",
         "block_size": 32,
         "outer": Nesterov(0.5),
-        "mesh": mesh["replica"],
+        "mesh": None if "store" in arguments else mesh["replica"],
         "shard_group": group if is_shared else None,
-        **copy.deepcopy(arguments),
+        **arguments,
     }
     return model, optimizer, DiLoCo(model, optimizer, **arguments)
 
@@ -108,6 +107,25 @@ def test_the_run_is_that_of_one_worker_a_replica(world: int, workers) -> None:
     for results in workers(world).run(equals_unsharded, variants):
         assert [matches for matches, _ in results] == [True] * len(variants)
         assert all(abs(share - 2 / world) < 0.05 for _, share in results)
+
+
+def meet_on_a_store(rank: int, world: int, address: tuple[str, int]) -> bool:
+    mesh = make_mesh(world)
+    store = dist.TCPStore(*address, is_master=False)
+    replica = mesh["replica"].get_local_rank()
+    on_store = {"store": store, "replica": replica, "num_replicas": 2}
+    results = []
+    for arguments in ({}, on_store):
+        model, optimizer, diloco = attach(mesh, is_shared=True, timeout=60, **arguments)
+        with diloco:
+            train(model, optimizer, mesh, range(4))
+            results.append(everything(model, diloco))
+    return equal(*results)
+
+
+def test_workers_find_their_peers_on_a_store(fresh_workers) -> None:
+    pool = fresh_workers(4)
+    assert pool.run(meet_on_a_store, pool.store) == [True] * 4
 
 
 # ---------------------------------------------------------------------------------- checkpoints
