@@ -34,20 +34,25 @@ def empty_pages(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32
 
 # Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
 # at 100 Mbit/s, at 1 Gbit/s and on a loopback.
-_CHUNKS = ((2 << 20, 2 << 20), (12 << 20, 512 << 10), (24 << 20, 2 << 20))
-_LARGEST_CHUNK = 4 << 20
+_CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 512 << 10), (24 << 20, 2 << 20))
+_LARGE_CHUNK = 4 << 20
+_MANY_ELEMENTS = 16 << 20
+_CHUNK_OF_MANY = 8 << 20
 
 
-def auto_chunk_bytes(payload_bytes: int) -> int:
-    """Choose the chunk of a payload by a table.
+def auto_chunk_bytes(payload_bytes: int, num_elements: int) -> int:
+    """Choose the chunk of a payload by a table (benchmarks/exchange.py --chunk).
 
     Each message wakes a few threads, which costs fast links time; but with large chunks a slow
-    link idles while the last is reduced, and the ranks' flows crowd each other out.
+    link idles while the last is reduced, and the ranks' flows crowd each other out. Work on the
+    processors goes by elements, not bytes: many of them make large chunks worth while.
     """
+    if num_elements > _MANY_ELEMENTS:
+        return _CHUNK_OF_MANY
     for limit, chunk_bytes in _CHUNKS:
         if payload_bytes <= limit:
             return chunk_bytes
-    return _LARGEST_CHUNK
+    return _LARGE_CHUNK
 
 
 @dataclass
@@ -247,7 +252,7 @@ class Slot:
         block, wire = self.wire.block_size, self.wire
         payload = Layout.plan(self.num_elements, world_size, 1, wire).payload_bytes
         most = -(-self.num_elements // (world_size * block))
-        chunk_bytes = chunk_bytes or auto_chunk_bytes(payload)
+        chunk_bytes = chunk_bytes or auto_chunk_bytes(payload, self.num_elements)
         num_chunks = max(1, min(round(payload / chunk_bytes), most))
         self.rank, self.world_size, self.num_chunks = rank, world_size, num_chunks
         self.layout = Layout.plan(self.num_elements, world_size, num_chunks, wire)
