@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,24 +51,19 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def held() -> tuple[list[str], int]:
-    """Threads and descriptors, the least of some readings.
+def left_behind(before: tuple[list[str], int]) -> tuple[list[str], int]:
+    """Threads and descriptors that were not there before; waits two seconds for them to end.
 
-    A call on the store runs on a thread that lasts as long as the call.
+    A joined thread takes a moment, and a call on the store has a thread as long as it lasts: one
+    that was there before and is gone is none of ours.
     """
-    readings = []
-    for _ in range(8):
-        readings.append((threads(), descriptors()))
-        time.sleep(0.005)
-    return min(readings, key=lambda reading: (len(reading[0]), reading[1]))
-
-
-def settle(read: Callable[[], Any], wanted: Any) -> Any:
-    """Read until it is what is wanted, for two seconds at most: joined threads take a moment."""
     deadline = time.monotonic() + 2
-    while (value := read()) != wanted and time.monotonic() < deadline:
+    while True:
+        names = Counter(threads()) - Counter(before[0])
+        more = max(0, descriptors() - before[1])
+        if not (names or more) or time.monotonic() > deadline:
+            return sorted(names), more
         time.sleep(0.01)
-    return value
 
 
 class Run:
@@ -107,7 +103,7 @@ def soak(rank: int, world: int, seed: int) -> dict[str, Any]:
     lasting = Run(choice)
     steps, history, hashes = 0, [], []
     for cycle in range(CYCLES):
-        before = held()
+        before = (threads(), descriptors())
         passing = Run(choice)
         while steps < (cycle + 1) * STEPS:
             (lasting if steps % 2 else passing).step()
@@ -117,10 +113,8 @@ def soak(rank: int, world: int, seed: int) -> dict[str, Any]:
         passing.diloco.close()
         del passing
         dist.barrier()
-        after = settle(held, before)
-        history.append(
-            {"steps": steps, "bytes": resident_bytes(), "before": before, "after": after}
-        )
+        left = left_behind(before)
+        history.append({"steps": steps, "bytes": resident_bytes(), "left": left})
     lasting.diloco.close()
     return {"history": history, "hashes": hashes, "steps": steps}
 
@@ -133,8 +127,7 @@ def test_500_outer_steps_leave_nothing_behind(workers: Callable[[int], Any]) -> 
     for result in results:
         assert result["steps"] == 500
         for entry in result["history"]:
-            threads_before, descriptors_before = entry["before"]
-            assert entry["after"] == (threads_before, descriptors_before), entry["steps"]
+            assert entry["left"] == ([], 0), entry["steps"]
         warm = [e["bytes"] for e in result["history"] if e["steps"] <= WARM_STEPS]
         late = [e["bytes"] for e in result["history"] if e["steps"] > WARM_STEPS]
         growth = [(size - max(warm)) / 2**20 for size in late]
