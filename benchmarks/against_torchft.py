@@ -12,7 +12,6 @@ alternate. Memory is measured afterwards, in processes of its own for each.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import tempfile
@@ -26,7 +25,7 @@ import common
 import torch
 import torch.distributed as dist
 import torchft_peer
-from outer_step import Transformer, resident_bytes
+from outer_step import Transformer, memory_growth
 from torch import Tensor, nn
 
 from diloco_comm.tools.demo_data import Batches, load_corpus, validation_windows
@@ -236,35 +235,16 @@ def flat_parameters(model: nn.Module) -> Tensor:
 
 
 def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Growth of the resident set by one variant, in sizes of the model, largest rank.
-
-    Model and gradients exist before, and the inner steps in between allocate nothing.
-    """
+    """Growth of the resident set by one variant; see ``outer_step.memory_growth``."""
     (variant,) = args.variants
     if variant in PEERS:
         # The imports are not torchft's way of doing an outer step.
         import torchft.local_sgd
         import torchft.manager  # noqa: F401
     replica = Replica("alone", args)
-    parameters = list(replica.model.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    model_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    dist.all_reduce(torch.zeros(1 << 20))
-    gc.collect()
-    # Writing 5 sets the peak back to the present resident set.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident_bytes()
-    backend = replica._open(argparse.Namespace(**{**vars(args), "variant": variant}))
-    for _ in range(args.sync_every * (args.warmup_iters + args.iters)):
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.mul_(0.999)
-        backend.step()
-    growth = [resident_bytes() - before, resident_bytes(peak=True) - before]
-    backend.close()
-    now, peak = (size / model_bytes for size in common.slowest_of_ranks(growth))
-    return {"model_bytes": model_bytes, "resident_sizes": now, "peak_sizes": peak}
+    chosen = argparse.Namespace(**{**vars(args), "variant": variant})
+    steps = args.sync_every * (args.warmup_iters + args.iters)
+    return memory_growth(replica.model, lambda: replica._open(chosen), steps)
 
 
 # ---------------------------------------------------------------------------------- report

@@ -16,6 +16,7 @@ import gc
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,13 +175,24 @@ def report_comparison(report: common.Report, seconds: dict[str, list[float]]) ->
 
 
 def measure_memory(args: argparse.Namespace) -> dict[str, float]:
-    """Growth of the resident set by DiLoCo, in sizes of the model, largest rank.
+    """Growth of the resident set by DiLoCo; see ``memory_growth``."""
+    replica = Replica(args)
+    steps = args.sync_every * (args.warmup_iters + args.iters)
+    return memory_growth(
+        replica.model, lambda: attach(replica.model, replica.optimizer, args), steps
+    )
+
+
+def memory_growth(model: nn.Module, open_method: Callable[[], Any], steps: int) -> dict[str, float]:
+    """Growth of the resident set by a method, in sizes of the model, largest rank.
 
     The model and its gradients exist before; the inner steps in between change the parameters in
-    place and allocate nothing, so that all growth is DiLoCo's, its group's and the engine's.
+    place and allocate nothing, so that all growth is the method's and its group's.
+
+    Args:
+        open_method: Attaches the method; its ``step()`` ends each inner step, ``close()`` the run.
     """
-    replica = Replica(args)
-    parameters = list(replica.model.parameters())
+    parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     model_bytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -189,15 +201,15 @@ def measure_memory(args: argparse.Namespace) -> dict[str, float]:
     # Writing 5 sets the peak back to the present resident set.
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes()
-    diloco = attach(replica.model, replica.optimizer, args)
-    for _ in range(args.sync_every * (args.warmup_iters + args.iters)):
+    method = open_method()
+    for _ in range(steps):
         with torch.no_grad():
             for parameter in parameters:
                 parameter.mul_(0.999)
-        diloco.step()
+        method.step()
     growth = [resident_bytes() - before, resident_bytes(peak=True) - before]
-    diloco.close()
-    now, peak = (growth_bytes / model_bytes for growth_bytes in common.slowest_of_ranks(growth))
+    method.close()
+    now, peak = (size / model_bytes for size in common.slowest_of_ranks(growth))
     return {"model_bytes": model_bytes, "resident_sizes": now, "peak_sizes": peak}
 
 
