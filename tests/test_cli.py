@@ -102,6 +102,20 @@ def test_taken_port_is_one_sentence() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["nothing"], "'nothing'"),
+        (["store", "--colour"], "--colour"),
+        (["store", "--port", "x"], "--port"),
+    ],
+)
+def test_wrong_command_line_is_one_sentence(arguments: list[str], named: str) -> None:
+    ended = subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert re.fullmatch(rf"diloco-comm: [^\n]*{named}[^\n]*\n", ended.stderr)
+
+
 @pytest.mark.parametrize("module", ["typer", "rich"])
 def test_missing_extra_is_one_sentence(module: str) -> None:
     code = (

@@ -9,9 +9,11 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
+
+from .exits import fail
 
 INTERRUPTED = 130
 
@@ -63,7 +65,7 @@ def demo(
         print("diloco-comm: interrupted, all replicas are stopped", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     except (ValueError, OSError, ReplicaError) as error:
-        _fail(str(error))
+        fail(str(error))
     if check and not all(claim.holds for claim in results.claims()):
         raise typer.Exit(1)
 
@@ -86,10 +88,5 @@ def store(
         # Negative numbers come from the resolver.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror
-        _fail(f"cannot listen on {host}:{port}: {reason}")
+        fail(f"cannot listen on {host}:{port}: {reason}")
     print(f"closed by {signal_name}", file=sys.stderr)
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"diloco-comm: {message}", file=sys.stderr)
-    raise typer.Exit(1)

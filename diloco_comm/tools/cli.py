@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 EXTRA = ("typer", "rich")
 
 
 def main() -> None:
-    """Run the command line, or say in one sentence what has to be installed for it."""
+    """Run the command line, or say in one sentence what is wrong with it or missing."""
     try:
-        from .app import app
+        import typer
 
-        app()
+        from .app import app
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRA:
-            raise
-        sys.exit(
-            f"diloco-comm needs {package}, which is not installed: pip install 'diloco_comm[cli]'"
-        )
+        _name_the_extra(error)
+    # Typer's own name for the class differs between its versions.
+    usage_error: Any = typer.BadParameter.__base__
+    try:
+        sys.exit(app(standalone_mode=False))
+    except ModuleNotFoundError as error:
+        _name_the_extra(error)
+    except usage_error as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        else:
+            print(f"diloco-comm: {' '.join(error.format_message().split())}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(1)
+
+
+def _name_the_extra(error: ModuleNotFoundError) -> None:
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRA:
+        raise error
+    sys.exit(f"diloco-comm needs {package}, which is not installed: pip install 'diloco_comm[cli]'")
 
 
 if __name__ == "__main__":
