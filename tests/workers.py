@@ -49,11 +49,11 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _zygote_main(fd: int) -> None:
+def _zygote_main(fd: int, preload: Sequence[str]) -> None:
     """Import torch once, then fork a worker for every connection received."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in PRELOAD:
+    for name in (*PRELOAD, *preload):
         importlib.import_module(name)
     control = Connection(fd)
     while True:
@@ -156,12 +156,15 @@ class _World:
 
 
 class Zygote:
-    """The process that all workers are forked from; they die with it, and it with us."""
+    """The process that all workers are forked from; they die with it, and it with us.
 
-    def __init__(self) -> None:
+    ``preload`` names further modules that it imports for all of them.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
+            [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno()), *preload],
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -394,4 +397,4 @@ class Crew:
 if __name__ == "__main__":
     # Functions are pickled under the module's real name.
     sys.path.insert(0, str(Path(__file__).parent))
-    importlib.import_module("workers")._zygote_main(int(sys.argv[1]))
+    importlib.import_module("workers")._zygote_main(int(sys.argv[1]), sys.argv[2:])

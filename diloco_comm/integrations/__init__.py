@@ -1,0 +1,12 @@
+"""DiLoCo inside the trainers that people use; each module needs its trainer and nothing else.
+
+    from diloco_comm.integrations.huggingface import DiLoCoCallback
+    from diloco_comm.integrations.lightning import DiLoCoCallback
+    from diloco_comm.integrations.accelerate import attach
+    from diloco_comm.integrations.torchtitan import semi_sync_training
+    from diloco_comm.integrations.ddp_hook import QuantizedAllReduce, quantized_allreduce_hook
+    from diloco_comm.integrations.writers import log_metrics
+    from diloco_comm.integrations.launch import replica_per_process
+
+Importing this package imports none of them.
+"""

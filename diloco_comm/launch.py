@@ -1,0 +1,105 @@
+"""Where this process stands among those that torchrun or srun started."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_TORCHRUN = ("RANK", "WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
+# Where rank 0 of an srun listens unless MASTER_PORT says otherwise: jobs of one node differ.
+_SLURM_FIRST_PORT = 15000
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process of a launch.
+
+    Attributes:
+        rank, world_size: Among all processes.
+        local_rank, local_world_size: Among those of this host.
+        master_addr, master_port: Where rank 0 is met.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that torchrun sets, and ``init_process_group`` reads."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def find(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """Read the launcher's variables; None for a process that nobody launched.
+
+    torchrun's win over srun's, so that torchrun may run inside an srun task.
+
+    Raises:
+        ValueError: If one of them is not a number, or the first host cannot be told.
+    """
+    environ = os.environ if environ is None else environ
+    if all(name in environ for name in _TORCHRUN):
+        return Launch(
+            _number(environ, "RANK"),
+            _number(environ, "WORLD_SIZE"),
+            _number(environ, "LOCAL_RANK", 0),
+            _number(environ, "LOCAL_WORLD_SIZE", 1),
+            environ.get("MASTER_ADDR", "127.0.0.1"),
+            _number(environ, "MASTER_PORT", 29500),
+        )
+    # A batch script and an interactive shell have SLURM_NTASKS too, but no step.
+    if all(name in environ for name in (*_SLURM, "SLURM_STEP_ID")):
+        return _slurm(environ)
+    return None
+
+
+def _slurm(environ: Mapping[str, str]) -> Launch:
+    job = _number(environ, "SLURM_JOB_ID", 0)
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    # Like "4(x2),3": of the first hosts, which is where it is the same for all but the last ones.
+    here = re.match(r"\d+", tasks)
+    return Launch(
+        _number(environ, "SLURM_PROCID"),
+        _number(environ, "SLURM_NTASKS"),
+        _number(environ, "SLURM_LOCALID", 0),
+        int(here[0]) if here else 1,
+        environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "")),
+        _number(environ, "MASTER_PORT", _SLURM_FIRST_PORT + job % 1000),
+    )
+
+
+def first_host(node_list: str) -> str:
+    """Return the first host of SLURM's list, such as node07 of ``node[07-09,12],login1``.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,]*))?", node_list)
+    if match is None:
+        raise ValueError(
+            f"cannot tell the first host of the list {node_list!r}: set MASTER_ADDR to rank 0's"
+        )
+    return "".join(part or "" for part in match.groups())
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {text!r}") from None

@@ -1,0 +1,125 @@
+"""Who started this process, and replicas that hide it from their trainers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco_comm import launch
+from diloco_comm.launch import Launch
+
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_JOB_ID": "4242",
+}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29400"}
+
+
+def test_nobody_launched_this_process() -> None:
+    assert launch.find({}) is None
+    # A batch script has these, but its processes are no tasks.
+    assert launch.find({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None
+
+
+def test_srun() -> None:
+    assert launch.find(SRUN) == Launch(5, 8, 1, 4, "node07", 15242)
+    chosen = launch.find({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2"})
+    assert chosen is not None
+    assert (chosen.master_addr, chosen.master_port) == ("10.0.0.1", 2)
+
+
+def test_torchrun_within_srun_wins() -> None:
+    found = launch.find({**SRUN, **TORCHRUN})
+    assert found == Launch(1, 2, 1, 1, "127.0.0.1", 29400)
+    assert found is not None and found.variables()["RANK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [
+        ("login1", "login1"),
+        ("a1,b2", "a1"),
+        ("node[07-09,12],login1", "node07"),
+        ("n[3]", "n3"),
+        ("r1n[10-11]-ib,x", "r1n10-ib"),
+    ],
+)
+def test_first_host(node_list: str, host: str) -> None:
+    assert launch.first_host(node_list) == host
+
+
+def test_bad_variables_are_one_sentence() -> None:
+    with pytest.raises(ValueError, match="RANK must be a whole number, got 'one'"):
+        launch.find({**TORCHRUN, "RANK": "one"})
+    with pytest.raises(ValueError, match="set MASTER_ADDR to rank 0's"):
+        launch.find({**SRUN, "SLURM_STEP_NODELIST": ""})
+
+
+SCRIPT = """
+import os
+from diloco_comm.integrations.launch import replica_per_process
+replicas = replica_per_process()
+import torch, torch.distributed as dist
+from diloco_comm import SGD, DiLoCo
+assert not dist.is_torchelastic_launched() and "WORLD_SIZE" not in os.environ
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.constant_(model.weight, 1.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+with DiLoCo(model, optimizer, sync_every=1, outer=SGD(1.0), wire="fp32", timeout=30, **replicas):
+    model.weight.grad = torch.full((1, 1), float(replicas["replica"] + 1))
+    optimizer.step()
+print(replicas["num_replicas"], model.weight.item(), os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+def test_each_process_of_torchrun_is_a_replica(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", "script.py"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "4,6"}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    # From 1 to 0 and to -1; the mean is -0.5.
+    assert sorted(re.findall(r"2 -0\.5 \d", ended.stdout)) == ["2 -0.5 4", "2 -0.5 6"]
+
+
+def too_late(rank: int, world: int) -> Any:
+    from diloco_comm.integrations.launch import replica_per_process
+
+    before = dict(os.environ)
+    os.environ |= TORCHRUN
+    try:
+        with pytest.raises(RuntimeError, match=r"before torch\.distributed is initialised"):
+            replica_per_process()
+    finally:
+        os.environ.clear()
+        os.environ |= before
+    return replica_per_process()
+
+
+def test_it_comes_first(workers) -> None:
+    assert workers(2).run(too_late) == [{}, {}]
+
+
+def test_importing_the_package_imports_no_trainer() -> None:
+    code = (
+        "import sys, diloco_comm, diloco_comm.integrations, diloco_comm.launch; print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert torch.__name__ in loaded
+    assert not loaded & {"transformers", "accelerate", "lightning", "peft", "torchtitan"}
