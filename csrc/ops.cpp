@@ -132,13 +132,13 @@ void reduce_cpu(const Tensor& received, const Tensor& result, c10::ArrayRef<doub
 void run_step(codec::StepArgs args, const Tensor& outer, const OptionalTensor& momentum,
               const OptionalTensor& second, TensorList params, TensorList payloads,
               c10::ArrayRef<double> coefficients, int64_t begin, int64_t end,
-              const OptionalTensor& verdict) {
+              const OptionalTensor& verdict, const char* second_name = "exp_avg_sq") {
     const FragmentView view("params", params);
     const int64_t num_elements = view.num_elements();
     check_range(args.layout, begin, end, num_elements);
     check_flat_of("outer", outer, num_elements);
     if (momentum.has_value()) check_flat_of("momentum", *momentum, num_elements);
-    if (second.has_value()) check_flat_of("exp_avg_sq", *second, num_elements);
+    if (second.has_value()) check_flat_of(second_name, *second, num_elements);
     const TermList& terms = check_terms(payloads, coefficients, args.layout, end);
     if (is_voted_down(verdict)) return;
     args.params = view.get();
@@ -215,6 +215,32 @@ void outer_step_adam_cpu(const Tensor& outer, const Tensor& exp_avg, const Tenso
     constants.eps = static_cast<float>(eps);
     set_alpha(constants, alpha);
     run_step(args, outer, exp_avg, exp_avg_sq, params, payloads, coefficients, begin, end, verdict);
+}
+
+void outer_step_delayed_cpu(const Tensor& outer, const OptionalTensor& momentum,
+                            const OptionalTensor& pending, TensorList payloads,
+                            c10::ArrayRef<double> coefficients, int64_t begin, int64_t end,
+                            int64_t run_elements, c10::string_view wire, int64_t block_size,
+                            double lr, double mu, double direct, double ahead, double behind,
+                            bool first, bool last, const OptionalTensor& verdict,
+                            c10::string_view impl) {
+    codec::StepArgs args{};
+    args.kernels = parse_impl(impl);
+    args.layout = parse_layout(wire, block_size, run_elements);
+    TORCH_CHECK_VALUE((first && last) || pending.has_value(),
+                      "an arrival that is not both first and last needs a pending tensor, got "
+                      "None");
+    codec::StepConstants& constants = args.constants;
+    constants.optimizer = last ? codec::Optimizer::kCommit : codec::Optimizer::kAccumulate;
+    constants.lr = static_cast<float>(lr);
+    constants.mu = static_cast<float>(mu);
+    constants.direct = static_cast<float>(direct);
+    constants.ahead = static_cast<float>(ahead);
+    constants.behind = static_cast<float>(behind);
+    constants.is_first = first;
+    // The driver walks over outer, where the other operators walk over parameters.
+    run_step(args, outer, last ? momentum : OptionalTensor(), pending, outer, payloads,
+             coefficients, begin, end, verdict, "pending");
 }
 
 void decode_cpu(TensorList payloads, c10::ArrayRef<double> coefficients, TensorList outs,
@@ -362,6 +388,11 @@ TORCH_LIBRARY(diloco_comm, m) {
         "verdict=None, str impl='') "
         "-> ()");
     m.def(
+        "outer_step_delayed(Tensor(a!) outer, Tensor(b!)? momentum, Tensor(c!)? pending, Tensor[] "
+        "payloads, float[] coefficients, int begin, int end, int run_elements, str wire, int "
+        "block_size, float lr, float mu=0., float direct=1., float ahead=0., float behind=0., bool "
+        "first=False, bool last=False, Tensor? verdict=None, str impl='') -> ()");
+    m.def(
         "decode(Tensor[] payloads, float[] coefficients, Tensor(a!)[] outs, int begin, int end, "
         "int run_elements, "
         "str wire, int block_size, str impl='') -> ()");
@@ -377,6 +408,7 @@ TORCH_LIBRARY_IMPL(diloco_comm, CPU, m) {
     m.impl("reduce", &diloco::reduce_cpu);
     m.impl("outer_step", &diloco::outer_step_cpu);
     m.impl("outer_step_adam", &diloco::outer_step_adam_cpu);
+    m.impl("outer_step_delayed", &diloco::outer_step_delayed_cpu);
     m.impl("decode", &diloco::decode_cpu);
     m.impl("merge", &diloco::merge_cpu);
     m.impl("norms", &diloco::norms_cpu);
@@ -388,6 +420,7 @@ TORCH_LIBRARY_IMPL(diloco_comm, Meta, m) {
     m.impl("reduce", &diloco::Fake<decltype(&diloco::reduce_cpu)>::run);
     m.impl("outer_step", &diloco::Fake<decltype(&diloco::outer_step_cpu)>::run);
     m.impl("outer_step_adam", &diloco::Fake<decltype(&diloco::outer_step_adam_cpu)>::run);
+    m.impl("outer_step_delayed", &diloco::Fake<decltype(&diloco::outer_step_delayed_cpu)>::run);
     m.impl("decode", &diloco::Fake<decltype(&diloco::decode_cpu)>::run);
     m.impl("merge", &diloco::Fake<decltype(&diloco::merge_cpu)>::run);
     m.impl("norms", &diloco::Fake<decltype(&diloco::norms_cpu)>::run);

@@ -271,6 +271,65 @@ def outer_step_adam(
     )
 
 
+def outer_step_delayed(
+    outer: Tensor,
+    momentum: Tensor | None,
+    pending: Tensor | None,
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    lr: float,
+    *,
+    mu: float = 0.0,
+    direct: float = 1.0,
+    ahead: float = 0.0,
+    behind: float = 0.0,
+    first: bool = False,
+    last: bool = False,
+    verdict: Tensor | None = None,
+    impl: str = "",
+) -> None:
+    """Add an arrival g to what is pending; the last one of a period takes the outer step.
+
+    d = pending + g, or g for the first. Before the last arrival: pending = d, and nothing else is
+    touched. With the last: m' = mu*m + d and outer -= lr*(direct*d + ahead*m' + behind*m), pending
+    is left as it was. Parameters are not written.
+
+    Args:
+        outer, momentum: 1-D fp32 [N]; without a momentum the terms of ``ahead`` and ``behind``
+            are left out.
+        pending: 1-D fp32 [N]; may be None when every arrival is first and last.
+
+    The other arguments and the errors are those of ``outer_step``.
+    """
+    _call(
+        "outer_step_delayed",
+        impl,
+        outer,
+        momentum,
+        pending,
+        list(payloads),
+        list(coefficients),
+        begin,
+        end,
+        run_elements,
+        wire,
+        block_size,
+        lr,
+        mu=mu,
+        direct=direct,
+        ahead=ahead,
+        behind=behind,
+        first=first,
+        last=last,
+        verdict=verdict,
+    )
+
+
 def decode(
     payloads: Sequence[Tensor],
     coefficients: Sequence[float],

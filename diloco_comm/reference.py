@@ -249,6 +249,51 @@ def outer_step_adam(
 
 
 @_exact
+def outer_step_delayed(
+    outer: Tensor,
+    momentum: Tensor | None,
+    pending: Tensor | None,
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    lr: float,
+    mu: float = 0.0,
+    direct: float = 1.0,
+    ahead: float = 0.0,
+    behind: float = 0.0,
+    first: bool = False,
+    last: bool = False,
+    verdict: Tensor | None = None,
+) -> None:
+    """Add an arrival to what is pending; the last of a period takes the outer step."""
+    if verdict is not None and verdict.item() != 0:
+        return
+    form = WireFormat(wire, block_size)
+    for run_idx, start, stop in _runs(begin, end, run_elements):
+        d = _combine(payloads, coefficients, run_idx, run_elements, form, stop - start)
+        if not first:
+            assert pending is not None
+            d = pending[start:stop] + d
+        if not last:
+            assert pending is not None
+            pending[start:stop] = d
+            continue
+        step = _fp32(direct) * d
+        if momentum is not None:
+            old = momentum[start:stop].clone()
+            m = _fp32(mu) * old + d
+            momentum[start:stop] = m
+            step = step + _fp32(ahead) * m
+            if _fp32(behind) != 0:
+                step = step + _fp32(behind) * old
+        outer[start:stop] = outer[start:stop] - _fp32(lr) * step
+
+
+@_exact
 def decode(
     payloads: Sequence[Tensor],
     coefficients: Sequence[float],

@@ -41,6 +41,17 @@ void step(const FloorBuffer* b, size_t begin, size_t end) {
     }
 }
 
+// Outer, momentum, codes -> outer, momentum.
+void arrival(const FloorBuffer* b, size_t begin, size_t end) {
+    float *outer = floats(b, 0), *momentum = floats(b, 1);
+    const auto* codes = reinterpret_cast<const int8_t*>(b[2].data);
+    for (size_t i = begin; i < end; ++i) {
+        const float g = codes[i];
+        momentum[i] += g;
+        outer[i] += g;
+    }
+}
+
 // Outer, parameters, residual -> codes, new residual.
 void feedback(const FloorBuffer* b, size_t begin, size_t end) {
     const float *outer = floats(b, 0), *params = floats(b, 1), *residual = floats(b, 2);
@@ -110,7 +121,17 @@ DILOCO_WIDE void step_wide(const FloorBuffer* b, size_t begin, size_t end) {
     _mm_sfence();
 }
 
-// The same in bursts of 256 elements, one stream of codes after the others.
+DILOCO_WIDE void arrival_wide(const FloorBuffer* b, size_t begin, size_t end) {
+    float *outer = floats(b, 0), *momentum = floats(b, 1);
+    for (size_t i = begin; i < end; i += 16) {
+        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b[2].data + i));
+        const __m512 g = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+        _mm512_storeu_ps(momentum + i, _mm512_add_ps(_mm512_loadu_ps(momentum + i), g));
+        _mm512_storeu_ps(outer + i, _mm512_add_ps(_mm512_loadu_ps(outer + i), g));
+    }
+}
+
+// The outer step in bursts of 256 elements, one stream of codes after the others.
 DILOCO_WIDE void step_burst(const FloorBuffer* b, size_t begin, size_t end) {
     float *outer = floats(b, 0), *momentum = floats(b, 1), *params = floats(b, 2);
     alignas(64) float g[256];
@@ -158,6 +179,7 @@ DILOCO_WIDE void feedback_wide(const FloorBuffer* b, size_t begin, size_t end) {
 constexpr const char* kCopyBuffers = "source, target: fp32";
 constexpr const char* kReadBuffers = "two sources: fp32";
 constexpr const char* kStepBuffers = "outer, momentum, parameters: fp32; codes: int8";
+constexpr const char* kArrivalBuffers = "outer, momentum: fp32; codes: int8";
 constexpr const char* kFeedbackBuffers =
     "outer, parameters, residual, new residual: fp32; codes: int8";
 
@@ -165,6 +187,7 @@ constexpr Floor kPlainFloors[] = {
     {"memcpy", kCopyBuffers, 2, {4, 4}, copy},
     {"read2", kReadBuffers, 2, {4, 4}, read2},
     {"outer_step", kStepBuffers, 4, {4, 4, 4, 1}, step},
+    {"arrival", kArrivalBuffers, 3, {4, 4, 1}, arrival},
     {"feedback", kFeedbackBuffers, 5, {4, 4, 4, 4, 1}, feedback},
 };
 
@@ -178,6 +201,7 @@ constexpr Floor kWideFloors[] = {
     {"outer_step_stream", kStepBuffers, 4, {4, 4, 4, 1}, step_wide<1>},
     {"outer_step_stream_all", kStepBuffers, 4, {4, 4, 4, 1}, step_wide<2>},
     {"outer_step_burst", kStepBuffers, 4, {4, 4, 4, 1}, step_burst},
+    {"arrival", kArrivalBuffers, 3, {4, 4, 1}, arrival_wide},
     {"feedback", kFeedbackBuffers, 5, {4, 4, 4, 4, 1}, feedback_wide<false>},
     {"feedback_stream", kFeedbackBuffers, 5, {4, 4, 4, 4, 1}, feedback_wide<true>},
 };

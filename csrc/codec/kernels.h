@@ -11,7 +11,8 @@
 namespace diloco::codec {
 
 enum class DType : int { kFp32, kBf16, kFp16 };
-enum class Optimizer : int { kSgd, kHeavyBall, kNesterov, kAdam };
+// kAccumulate and kCommit: an arrival that is only added up, and one that ends with a step.
+enum class Optimizer : int { kSgd, kHeavyBall, kNesterov, kAdam, kAccumulate, kCommit };
 
 // A payload's blocks and the factor of their decoded values.
 struct Term {
@@ -66,6 +67,10 @@ struct StepConstants {
     float one_minus_beta2;
     float sqrt_correction;  // sqrt(1 - beta2^step)
     float eps;
+    float direct;   // kCommit only, as the next two: weights of what was added up,
+    float ahead;    // of the new momentum,
+    float behind;   // and of the old one
+    bool is_first;  // kAccumulate, kCommit: nothing is pending yet
 };
 
 // Outer optimizer on g = sum of terms, then the merge into the parameters.
@@ -77,7 +82,7 @@ struct StepSpan {
     int num_terms;
     float* outer;
     float* momentum;  // or null (SGD)
-    float* second;    // Adam's exp_avg_sq, else null
+    float* second;    // Adam's exp_avg_sq; what is pending; else null
     void* params;
     DType param_dtype;
     bool streams_params;  // store past the caches; params are fp32 and 64-byte aligned

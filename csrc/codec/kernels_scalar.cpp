@@ -170,11 +170,37 @@ float momentum_update(const StepConstants& c, float& m, float g) {
     return c.lr * (c.optimizer == Optimizer::kNesterov ? g + c.mu * m : m);
 }
 
+// One element of an arrival; see simd_step.h.
+void arrive(const StepSpan& span, int64_t i, float g) {
+    const StepConstants& c = *span.constants;
+    const float d = c.is_first ? g : span.second[i] + g;
+    if (c.optimizer == Optimizer::kAccumulate) {
+        span.second[i] = d;
+        return;
+    }
+    float step = c.direct * d;
+    if (span.momentum != nullptr) {
+        const float old = span.momentum[i];
+        span.momentum[i] = c.mu * old + d;
+        step = step + c.ahead * span.momentum[i];
+        if (c.behind != 0.0f) step = step + c.behind * old;
+    }
+    span.outer[i] -= c.lr * step;
+}
+
+bool is_arrival(Optimizer optimizer) {
+    return optimizer == Optimizer::kAccumulate || optimizer == Optimizer::kCommit;
+}
+
 template <Format kFormat>
 void step_format(const StepSpan& span) {
     const StepConstants& c = *span.constants;
     for (int64_t i = 0; i < span.num_blocks * span.block_size; ++i) {
         const float g = weighted_sum<kFormat>(span.terms, span.num_terms, i, span.block_size);
+        if (is_arrival(c.optimizer)) {
+            arrive(span, i, g);
+            continue;
+        }
         const float step = c.optimizer == Optimizer::kSgd ? c.lr * g
                            : c.optimizer == Optimizer::kAdam
                                ? adam_update(c, span.momentum[i], span.second[i], g)

@@ -19,9 +19,13 @@ struct StepVectors {
           beta2(Vec::set(c.beta2)),
           one_minus_beta2(Vec::set(c.one_minus_beta2)),
           sqrt_correction(Vec::set(c.sqrt_correction)),
-          eps(Vec::set(c.eps)) {}
+          eps(Vec::set(c.eps)),
+          direct(Vec::set(c.direct)),
+          ahead(Vec::set(c.ahead)),
+          behind(Vec::set(c.behind)) {}
     Vec::F lr, mu, upper, lower, alpha, one_minus_alpha;
     Vec::F one_minus_beta1, beta2, one_minus_beta2, sqrt_correction, eps;
+    Vec::F direct, ahead, behind;
 };
 
 // outer -= lr * step(g); returns the new outer values of one vector and writes the momenta.
@@ -86,6 +90,40 @@ void step_blocks(const StepSpan& argument, DecodeBlock decode) {
     }
 }
 
+// d = pending + g; then pending = d, or m' = mu m + d and outer -= lr (direct d + ahead m' +
+// behind m). Without a momentum only d counts.
+template <Optimizer kOptimizer>
+void arrival_blocks(const StepSpan& argument, DecodeBlock decode) {
+    const StepSpan span = argument;
+    const StepVectors c(*argument.constants);
+    const bool is_first = argument.constants->is_first;
+    const bool has_behind = argument.constants->behind != 0.0f;
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        alignas(64) float g[wire::kMaxBlockSize];
+        decode(span.terms, span.num_terms, block, span.block_size, g);
+        const int64_t begin = block * span.block_size;
+        for (int j = 0; j < span.block_size; j += Vec::kWidth) {
+            const int64_t i = begin + j;
+            Vec::F d = Vec::load(g + j);
+            if (!is_first) d = Vec::add(Vec::load(span.second + i), d);
+            if constexpr (kOptimizer == Optimizer::kAccumulate) {
+                Vec::store(span.second + i, d);
+            } else {
+                Vec::F step = Vec::mul(c.direct, d);
+                if (span.momentum != nullptr) {
+                    const Vec::F old = Vec::load(span.momentum + i);
+                    const Vec::F m = Vec::add(Vec::mul(c.mu, old), d);
+                    Vec::store(span.momentum + i, m);
+                    step = Vec::add(step, Vec::mul(c.ahead, m));
+                    if (has_behind) step = Vec::add(step, Vec::mul(c.behind, old));
+                }
+                const Vec::F outer = Vec::load(span.outer + i);
+                Vec::store(span.outer + i, Vec::sub(outer, Vec::mul(c.lr, step)));
+            }
+        }
+    }
+}
+
 using StepBlocks = void (*)(const StepSpan& span, DecodeBlock decode);
 
 template <Optimizer kOptimizer>
@@ -103,6 +141,10 @@ DILOCO_INLINE StepBlocks step_blocks_of(const StepSpan& span) {
             return step_blocks_for<Optimizer::kHeavyBall>(span.param_dtype);
         case Optimizer::kNesterov:
             return step_blocks_for<Optimizer::kNesterov>(span.param_dtype);
+        case Optimizer::kAccumulate:
+            return arrival_blocks<Optimizer::kAccumulate>;
+        case Optimizer::kCommit:
+            return arrival_blocks<Optimizer::kCommit>;
         default:
             return step_blocks_for<Optimizer::kAdam>(span.param_dtype);
     }

@@ -1,0 +1,68 @@
+"""Tell payloads that no encoder makes: infinities, NaN, codes out of range.
+
+Only the bytes are looked at, nothing is decoded: the scales, and of the codes those patterns that
+stand for no sent value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..wire import SCALE_BYTES, Layout
+
+HUGE = 2.0**126
+
+
+def find_garbage(payload: Tensor, layout: Layout) -> str:
+    """Say what is wrong with a payload, uint8 [payload_bytes]; "" if nothing is."""
+    run_bytes = layout.run_bytes
+    for run in range(layout.num_runs):
+        begin, end = layout.run_range(run)
+        if begin == end:
+            continue
+        found = find_run_garbage(
+            payload[run * run_bytes : (run + 1) * run_bytes], layout, end - begin
+        )
+        if found:
+            return found
+    return ""
+
+
+def find_run_garbage(run: Tensor, layout: Layout, count: int) -> str:
+    """Say what is wrong with the first ``count`` elements of a run, uint8 [run_bytes]."""
+    wire = layout.wire
+    offset = wire.code_offset(layout.run_elements)
+    if wire.has_scales:
+        num_blocks = -(-count // wire.block_size)
+        scales = run[: SCALE_BYTES * num_blocks].view(torch.bfloat16).float()
+        # Largest first: NaN is larger than everything in torch's maximum.
+        if not bool((scales.max() <= HUGE) & (scales.min() > 0)):
+            return "a scale is not a finite positive number"
+    codes = run[offset : offset + -(-count * wire.code_bits // 8)]
+    return _bad_codes(codes, wire.name)
+
+
+def _bad_codes(codes: Tensor, wire: str) -> str:
+    if wire == "int8":
+        return "a code is -128" if bool(codes.view(torch.int8).amin() == -128) else ""
+    if wire == "int4":
+        return "a code is -8" if bool(_nibble(codes, 8).any()) else ""
+    if wire == "e3m0":
+        return "a code is minus zero" if bool(_nibble(codes, 8).any()) else ""
+    if wire == "fp8_e4m3":
+        return "a code is NaN" if bool(((codes & 0x7F) == 0x7F).any()) else ""
+    if wire == "fp8_e5m2":
+        return "a code is not finite" if bool(((codes & 0x7F) >= 0x7C).any()) else ""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wire]
+    low, high = torch.aminmax(codes.view(dtype))
+    is_good = bool((low >= -HUGE) & (high <= HUGE)) if wire != "fp16" else _is_finite(low, high)
+    return "" if is_good else "a value is not finite"
+
+
+def _is_finite(low: Tensor, high: Tensor) -> bool:
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def _nibble(codes: Tensor, value: int) -> Tensor:
+    return ((codes & 0x0F) == value) | ((codes >> 4) == value)

@@ -1,0 +1,137 @@
+"""A worker's model: what it starts a round from, what it sends, what encoding lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..exchange import empty_pages
+from ..fragments import (
+    FragmentSpec,
+    describe_parameters,
+    make_fragments,
+    memory_order,
+    trainable_parameters,
+)
+from ..residuals import Residuals
+from ..wire import STAGE_ENCODE, Layout, WireFormat, rng_key
+from .model import layout_of
+
+
+class LocalModel:
+    """The parameters of a worker by fragment, and the shared ones that its round started from.
+
+    Args:
+        model, optimizers: Which parameters are exchanged, as in ``DiLoCo``.
+        fragments: As in ``DiLoCo``.
+        wire: Format of what is sent.
+        error_feedback: Add what the last encoding lost to the next one.
+        rounding, seed: As in ``DiLoCo``; ``name`` tells the workers' random numbers apart.
+        impl: Force an implementation of the operators.
+
+    Attributes:
+        outer: fp32 [num_elements] for each fragment.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        fragments: FragmentSpec = 1,
+        wire: WireFormat,
+        error_feedback: bool = False,
+        rounding: str = "nearest",
+        seed: int = 0,
+        name: str = "",
+        impl: str = "",
+    ) -> None:
+        named = trainable_parameters(model, list(optimizers))
+        self.fragments = [f for f in make_fragments(model, named, fragments) if f.num_elements]
+        self.sizes = [fragment.num_elements for fragment in self.fragments]
+        self.wire, self.impl = wire, ops.resolve_impl(impl)
+        self._is_stochastic, self._seed = rounding == "stochastic", seed
+        self._replica = int.from_bytes(
+            hashlib.blake2b(name.encode(), digest_size=7).digest(), "little"
+        )
+        self.outer = [empty_pages((size,), torch.float32) for size in self.sizes]
+        self.layouts = [layout_of(size, wire) for size in self.sizes]
+        self.payloads = [empty_pages((lay.payload_bytes,), torch.uint8) for lay in self.layouts]
+        self.residuals = [
+            Residuals(size, error_feedback=error_feedback, dtype=torch.float32, carries=False)
+            for size in self.sizes
+        ]
+
+    @property
+    def layout_hash(self) -> int:
+        """Hash names, shapes and dtypes to 63 bits, alike for all workers of one model."""
+        text = json.dumps(describe_parameters(self.fragments))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def encode(self, seq: int) -> bool:
+        """Write what was learned since the start of the round into the payloads.
+
+        Args:
+            seq: Number of the update, for stochastic rounding.
+
+        Returns:
+            False if some value is not finite.
+        """
+        bad = torch.zeros(1, dtype=torch.int64)
+        for index, fragment in enumerate(self.fragments):
+            layout, residual = self.layouts[index], self.residuals[index]
+            ops.encode(
+                self.outer[index],
+                fragment.tensors(),
+                self.payloads[index],
+                0,
+                layout.num_elements,
+                layout.run_elements,
+                self.wire.name,
+                self.wire.block_size,
+                stochastic=self._is_stochastic,
+                rng_key=rng_key(self._seed, self._replica, STAGE_ENCODE, seq, index),
+                residual=residual.value,
+                new_residual=residual.new,
+                nonfinite=bad,
+                impl=self.impl,
+            )
+        return not bad.item()
+
+    def encode_parameters(self) -> tuple[list[Tensor], list[Layout]]:
+        """Return the parameters themselves, in fp32: what the first worker gives the server."""
+        payloads, layouts = [], []
+        for fragment in self.fragments:
+            layout = layout_of(fragment.num_elements, WireFormat("fp32"))
+            payload = empty_pages((layout.payload_bytes,), torch.uint8)
+            values = payload.view(torch.float32)
+            run, offset = layout.run_bytes // 4, 0
+            flat = torch.cat([memory_order(t).float() for t in fragment.tensors()])
+            for index in range(layout.num_runs):
+                begin, end = layout.run_range(index)
+                offset = index * run
+                values[offset : offset + end - begin] = flat[begin:end]
+            payloads.append(payload)
+            layouts.append(layout)
+        return payloads, layouts
+
+    def agreed(self) -> None:
+        """The update was applied: what its encoding lost is owed to the next one."""
+        for residual in self.residuals:
+            residual.agreed()
+
+    def write(self) -> None:
+        """Set the parameters to the shared ones, in place."""
+        for outer, fragment in zip(self.outer, self.fragments, strict=True):
+            ops.merge(outer, fragment.tensors(), impl=self.impl)
+
+    def read(self) -> None:
+        """Set the shared parameters to the local ones."""
+        for outer, fragment in zip(self.outer, self.fragments, strict=True):
+            torch.cat([memory_order(t).float() for t in fragment.tensors()], out=outer)

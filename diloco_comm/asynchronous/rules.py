@@ -1,0 +1,364 @@
+"""Server rules: what one arriving pseudo-gradient does to the shared model.
+
+A rule collects ``period`` arrivals (N), each with weight 1/N, and takes an outer step with the
+N-th. Between the steps the shared model is either left alone (``Buffered``) or follows the
+arrivals (``DelayedNesterov``, arXiv 2401.09135, Algorithm 3). The sum of what has arrived is kept
+apart from the model of the last step, so that after N arrivals the bytes are those of a
+synchronous step on the mean in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..exchange import empty_pages
+from ..outer import (
+    SGD,
+    HeavyBall,
+    LearningRate,
+    Nesterov,
+    OuterOptimizer,
+    OuterState,
+    Update,
+    make_outer,
+    name_of,
+)
+from ..wire import Layout, WireFormat
+
+_FP32 = WireFormat("fp32")
+
+
+@dataclass(kw_only=True)
+class ServerRule(ABC):
+    """Base of the rules: what is common to all of them.
+
+    Args:
+        discount: Exponent of the polynomial discount: an arrival counts (1 + staleness) to the
+            power of minus this; 0 for none, 0.5 in arXiv 2401.09135.
+        max_staleness: An arrival that is staler is refused and changes nothing; None for no bound.
+        compensation: lambda of delay compensation, g + lambda*g*g*(theta_now - theta_then); the
+            server then keeps what each worker started from: one more model for every worker.
+    """
+
+    discount: float = 0.0
+    max_staleness: int | None = None
+    compensation: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.discount < math.inf:
+            raise ValueError(f"discount must be a number of at least 0, got {self.discount!r}")
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise ValueError(f"max_staleness must not be negative, got {self.max_staleness!r}")
+        if not math.isfinite(self.compensation):
+            raise ValueError(f"compensation must be finite, got {self.compensation!r}")
+
+    @property
+    @abstractmethod
+    def arrivals(self) -> int:
+        """Arrivals that make one outer step (N)."""
+
+    @abstractmethod
+    def make_state(self, outer: Tensor) -> RuleState:
+        """Allocate what the rule keeps for a fragment; ``outer`` is 1-D fp32, and kept."""
+
+    def weight(self, staleness: int) -> float:
+        """Return the factor of an arrival, its share of the outer step included."""
+        return (1.0 + staleness) ** -self.discount / self.arrivals
+
+    def config(self) -> dict[str, Any]:
+        """Return class and arguments as JSON types."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if isinstance(values.get("outer"), OuterOptimizer):
+            values["outer"] = values["outer"].config()
+        shown = {k: name_of(v) if callable(v) else v for k, v in values.items()}
+        return {"name": type(self).__name__, **shown}
+
+
+@dataclass(kw_only=True)
+class Buffered(ServerRule):
+    """Collect ``period`` arrivals and take one outer step on their mean (FedBuff, 2106.06639)."""
+
+    period: int = 4
+    outer: OuterOptimizer = field(default_factory=Nesterov)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_period(self.period)
+        self.outer = make_outer(self.outer)
+
+    @property
+    def arrivals(self) -> int:
+        return self.period
+
+    def make_state(self, outer: Tensor) -> RuleState:
+        numbers = _fused_numbers(self.outer)
+        if numbers is None:
+            return PlainState(outer, self.period, self.outer)
+        return FusedState(outer, self.period, self.outer, *numbers)
+
+
+@dataclass(kw_only=True)
+class Immediate(ServerRule):
+    """Take an outer step with every arrival: asynchronous SGD, heavy-ball, Nesterov, ..."""
+
+    outer: OuterOptimizer = field(default_factory=Nesterov)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.outer = make_outer(self.outer)
+
+    @property
+    def arrivals(self) -> int:
+        return 1
+
+    def make_state(self, outer: Tensor) -> RuleState:
+        return Buffered(period=1, outer=self.outer).make_state(outer)
+
+
+@dataclass(kw_only=True)
+class DelayedNesterov(ServerRule):
+    """Descend every arrival at once, and use and update the momentum with every N-th only.
+
+    Args:
+        lr, momentum: Of Nesterov, as in ``diloco_comm.Nesterov``.
+        period: N; the number of workers is a natural choice.
+        activation: c, how much of the momentum the arrivals in between take, in [0, 1/N].
+    """
+
+    lr: LearningRate = 0.7
+    momentum: float = 0.9
+    period: int = 4
+    activation: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_period(self.period)
+        if not 0 <= self.activation <= 1 / self.period:
+            raise ValueError(
+                f"activation must lie in [0, 1/period] = [0, {1 / self.period:g}], "
+                f"got {self.activation!r}"
+            )
+
+    @property
+    def arrivals(self) -> int:
+        return self.period
+
+    def make_state(self, outer: Tensor) -> RuleState:
+        optimizer = Nesterov(self.lr, self.momentum)
+        between = self.activation * self.momentum
+        rest = self.period - 1
+        numbers = (self.momentum, 1.0, self.momentum - rest * between, rest * between)
+        return FusedState(outer, self.period, optimizer, *numbers, between=between, follows=True)
+
+
+def _check_period(period: int) -> None:
+    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+        raise ValueError(f"period must be an integer of at least 1, got {period!r}")
+
+
+def _fused_numbers(outer: OuterOptimizer) -> tuple[float | None, float, float, float] | None:
+    """Return (mu, direct, ahead, behind) of ``ops.outer_step_delayed``, or None."""
+    if isinstance(outer, SGD):
+        return None, 1.0, 0.0, 0.0
+    if isinstance(outer, HeavyBall):
+        return outer.momentum, 0.0, 1.0, 0.0
+    if isinstance(outer, Nesterov):
+        return outer.momentum, 1.0, outer.momentum, 0.0
+    return None
+
+
+RULES: dict[str, type[ServerRule]] = {c.__name__: c for c in (Immediate, Buffered, DelayedNesterov)}
+
+
+# ------------------------------------------------------------------------------------- their state
+
+
+class RuleState(ABC):
+    """A fragment's shared parameters and what its rule keeps beside them.
+
+    Attributes:
+        outer: fp32 [num_elements], the model of the last outer step.
+        num_arrivals: Of this fragment so far.
+    """
+
+    def __init__(self, outer: Tensor, period: int, optimizer: OuterOptimizer) -> None:
+        self.outer, self.period, self.optimizer = outer, period, optimizer
+        self.num_arrivals = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Arrivals since the last outer step."""
+        return self.num_arrivals % self.period
+
+    @abstractmethod
+    def arrive(self, payload: Tensor, layout: Layout, weight: float, impl: str = "") -> None:
+        """Add weight * decode(payload), and take the outer step if it is the period's last."""
+
+    @abstractmethod
+    def visible(self) -> Tensor:
+        """Return the shared model as workers see it, fp32 [num_elements]; it may be ``outer``."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the buffers beside ``outer`` that must be saved, fp32 [num_elements]."""
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what else must be saved, as JSON types."""
+        return {"num_arrivals": self.num_arrivals}
+
+    def load(self, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
+        """Copy saved buffers in."""
+        self.num_arrivals = int(scalars["num_arrivals"])
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+
+    @abstractmethod
+    def part(self, begin: int, end: int) -> RuleState:
+        """Return a copy of the state of elements [begin, end)."""
+
+
+class FusedState(RuleState):
+    """Rules that ``ops.outer_step_delayed`` applies in one pass over the model."""
+
+    def __init__(
+        self,
+        outer: Tensor,
+        period: int,
+        optimizer: OuterOptimizer,
+        mu: float | None,
+        direct: float,
+        ahead: float,
+        behind: float,
+        *,
+        between: float = 0.0,
+        follows: bool = False,
+    ) -> None:
+        super().__init__(outer, period, optimizer)
+        self._mu, self._direct, self._ahead, self._behind = mu, direct, ahead, behind
+        self._between, self._follows = between, follows
+        self.momentum = None if mu is None else empty_pages(outer.shape, torch.float32)
+        self.pending = None if period == 1 else empty_pages(outer.shape, torch.float32)
+
+    def _lr(self) -> float:
+        lr = self.optimizer.lr
+        return float(lr(self.num_arrivals // self.period) if callable(lr) else lr)
+
+    def arrive(self, payload: Tensor, layout: Layout, weight: float, impl: str = "") -> None:
+        ops.outer_step_delayed(
+            self.outer,
+            self.momentum,
+            self.pending,
+            [payload],
+            [weight],
+            0,
+            layout.num_elements,
+            layout.run_elements,
+            layout.wire.name,
+            layout.wire.block_size,
+            self._lr(),
+            mu=self._mu or 0.0,
+            direct=self._direct,
+            ahead=self._ahead,
+            behind=self._behind,
+            first=self.num_pending == 0,
+            last=self.num_pending == self.period - 1,
+            impl=impl,
+        )
+        self.num_arrivals += 1
+
+    def visible(self) -> Tensor:
+        if not self._follows or self.num_pending == 0:
+            return self.outer
+        assert self.pending is not None and self.momentum is not None
+        step = self.pending
+        if self._between:
+            step = self.momentum.mul(self.num_pending * self._between).add_(step)
+        # One rounding each for the product and the difference, as in the operators.
+        return torch.sub(self.outer, torch.mul(step, self._lr()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"momentum": self.momentum, "pending": self.pending}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def part(self, begin: int, end: int) -> FusedState:
+        copy = FusedState.__new__(FusedState)
+        copy.__dict__.update(self.__dict__)
+        copy.outer = self.outer[begin:end].clone()
+        copy.momentum = None if self.momentum is None else self.momentum[begin:end].clone()
+        copy.pending = None if self.pending is None else self.pending[begin:end].clone()
+        return copy
+
+
+class PlainState(RuleState):
+    """Any other outer optimizer: arrivals are added up, then it takes a step on their sum."""
+
+    def __init__(self, outer: Tensor, period: int, optimizer: OuterOptimizer) -> None:
+        super().__init__(outer, period, optimizer)
+        self._state: OuterState = optimizer.make_state(outer)
+        # The sum is handed to the optimizer as a payload of the fp32 wire.
+        count, block = outer.numel(), _FP32.block_size
+        self._layout = Layout(count, 1, max(block, -(-count // block) * block), _FP32)
+        self._payload = empty_pages((self._layout.payload_bytes,), torch.uint8)
+        self.pending = self._payload.view(torch.float32)[:count]
+
+    def arrive(self, payload: Tensor, layout: Layout, weight: float, impl: str = "") -> None:
+        numbers = (0, layout.num_elements, layout.run_elements)
+        wire = (layout.wire.name, layout.wire.block_size)
+        ops.outer_step_delayed(
+            self.outer,
+            None,
+            self.pending,
+            [payload],
+            [weight],
+            *numbers,
+            *wire,
+            0.0,
+            first=self.num_pending == 0,
+            impl=impl,
+        )
+        if self.num_pending == self.period - 1:
+            self._step(impl)
+        self.num_arrivals += 1
+
+    def _step(self, impl: str) -> None:
+        lr = self.optimizer.lr_at(self._state.num_steps, self._state)
+        terms = [(self._payload, 1.0)]
+        self._state.step(Update(terms, [self.outer], self._layout, lr, impl=impl))
+
+    def visible(self) -> Tensor:
+        return self.outer
+
+    def tensors(self) -> dict[str, Tensor]:
+        own = {f"optimizer/{name}": tensor for name, tensor in self._state.tensors().items()}
+        return {"pending": self.pending, **own}
+
+    def scalars(self) -> dict[str, Any]:
+        # Tensors here are such as Adam's step count of one element.
+        extra = {
+            k: v.item() if isinstance(v, Tensor) else v for k, v in self._state.extra().items()
+        }
+        return {**super().scalars(), "num_steps": self._state.num_steps, "extra": extra}
+
+    def load(self, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
+        self.num_arrivals = int(scalars["num_arrivals"])
+        self.pending.copy_(tensors["pending"])
+        self._state.num_steps = int(scalars["num_steps"])
+        own = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k != "pending"}
+        extra = {
+            k: torch.tensor(float(v)) if isinstance(v, (int, float)) else v
+            for k, v in scalars["extra"].items()
+        }
+        self._state.load(own, extra)
+
+    def part(self, begin: int, end: int) -> PlainState:
+        copy = PlainState(self.outer[begin:end].clone(), self.period, self.optimizer)
+        parts = {name: tensor[begin:end] for name, tensor in self.tensors().items()}
+        copy.load(parts, self.scalars())
+        return copy

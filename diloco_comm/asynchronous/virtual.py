@@ -1,0 +1,138 @@
+"""The server's code on a virtual clock: workers of any speed in one process, deterministic.
+
+    run = VirtualRun(coordinator, workers)
+    run.until(num_updates=100, on_update=lambda now, worker, outcome: ...)
+
+Who arrives when follows from ``seconds_per_step`` alone; encoding, the rule, staleness, DyLU and
+grace periods are those of a real server. A run is a function of the models, the data and the seeds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .coordinator import Coordinator, Outcome, Update
+from .local import LocalModel
+
+OnUpdate = Callable[[float, int, Outcome], None]
+
+
+@dataclass
+class VirtualWorker:
+    """A worker with a speed of its own.
+
+    Args:
+        local: Its model.
+        train_step: Takes one inner step on that model.
+        seconds_per_step: Virtual seconds of one inner step.
+        latency: Virtual seconds between the end of a round and its arrival at the server.
+    """
+
+    local: LocalModel
+    train_step: Callable[[], None]
+    seconds_per_step: float
+    latency: float = 0.0
+    num_steps: int = field(default=0, init=False)
+    seq: int = field(default=0, init=False)
+    version: int = field(default=0, init=False)
+    round_steps: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.seconds_per_step <= 0 or self.latency < 0:
+            raise ValueError(
+                "seconds_per_step must be positive and latency not negative, got "
+                f"{self.seconds_per_step} and {self.latency}"
+            )
+
+
+class VirtualRun:
+    """Workers around one coordinator; the model takes the first worker's parameters.
+
+    Attributes:
+        now: Virtual seconds.
+        num_updates: Updates that arrived, refused ones included.
+    """
+
+    def __init__(self, coordinator: Coordinator, workers: list[VirtualWorker]) -> None:
+        if not workers:
+            raise ValueError("a run needs at least one worker")
+        self.coordinator, self.workers = coordinator, workers
+        self.now = 0.0
+        self.num_updates = 0
+        self._arrivals: list[tuple[float, int]] = []
+        if not coordinator.model.is_initialised:
+            workers[0].local.read()
+            coordinator.model.initialise(workers[0].local.outer)
+        for index in range(len(workers)):
+            self._begin(index, coordinator.start(self._name(index)))
+
+    def _name(self, index: int) -> str:
+        return str(index)
+
+    def _begin(self, index: int, steps: int) -> None:
+        """Give the worker the present parameters and let it train its round."""
+        worker, model = self.workers[index], self.coordinator.model
+        worker.version, worker.round_steps = model.version, steps
+        for target, source in zip(worker.local.outer, model.read_all(), strict=True):
+            target.copy_(source)
+        worker.local.write()
+        for _ in range(steps):
+            worker.train_step()
+        worker.num_steps += steps
+        finished_at = self.now + steps * worker.seconds_per_step + worker.latency
+        heapq.heappush(self._arrivals, (finished_at, index))
+
+    def until(
+        self,
+        *,
+        num_updates: int | None = None,
+        seconds: float | None = None,
+        on_update: OnUpdate | None = None,
+    ) -> None:
+        """Go on until so many updates have arrived in all, or past a time.
+
+        Args:
+            on_update: Called after each arrival with the time, the worker's index and the outcome.
+        """
+        if num_updates is None and seconds is None:
+            raise ValueError("until needs num_updates or seconds")
+        while num_updates is None or self.num_updates < num_updates:
+            if self._release():
+                continue
+            if seconds is not None and self._arrivals[0][0] > seconds:
+                return
+            self._arrive(on_update)
+
+    def _arrive(self, on_update: OnUpdate | None) -> None:
+        self.now, index = heapq.heappop(self._arrivals)
+        worker = self.workers[index]
+        worker.seq += 1
+        worker.local.encode(worker.seq)
+        update = Update(
+            self._name(index),
+            worker.seq,
+            worker.version,
+            worker.round_steps,
+            worker.round_steps * worker.seconds_per_step,
+            [payload.clone() for payload in worker.local.payloads],
+            worker.local.layouts,
+        )
+        outcome = self.coordinator.arrive(update, self.now)
+        if not outcome.refusal:
+            worker.local.agreed()
+        self.num_updates += 1
+        if on_update is not None:
+            on_update(self.now, index, outcome)
+
+    def _release(self) -> bool:
+        """Let go on who waits, unless somebody arrives before the window closes."""
+        closes_at = self.coordinator.grace.closes_at
+        if closes_at is None or (self._arrivals and self._arrivals[0][0] <= closes_at):
+            return False
+        # With nobody left to wait for the window closes at once.
+        self.now = max(self.now, closes_at) if self._arrivals else self.now
+        for name, steps in self.coordinator.released(self.now):
+            self._begin(int(name), steps)
+        return True
