@@ -2,7 +2,7 @@
 
 | variable | meaning |
 |---|---|
-| ``DILOCO_COMM_IMPL`` | implementation of the operators: scalar, avx2, avx512 or reference |
+| ``DILOCO_COMM_IMPL`` | implementation of the operators on the type of device that has it |
 | ``DILOCO_COMM_TIMEOUT_S`` | seconds an exchange may take before it fails (default 1800) |
 | ``DILOCO_COMM_CHUNK_BYTES`` | bytes of a chunk on the wire (default: by size) |
 | ``DILOCO_COMM_LANES`` | process groups, hence connections, for the chunks (default 1) |
@@ -18,7 +18,7 @@ PREFIX = "DILOCO_COMM_"
 
 
 def impl() -> str:
-    """Return the implementation asked for, or "" for the fastest one of this machine."""
+    """Return the implementation asked for, or "" for the default."""
     return os.environ.get(PREFIX + "IMPL", "")
 
 

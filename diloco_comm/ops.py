@@ -5,8 +5,9 @@ keyword arguments; the numeric definition is ``docs/wire-formats.md``. A *fragme
 tensors, virtually concatenated to N elements; ``begin`` and ``end`` count in it. All operators work
 in place on buffers of the caller and allocate nothing.
 
-``impl`` is "" for the default (the environment's, else the fastest that this machine runs) or the
-name of one implementation, which then runs or raises: nothing is ever replaced in silence.
+``impl`` is "" for the default (the environment's, else the fastest that this machine runs on the
+tensors' device) or the name of one implementation, which then runs or raises: nothing is ever
+replaced in silence.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import env
+from . import env, ops_triton
 
 try:
     from . import _C  # noqa: F401
@@ -28,41 +29,79 @@ except ImportError as error:
         f"({error})"
     ) from error
 
-# Where each implementation lives. "reference" is plain PyTorch; the others are chosen in C++, which
-# refuses by name what the processor cannot run.
+# Where each implementation lives, by the type of device that its tensors are on. "reference" is
+# plain PyTorch; the other ones for the CPU are chosen in C++, which refuses by name what the
+# processor cannot run. "cuda" is there in builds with CUDA, "triton" where Triton is installed.
 IMPLEMENTATIONS = {
-    "reference": "diloco_comm.reference",
-    "scalar": "csrc/codec/kernels_scalar.cpp",
-    "avx2": "csrc/codec/kernels_avx2.cpp",
-    "avx512": "csrc/codec/kernels_avx512.cpp",
+    "cpu": {
+        "reference": "diloco_comm.reference",
+        "scalar": "csrc/codec/kernels_scalar.cpp",
+        "avx2": "csrc/codec/kernels_avx2.cpp",
+        "avx512": "csrc/codec/kernels_avx512.cpp",
+    },
+    "cuda": {
+        "triton": "diloco_comm.kernels.operators",
+        "cuda": "csrc/cuda",
+    },
 }
+# The default on CUDA tensors: the first of these that is there. Written down before any
+# measurement; the one that turns out faster belongs first.
+DEFAULT_ON_CUDA = ("cuda", "triton")
+
+HAS_CUDA_KERNELS = ops_triton.register()
 
 
-def available_impls() -> tuple[str, ...]:
-    """Name the implementations that this machine runs, slowest first; the last is the default."""
-    return ("reference", *torch.ops.diloco_comm._cpu_impls())
+def available_impls(device: str = "cpu") -> tuple[str, ...]:
+    """Name the implementations that run here on "cpu" or "cuda" tensors; the last is the default.
+
+    Those of the CPU come slowest first. Triton's interpreter, which runs its kernels on CPU tensors
+    when ``TRITON_INTERPRET=1``, is for tests: it is never a default and is not listed.
+    """
+    if device == "cpu":
+        return ("reference", *torch.ops.diloco_comm._cpu_impls())
+    there = {"cuda": HAS_CUDA_KERNELS, "triton": ops_triton.is_installed()}
+    return tuple(name for name in reversed(DEFAULT_ON_CUDA) if there[name])
 
 
-def resolve_impl(impl: str = "") -> str:
-    """Return the name to pass on: the argument's, else the environment's, else "" (the fastest).
+def resolve_impl(impl: str = "", device: str = "cpu") -> str:
+    """Return the name to pass on: the argument's, else the environment's, else the default.
+
+    The default is "" on the CPU, where the extension chooses, and a name on CUDA tensors. The
+    environment's name is left aside where it means another type of device than ``device``.
 
     Raises:
-        ValueError: If the name is unknown or the machine cannot run it.
+        ValueError: If the name is unknown or cannot run here on tensors of that device.
     """
-    impl = impl or env.impl()
-    if impl and impl not in available_impls():
-        raise ValueError(
-            f"impl must be one of {', '.join(available_impls())} on this machine, got {impl!r}"
-        )
-    return impl
+    if not impl and env.impl() and not _is_of_another_device(env.impl(), device):
+        impl = env.impl()
+    if impl == "triton" and device == "cpu":
+        return impl  # its kernels know whether they are interpreted
+    names = available_impls(device)
+    if not names:
+        raise ValueError(ops_triton.NEEDS_TRITON)
+    if impl and impl not in names:
+        where = "on this machine" if device == "cpu" else f"on {device} tensors here"
+        raise ValueError(f"impl must be one of {', '.join(names)} {where}, got {impl!r}")
+    return impl if impl or device == "cpu" else names[-1]
 
 
-def _call(name: str, impl: str, *args: object, **kwargs: object) -> None:
-    """Run one operator, without autograd: the operators write parameters in place."""
-    impl = resolve_impl(impl)
+def _is_of_another_device(impl: str, device: str) -> bool:
+    others = (names for key, names in IMPLEMENTATIONS.items() if key != device)
+    return impl not in IMPLEMENTATIONS.get(device, {}) and any(impl in names for names in others)
+
+
+def _call(name: str, like: Sequence[Tensor], impl: str, *args: object, **kwargs: object) -> None:
+    """Run one operator on the device of the first tensor of ``like``.
+
+    Without autograd: the operators write parameters in place.
+    """
+    device = like[0].device.type if like else "cpu"
+    impl = resolve_impl(impl, device)
     with torch.no_grad():
         if impl == "reference":
             getattr(importlib.import_module("diloco_comm.reference"), name)(*args, **kwargs)
+        elif impl == "triton":
+            getattr(torch.ops.diloco_comm_triton, name)(*args, **kwargs)
         else:
             getattr(torch.ops.diloco_comm, name)(*args, **kwargs, impl=impl)
 
@@ -105,6 +144,7 @@ def encode(
     """
     _call(
         "encode",
+        [payload],
         impl,
         outer,
         list(params),
@@ -153,6 +193,7 @@ def reduce(
     """
     _call(
         "reduce",
+        [result],
         impl,
         received,
         result,
@@ -204,6 +245,7 @@ def outer_step(
     """
     _call(
         "outer_step",
+        [outer],
         impl,
         outer,
         momentum,
@@ -249,6 +291,7 @@ def outer_step_adam(
     """Step Adam as the outer optimizer; ``step`` counts from 1. Else as ``outer_step``."""
     _call(
         "outer_step_adam",
+        [outer],
         impl,
         outer,
         exp_avg,
@@ -308,6 +351,7 @@ def outer_step_delayed(
     """
     _call(
         "outer_step_delayed",
+        [outer],
         impl,
         outer,
         momentum,
@@ -351,6 +395,7 @@ def decode(
     """
     _call(
         "decode",
+        payloads or outs,
         impl,
         list(payloads),
         list(coefficients),
@@ -365,7 +410,7 @@ def decode(
 
 def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0, *, impl: str = "") -> None:
     """Set params to alpha * params + (1 - alpha) * outer (1-D fp32 [N]), in the params' dtypes."""
-    _call("merge", impl, outer, list(params), alpha)
+    _call("merge", [outer], impl, outer, list(params), alpha)
 
 
 def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: str = "") -> None:
@@ -374,4 +419,4 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: 
     Without ``outer`` the norm is that of the params. Bad elements (NaN, Inf, above 2^126) are
     counted and left out of the norm. The order of summation is fixed, whatever the threads.
     """
-    _call("norms", impl, outer, list(params), out)
+    _call("norms", [out], impl, outer, list(params), out)

@@ -23,7 +23,7 @@ IMPLS = [
         ),
         id=impl,
     )
-    for impl in ops.IMPLEMENTATIONS
+    for impl in ops.IMPLEMENTATIONS["cpu"]
     if impl != "reference"
 ]
 RUNNING_IMPLS = [impl for impl in ops.available_impls() if impl != "reference"]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from workers import Crew, Pool, Zygote
+
+# Without a GPU Triton's kernels run in its interpreter. Triton looks when it is imported, which any
+# test in this process may bring about.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import device_ops as ops
 import pytest
 import torch
 from codec_cases import IMPLS, RUNNING_IMPLS, assert_same, values
 from torch import Tensor
 
-from diloco_comm import ops
 from diloco_comm.wire import WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)

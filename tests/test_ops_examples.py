@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import device_ops as ops
 import pytest
 import torch
 from codec_cases import IMPLS
 from torch import Tensor
 
-from diloco_comm import ops
 from diloco_comm.wire import Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)

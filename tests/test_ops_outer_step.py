@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import device_ops as ops
 import pytest
 import torch
 from codec_cases import (
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from test_ops_reduce import whole_payload
 from torch import Tensor
 
-from diloco_comm import ops, reference
+from diloco_comm import reference
 from diloco_comm.wire import WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import device_ops as ops
 import pytest
 import torch
 from codec_cases import (
@@ -23,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco_comm import ops, reference
+from diloco_comm import reference
 from diloco_comm.wire import WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import device_ops as ops
 import pytest
 import torch
 from codec_cases import IMPLS, SCALED, block_sizes, kinds, seeds, sizes, values
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from test_ops_reduce import true_values
 from torch import Tensor
 
-from diloco_comm import ops
 from diloco_comm.reference_codec import philox, random_bits
 from diloco_comm.wire import WIRES, Layout, WireFormat, rng_key
 

@@ -1,0 +1,241 @@
+"""encode and reduce for Triton: values to the bytes of a payload."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codes import bf16_bits
+from .payload import store_values, tile_offsets
+from .terms import sum_of_terms
+from .tiles import load_tile
+
+# These change from call to call: a kernel must not be compiled again for a value that 16 divides.
+_ENCODE_VARYING = ["first_tile", "first_run", "tiles_per_run", "end", "key"]
+_REDUCE_VARYING = ["num_terms", "num_elements", "key", "element_begin"]
+
+
+@triton.jit
+def _load_residual(pointer, offsets, mask, FULL: tl.constexpr):
+    """Load fp32 or bf16 as fp32."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        pointer = pointer.to(tl.pointer_type(tl.uint16))
+        raw = tl.load(pointer + offsets) if FULL else tl.load(pointer + offsets, mask, other=0)
+        value = (raw.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        value = tl.load(pointer + offsets) if FULL else tl.load(pointer + offsets, mask, other=0)
+    return value
+
+
+@triton.jit
+def _store_residual(pointer, offsets, value, mask, FULL: tl.constexpr):
+    """Store fp32 as fp32 or, rounded to nearest, as bf16."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        pointer = pointer.to(tl.pointer_type(tl.uint16))
+        value = bf16_bits(value).to(tl.uint16)
+    if FULL:
+        tl.store(pointer + offsets, value)
+    else:
+        tl.store(pointer + offsets, value, mask=mask)
+
+
+@triton.jit
+def _encode_tile(
+    x,
+    run_ptr,
+    code_offset,
+    start,
+    count,
+    at,
+    element,
+    key,
+    residual_ptr,
+    new_residual_ptr,
+    nonfinite_ptr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    QMAX: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Add the residual, encode, and keep what was lost; ``at`` is the tile's place in residuals."""
+    offsets = tile_offsets(ROWS, BLOCK_SIZE)
+    mask = offsets < count
+    if residual_ptr is not None:
+        x = x + _load_residual(residual_ptr + at, offsets, mask, FULL)
+    value = store_values(
+        x, run_ptr, code_offset, start, count, element, key, nonfinite_ptr,
+        ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, FULL,
+    )  # fmt: skip
+    if new_residual_ptr is not None:
+        _store_residual(new_residual_ptr + at, offsets, x - value, mask, FULL)
+
+
+@triton.jit
+def _encode_params(
+    outer_ptr,
+    where,
+    kind,
+    segments_ptr,
+    run_ptr,
+    code_offset,
+    start,
+    count,
+    element,
+    key,
+    residual_ptr,
+    new_residual_ptr,
+    nonfinite_ptr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    QMAX: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    DTYPE_SET: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    offsets = tile_offsets(ROWS, BLOCK_SIZE)
+    mask = offsets < count
+    x = load_tile(where, kind, segments_ptr, element, offsets, mask, DTYPE_SET, FULL)
+    if outer_ptr is not None:
+        if FULL:
+            x = tl.load(outer_ptr + element + offsets) - x
+        else:
+            x = tl.load(outer_ptr + element + offsets, mask=mask, other=0.0) - x
+    _encode_tile(
+        x, run_ptr, code_offset, start, count, element, element, key,
+        residual_ptr, new_residual_ptr, nonfinite_ptr,
+        ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, FULL,
+    )  # fmt: skip
+
+
+# payload <- Q(outer - params + residual)
+# Reads 4 + 4 bytes an element (fp32 parameters), writes 1 (int8); error feedback adds 4 + 4 (fp32).
+# One program a tile of ROWS blocks.
+@triton.jit(do_not_specialize=_ENCODE_VARYING)
+def _encode_kernel(
+    outer_ptr,
+    tiles_ptr,
+    segments_ptr,
+    payload_ptr,
+    residual_ptr,
+    new_residual_ptr,
+    nonfinite_ptr,
+    first_tile,
+    first_run,
+    tiles_per_run,
+    run_elements,
+    run_bytes,
+    code_offset,
+    end,
+    key,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    QMAX: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    DTYPE_SET: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    row = tiles_ptr + (first_tile.to(tl.int64) + pid) * 2
+    where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
+    run = first_run.to(tl.int64) + pid // tiles_per_run
+    start = (pid % tiles_per_run).to(tl.int64) * (ROWS * BLOCK_SIZE)
+    element = run * run_elements + start
+    count = tl.minimum(run_elements - start, end - element)
+    run_ptr = payload_ptr + run * run_bytes
+    if kind >= 0:
+        _encode_params(
+            outer_ptr, where, kind, segments_ptr, run_ptr, code_offset, start, count, element, key,
+            residual_ptr, new_residual_ptr, nonfinite_ptr,
+            ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, DTYPE_SET, True,
+        )  # fmt: skip
+    else:
+        _encode_params(
+            outer_ptr, where, kind, segments_ptr, run_ptr, code_offset, start, count, element, key,
+            residual_ptr, new_residual_ptr, nonfinite_ptr,
+            ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, DTYPE_SET, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _reduce_tile(
+    payloads,
+    coefficients,
+    terms_ptr,
+    num_terms,
+    result_ptr,
+    code_offset,
+    start,
+    count,
+    element,
+    key,
+    residual_ptr,
+    new_residual_ptr,
+    nonfinite_ptr,
+    NUM_INLINE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    QMAX: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    x = sum_of_terms(
+        payloads, coefficients, terms_ptr, num_terms, 0, code_offset, start, count,
+        NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
+    )  # fmt: skip
+    if not FULL:
+        # 0 times the scale of no block may be anything.
+        x = tl.where(tile_offsets(ROWS, BLOCK_SIZE) < count, x, 0.0)
+    _encode_tile(
+        x, result_ptr, code_offset, start, count, start, element, key,
+        residual_ptr, new_residual_ptr, nonfinite_ptr,
+        ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, FULL,
+    )  # fmt: skip
+
+
+# result <- Q(w_0 d_0 + w_1 d_1 + ... + residual), in rank order
+# Reads W bytes an element (int8), writes 1. One program a tile of ROWS blocks.
+@triton.jit(do_not_specialize=_REDUCE_VARYING)
+def _reduce_kernel(
+    payloads,
+    coefficients,
+    terms_ptr,
+    num_terms,
+    result_ptr,
+    residual_ptr,
+    new_residual_ptr,
+    nonfinite_ptr,
+    code_offset,
+    num_elements,
+    key,
+    element_begin,
+    NUM_INLINE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    QMAX: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_SIZE)
+    count = num_elements - start
+    element = element_begin + start
+    if count >= ROWS * BLOCK_SIZE:
+        _reduce_tile(
+            payloads, coefficients, terms_ptr, num_terms, result_ptr, code_offset, start, count,
+            element, key, residual_ptr, new_residual_ptr, nonfinite_ptr,
+            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, True,
+        )  # fmt: skip
+    else:
+        _reduce_tile(
+            payloads, coefficients, terms_ptr, num_terms, result_ptr, code_offset, start, count,
+            element, key, residual_ptr, new_residual_ptr, nonfinite_ptr,
+            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, False,
+        )  # fmt: skip

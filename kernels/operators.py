@@ -1,0 +1,371 @@
+"""The operators of ``torch.ops.diloco_comm`` in Triton, with the same arguments and the same bytes.
+
+For CUDA tensors, and for CPU tensors when Triton runs as an interpreter (``TRITON_INTERPRET=1``).
+An operator is one launch on the current stream, whatever the number of tensors (norms: two);
+nothing waits for the device. The first call with tensors that were not met before, or lie elsewhere
+than they did, makes tables of them (``tiles.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import encode as encode_kernels
+from . import norms as norms_kernels
+from . import step as step_kernels
+from .checks import (
+    MAX_TERMS,
+    RunLayout,
+    check_count,
+    check_flat,
+    check_flat_of,
+    check_fragment,
+    check_layout,
+    check_residuals,
+    check_terms,
+)
+from .terms import make_terms
+from .tiles import Tiles, find_tiles, make_tiles
+
+# Elements of a tile (a multiple of the largest block) and warps of its program. The aim is eight
+# elements a thread: one warp then has a block of 256, and loads 16 bytes at a time even of bf16.
+# By reasoning only: no GPU has measured them yet.
+_PROGRAMS = {
+    "encode": (2048, 8),
+    "reduce": (2048, 8),
+    "outer_step": (1024, 8),
+    "decode": (1024, 8),
+    "merge": (1024, 8),
+    "norms": (norms_kernels.TILE, 1),
+}
+_PLAIN_BLOCK = 256  # rows of a tile where no wire says otherwise
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
+
+
+def is_interpreted() -> bool:
+    """Return whether the kernels run in Triton's interpreter, on CPU tensors."""
+    return not isinstance(encode_kernels._encode_kernel, triton.JITFunction)
+
+
+def launch(
+    name: str, kernel: Any, num_programs: int, device: torch.device, *args: object, **meta
+) -> None:
+    """Run a kernel of an operator, without contraction: a product is rounded before it is added."""
+    if num_programs == 0:
+        return
+    with _on(device):
+        kernel[(num_programs,)](*args, **meta, num_warps=_PROGRAMS[name][1], enable_fp_fusion=False)
+
+
+def _on(device: torch.device) -> AbstractContextManager:
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _tiles(
+    name: str, what: str, tensors: Sequence[Tensor], device: torch.device, run_elements: int
+) -> Tiles:
+    tile = _PROGRAMS[name][0]
+    found = find_tiles(tensors, device, run_elements, tile)
+    if found is None:
+        check_fragment(what, tensors, device)
+        found = make_tiles(tensors, device, run_elements, tile)
+    return found
+
+
+def _geometry(name: str, layout: RunLayout) -> dict:
+    """The compile-time shape of a tile."""
+    return {
+        "ROWS": _PROGRAMS[name][0] // layout.block_size,
+        "BLOCK_SIZE": layout.block_size,
+        "WIRE": layout.wire,
+        "CODE_BITS": layout.code_bits,
+    }
+
+
+def _span(tiles: Tiles, layout: RunLayout, begin: int, end: int) -> tuple[int, tuple]:
+    """Return the number of programs for [begin, end), and the arguments that say where it lies."""
+    first_run = begin // layout.run_elements
+    num_runs = -(-end // layout.run_elements) - first_run if end > begin else 0
+    where = (
+        first_run * tiles.tiles_per_run,
+        first_run,
+        tiles.tiles_per_run,
+        layout.run_elements,
+        layout.run_bytes,
+        layout.code_offset,
+        end,
+    )
+    return num_runs * tiles.tiles_per_run, where
+
+
+def _mark_written(tensors: Sequence[Tensor]) -> None:
+    """Autograd must notice that a tensor it saved was written."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def encode(
+    outer: Tensor | None,
+    params: Sequence[Tensor],
+    payload: Tensor,
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    stochastic: bool = False,
+    rng_key: int = 0,
+    residual: Tensor | None = None,
+    new_residual: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """Encode outer - params [+ residual], or params, of elements [begin, end) into the payload."""
+    layout = check_layout(wire, block_size, run_elements)
+    device = payload.device
+    tiles = _tiles("encode", "params", params, device, run_elements)
+    num_elements = tiles.num_elements
+    layout.check_range(begin, end, num_elements)
+    layout.check_payload("payload", payload, -(-end // run_elements), device)
+    if outer is not None:
+        check_flat_of("outer", outer, num_elements, device)
+    check_residuals(residual, new_residual, num_elements, device)
+    check_count("nonfinite", nonfinite, device)
+    num_programs, where = _span(tiles, layout, begin, end)
+    launch(
+        "encode", encode_kernels._encode_kernel, num_programs, device,
+        outer, tiles.tiles, tiles.segments, payload, residual, new_residual, nonfinite,
+        *where, rng_key,
+        **_geometry("encode", layout), QMAX=layout.qmax,
+        STOCHASTIC=stochastic, DTYPE_SET=tiles.dtype_set,
+    )  # fmt: skip
+
+
+def reduce(
+    received: Tensor,
+    result: Tensor,
+    weights: Sequence[float],
+    num_elements: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    stochastic: bool = False,
+    rng_key: int = 0,
+    index_begin: int = 0,
+    residual: Tensor | None = None,
+    new_residual: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """Decode one run from each rank, take the weighted sum in rank order, encode it once."""
+    layout = check_layout(wire, block_size, run_elements)
+    device = result.device
+    if not 0 <= num_elements <= run_elements:
+        raise ValueError(
+            f"num_elements must lie in [0, run_elements = {run_elements}], got {num_elements}"
+        )
+    if index_begin < 0 or (num_elements > 0 and index_begin % block_size):
+        raise ValueError(
+            f"index_begin must be a multiple of block_size {block_size}, got {index_begin}"
+        )
+    if not 1 <= len(weights) <= MAX_TERMS:
+        raise ValueError(f"weights must hold 1 to {MAX_TERMS} numbers, got {len(weights)}")
+    layout.check_payload("received", received, len(weights), device)
+    run_bytes = layout.run_bytes
+    if received.numel() != len(weights) * run_bytes:
+        raise ValueError(
+            f"received must hold {len(weights)} runs, one for each weight, got "
+            f"{received.numel()} bytes"
+        )
+    layout.check_payload("result", result, 1, device)
+    check_residuals(residual, new_residual, num_elements, device)
+    check_count("nonfinite", nonfinite, device)
+    terms = make_terms(received.split(run_bytes), weights)
+    launch(
+        "reduce", encode_kernels._reduce_kernel, -(-num_elements // _PROGRAMS["reduce"][0]), device,
+        terms.payloads, terms.coefficients, terms.table, terms.count,
+        result, residual, new_residual, nonfinite,
+        layout.code_offset, num_elements, rng_key, index_begin,
+        NUM_INLINE=terms.num_inline, **_geometry("reduce", layout), QMAX=layout.qmax,
+        STOCHASTIC=stochastic,
+    )  # fmt: skip
+
+
+def outer_step(
+    outer: Tensor,
+    momentum: Tensor | None,
+    params: Sequence[Tensor],
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    optimizer: str,
+    lr: float,
+    mu: float = 0.0,
+    alpha: float = 0.0,
+    clip: float = math.inf,
+    verdict: Tensor | None = None,
+) -> None:
+    """Apply sgd, heavy_ball or nesterov to outer, and merge it into the parameters."""
+    layout = check_layout(wire, block_size, run_elements)
+    if optimizer not in ("sgd", "heavy_ball", "nesterov"):
+        raise ValueError(f"optimizer must be sgd, heavy_ball or nesterov, got {optimizer!r}")
+    if optimizer != "sgd" and momentum is None:
+        raise ValueError(f"optimizer {optimizer} needs a momentum tensor, got None")
+    if not clip > 0:
+        raise ValueError(f"clip must be positive, got {clip}")
+    # A schema cannot say inf: a bound that fp32 cannot hold is none.
+    bound = math.inf if clip > _LARGEST_FLOAT else float(clip)
+    _step(
+        outer, None if optimizer == "sgd" else momentum, None, params, payloads, coefficients,
+        begin, end, layout, optimizer, alpha, verdict, (float(lr), float(mu), bound),
+        (0.0, 0.0, 0.0, 0.0, 0.0),
+    )  # fmt: skip
+
+
+def outer_step_adam(
+    outer: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    params: Sequence[Tensor],
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    alpha: float = 0.0,
+    verdict: Tensor | None = None,
+) -> None:
+    """Apply Adam's step number ``step`` (the first is 1) to outer, and merge it."""
+    layout = check_layout(wire, block_size, run_elements)
+    if step < 1:
+        raise ValueError(f"step counts from 1, got {step}")
+    step_size = lr / (1.0 - beta1**step)
+    correction = math.sqrt(1.0 - beta2**step)
+    _step(
+        outer, exp_avg, exp_avg_sq, params, payloads, coefficients,
+        begin, end, layout, "adam", alpha, verdict, (step_size, float(beta1), math.inf),
+        (1.0 - beta1, float(beta2), 1.0 - beta2, correction, float(eps)),
+    )  # fmt: skip
+
+
+def _step(
+    outer: Tensor,
+    momentum: Tensor | None,
+    second: Tensor | None,
+    params: Sequence[Tensor],
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    begin: int,
+    end: int,
+    layout: RunLayout,
+    optimizer: str,
+    alpha: float,
+    verdict: Tensor | None,
+    constants: tuple[float, float, float],
+    adam: tuple[float, float, float, float, float],
+) -> None:
+    device = outer.device
+    tiles = _tiles("outer_step", "params", params, device, layout.run_elements)
+    num_elements = tiles.num_elements
+    layout.check_range(begin, end, num_elements)
+    flats = {"outer": outer, "momentum": momentum, "exp_avg_sq": second}
+    for name, tensor in flats.items():
+        if tensor is not None:
+            check_flat_of(name, tensor, num_elements, device)
+    check_terms(payloads, coefficients, layout, end, device)
+    check_count("verdict", verdict, device)
+    terms = make_terms(payloads, coefficients)
+    num_programs, where = _span(tiles, layout, begin, end)
+    launch(
+        "outer_step", step_kernels._step_kernel, num_programs, device,
+        outer, momentum, second, tiles.tiles, tiles.segments,
+        terms.payloads, terms.coefficients, terms.table, terms.count, verdict,
+        *where, *constants, float(alpha), 1.0 - alpha, *adam,
+        NUM_INLINE=terms.num_inline, **_geometry("outer_step", layout), OPTIMIZER=optimizer,
+        HAS_ALPHA=alpha != 0, DTYPE_SET=tiles.dtype_set,
+    )  # fmt: skip
+    _mark_written(params)
+
+
+def decode(
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    outs: Sequence[Tensor],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+) -> None:
+    """Write the weighted sum of the decoded payloads into elements [begin, end) of outs."""
+    layout = check_layout(wire, block_size, run_elements)
+    device = payloads[0].device if payloads else outs[0].device
+    tiles = _tiles("decode", "outs", outs, device, run_elements)
+    layout.check_range(begin, end, tiles.num_elements)
+    check_terms(payloads, coefficients, layout, end, device)
+    terms = make_terms(payloads, coefficients)
+    num_programs, where = _span(tiles, layout, begin, end)
+    launch(
+        "decode", step_kernels._decode_kernel, num_programs, device,
+        tiles.tiles, tiles.segments,
+        terms.payloads, terms.coefficients, terms.table, terms.count, *where,
+        NUM_INLINE=terms.num_inline, **_geometry("decode", layout), DTYPE_SET=tiles.dtype_set,
+    )  # fmt: skip
+    _mark_written(outs)
+
+
+def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0) -> None:
+    """Set params to alpha * params + (1 - alpha) * outer."""
+    device, tile = outer.device, _PROGRAMS["merge"][0]
+    num_elements = sum(param.numel() for param in params)
+    run_elements = max(-(-num_elements // tile), 1) * tile
+    tiles = _tiles("merge", "params", params, device, run_elements)
+    check_flat_of("outer", outer, num_elements, device)
+    launch(
+        "merge", step_kernels._merge_kernel, -(-num_elements // tile), device,
+        outer, tiles.tiles, tiles.segments, num_elements, float(alpha), 1.0 - alpha,
+        ROWS=tile // _PLAIN_BLOCK, BLOCK_SIZE=_PLAIN_BLOCK, HAS_ALPHA=alpha != 0,
+        DTYPE_SET=tiles.dtype_set,
+    )  # fmt: skip
+    _mark_written(params)
+
+
+def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
+    """Write the squared norm of outer - params, or params, and the number of bad elements."""
+    device, tile = out.device, _PROGRAMS["norms"][0]
+    num_elements = sum(param.numel() for param in params)
+    run_elements = max(-(-num_elements // tile), 1) * tile
+    tiles = _tiles("norms", "params", params, device, run_elements)
+    if outer is not None:
+        check_flat_of("outer", outer, num_elements, device)
+    check_flat("out", out, torch.float64, device)
+    if out.numel() != 2:
+        raise ValueError(f"out must have two elements, got {out.numel()}")
+    num_tiles = -(-num_elements // tile)
+    # From torch's cache: kept between calls, it would be written by two streams at once.
+    partials = torch.empty(2 * max(num_tiles, 1), dtype=torch.float64, device=device)
+    launch(
+        "norms", norms_kernels._norms_kernel, num_tiles, device,
+        outer, tiles.tiles, tiles.segments, partials, num_elements,
+        TILE=tile, LANES=norms_kernels.LANES, DTYPE_SET=tiles.dtype_set,
+    )  # fmt: skip
+    launch("norms", norms_kernels._sum_partials_kernel, 1, device, partials, out, num_tiles)

@@ -1,0 +1,169 @@
+"""Payloads for Triton: where the scales and codes of a tile lie, and how they are read and written.
+
+A tile is [ROWS, BLOCK_SIZE] elements of one run; a row is a block, which has one scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codes import bits_float, code_values, encode_codes, magnitude_bits, random_bits
+from .codes import scale_bits as scale_bits_of
+
+
+@triton.jit
+def tile_offsets(ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Offsets of a tile's elements from its first one."""
+    return tl.arange(0, ROWS)[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+
+
+@triton.jit
+def _codes_at(run_ptr, code_offset, start, CODE_BITS: tl.constexpr):
+    """Pointer to the code of element ``start`` of the run."""
+    if CODE_BITS == 4:
+        pointer = run_ptr + code_offset + start // 2
+    elif CODE_BITS == 8:
+        pointer = run_ptr + code_offset + start
+    elif CODE_BITS == 16:
+        pointer = (run_ptr + code_offset + start * 2).to(tl.pointer_type(tl.uint16))
+    else:
+        pointer = (run_ptr + code_offset + start * 4).to(tl.pointer_type(tl.uint32))
+    return pointer
+
+
+@triton.jit
+def _load(pointer, count, offsets, FULL: tl.constexpr):
+    """Load a tile of which ``count`` elements exist; the others are 0."""
+    return tl.load(pointer) if FULL else tl.load(pointer, mask=offsets < count, other=0)
+
+
+@triton.jit
+def _load_codes(
+    run_ptr,
+    code_offset,
+    start,
+    count,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    pointer = _codes_at(run_ptr, code_offset, start, CODE_BITS)
+    if CODE_BITS == 4:
+        offsets = tile_offsets(ROWS, BLOCK_SIZE // 2)
+        pairs = _load(pointer + offsets, (count + 1) // 2, offsets, FULL).to(tl.uint32)
+        code = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), [ROWS, BLOCK_SIZE])
+    else:
+        offsets = tile_offsets(ROWS, BLOCK_SIZE)
+        code = _load(pointer + offsets, count, offsets, FULL).to(tl.uint32)
+    return code
+
+
+@triton.jit
+def load_values(
+    run_ptr,
+    code_offset,
+    start,
+    count,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Decode elements [start, start + count) of a run to a tile; what is beyond them is 0."""
+    code = _load_codes(run_ptr, code_offset, start, count, ROWS, BLOCK_SIZE, CODE_BITS, FULL)
+    value = code_values(code, WIRE)
+    if CODE_BITS <= 8:
+        rows = tl.arange(0, ROWS)
+        pointer = run_ptr.to(tl.pointer_type(tl.uint16)) + start // BLOCK_SIZE + rows
+        scale = bits_float(_load(pointer, count, rows * BLOCK_SIZE, FULL).to(tl.uint32) << 16)
+        value = value * scale[:, None]
+    return value
+
+
+@triton.jit
+def _store_codes(
+    run_ptr,
+    code_offset,
+    start,
+    count,
+    code,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    pointer = _codes_at(run_ptr, code_offset, start, CODE_BITS)
+    if CODE_BITS == 4:
+        # The codes behind an odd end are 0.
+        low, high = tl.split(tl.reshape(code, [ROWS, BLOCK_SIZE // 2, 2]))
+        code = low | (high << 4)
+        offsets = tile_offsets(ROWS, BLOCK_SIZE // 2)
+        count = (count + 1) // 2
+    else:
+        offsets = tile_offsets(ROWS, BLOCK_SIZE)
+    code = code.to(pointer.dtype.element_ty)
+    if FULL:
+        tl.store(pointer + offsets, code)
+    else:
+        tl.store(pointer + offsets, code, mask=offsets < count)
+
+
+@triton.jit
+def store_values(
+    x,
+    run_ptr,
+    code_offset,
+    start,
+    count,
+    element,
+    key,
+    nonfinite_ptr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    QMAX: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Encode a tile into elements [start, start + count) of a run and return what it decodes to.
+
+    ``element`` is the index in the fragment of the tile's first element. x is 0 beyond ``count``.
+    """
+    bad = magnitude_bits(x) > 0x7E800000
+    if CODE_BITS <= 8:
+        rows = tl.arange(0, ROWS)
+        absmax = tl.max(magnitude_bits(x), axis=1)
+        is_bad_row = absmax > 0x7E800000
+        scale = scale_bits_of(bits_float(tl.where(is_bad_row, 0, absmax)), QMAX)
+        pointer = run_ptr.to(tl.pointer_type(tl.uint16)) + start // BLOCK_SIZE + rows
+        tl.store(pointer, (scale >> 16).to(tl.uint16), mask=rows * BLOCK_SIZE < count)
+        inverse = tl.div_rn(1.0, bits_float(scale))
+        y = tl.where(is_bad_row[:, None], 0.0, x) * inverse[:, None]
+    else:
+        y = tl.where(bad, 0.0, x)
+    r = y
+    if STOCHASTIC and WIRE != "fp32":
+        r = random_bits(element, key, ROWS, BLOCK_SIZE)
+    code = encode_codes(y, r, WIRE, STOCHASTIC)
+    if CODE_BITS <= 8:
+        # A block that is not sent has code 0 everywhere, also for -0 and whatever the chance.
+        code = tl.where(is_bad_row[:, None], 0, code)
+    elif WIRE == "fp16":
+        bad = bad | ((code & 0x7FFF) >= 0x7C00)
+    if CODE_BITS > 8:
+        code = tl.where(bad, 0, code)
+    if not FULL:
+        offsets = tile_offsets(ROWS, BLOCK_SIZE)
+        code = tl.where(offsets < count, code, 0)
+    _store_codes(run_ptr, code_offset, start, count, code, ROWS, BLOCK_SIZE, CODE_BITS, FULL)
+    if nonfinite_ptr is not None:
+        # Bad elements are rare: no sum is formed, each one that is there is added by itself.
+        places = nonfinite_ptr + tl.zeros([ROWS, BLOCK_SIZE], tl.int32)
+        one = tl.full([ROWS, BLOCK_SIZE], 1, tl.int64)
+        tl.atomic_add(places, one, mask=bad, sem="relaxed")
+    value = code_values(code, WIRE)
+    return value * bits_float(scale)[:, None] if CODE_BITS <= 8 else value

@@ -1,0 +1,104 @@
+"""The terms of a weighted sum of payloads: few as arguments, many through a table on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .payload import load_values
+
+MAX_INLINE = 8  # terms that are arguments of a kernel; each number of them is compiled by itself
+
+
+@triton.jit
+def sum_of_terms(
+    payloads,
+    coefficients,
+    table_ptr,
+    num_terms,
+    run_offset,
+    code_offset,
+    start,
+    count,
+    NUM_INLINE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """c_0 d_0 + c_1 d_1 + ... of a tile, each product rounded, then added, in order."""
+    if NUM_INLINE > 0:
+        total = coefficients[0] * load_values(
+            payloads[0] + run_offset, code_offset, start, count,
+            ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
+        )  # fmt: skip
+        for i in tl.static_range(1, NUM_INLINE):
+            total += coefficients[i] * load_values(
+                payloads[i] + run_offset, code_offset, start, count,
+                ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
+            )  # fmt: skip
+    else:
+        total = _term(
+            table_ptr, 0, run_offset, code_offset, start, count,
+            ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
+        )  # fmt: skip
+        for i in range(1, num_terms):
+            total += _term(
+                table_ptr, i, run_offset, code_offset, start, count,
+                ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
+            )  # fmt: skip
+    return total
+
+
+@triton.jit
+def _term(
+    table_ptr,
+    i,
+    run_offset,
+    code_offset,
+    start,
+    count,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    address = tl.load(table_ptr + 2 * i)
+    coefficient = tl.load(table_ptr + 2 * i + 1).to(tl.int32).to(tl.float32, bitcast=True)
+    payload = address.to(tl.pointer_type(tl.uint8))
+    return coefficient * load_values(
+        payload + run_offset, code_offset, start, count, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL
+    )
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Arguments of ``sum_of_terms``: payloads and coefficients, or a table of them."""
+
+    payloads: tuple[Tensor, ...]
+    coefficients: tuple[float, ...]
+    table: Tensor | None
+    count: int
+
+    @property
+    def num_inline(self) -> int:
+        return len(self.payloads)
+
+
+def make_terms(payloads: Sequence[Tensor], coefficients: Sequence[float]) -> Terms:
+    """Take up to ``MAX_INLINE`` terms as they are, and put more into a table."""
+    factors = tuple(float(coefficient) for coefficient in coefficients)
+    if len(payloads) <= MAX_INLINE:
+        return Terms(tuple(payloads), factors, None, len(payloads))
+    device = payloads[0].device
+    table = torch.empty(len(factors), 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+    table[:, 0] = torch.tensor([payload.data_ptr() for payload in payloads])
+    table[:, 1] = torch.tensor(factors, dtype=torch.float32).view(torch.int32)
+    return Terms((), (), table.to(device, non_blocking=True), len(payloads))

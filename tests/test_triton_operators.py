@@ -1,0 +1,243 @@
+"""Triton's operators: the reference's bytes, in the interpreter and, where there is one, on a GPU.
+
+The bodies are those of test_ops_*.py. The interpreter takes milliseconds for each tile, so the
+cases are fewer, and chosen: every wire, every block size, every kind of value, every dtype.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import test_ops_encode as encoding
+import test_ops_errors as errors
+import test_ops_examples as examples
+import test_ops_outer_step as stepping
+import test_ops_reduce as reducing
+import torch
+from codec_cases import (
+    KINDS,
+    SIZES,
+    assert_same,
+    clone,
+    fill,
+    fragment,
+    tensors_like,
+    values,
+)
+from test_ops_bounds import test_misaligned_tensors_between_guards as check_guards
+
+from diloco_comm import reference
+from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+
+pytest.importorskip("triton", reason="needs Triton")
+
+ON_A_GPU = torch.cuda.is_available()
+IMPLS = [pytest.param("triton@cuda", marks=pytest.mark.gpu)] if ON_A_GPU else ["triton"]
+every_impl = pytest.mark.parametrize("impl", IMPLS)
+every_wire = pytest.mark.parametrize("wire", WIRES)
+every_optimizer = pytest.mark.parametrize("optimizer", stepping.OPTIMIZERS)
+rounding = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+interpreted = pytest.mark.skipif(ON_A_GPU, reason="Triton is compiled here, not interpreted")
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+SMALL_SIZES = list(zip(SIZES[:-1], BLOCK_SIZES, strict=True))
+LARGEST_SIZE = SIZES[-1]
+
+
+@every_impl
+@every_wire
+@rounding
+def test_encode_sizes_and_blocks(impl: str, wire: str, stochastic: bool) -> None:
+    for num_elements, block_size in SMALL_SIZES:
+        case = fragment(num_elements, WireFormat(wire, block_size), "good", block_size, num_runs=3)
+        encoding.check(case, impl, stochastic=stochastic, rng_key=-12345)
+
+
+@every_impl
+@every_wire
+@rounding
+def test_encode_kinds_of_values(impl: str, wire: str, stochastic: bool) -> None:
+    for seed, kind in enumerate(KINDS):
+        case = fragment(900 + seed, WireFormat(wire, 32), kind, seed, with_outer=seed % 3 > 0)
+        residual = values(900 + seed, "normal", seed + 50).to(
+            (torch.float32, torch.bfloat16)[seed % 2]
+        )
+        encoding.check(case, impl, stochastic=stochastic, rng_key=seed << 60, residual=residual)
+
+
+@every_impl
+@pytest.mark.parametrize(("wire", "stochastic"), [("int8", False), ("int4", True)])
+def test_encode_many_tiles(impl: str, wire: str, stochastic: bool) -> None:
+    case = fragment(LARGEST_SIZE, WireFormat(wire), "good", 1, num_runs=2)
+    encoding.check(case, impl, stochastic=stochastic, rng_key=7)
+
+
+@every_impl
+@pytest.mark.parametrize("wire", ["int8", "e3m0", "bf16"])
+def test_encode_in_ranges_and_in_place(impl: str, wire: str) -> None:
+    encoding.test_ranges_add_up_to_the_whole(impl, wire, True)
+    encoding.test_residual_may_be_updated_in_place(impl, wire)
+
+
+@every_impl
+@every_wire
+def test_bad_elements(impl: str, wire: str) -> None:
+    encoding.test_bad_elements_are_counted_and_sent_as_zeros(impl, wire)
+    count = {"fp16": 1}.get(wire, 0)
+    if wire in ("fp16", "bf16", "fp32"):
+        encoding.test_fp16_overflow_is_a_bad_element(impl, wire, count)
+
+
+@every_impl
+@every_wire
+@pytest.mark.parametrize("num_ranks", [1, 3, 9])
+def test_reduce(impl: str, wire: str, num_ranks: int) -> None:
+    """Nine terms come from a table on the device, fewer are arguments."""
+    form = WireFormat(wire, BLOCK_SIZES[num_ranks % 6])
+    weights = reference.normalised([1.0 + rank for rank in range(num_ranks)])
+    for count in (7, 257, 2500):
+        received = reducing.received_runs(num_ranks, count, form, "good", num_ranks)
+        options = {"stochastic": num_ranks == 3, "rng_key": -5, "index_begin": 1024 << 40}
+        residual = values(count, "normal", 3)
+        reducing.check_reduce(received, weights, count, form, impl, residual=residual, **options)
+    reducing.check_reduce(received, weights, count, form, impl)
+
+
+@every_impl
+@every_wire
+def test_reduce_and_decode_any_bytes(impl: str, wire: str) -> None:
+    form, count = WireFormat(wire, 64), 3001
+    layout = Layout.plan(count, 2, 1, form)
+    rng = torch.Generator().manual_seed(1)
+    run_bytes = form.run_bytes(3008)
+    received = torch.randint(0, 256, (3 * run_bytes,), dtype=torch.uint8, generator=rng)
+    reducing.check_reduce(received, [0.5, 0.25, 0.25], count, form, impl)
+    args = (0, count, layout.run_elements, wire, 64)
+    for num_terms in (1, 2, 10):
+        shape = (num_terms, layout.payload_bytes)
+        payloads = list(torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng))
+        coefficients = [0.5 - i / 8 for i in range(num_terms)]
+        outs = tensors_like(count, num_terms)
+        expected = clone(outs)
+        reference.decode(payloads, coefficients, expected, *args)
+        reducing.ops.decode(payloads, coefficients, outs, *args, impl=impl)
+        for out, true_out in zip(outs, expected, strict=True):
+            assert_same(out, true_out, f"{impl} decoded {tuple(out.shape)} {out.dtype}")
+
+
+@every_impl
+@pytest.mark.parametrize("wire", [name for name in WIRES if name != "fp32"])
+def test_every_code(impl: str, wire: str) -> None:
+    reducing.test_every_code_decodes_to_what_its_bits_say(impl, wire)
+
+
+@every_impl
+def test_decode_leaves_the_rest(impl: str) -> None:
+    reducing.test_decode_into_a_half_of_the_fragment_leaves_the_rest(impl)
+
+
+@every_impl
+@every_wire
+@every_optimizer
+def test_steps_of_every_wire(impl: str, wire: str, optimizer: str) -> None:
+    place = WIRES.index(wire) + stepping.OPTIMIZERS.index(optimizer)
+    layout = Layout.plan(2001, 1 + place % 2, 1, WireFormat(wire, BLOCK_SIZES[place % 6]))
+    alpha = (0.0, 0.3)[place % 2]
+    stepping.compare(layout, optimizer, impl, place, 1 + place % 4, alpha=alpha)
+
+
+@every_impl
+@every_optimizer
+def test_steps_of_every_size(impl: str, optimizer: str) -> None:
+    for num_elements in SIZES[:-1]:
+        layout = Layout.plan(num_elements, 2, 1, WireFormat("int8", 32))
+        stepping.compare(layout, optimizer, impl, num_elements, 1)
+
+
+@every_impl
+def test_a_step_of_many_tiles(impl: str) -> None:
+    layout = Layout.plan(LARGEST_SIZE, 2, 1, WireFormat("int4"))
+    span = (layout.run_elements, LARGEST_SIZE)
+    stepping.compare(layout, "nesterov", impl, 1, 2, alpha=0.5, clip=1.0, span=span)
+
+
+@every_impl
+@every_optimizer
+def test_verdict_and_clip(impl: str, optimizer: str) -> None:
+    stepping.test_a_set_verdict_means_no_step(impl, optimizer)
+    if optimizer in ("heavy_ball", "nesterov"):
+        layout = Layout.plan(600, 1, 1, WireFormat("int8", 64))
+        for clip in (math.inf, 1.0, 1e-4):
+            stepping.compare(layout, optimizer, impl, 3, 2, clip=clip, verdict=torch.tensor([0]))
+
+
+@every_impl
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0])
+def test_merge(impl: str, alpha: float) -> None:
+    for num_elements in (1, 257, 4096):
+        outer = values(num_elements, "bad", num_elements)
+        params = tensors_like(num_elements, num_elements)
+        fill(params, values(num_elements, "normal", 1))
+        expected = clone(params)
+        reference.merge(outer, expected, alpha)
+        reducing.ops.merge(outer, params, alpha, impl=impl)
+        for param, true_param in zip(params, expected, strict=True):
+            assert_same(param, true_param, f"merged {tuple(param.shape)} {param.dtype}")
+
+
+@every_impl
+@pytest.mark.parametrize("num_elements", [1, 255, 700])
+def test_norms(impl: str, num_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles: the definition's 65536 elements take the interpreter a minute, so here 256."""
+    from diloco_comm.kernels import operators
+
+    monkeypatch.setattr(reference, "NORM_TILE", 256)
+    monkeypatch.setitem(operators._PROGRAMS, "norms", (256, 1))
+    params = tensors_like(num_elements, num_elements)
+    fill(params, values(num_elements, "normal", 1))
+    stepping.check_norms(values(num_elements, "bad", 2), params, impl)
+    stepping.check_norms(None, params, impl)
+
+
+def test_the_tile_of_norms_is_the_reference_s() -> None:
+    from diloco_comm.kernels import operators
+    from diloco_comm.kernels.norms import LANES
+
+    assert (operators._PROGRAMS["norms"][0], LANES) == (reference.NORM_TILE, reference.NORM_LANES)
+
+
+@every_impl
+def test_worked_examples(impl: str) -> None:
+    for name in examples.DILOCO:
+        examples.test_diloco(impl, name)
+    examples.test_eager(impl)
+    examples.test_co2(impl)
+    examples.test_e3m0_block(impl)
+    examples.test_e3m0_ties(impl)
+
+
+@interpreted
+@pytest.mark.parametrize("wire", ["int8", "int4", "fp16"])
+def test_misaligned_tensors_between_guards(wire: str) -> None:
+    check_guards("triton", wire, 3)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("function", "changes", "error", "match"),
+    [case for case in errors.CASES if "impl" not in case[1]],
+)
+def test_one_sentence_for_a_wrong_argument(function, changes, error, match) -> None:
+    with pytest.raises(error, match=match) as raised:
+        function(**{"impl": "triton", **changes})
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 250
+
+
+@interpreted
+def test_wrong_arguments_of_merge_and_norms() -> None:
+    errors.test_merge_and_norms("triton")
+    errors.test_nothing_is_written_when_an_argument_is_wrong("triton")
+    for function in (errors.encode, errors.reduce, errors.outer_step, errors.decode):
+        function(impl="triton")
