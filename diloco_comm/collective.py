@@ -14,8 +14,8 @@ from torch import Tensor
 
 from . import ops
 from .errors import SyncError
-from .exchange import DEFAULT_TIMEOUT, Exchange, Header, Pending, Slot
-from .wire import WireFormat, parse
+from .exchange import DEFAULT_TIMEOUT, Exchange, Header, Pending, Slot, Terms
+from .wire import Layout, WireFormat, parse
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Idle buffers kept for each group; the least recently used ones go first.
@@ -84,22 +84,23 @@ class AllReduceWork:
         if self._tensor.numel():
             target = self._tensor.detach()
             out = target if _is_dense(target) else target.contiguous()
-            ops.decode(
-                [payload for payload, _ in outcome.terms],
-                [coefficient for _, coefficient in outcome.terms],
-                [out],
-                0,
-                layout.num_elements,
-                layout.run_elements,
-                layout.wire.name,
-                layout.wire.block_size,
-            )
+            _decode(outcome.terms, layout, out)
             if out is not target:
                 target.copy_(out)
         self._is_applied = True
         self._slot.commit()
         self._give_back()
         return self._tensor
+
+    def sent(self, out: Tensor) -> Tensor:
+        """Write what this rank's values became on the wire into ``out``; before ``wait()``.
+
+        Args:
+            out: Contiguous, with as many elements as the tensor; fp32, bf16 or fp16.
+        """
+        if self._tensor.numel():
+            _decode([(self._pending.payload, 1.0)], self._pending.layout, out)
+        return out
 
     def _give_back(self) -> None:
         with _lock:
@@ -219,11 +220,11 @@ def _start(engine: _GroupEngine, slot: Slot, **arguments: Any) -> Pending:
         ) from error
 
 
-def shutdown() -> None:
-    """Close the engines that ``all_reduce`` made."""
+def shutdown(group: dist.ProcessGroup | None = None) -> None:
+    """Close the engines that ``all_reduce`` made: those of ``group``, or all."""
     with _lock:
-        engines = [engine for by_lanes in _engines.values() for engine in by_lanes.values()]
-        _engines.clear()
+        groups = list(_engines) if group is None else [group]
+        engines = [engine for g in groups for engine in _engines.pop(g, {}).values()]
     for engine in engines:
         engine.exchange.close()
 
@@ -241,6 +242,20 @@ def _engine_of(
     if lanes not in by_lanes:
         by_lanes[lanes] = _GroupEngine(group, lanes, timeout)
     return by_lanes[lanes]
+
+
+def _decode(terms: Terms, layout: Layout, out: Tensor) -> None:
+    """Write the sum of payloads times their coefficients."""
+    ops.decode(
+        [payload for payload, _ in terms],
+        [coefficient for _, coefficient in terms],
+        [out],
+        0,
+        layout.num_elements,
+        layout.run_elements,
+        layout.wire.name,
+        layout.wire.block_size,
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -7,6 +7,9 @@
 | ``DILOCO_COMM_CHUNK_BYTES`` | bytes of a chunk on the wire (default: by size) |
 | ``DILOCO_COMM_LANES`` | process groups, hence connections, for the chunks (default 1) |
 | ``DILOCO_COMM_REPORT_S`` | seconds a failed exchange waits for the others' reports (default 3) |
+| ``DILOCO_COMM_CONFIG`` | JSON file of arguments for ``DiLoCo``, as ``config=`` |
+| ``DILOCO_COMM_BACKEND_WIRE`` | what large all-reduces of the backend "diloco" travel as (int8) |
+| ``DILOCO_COMM_BACKEND_MIN_BYTES`` | from which size on they do (1048576) |
 | ``DILOCO_COMM_NVTX`` | 0 turns NVTX ranges off where the ``nvtx`` package is installed |
 """
 
@@ -41,6 +44,21 @@ def lanes() -> int:
 def report_s() -> float:
     """Return how long a replica whose exchange failed waits for the reports of the others."""
     return _number("REPORT_S", 3.0)
+
+
+def config_path() -> str:
+    """Return the file with arguments of ``DiLoCo``, or ""."""
+    return os.environ.get(PREFIX + "CONFIG", "")
+
+
+def backend_wire() -> str:
+    """Return what large all-reduces of the backend "diloco" travel as."""
+    return os.environ.get(PREFIX + "BACKEND_WIRE", "int8")
+
+
+def backend_min_bytes() -> int:
+    """Return the least size in bytes, as fp32, of an all-reduce that is quantised."""
+    return int(_number("BACKEND_MIN_BYTES", 1 << 20))
 
 
 def use_nvtx() -> bool:

@@ -1,0 +1,221 @@
+"""The backend "diloco": large fp32 all-reduces are quantised, all else is gloo's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import Regression, batch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from workers import Pool
+
+import diloco_comm
+
+LARGE = 5003  # fp32 elements; 20,012 bytes
+MIN_BYTES = 20_000
+
+
+@pytest.fixture(scope="module")
+def pools(zygote) -> Iterator[Callable[[int], Pool]]:
+    from workers import Crew
+
+    crew = Crew(zygote)
+    yield lambda world: crew.pool(world, init_group=False)
+    crew.close()
+
+
+@contextmanager
+def group(
+    rank: int, world: int, address: tuple[str, int], name: str, backend: str = "diloco", **env: str
+) -> Iterator[None]:
+    import diloco_comm.backend  # noqa: F401
+
+    settings = {"BACKEND_MIN_BYTES": str(MIN_BYTES), **env}
+    os.environ |= {f"DILOCO_COMM_{key}": value for key, value in settings.items()}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
+    store = dist.PrefixStore(f"{name}/{world}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        for key in settings:
+            del os.environ[f"DILOCO_COMM_{key}"]
+
+
+def numbers(rank: int, count: int = LARGE) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank))
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Equal but for the order of an fp32 sum."""
+    return torch.allclose(a, b, atol=1e-5)
+
+
+def large_and_small(
+    rank: int, world: int, address: tuple[str, int], backend: str, wire: str
+) -> dict[str, Any]:
+    with group(rank, world, address, f"{backend} {wire}", backend, BACKEND_WIRE=wire):
+        total, mean, work_total = numbers(rank), numbers(rank), numbers(rank)
+        dist.all_reduce(total)
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        work = dist.all_reduce(work_total, async_op=True)
+        work.wait()
+        expected = diloco_comm.all_reduce(numbers(rank), wire=wire)
+        exact = sum(numbers(r) for r in range(world))
+        small, largest = numbers(rank, LARGE - 4), numbers(rank)
+        whole = torch.arange(LARGE) * (rank + 1)
+        dist.all_reduce(small)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(whole)
+        digest = total.numpy().tobytes()
+        return {
+            "digest": digest,
+            "quantised": torch.equal(total, expected * world) and torch.equal(mean, expected),
+            "async": torch.equal(work_total, total) and work.is_completed(),
+            "is_exact": torch.equal(total, exact),
+            "error": float((total - exact).norm() / exact.norm()),
+            "small": close(small, sum(numbers(r, LARGE - 4) for r in range(world))),
+            "max": torch.equal(largest, torch.stack([numbers(r) for r in range(world)]).amax(0)),
+            "integers": torch.equal(whole, torch.arange(LARGE) * (world * (world + 1) // 2)),
+        }
+
+
+@pytest.mark.parametrize(
+    ("world", "backend", "wire", "bound"),
+    [(2, "diloco", "int8", 0.0102), (3, "cpu:diloco", "int4", 0.185), (2, "diloco", "fp32", 1e-7)],
+)
+def test_large_fp32_sums_are_quantised(
+    world: int, backend: str, wire: str, bound: float, pools: Callable[[int], Pool]
+) -> None:
+    pool = pools(world)
+    results = pool.run(large_and_small, pool.store, backend, wire)
+    assert len({result.pop("digest") for result in results}) == 1
+    for result in results:
+        error, is_exact = result.pop("error"), result.pop("is_exact")
+        assert error <= bound
+        assert is_exact == (wire == "fp32" and world == 2)
+        assert all(result.values()), result
+
+
+def other_collectives(rank: int, world: int, address: tuple[str, int]) -> list[bool]:
+    with group(rank, world, address, "others"):
+        mine = numbers(rank)
+        everyone = [numbers(r) for r in range(world)]
+        broadcast = mine.clone()
+        dist.broadcast(broadcast, 1)
+        gathered = [torch.empty(LARGE) for _ in range(world)]
+        dist.all_gather(gathered, mine)
+        scattered = torch.empty(LARGE)
+        dist.reduce_scatter_tensor(scattered, torch.cat([mine] * world))
+        received = torch.empty(LARGE)
+        works = [
+            dist.isend(mine, (rank + 1) % world),
+            dist.irecv(received, (rank - 1) % world),
+        ]
+        for work in works:
+            work.wait()
+        objects: list[Any] = [None] * world
+        dist.all_gather_object(objects, rank)
+        dist.barrier()
+        pair = dist.new_group([0, 1])
+        in_pair = mine.clone()
+        if rank < 2:
+            dist.all_reduce(in_pair, group=pair)
+            expected = 2 * diloco_comm.all_reduce(mine.clone(), pair)
+        else:
+            expected = mine
+        return [
+            torch.equal(broadcast, everyone[1]),
+            all(torch.equal(a, b) for a, b in zip(gathered, everyone, strict=True)),
+            close(scattered, sum(everyone)),
+            torch.equal(received, everyone[rank - 1]),
+            objects == list(range(world)),
+            torch.equal(in_pair, expected),
+            dist.get_backend() == "diloco",
+        ]
+
+
+def test_all_else_is_handed_on(pools: Callable[[int], Pool]) -> None:
+    pool = pools(3)
+    assert pool.run(other_collectives, pool.store) == [[True] * 7] * 3
+
+
+def values_out_of_range(rank: int, world: int, address: tuple[str, int]) -> list[bool]:
+    """One rank has a NaN; several sums are under way and waited for in another order each."""
+    with group(rank, world, address, "nan"):
+        bad, good = numbers(rank), numbers(rank)
+        if rank == 1:
+            bad[7], bad[8] = float("nan"), float("inf")
+        works = [dist.all_reduce(t, async_op=True) for t in (bad, good)]
+        dist.barrier()
+        for index in range(world):
+            works[(rank + index) % 2].wait()
+        mean = numbers(rank)
+        mean[0] = float("inf")
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        exact = sum(numbers(r) for r in range(world))
+        return [
+            bool(bad[7].isnan()) and float(bad[8]) == float("inf"),
+            close(bad[9:], exact[9:]),
+            bool(good.isfinite().all()) and not torch.equal(good, exact),
+            float(mean[0]) == float("inf") and close(mean[1:], exact[1:] / world),
+        ]
+
+
+def test_nan_and_inf_spread_as_usual(pools: Callable[[int], Pool]) -> None:
+    pool = pools(2)
+    assert pool.run(values_out_of_range, pool.store) == [[True] * 4] * 2
+
+
+def train_ddp(
+    rank: int, world: int, address: tuple[str, int], backend: str
+) -> tuple[list[float], bytes]:
+    with group(rank, world, address, f"ddp {backend}", backend, BACKEND_MIN_BYTES="4000"):
+        model = DistributedDataParallel(Regression(width=40))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        losses = []
+        for step in range(12):
+            x, y = batch(rank, step % 3, 40)
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        return losses, weights.numpy().tobytes()
+
+
+def test_ddp_trains_over_it(pools: Callable[[int], Pool]) -> None:
+    pool = pools(2)
+    (losses, first), (_, second) = pool.run(train_ddp, pool.store, "diloco")
+    (exact_losses, exact), _ = pool.run(train_ddp, pool.store, "gloo")
+    assert first == second != exact
+    assert losses == pytest.approx(exact_losses, rel=0.02)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        ({"BACKEND_WIRE": "int3"}, "unknown wire 'int3'"),
+        ({"BACKEND_MIN_BYTES": "-1"}, "DILOCO_COMM_BACKEND_MIN_BYTES must be a positive number"),
+    ],
+)
+def test_bad_environment_is_one_sentence(
+    env: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diloco_comm.backend import DilocoProcessGroup
+
+    for key, value in env.items():
+        monkeypatch.setenv(f"DILOCO_COMM_{key}", value)
+    with pytest.raises(ValueError, match=sentence):
+        DilocoProcessGroup(dist.HashStore(), 0, 1, timedelta(seconds=5))

@@ -1,0 +1,127 @@
+"""The communication hook: DDP's gradients, quantised at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problems import Regression, batch, parameters_of
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import diloco_comm
+from diloco_comm import NonFiniteError
+from diloco_comm.integrations.ddp_hook import QuantizedAllReduce, quantized_allreduce_hook
+
+WIDTH = 40
+BUCKETS = {"bucket_cap_mb": 0.01}  # 10 kB: several of them
+
+
+def make_model(**hook: Any) -> tuple[DistributedDataParallel, QuantizedAllReduce]:
+    model = DistributedDataParallel(Regression(WIDTH), **BUCKETS)
+    state = QuantizedAllReduce(**hook)
+    model.register_comm_hook(state, quantized_allreduce_hook)
+    return model, state
+
+
+def backward(model: nn.Module, rank: int, step: int) -> list[Tensor]:
+    x, y = batch(rank, step, WIDTH)
+    model.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    return [param.grad.clone() for param in model.parameters()]
+
+
+def gradients(rank: int, world: int, wire: str) -> tuple[float, int, bytes]:
+    model, _ = make_model(wire=wire)
+    own = Regression(WIDTH)
+    num_calls: list[int] = []
+    errors = []
+    for step in range(3):
+        with CountCalls(num_calls):
+            ours = torch.cat([g.flatten() for g in backward(model, rank, step)])
+        exact = torch.zeros_like(ours)
+        for peer in range(world):
+            exact += torch.cat([g.flatten() for g in backward(own, peer, step)]) / world
+        errors.append(float((ours - exact).norm() / exact.norm()))
+    return max(errors), min(num_calls), ours.numpy().tobytes()
+
+
+class CountCalls:
+    """Count the exchanges that a block begins."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+
+    def _calls(self) -> int:
+        engines = diloco_comm.collective._engines.values()
+        return sum(engine.num_calls for by_lanes in engines for engine in by_lanes.values())
+
+    def __enter__(self) -> None:
+        self.before = self._calls()
+
+    def __exit__(self, *exception: object) -> None:
+        self.counts.append(self._calls() - self.before)
+
+
+@pytest.mark.parametrize(
+    ("world", "wire", "bound"),
+    [(2, "int8", 0.0102), (3, "int8", 0.0102), (2, "fp32", 1e-6), (2, "int4", 0.185)],
+)
+def test_gradients_are_the_mean(world: int, wire: str, bound: float, workers) -> None:
+    results = workers(world).run(gradients, wire)
+    assert len({digest for *_, digest in results}) == 1
+    for error, num_buckets, _ in results:
+        assert error <= bound
+        assert (error > 1e-3) == (wire != "fp32")
+        assert num_buckets >= 2
+
+
+def mean_of_steps(rank: int, world: int, error_feedback: bool) -> float:
+    """Return how far the mean of many int4 gradients of one batch is from the exact one."""
+    model, state = make_model(wire="int4", block_size=32, error_feedback=error_feedback)
+    own = Regression(WIDTH)
+    exact = sum(torch.cat([g.flatten() for g in backward(own, r, 0)]) for r in range(world)) / world
+    total = torch.zeros_like(exact)
+    for _ in range(20):
+        total += torch.cat([g.flatten() for g in backward(model, rank, 0)])
+    # After the first step DDP makes other buckets; what was kept for the first ones is gone.
+    kept = sum(residual.numel() for residual in state._residuals.values())
+    assert kept == (exact.numel() if error_feedback else 0)
+    return float((total / 20 - exact).norm() / exact.norm())
+
+
+def test_error_feedback_makes_the_mean_right(workers) -> None:
+    [without, _] = workers(2).run(mean_of_steps, False)
+    [with_feedback, _] = workers(2).run(mean_of_steps, True)
+    # What 20 steps lose in all is what one step loses.
+    assert with_feedback < without / 5
+
+
+def non_finite(rank: int, world: int, error_feedback: bool) -> list[Any]:
+    model, state = make_model(error_feedback=error_feedback)
+    backward(model, rank, 0)
+    backward(model, rank, 1)
+    before = parameters_of(model)
+    x, y = batch(rank, 2, WIDTH)
+    if rank == 1:
+        y[0] = float("inf")
+    model.zero_grad()
+    try:
+        nn.functional.mse_loss(model(x), y).backward()
+        message = ""
+    except (NonFiniteError, RuntimeError) as error:
+        message = str(error)
+    finite = all(bool(r.isfinite().all()) for r in state._residuals.values())
+    same = all(torch.equal(a, b) for a, b in zip(before, parameters_of(model), strict=True))
+    diloco_comm.shutdown()
+    return [message, finite, same]
+
+
+@pytest.mark.parametrize("error_feedback", [False, True])
+def test_values_that_are_not_finite_are_an_error_of_backward(
+    error_feedback: bool, fresh_workers
+) -> None:
+    for message, finite, same in fresh_workers(2).run(non_finite, error_feedback):
+        assert "finite" in message and "1" in message
+        assert finite and same
