@@ -180,7 +180,7 @@ def bytes_and_bits() -> Iterator[Figure]:
                 name = f"relative L2 of the all-reduce, {wire}, W={world}"
                 yield Figure(14, name, row_of(rows[world], wire)["relative_l2"], l2, None, False)
     ours = [row_of(r, wire) for r in rows.values() for wire in limits]
-    wrong = sum(row["wrong"] for row in ours)
+    wrong = sum(row["in_place"]["nwrong"] for row in ours)
     differ = sum(not row["identical"] for row in ours)
     yield Figure(14, "results that differ between ranks", differ, 0, None, False)
     yield Figure(14, "elements out of the format's bound", wrong, 0, None, False)

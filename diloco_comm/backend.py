@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import collective, env
 from .errors import NonFiniteError
-from .finishing import Finisher
+from .finishing import Finisher, for_native
 from .wire import parse
 
 NAME = "diloco"
@@ -131,7 +131,7 @@ class _Work(dist.Work):
         return self._future.wait()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
+        return for_native(self._future)
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> DilocoProcessGroup:

@@ -31,7 +31,7 @@ from .outer import Factory, OuterOptimizer
 from .overlap import Overlap
 from .parts import BufferPart, ParameterPart, Part
 from .rounds import Rounds, Weight
-from .settings import choice, merge
+from .settings import Config, choice, merge
 from .shard_group import ShardGroup, SharedFragment
 from .turns import Turns
 from .wire import WireFormat
@@ -69,7 +69,8 @@ class DiLoCo:
         init: "broadcast" (weights of the lowest replica), "check" (raise if they differ) or
             "join" (take over the state of replicas that train already; see ``change_group``).
         impl: Force an implementation of the operators.
-        config: Saved arguments (``diloco.config()``) for those that are not given here.
+        config: Saved arguments (``diloco.config()``), or a JSON file of them, for those that are
+            not given here; default: the file that ``DILOCO_COMM_CONFIG`` names.
         average_buffers: Average floating-point buffers too, in fp32, at the end of each round
             (default: no); those that hold infinities or NaN from the start (masks) are left out.
         lanes, chunk_bytes: Connections to each peer; bytes of a chunk on the wire.
@@ -111,7 +112,7 @@ class DiLoCo:
         weight: Weight = 1.0,
         init: str = "broadcast",
         impl: str = "",
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
         average_buffers: bool | None = None,
         lanes: int | None = None,
         chunk_bytes: int | None = None,

@@ -22,7 +22,10 @@ class Finisher:
         self._thread: threading.Thread | None = None
 
     def finish(self, end: Callable[[], Any]) -> torch.futures.Future[Any]:
-        """Return a future with the result of ``end()``, or with what it raised."""
+        """Return a future with the result of ``end()``, or with what it raised.
+
+        For a reader in C++ the exception is a value like another: give it ``for_native`` of this.
+        """
         future: torch.futures.Future[Any] = torch.futures.Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="diloco_comm", daemon=True)
@@ -40,6 +43,11 @@ class Finisher:
     def _run(self) -> None:
         while (end := self._ends.get()) is not None:
             end()
+
+
+def for_native(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    """Return a future that fails in C++ too; in Python its errors are RuntimeErrors."""
+    return future.then(lambda done: done.value())
 
 
 def _settle(future: torch.futures.Future[Any], end: Callable[[], Any]) -> None:

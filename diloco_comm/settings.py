@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from . import env
@@ -61,20 +64,46 @@ class Settings:
         return {**self.as_json(), "overlap": self.overlap.shared_config()}
 
 
-def merge(given: dict[str, Any], config: Mapping[str, Any] | None) -> Settings:
+Config = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def merge(given: dict[str, Any], config: Config | None) -> Settings:
     """Fill arguments that were not given, and so are None, from a saved configuration.
 
+    Args:
+        config: The arguments, or a JSON file with them; None is the file of ``DILOCO_COMM_CONFIG``.
+
     Raises:
-        ValueError: If the configuration has an unknown key or ``sync_every`` is nowhere.
+        ValueError: If the configuration has an unknown key or cannot be read, or ``sync_every`` is
+            nowhere.
     """
+    name = "config"
+    if config is None and env.config_path():
+        name, config = "DILOCO_COMM_CONFIG", env.config_path()
+    if isinstance(config, (str, os.PathLike)):
+        name, config = f"{name} {os.fspath(config)}", _read(name, Path(config))
     config = dict(config or {})
     unknown = config.keys() - {field.name for field in fields(Settings)}
     if unknown:
-        raise ValueError(f"config has unknown arguments {sorted(unknown)}")
+        raise ValueError(f"{name} has unknown arguments {sorted(unknown)}")
     values = {**config, **{name: value for name, value in given.items() if value is not None}}
     if values.get("sync_every") is None:
         raise ValueError("sync_every is missing: give the inner steps between two outer steps")
     return Settings(**values)
+
+
+def _read(name: str, path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{name} {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{name} {path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{name} {path} must hold a JSON object of arguments, got a {type(found).__name__}"
+        )
+    return found
 
 
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import Pool
 
 import diloco_comm
+from diloco_comm import SyncError
 
 LARGE = 5003  # fp32 elements; 20,012 bytes
 MIN_BYTES = 20_000
@@ -201,6 +202,35 @@ def test_ddp_trains_over_it(pools: Callable[[int], Pool]) -> None:
     assert first == second != exact
     assert losses == pytest.approx(exact_losses, rel=0.02)
     assert losses[-1] < 0.5 * losses[0]
+
+
+def lose_a_peer(rank: int, world: int, address: tuple[str, int]) -> list[str]:
+    with group(rank, world, address, "death", BACKEND_MIN_BYTES="4000"):
+        model = DistributedDataParallel(Regression(width=40))
+        x, y = batch(rank, 0, 40)
+        # In the second forward DDP makes its buckets anew, over gloo.
+        for _ in range(3):
+            nn.functional.mse_loss(model(x), y).backward()
+        if rank == 1:
+            os._exit(3)
+        errors = []
+        tensor = numbers(rank)
+        for attempt in (
+            lambda: nn.functional.mse_loss(model(x), y).backward(),
+            lambda: dist.all_reduce(tensor),
+        ):
+            try:
+                attempt()
+            except (RuntimeError, SyncError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+        return [*errors, str(torch.equal(tensor, numbers(rank)))]
+
+
+def test_a_dead_peer_is_an_error_not_a_crash(fresh_workers) -> None:
+    pool = fresh_workers(2, init_group=False)
+    [(in_backward, alone, unchanged), _] = pool.run(lose_a_peer, pool.store, expect_exit={1})
+    assert in_backward.startswith("RuntimeError") and "all_reduce" in in_backward
+    assert alone.startswith("SyncError") and unchanged == "True"
 
 
 @pytest.mark.parametrize(

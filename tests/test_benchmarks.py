@@ -76,7 +76,7 @@ def test_exchange_prints_nccl_columns_and_checks_results(run: Run) -> None:
         assert float(row[5]) == pytest.approx(int(row[0]) / 1e9 / seconds, rel=0.05, abs=1e-3)
         # Two workers: 2(n-1)/n is one.
         assert float(row[6]) == pytest.approx(float(row[5]))
-        assert result["identical"] and result["seconds"]["samples"] == 2
+        assert result["identical"] and result["time_us"]["samples"] == 2
 
 
 def test_exchange_on_an_emulated_link_says_so(run: Run) -> None:
@@ -127,7 +127,7 @@ def namespaces() -> str:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_check_accepts_the_format_and_nothing_worse(wire: str, world: int, scripts: None) -> None:
-    import exchange_methods as methods
+    from diloco_comm.tools import bench_methods as methods
 
     count = 3000
     sources = [methods.source_of(rank, count, torch.float32) for rank in range(world)]
@@ -148,7 +148,7 @@ def test_check_accepts_the_format_and_nothing_worse(wire: str, world: int, scrip
 def test_check_counts_wrong_elements_and_disagreeing_ranks(
     scripts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import exchange_methods as methods
+    from diloco_comm.tools import bench_methods as methods
 
     exact = methods.exact_mean(2, 1000, torch.float32)
     sources = [methods.source_of(rank, 1000, torch.float32) for rank in range(2)]

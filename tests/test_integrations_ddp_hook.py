@@ -14,8 +14,9 @@ import diloco_comm
 from diloco_comm import NonFiniteError
 from diloco_comm.integrations.ddp_hook import QuantizedAllReduce, quantized_allreduce_hook
 
-WIDTH = 40
-BUCKETS = {"bucket_cap_mb": 0.01}  # 10 kB: several of them
+# DDP's first step has one bucket, whatever is asked for; the later ones hold 0.4 of 1.4 MB.
+WIDTH = 300
+BUCKETS = {"bucket_cap_mb": 0.4}
 
 
 def make_model(**hook: Any) -> tuple[DistributedDataParallel, QuantizedAllReduce]:
@@ -32,7 +33,7 @@ def backward(model: nn.Module, rank: int, step: int) -> list[Tensor]:
     return [param.grad.clone() for param in model.parameters()]
 
 
-def gradients(rank: int, world: int, wire: str) -> tuple[float, int, bytes]:
+def gradients(rank: int, world: int, wire: str) -> tuple[float, list[int], bytes]:
     model, _ = make_model(wire=wire)
     own = Regression(WIDTH)
     num_calls: list[int] = []
@@ -44,7 +45,7 @@ def gradients(rank: int, world: int, wire: str) -> tuple[float, int, bytes]:
         for peer in range(world):
             exact += torch.cat([g.flatten() for g in backward(own, peer, step)]) / world
         errors.append(float((ours - exact).norm() / exact.norm()))
-    return max(errors), min(num_calls), ours.numpy().tobytes()
+    return max(errors), num_calls, ours.numpy().tobytes()
 
 
 class CountCalls:
@@ -66,7 +67,8 @@ class CountCalls:
 
 @pytest.mark.parametrize(
     ("world", "wire", "bound"),
-    [(2, "int8", 0.0102), (3, "int8", 0.0102), (2, "fp32", 1e-6), (2, "int4", 0.185)],
+    # Gradients of one batch are spread wider than Gaussian data, which lose half as much.
+    [(2, "int8", 0.02), (3, "int8", 0.02), (2, "fp32", 1e-6), (2, "int4", 0.35)],
 )
 def test_gradients_are_the_mean(world: int, wire: str, bound: float, workers) -> None:
     results = workers(world).run(gradients, wire)
@@ -74,7 +76,7 @@ def test_gradients_are_the_mean(world: int, wire: str, bound: float, workers) ->
     for error, num_buckets, _ in results:
         assert error <= bound
         assert (error > 1e-3) == (wire != "fp32")
-        assert num_buckets >= 2
+        assert num_buckets[0] == 1 and num_buckets[1] == num_buckets[2] >= 2
 
 
 def mean_of_steps(rank: int, world: int, error_feedback: bool) -> float:
@@ -123,5 +125,5 @@ def test_values_that_are_not_finite_are_an_error_of_backward(
     error_feedback: bool, fresh_workers
 ) -> None:
     for message, finite, same in fresh_workers(2).run(non_finite, error_feedback):
-        assert "finite" in message and "1" in message
+        assert "NaN, Inf" in message and "on replica 1" in message
         assert finite and same

@@ -59,7 +59,7 @@ def test_bits_of_an_element(world: int, private_loopback: list[str], tmp_path: P
     rows: list[dict[str, Any]] = json.loads(path.read_text())["results"]
     assert [row["wire"] for row in rows] == ["fp32", "int8", "int4", "e3m0"]
     for row, limit in zip(rows, (32.5, 8.13, 4.13, 4.13), strict=True):
-        assert row["wrong"] == 0
+        assert row["in_place"]["nwrong"] == 0
         assert row["interface_bits"] <= limit, row
         # A codec that sends nothing would also pass the line above.
         assert row["interface_bits"] > 0.98 * limit, row

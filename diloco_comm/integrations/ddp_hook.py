@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..collective import AllReduceWork, all_reduce
 from ..exchange import DEFAULT_TIMEOUT
-from ..finishing import Finisher
+from ..finishing import Finisher, for_native
 from ..wire import WireFormat, parse
 
 
@@ -84,4 +84,4 @@ def quantized_allreduce_hook(
     A failed exchange (a dead peer, values that are not finite) is an error of ``backward()``.
     """
     work = state.start(bucket)
-    return state.finisher.finish(work.wait)
+    return for_native(state.finisher.finish(work.wait))

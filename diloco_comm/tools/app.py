@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from . import bench
 from .exits import fail
 
 INTERRUPTED = 130
@@ -23,6 +24,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(bench.app, name="bench")
 
 
 @app.command()

@@ -1,15 +1,18 @@
-"""The all-reduces that benchmarks/exchange.py compares, and the check of their results."""
+"""The all-reduces that ``bench exchange`` compares, and the check of their results."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .. import ops
+from ..exchange import Exchange, Header, Outcome
+from ..wire import WireFormat
 
 # Half a quantisation step next to a value x of a block with this scale: relative part of |x|,
 # and part of the scale. The step of e3m0 between 2^k and 2^(k+1) is widest against 1.5 * 2^k.
@@ -29,20 +32,21 @@ _FP32_SLACK = 2.0**-21
 
 
 class GlooAllReduce:
-    """What people use today: `torch.distributed.all_reduce` over gloo.
+    """What people use today: `torch.distributed.all_reduce` over gloo, or another backend.
 
     In fp32 the collective alone is timed, neither the subtraction before it nor the division
     after it; in bf16 also the two casts.
     """
 
-    impl = "gloo"
-
-    def __init__(self, wire: str = "fp32") -> None:
+    def __init__(self, wire: str = "fp32", backend: str = "gloo") -> None:
         self.wire = wire
+        self.impl = backend
+        self.device = "cuda" if backend == "nccl" else "cpu"
 
     def prepare(self, num_elements: int) -> None:
-        self.tensor = torch.zeros(num_elements)
-        self.half = torch.zeros(num_elements if self.wire == "bf16" else 0, dtype=torch.bfloat16)
+        self.tensor = torch.zeros(num_elements, device=self.device)
+        size = num_elements if self.wire == "bf16" else 0
+        self.half = torch.zeros(size, dtype=torch.bfloat16, device=self.device)
 
     def load(self, source: Tensor) -> None:
         self.tensor.copy_(source)
@@ -56,7 +60,7 @@ class GlooAllReduce:
         self.tensor.copy_(self.half)
 
     def result(self) -> Tensor:
-        return self.tensor / dist.get_world_size()
+        return (self.tensor / dist.get_world_size()).cpu()
 
     def sent_bytes(self) -> int:
         """Bytes that a ring all-reduce sends from one rank, by formula."""
@@ -68,29 +72,32 @@ class GlooAllReduce:
 class DilocoAllReduce:
     """Our exchange: pseudo-gradient in, averaged tensor out, in place."""
 
-    def __init__(self, exchange: Any, wire: str, block_size: int, dtype: torch.dtype) -> None:
-        from diloco_comm.ops import available_impls, resolve_impl
-        from diloco_comm.wire import WireFormat
-
+    def __init__(
+        self,
+        exchange: Exchange,
+        wire: str,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
         self.exchange = exchange
+        self.device = device
         self.format = WireFormat(wire, block_size)
         self.wire = wire
         self.dtype = dtype
         # The fastest one comes last, and is what an empty name means.
-        self.impl = resolve_impl(exchange.impl) or available_impls()[-1]
+        self.impl = ops.resolve_impl(exchange.impl) or ops.available_impls()[-1]
         self.round = 0
-        self.last: Any = None
+        self.last: Outcome | None = None
 
     def prepare(self, num_elements: int) -> None:
         self.slot = self.exchange.slot(num_elements, self.format)
-        self.tensor = torch.zeros(num_elements, dtype=self.dtype)
+        self.tensor = torch.zeros(num_elements, dtype=self.dtype, device=self.device)
 
     def load(self, source: Tensor) -> None:
         self.tensor.copy_(source)
 
     def run(self) -> None:
-        from diloco_comm import ops
-
         header = self._header()
         pending = self.exchange.start(self.slot, outer=None, params=[self.tensor], header=header)
         self.last = pending.wait()
@@ -109,9 +116,7 @@ class DilocoAllReduce:
         self.slot.commit()
         self.round += 1
 
-    def _header(self) -> Any:
-        from diloco_comm.exchange import Header
-
+    def _header(self) -> Header:
         return Header(
             kind="all_reduce",
             layout_hash=self.tensor.numel(),
@@ -125,11 +130,12 @@ class DilocoAllReduce:
         )
 
     def result(self) -> Tensor:
-        return self.tensor.float()
+        return self.tensor.float().cpu()
 
     def sent_bytes(self) -> int:
         """Bytes that the engine counted on its way to the peers in the last round."""
-        return int(self.last.sent_bytes)
+        assert self.last is not None
+        return self.last.sent_bytes
 
 
 def source_of(rank: int, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -161,8 +167,8 @@ def error_bound(
     Each source is rounded once, by at most half a step of its block; with two phases the average
     is rounded once more. Blocks are counted from the first element.
     """
-    first = sum(_half_steps(wire, block_size, source.double()) for source in sources)
-    bound = first / len(sources)
+    steps = [_half_steps(wire, block_size, source.double()) for source in sources]
+    bound = torch.stack(steps).sum(0) / len(sources)
     if two_phases:
         bound = bound + _half_steps(wire, block_size, exact.abs() + bound)
     magnitude = torch.stack([s.abs().double() for s in sources]).amax(0)
@@ -190,7 +196,7 @@ def count_wrong(result: Tensor, exact: Tensor, bound: Tensor) -> int:
 
 def same_on_all_ranks(tensor: Tensor) -> bool:
     """Whether every rank holds the same bytes; a collective."""
-    digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).digest()
+    digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)

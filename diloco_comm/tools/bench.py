@@ -1,0 +1,342 @@
+"""``diloco-comm bench``: measure the exchange, the operators and the outer step; tune for a link.
+
+Each runs under torchrun, under srun, or starts local processes itself (``-g N``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .exits import FAILED, fail, misuse
+
+app = typer.Typer(
+    help="Measure the exchange, the operators and the outer step; tune for a link.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+Processes = Annotated[int, typer.Option("-g", "--nprocs", help="Start this many local processes.")]
+Size = str
+Wires = Annotated[str, typer.Option("--wire", help="Wire formats, a comma between them.")]
+BlockSize = Annotated[int, typer.Option("--block-size", help="Elements that share a scale.")]
+Lanes = Annotated[int, typer.Option("--lanes", help="Connections to each peer.")]
+Chunk = Annotated[str, typer.Option("--chunk", help="Bytes of a chunk; default: by size.")]
+Impl = Annotated[str, typer.Option("--impl", help="Force an implementation of the operators.")]
+Link = Annotated[
+    str, typer.Option("--emulate-link", metavar="GBPS[,RTT_MS]", help="Throttle in the engine.")
+]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="PATH", help="Write figures and output there.")
+]
+
+Command = Callable[..., None]
+
+
+def one_sentence(command: Command) -> Command:
+    """Turn what is wrong with the arguments, or with the group, into one sentence."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        from ..errors import SyncError
+        from .measuring import WorkerError
+
+        try:
+            command(*args, **kwargs)
+        except ValueError as error:
+            misuse(str(error))
+        except WorkerError as error:
+            # A worker that ended by itself has said why.
+            if error.status in (FAILED, 2):
+                raise typer.Exit(error.status) from None
+            fail(str(error))
+        except (SyncError, NotImplementedError, OSError) as error:
+            fail(str(error))
+
+    return wrapped
+
+
+@app.command()
+@one_sentence
+def exchange(
+    min_bytes: Annotated[Size, typer.Option("-b", "--minbytes", help="Smallest size.")] = "1M",
+    max_bytes: Annotated[Size, typer.Option("-e", "--maxbytes", help="Largest size.")] = "64M",
+    step_factor: Annotated[int, typer.Option("-f", "--stepfactor", help="Between sizes.")] = 2,
+    iters: Annotated[int, typer.Option("-n", "--iters", help="Samples a size.")] = 20,
+    warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", help="Before them.")] = 3,
+    check: Annotated[int, typer.Option("-c", "--check", help="1: compare with fp64.")] = 0,
+    datatype: Annotated[str, typer.Option("-d", "--datatype", help="float, bfloat16, half")] = (
+        "float"
+    ),
+    nprocs: Processes = 0,
+    wire: Wires = "int8",
+    block_size: BlockSize = 256,
+    lanes: Lanes = 1,
+    chunk: Chunk = "",
+    impl: Impl = "",
+    backend: Annotated[str, typer.Option(help="gloo, nccl or diloco.")] = "gloo",
+    emulate_link: Link = "",
+    min_gbps: Annotated[
+        float | None, typer.Option(help="Status 1 unless each wire's best busbw has so many GB/s.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Time all-reduces against the backend's own; the flags are those of nccl-tests.
+
+    Sizes are of the tensor as fp32: 4096, 64K, 1M, 1G.
+
+        diloco-comm bench exchange -g 2 -b 1M -e 64M -c 1 --wire int8,int4
+
+        torchrun --nproc-per-node 2 -m diloco_comm.tools.cli bench exchange -b 64M -e 64M
+    """
+    from . import bench_exchange as bench
+    from . import measuring
+
+    settings = bench.Settings(
+        min_bytes=measuring.parse_size(min_bytes),
+        max_bytes=measuring.parse_size(max_bytes),
+        step_factor=step_factor,
+        iters=iters,
+        warmup_iters=warmup_iters,
+        check=bool(check),
+        datatype=datatype,
+        wires=tuple(wire.split(",")),
+        block_size=block_size,
+        lanes=lanes,
+        chunk_bytes=measuring.parse_size(chunk) if chunk else None,
+        impl=impl,
+        backend=backend,
+        link=bench.parse_link(emulate_link),
+    )
+    if not _in_group(nprocs, backend):
+        return
+    chosen = bench.make_methods(settings)
+    report = _report("exchange", wire=f"{wire}, block {block_size}", settings=settings)
+    rows = bench.run(report, settings, chosen)
+    average = sum(row["in_place"]["bus_bw"] for row in rows) / len(rows)
+    report.print(f"# avg bus bandwidth: {average:.3f}")
+    _save(report, json_path, rows, average_bus_bandwidth=average)
+    bench.close(chosen)
+    slow = [] if min_gbps is None else _slower_than(min_gbps, rows[0], rows)
+    wrong = bench.count_wrong(rows)
+    if wrong:
+        _complain(report, f"{wrong} elements are out of the bounds of their wire format")
+    if slow:
+        _complain(report, f"below --min-gbps {min_gbps:g}: {', '.join(slow)}")
+    # Nobody ends before all is said: the launcher kills the others when one has failed.
+    _leave()
+    if wrong or slow:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+@one_sentence
+def ops(
+    size: Annotated[Size, typer.Option("-b", "--size", help="Bytes of fp32 parameters.")] = "64M",
+    rounds: Annotated[int, typer.Option("-n", "--rounds", help="Timed rounds.")] = 9,
+    threads: Annotated[int, typer.Option(help="Intra-op threads.")] = 1,
+    impl: Impl = "",
+    json_path: Json = None,
+) -> None:
+    """Time every operator against memory: plain loops that move the same bytes.
+
+    diloco-comm bench ops --size 256M
+    """
+    import torch
+
+    from .. import ops as operators
+    from . import bench_ops as bench
+    from . import measuring
+
+    size_bytes = measuring.parse_size(size)
+    for name, value, least in (
+        ("--size", size_bytes, 16384),
+        ("--rounds", rounds, 1),
+        ("--threads", threads, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    resolved = operators.resolve_impl(impl) or operators.available_impls()[-1]
+    torch.set_num_threads(threads)
+    data = bench.Data(size_bytes, resolved)
+    table = bench.rows(data, bars_only=False)
+    report = measuring.Report("ops", size=measuring.format_size(size_bytes), threads=threads)
+    seconds = bench.measure(data, table, rounds=rounds)
+    rows = bench.report_rows(report, table, seconds, data.num_elements, resolved)
+    if json_path is not None:
+        report.save(json_path, rows)
+
+
+@app.command("outer-step")
+@one_sentence
+def outer_step(
+    params: Annotated[float, typer.Option(help="Parameters of the model.")] = 25e6,
+    layers: Annotated[int, typer.Option(help="Tensors of equal size that hold them.")] = 12,
+    step_time: Annotated[float, typer.Option(help="Seconds of an inner step, a sleep.")] = 0.05,
+    sync_every: Annotated[int, typer.Option(help="Inner steps a round.")] = 10,
+    fragments: Annotated[int, typer.Option(help="Parts that are sent apart.")] = 1,
+    policy: Annotated[
+        str, typer.Option(help="blocking, streaming, delayed, eager or co2.")
+    ] = "blocking",
+    delay: Annotated[int, typer.Option(help="Inner steps, of the policy streaming.")] = 1,
+    wire: Annotated[str, typer.Option(help="Wire format.")] = "int8",
+    block_size: BlockSize = 256,
+    lanes: Lanes = 1,
+    chunk: Chunk = "",
+    rounds: Annotated[int, typer.Option("-n", "--rounds", help="Rounds measured.")] = 7,
+    nprocs: Processes = 0,
+    emulate_link: Link = "",
+    json_path: Json = None,
+) -> None:
+    """Tell how long the training loop waits in a round, for a model's size and a policy.
+
+    diloco-comm bench outer-step -g 2 --params 25e6 --policy eager --emulate-link 1,10
+    """
+    from . import bench_exchange, measuring
+    from . import bench_outer_step as bench
+
+    settings = bench.Settings(
+        num_params=int(params),
+        num_layers=layers,
+        step_s=step_time,
+        sync_every=sync_every,
+        fragments=fragments,
+        policy=policy,
+        delay=delay,
+        wire=wire,
+        block_size=block_size,
+        lanes=lanes,
+        chunk_bytes=measuring.parse_size(chunk) if chunk else None,
+        rounds=rounds,
+        link=bench_exchange.parse_link(emulate_link),
+    )
+    if not _in_group(nprocs, "gloo"):
+        return
+    how = f"{policy}, {sync_every} inner steps of {step_time:g} s (sleeps) a round"
+    report = _report("outer-step", policy=how, wire=wire, settings=settings)
+    result = bench.measure(settings)
+    bench.print_table(report, result)
+    _save(report, json_path, result)
+    _leave()
+
+
+@app.command()
+@one_sentence
+def tune(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Where the config goes.")] = Path(
+        "diloco-config.json"
+    ),
+    size: Annotated[Size, typer.Option("-b", "--size", help="Bytes of a fragment, fp32.")] = "64M",
+    wire: Wires = "int8",
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Seconds an exchange may take: choose the most precise wire that fits."),
+    ] = None,
+    block_size: BlockSize = 256,
+    lanes: Annotated[str, typer.Option(help="Numbers of lanes to try.")] = "1,2,4",
+    iters: Annotated[int, typer.Option("-n", "--iters", help="Samples of the finalists.")] = 9,
+    nprocs: Processes = 0,
+    emulate_link: Link = "",
+    json_path: Json = None,
+) -> None:
+    """Find chunk size, lanes and wire for this link, and write them for DiLoCo(config=...).
+
+    diloco-comm bench tune -g 2 --emulate-link 1,20 --out tuned.json
+
+    DILOCO_COMM_CONFIG=tuned.json python train.py
+    """
+    from . import bench_exchange, measuring
+    from . import bench_tune as bench
+
+    if not lanes.replace(",", "").isdigit():
+        raise ValueError(f"--lanes must be numbers with commas between them, got {lanes!r}")
+    settings = bench.Settings(
+        size_bytes=measuring.parse_size(size),
+        wires=tuple(wire.split(",")),
+        lanes=tuple(int(number) for number in lanes.split(",") if number),
+        block_size=block_size,
+        budget_s=budget,
+        iters=iters,
+        link=bench_exchange.parse_link(emulate_link),
+    )
+    if not out.parent.is_dir():
+        raise ValueError(f"--out must be in a folder that exists, got {out}")
+    if not _in_group(nprocs, "gloo"):
+        return
+    report = _report("tune", wire=f"{wire}, block {block_size}", size=size, settings=settings)
+    found = bench.run(report, settings)
+    if not report.quiet:
+        out.write_text(json.dumps({**found["config"], "block_size": block_size}, indent=1) + "\n")
+    report.print(f"# written to {out}")
+    rows = found["results"]
+    _save(report, json_path, rows, config=found["config"], speedup=found["speedup"])
+    _leave()
+
+
+# --------------------------------------------------------------------------------------- helpers
+
+
+def _in_group(nprocs: int, backend: str) -> bool:
+    """Join the group as a worker; a launcher starts the workers, waits, and is none itself."""
+    from . import measuring
+
+    if measuring.is_worker():
+        measuring.init_workers(backend=_registered(backend))
+        return True
+    if nprocs < 1:
+        raise ValueError(
+            "the measurement needs several processes: run it under torchrun or srun, or give -g N"
+        )
+    words = [sys.executable, "-m", "diloco_comm.tools.cli", *sys.argv[1:]]
+    measuring.run_workers(words, nprocs)
+    return False
+
+
+def _registered(backend: str) -> str:
+    if backend == "diloco":
+        from .. import backend as _  # noqa: F401
+    return backend
+
+
+def _report(title: str, *, settings: Any, **header: object) -> Any:
+    import torch.distributed as dist
+
+    from . import bench_exchange, measuring
+
+    link = bench_exchange.describe_link(settings.link)
+    world = dist.get_world_size()
+    return measuring.Report(title, quiet=dist.get_rank() != 0, workers=world, link=link, **header)
+
+
+def _save(report: Any, path: Path | None, results: Any, **more: object) -> None:
+    if path is not None and not report.quiet:
+        report.header.update(more)
+        report.save(path, results)
+
+
+def _leave() -> None:
+    from . import measuring
+
+    measuring.leave_workers()
+
+
+def _slower_than(
+    min_gbps: float, reference: dict[str, Any], rows: list[dict[str, Any]]
+) -> list[str]:
+    """List the wires none of whose rows has the bus bandwidth; the reference is not asked."""
+    best: dict[str, float] = {}
+    for row in rows:
+        if (row["wire"], row["impl"]) != (reference["wire"], reference["impl"]):
+            best[row["wire"]] = max(best.get(row["wire"], 0.0), row["in_place"]["bus_bw"])
+    return [f"{wire} has {gbps:.3f} GB/s" for wire, gbps in best.items() if not gbps >= min_gbps]
+
+
+def _complain(report: Any, message: str) -> None:
+    if not report.quiet:
+        print(f"diloco-comm: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,364 @@
+"""Measure all-reduces: pseudo-gradient in, average out, against the backend's own all_reduce.
+
+All methods are timed in turn within each sample, so slow phases of the machine hit all of them.
+docs/bench.md derives every column. Source of columns and JSON names: nccl-tests.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..exchange import Exchange
+from ..wire import BLOCK_SIZES, WIRES
+from . import bench_methods as methods
+from . import measuring
+
+DTYPES = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16}
+BACKENDS = ("gloo", "nccl", "diloco")
+_COLUMNS = "#{:>11} {:>11} {:>9} {:>7} {:>10} {:>8} {:>8} {:>8} {:>7} {:>8}"
+_ROW = " {:>11} {:>11} {:>9} {:>7} {:>10.1f} {:>8.3f} {:>8.3f} {:>8.3f} {:>7} {:>8.2f}"
+# A sample repeats the operation until it lasts about this long, as a barrier costs about 0.1 ms.
+_SAMPLE_S = 0.02
+# gloo sums in place: 2^6 * 8^32 still fits fp32.
+_MAX_REPEATS = 32
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured; sizes in bytes as fp32, the link in Gbit/s and ms."""
+
+    min_bytes: int = 1 << 20
+    max_bytes: int = 64 << 20
+    step_factor: int = 2
+    iters: int = 20
+    warmup_iters: int = 3
+    check: bool = False
+    datatype: str = "float"
+    wires: tuple[str, ...] = ("int8",)
+    block_size: int = 256
+    lanes: int = 1
+    chunk_bytes: int | None = None
+    impl: str = ""
+    backend: str = "gloo"
+    link: tuple[float, float] | None = None
+    count_bytes: bool = False
+    drain_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        known = (*WIRES, "gloo_bf16")
+        for wire in self.wires:
+            if wire not in known:
+                raise ValueError(f"--wire must be of {', '.join(known)}, got {wire!r}")
+        for name, value, least in (
+            ("--minbytes", self.min_bytes, 4),
+            ("--maxbytes", self.max_bytes, self.min_bytes),
+            ("--stepfactor", self.step_factor, 2),
+            ("--iters", self.iters, 1),
+            ("--warmup_iters", self.warmup_iters, 0),
+            ("--lanes", self.lanes, 1),
+            ("--chunk", self.chunk_bytes or 1, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name, given, allowed in (
+            ("--datatype", self.datatype, tuple(DTYPES)),
+            ("--backend", self.backend, BACKENDS),
+            ("--block-size", self.block_size, BLOCK_SIZES),
+        ):
+            if given not in allowed:
+                shown = ", ".join(map(str, allowed))
+                raise ValueError(f"{name} must be one of {shown}, got {given}")
+
+    def sizes(self) -> Iterator[int]:
+        """Yield the sizes in bytes."""
+        size = self.min_bytes
+        while size <= self.max_bytes:
+            yield size
+            size *= self.step_factor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.datatype]
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+
+def parse_link(text: str) -> tuple[float, float] | None:
+    """Read ``GBPS[,RTT_MS]``; "" is no emulated link."""
+    if not text:
+        return None
+    gbps, _, rtt_ms = text.partition(",")
+    try:
+        link = float(gbps), float(rtt_ms or 0.0)
+    except ValueError:
+        link = (-1.0, 0.0)
+    if not (link[0] > 0 and link[1] >= 0):
+        raise ValueError(f"--emulate-link must be GBPS[,RTT_MS] such as 0.5,10, got {text!r}")
+    return link
+
+
+def describe_link(link: tuple[float, float] | None) -> str:
+    """Name the link for the header of an output."""
+    if link is None:
+        return "loopback or what the host has"
+    return f"simulated: emulated by sleep in the engine, {link[0]:g},{link[1]:g} Gbit/s,RTT ms"
+
+
+def make_exchange(settings: Settings) -> Exchange:
+    """Make the engine among all ranks; a collective call."""
+    on_device = {"device": "cuda"} if settings.device == "cuda" else {}
+    exchange = Exchange.from_group(
+        None,
+        lanes=settings.lanes,
+        chunk_bytes=settings.chunk_bytes,
+        impl=settings.impl,
+        timeout=120.0,
+        **on_device,
+    )
+    if settings.link is not None:
+        exchange.emulate_link(*settings.link)
+    return exchange
+
+
+def make_methods(settings: Settings) -> list[Any]:
+    """The reference first: the backend's fp32, or our own when the engine emulates a link."""
+    exchange = None
+    if any(not wire.startswith("gloo") for wire in settings.wires) or settings.link:
+        exchange = make_exchange(settings)
+    block, device = settings.block_size, settings.device
+    chosen: list[Any] = [methods.GlooAllReduce("fp32", settings.backend)]
+    if settings.link:
+        assert exchange is not None
+        chosen = [methods.DilocoAllReduce(exchange, "fp32", block, torch.float32, device)]
+    for wire in settings.wires:
+        if wire.startswith("gloo"):
+            chosen.append(methods.GlooAllReduce(wire.removeprefix("gloo_"), settings.backend))
+        else:
+            assert exchange is not None
+            chosen.append(methods.DilocoAllReduce(exchange, wire, block, settings.dtype, device))
+    return chosen
+
+
+class Sampler:
+    """Times one method: barrier, drained link, as many repeats as make a sample long enough."""
+
+    def __init__(self, drain_bytes: int = 0, device: str = "cpu") -> None:
+        self.drain = torch.zeros(drain_bytes // 4, device=device) if drain_bytes else None
+        self.wait = torch.cuda.synchronize if device == "cuda" else _nothing
+
+    def sample(self, method: Any, source: torch.Tensor, repeats: int) -> float:
+        """Seconds of one operation on this rank."""
+        method.load(source)
+        self.wait()
+        dist.barrier()
+        if self.drain is not None:
+            dist.all_reduce(self.drain)
+            dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            method.run()
+        self.wait()
+        return (time.perf_counter() - begin) / repeats
+
+    def repeats(self, reference: Any, source: torch.Tensor) -> int:
+        """How often all methods repeat in a sample, agreed by the ranks."""
+        self.sample(reference, source, 1)
+        once = measuring.slowest_of_ranks([self.sample(reference, source, 1)])[0]
+        return max(1, min(_MAX_REPEATS, round(_SAMPLE_S / once)))
+
+    def interleaved(
+        self, chosen: list[Any], source: torch.Tensor, repeats: int, iters: int, warmup_iters: int
+    ) -> list[list[float]]:
+        """Seconds of every method in turn, the slowest rank's; one list a method."""
+        seconds: list[list[float]] = [[] for _ in chosen]
+        for i in range(warmup_iters + iters):
+            for times, method in zip(seconds, chosen, strict=True):
+                once = self.sample(method, source, repeats)
+                if i >= warmup_iters:
+                    times.append(once)
+        return [measuring.slowest_of_ranks(times) for times in seconds]
+
+
+def _nothing() -> None:
+    """A CPU has nothing to wait for."""
+
+
+def measure_size(settings: Settings, chosen: list[Any], size: int) -> list[Row]:
+    """All methods at one size, a row for each; a collective call."""
+    count = size // 4
+    source = methods.source_of(dist.get_rank(), count, settings.dtype)
+    for method in chosen:
+        method.prepare(count)
+    checks = [check(settings, method, source) if settings.check else {} for method in chosen]
+    sampler = Sampler(settings.drain_bytes, settings.device)
+    repeats = sampler.repeats(chosen[0], source)
+    seconds = sampler.interleaved(chosen, source, repeats, settings.iters, settings.warmup_iters)
+    rows = []
+    for method, times, checked in zip(chosen, seconds, checks, strict=True):
+        row = describe(method, size, times, seconds[0], settings.datatype) | checked
+        if settings.count_bytes:
+            row |= interface_bits(method, source, count)
+        rows.append(row)
+    return rows
+
+
+def describe(
+    method: Any, size: int, times: list[float], reference: list[float], datatype: str = "float"
+) -> Row:
+    """The figures of one row; docs/bench.md has the formulas."""
+    world = dist.get_world_size()
+    median = statistics.median(times)
+    gigabytes = size / 1e9
+    sent = method.sent_bytes()
+    bus = gigabytes / median * methods.bus_factor(world)
+    return {
+        "size": size,
+        "count": size // 4,
+        "type": datatype,
+        "redop": "avg",
+        "root": -1,
+        "in_place": {
+            "time": median * 1e6,
+            "alg_bw": gigabytes / median,
+            "bus_bw": bus,
+            "nwrong": None,
+        },
+        "wire": method.wire,
+        "impl": method.impl,
+        "wire_bw": sent / 1e9 / median,
+        "time_us": {
+            "p10": measuring.percentile(times, 10) * 1e6,
+            "p50": median * 1e6,
+            "p90": measuring.percentile(times, 90) * 1e6,
+            "samples": len(times),
+        },
+        "sent_bytes": sent,
+        "formula_bits": 8 * sent / (size // 4 * methods.bus_factor(world)),
+        "vs_reference": measuring.median_ratio(reference, times),
+        "identical": None,
+        "relative_l2": None,
+    }
+
+
+def check(settings: Settings, method: Any, source: torch.Tensor) -> Row:
+    """Run once, untimed, and compare with the fp64 mean."""
+    world, dtype = dist.get_world_size(), settings.dtype
+    count = source.numel()
+    method.load(source)
+    method.run()
+    result = method.result()
+    sources = [methods.source_of(rank, count, dtype) for rank in range(world)]
+    exact = methods.exact_mean(world, count, dtype)
+    is_ours = isinstance(method, methods.DilocoAllReduce)
+    bound = methods.error_bound(
+        method.wire, settings.block_size, sources, exact, two_phases=world > 2 or not is_ours
+    )
+    if method.wire == "bf16" and not is_ours:
+        bound = bound * world
+    if dtype != torch.float32:
+        kept = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+        bound = bound + kept * (exact.abs() + bound)
+    return {
+        "wrong": methods.count_wrong(result, exact, bound),
+        "identical": methods.same_on_all_ranks(result),
+        "relative_l2": methods.relative_l2(result, exact),
+    }
+
+
+def interface_bits(method: Any, source: torch.Tensor, count: int) -> dict[str, float]:
+    """Bits an element that left this rank's network interface, in the mean over the ranks.
+
+    The median of three batches of four operations: one may hold a segment that TCP sent twice. On
+    loopback the counter holds the traffic of all ranks and of everything else on the machine.
+    """
+    world = dist.get_world_size()
+    repeats = 4
+    method.load(source)
+    batches = []
+    for _ in range(3):
+        dist.barrier()
+        time.sleep(0.1)
+        before = transmitted_bytes()
+        for _ in range(repeats):
+            method.run()
+        time.sleep(0.1)
+        batches.append(float(transmitted_bytes() - before))
+        dist.barrier()
+    sent = torch.tensor(batches, dtype=torch.float64)
+    dist.all_reduce(sent)
+    if os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo":
+        sent /= world
+    per_rank = float(sent.median()) / world / repeats
+    return {"interface_bits": 8 * per_rank / (count * methods.bus_factor(world))}
+
+
+def transmitted_bytes() -> int:
+    """The transmit counter of the interface that gloo uses, in this process's network namespace."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == name:
+            return int(counters.split()[8])
+    raise RuntimeError(f"no network interface {name!r}")
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+def run(report: measuring.Report, settings: Settings, chosen: list[Any]) -> list[Row]:
+    """Measure all sizes and print a line for each; a collective call."""
+    against = "vs fp32" if settings.link else f"vs {settings.backend}"
+    report.print("#")
+    names = ("size", "count", "wire", "impl", "time", "algbw", "busbw", "wirebw", "#wrong", against)
+    report.print(_COLUMNS.format(*names))
+    units = ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "(GB/s)", "", "(x)")
+    report.print(_COLUMNS.format(*units))
+    rows: list[Row] = []
+    for size in settings.sizes():
+        for row in measure_size(settings, chosen, size):
+            row["in_place"]["nwrong"] = row.pop("wrong", None)
+            rows.append(row)
+            report.print(_line(row))
+    wrong = count_wrong(rows)
+    report.print(f"# out of bounds values: {wrong if settings.check else 'not checked (-c 1)'}")
+    return rows
+
+
+def count_wrong(rows: list[Row]) -> int:
+    """Elements out of bounds in all rows that were checked."""
+    return sum(row["in_place"]["nwrong"] or 0 for row in rows)
+
+
+def _line(row: Row) -> str:
+    figures, wrong = row["in_place"], row["in_place"]["nwrong"]
+    return _ROW.format(
+        row["size"],
+        row["count"],
+        row["wire"],
+        row["impl"],
+        figures["time"],
+        figures["alg_bw"],
+        figures["bus_bw"],
+        row["wire_bw"],
+        "N/A" if wrong is None else wrong,
+        row["vs_reference"],
+    )
+
+
+def close(chosen: list[Any]) -> None:
+    """Close the engines of the methods."""
+    for exchange in {id(m.exchange): m.exchange for m in chosen if hasattr(m, "exchange")}.values():
+        exchange.close()

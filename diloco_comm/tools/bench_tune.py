@@ -1,0 +1,179 @@
+"""Find chunk size, lanes and wire for a link, by measuring on it; never slower than the default.
+
+First every candidate is timed a few times; then the best of them and the default in turns. One
+that is not faster than the default in that second, interleaved measurement is not chosen.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..exchange import Exchange
+from ..wire import WIRES
+from . import bench_exchange, measuring
+from . import bench_methods as methods
+
+# From what rounds least to what rounds most.
+_PRECISION = ("fp32", "fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "e3m0")
+CHUNKS = (None, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20)
+LANES = (1, 2, 4)
+_NUM_FINALISTS = 3
+# What a noisy machine may show between two equal settings.
+_LEAST_GAIN = 1.02
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting; a chunk of None is the table's."""
+
+    wire: str
+    lanes: int = 1
+    chunk_bytes: int | None = None
+
+    def config(self) -> dict[str, Any]:
+        """Return arguments of ``DiLoCo``."""
+        return {"wire": self.wire, "lanes": self.lanes, "chunk_bytes": self.chunk_bytes}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is tried: fragments of ``size_bytes`` of fp32 over a link.
+
+    With a ``budget_s`` the wire is the most precise one whose exchange fits in it; without, the
+    first of ``wires``.
+    """
+
+    size_bytes: int = 64 << 20
+    wires: tuple[str, ...] = ("int8",)
+    chunks: tuple[int | None, ...] = CHUNKS
+    lanes: tuple[int, ...] = LANES
+    block_size: int = 256
+    budget_s: float | None = None
+    iters: int = 9
+    link: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for wire in self.wires:
+            if wire not in WIRES:
+                raise ValueError(f"--wire must be of {', '.join(WIRES)}, got {wire!r}")
+        if self.size_bytes < 4:
+            raise ValueError(f"--size must be at least 4 bytes, got {self.size_bytes}")
+        if self.iters < 3:
+            raise ValueError(f"--iters must be at least 3, got {self.iters}")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise ValueError(f"--budget must be a positive number of seconds, got {self.budget_s}")
+        if any(lanes < 1 for lanes in self.lanes):
+            raise ValueError(f"--lanes must be at least 1, got {min(self.lanes)}")
+
+
+def run(report: measuring.Report, settings: Settings) -> dict[str, Any]:
+    """Measure and choose; a collective call.
+
+    Returns:
+        ``config`` for ``DiLoCo``, what was measured (``results``), and the ``speedup`` over the
+        default for the same wire.
+    """
+    bench = _Bench(settings)
+    try:
+        report.print("#")
+        report.print(f"#{'wire':>10} {'lanes':>6} {'chunk':>8} {'time':>10} {'vs default':>11}")
+        report.print(f"#{'':>10} {'':>6} {'':>8} {'(ms)':>10} {'(x)':>11}")
+        found = [_choose(report, bench, wire) for wire in _by_precision(settings.wires)]
+    finally:
+        bench.close()
+    chosen = _fitting(found, settings)
+    config = chosen["config"]
+    chunk = config["chunk_bytes"]
+    shown = "by size" if chunk is None else measuring.format_size(chunk)
+    report.print(f"# chosen: wire {config['wire']}, lanes {config['lanes']}, chunk {shown}")
+    return {**chosen, "results": [row for choice in found for row in choice["rows"]]}
+
+
+def _by_precision(wires: tuple[str, ...]) -> list[str]:
+    return sorted(wires, key=_PRECISION.index) if len(wires) > 1 else list(wires)
+
+
+def _fitting(found: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
+    """Return the choice whose wire is wanted; the wires come from precise to coarse."""
+    if settings.budget_s is None:
+        return next(c for c in found if c["config"]["wire"] == settings.wires[0])
+    for choice in found:
+        if choice["seconds"] <= settings.budget_s:
+            return choice
+    return min(found, key=lambda choice: choice["seconds"])
+
+
+def _choose(report: measuring.Report, bench: _Bench, wire: str) -> dict[str, Any]:
+    """Find the best setting for a wire."""
+    settings = bench.settings
+    default = Candidate(wire)
+    candidates = [Candidate(wire, n, c) for n in settings.lanes for c in settings.chunks]
+    others = [candidate for candidate in candidates if candidate != default]
+    quick = {c: statistics.median(bench.measure([c], 2)[0]) for c in others}
+    finalists = [default, *sorted(quick, key=quick.__getitem__)[:_NUM_FINALISTS]]
+    seconds = bench.measure(finalists, settings.iters)
+    rows = []
+    for candidate, times in zip(finalists, seconds, strict=True):
+        rows.append(
+            {
+                **candidate.config(),
+                "size": settings.size_bytes,
+                "time": statistics.median(times) * 1e6,
+                "vs_default": measuring.median_ratio(seconds[0], times),
+            }
+        )
+        chunk = candidate.chunk_bytes
+        shown = "by size" if chunk is None else measuring.format_size(chunk)
+        report.print(
+            f" {wire:>10} {candidate.lanes:>6} {shown:>8} {rows[-1]['time'] / 1e3:>10.2f} "
+            f"{rows[-1]['vs_default']:>11.3f}"
+        )
+    best = max(range(len(rows)), key=lambda index: rows[index]["vs_default"])
+    if rows[best]["vs_default"] < _LEAST_GAIN:
+        best = 0
+    return {
+        "config": finalists[best].config(),
+        "seconds": statistics.median(seconds[best]),
+        "speedup": rows[best]["vs_default"],
+        "rows": rows,
+    }
+
+
+class _Bench:
+    """One engine for each number of lanes, and one tensor that all candidates average."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.exchanges: dict[int, Exchange] = {}
+        self.count = settings.size_bytes // 4
+        self.source = methods.source_of(dist.get_rank(), self.count, torch.float32)
+        self.sampler = bench_exchange.Sampler()
+        self.repeats = 0
+
+    def measure(self, candidates: list[Candidate], iters: int) -> list[list[float]]:
+        """Seconds of each candidate, in turns; the slowest rank's."""
+        chosen = [self._method(candidate) for candidate in candidates]
+        if not self.repeats:
+            self.repeats = self.sampler.repeats(chosen[0], self.source)
+        return self.sampler.interleaved(chosen, self.source, self.repeats, iters, 1)
+
+    def _method(self, candidate: Candidate) -> methods.DilocoAllReduce:
+        exchange = self.exchanges.get(candidate.lanes)
+        if exchange is None:
+            shared = bench_exchange.Settings(lanes=candidate.lanes, link=self.settings.link)
+            exchange = bench_exchange.make_exchange(shared)
+            self.exchanges[candidate.lanes] = exchange
+        exchange.chunk_bytes = candidate.chunk_bytes
+        block = self.settings.block_size
+        method = methods.DilocoAllReduce(exchange, candidate.wire, block, torch.float32)
+        method.prepare(self.count)
+        return method
+
+    def close(self) -> None:
+        for exchange in self.exchanges.values():
+            exchange.close()

@@ -1,0 +1,315 @@
+"""What every measurement shares: sizes, statistics, interleaving, launching workers, reports."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import platform
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import launch
+
+# The checkout, where this file is in one.
+_ROOT = Path(__file__).resolve().parents[2]
+_PR_SET_PDEATHSIG = 1
+_SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Read a size in bytes with an optional suffix K, M or G (powers of 1024), as nccl-tests."""
+    text = text.strip().lower().removesuffix("ib").removesuffix("b")
+    scale = _SUFFIXES.get(text[-1:], 1)
+    try:
+        return int(float(text.rstrip("kmg")) * scale)
+    except ValueError:
+        raise ValueError(f"a size is a number like 4096, 64K, 1M or 1G, got {text!r}") from None
+
+
+def format_size(size_bytes: int) -> str:
+    """Write a size in bytes the way `parse_size` reads it."""
+    for suffix, scale in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if size_bytes >= scale and size_bytes % scale == 0:
+            return f"{size_bytes // scale}{suffix}"
+    return str(size_bytes)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile; `percent` in 0..100."""
+    ordered = sorted(values)
+    return ordered[round((len(ordered) - 1) * percent / 100)]
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median with the spread around it, as stored in every results file."""
+    return {
+        "median": statistics.median(values),
+        "p10": percentile(values, 10),
+        "p90": percentile(values, 90),
+        "samples": len(values),
+    }
+
+
+def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """Median of the ratios taken round by round, so that slow phases of the machine cancel."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def interleave(
+    functions: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Time all functions in turn, `rounds` times; seconds of each call, without the warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for i in range(warmup + rounds):
+        for name, function in functions.items():
+            begin = time.perf_counter()
+            function()
+            if i >= warmup:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def slowest_of_ranks(seconds: Sequence[float]) -> list[float]:
+    """Elementwise maximum over the ranks of the default group: an operation ends with its last."""
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return times.tolist()
+
+
+# ---------------------------------------------------------------- workers
+
+
+class WorkerError(RuntimeError):
+    """A worker failed, with an exit status of its own, or None when it ran out of time."""
+
+    def __init__(self, message: str, status: int | None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def init_workers(timeout_s: float = 120.0, backend: str = "gloo") -> tuple[int, int]:
+    """Join the group that `run_workers`, torchrun or srun prepared; one thread a process.
+
+    The process dies with its launcher, so that a killed benchmark leaves nothing behind.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Some of torch's modules bind the default group as a default argument when they are imported
+    # (by the first optimizer, for one); it would then outlive destroy_process_group, and gloo's
+    # threads run into the interpreter's end.
+    import torch.distributed.nn
+
+    torch.set_num_threads(1)
+    found = launch.find()
+    if found is not None:
+        os.environ.update(found.variables())
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def leave_workers() -> None:
+    """Leave the group once all ranks are done with it: the store lives in rank 0."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def is_worker() -> bool:
+    """Whether this process is one rank of a group, started by `run_workers`, torchrun or srun."""
+    return launch.find() is not None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_workers(
+    command: Sequence[str],
+    world: int,
+    *,
+    prefixes: Sequence[Sequence[str]] | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 600.0,
+    stdout: int | None = None,
+) -> None:
+    """Start `command` once a rank with torchrun's environment and wait for all of them.
+
+    Args:
+        command: Program and arguments; rank 0's output is the benchmark's output.
+        world: Number of ranks.
+        prefixes: Words before the command, one list a rank (``ip netns exec NAME``).
+        env: Variables beside RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        timeout_s: Seconds for all of them together.
+        stdout: As in subprocess.Popen.
+
+    Raises:
+        WorkerError: If a rank fails or the time is over; the others are killed first.
+    """
+    base = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    base |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    base |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)} | dict(env or {})
+    workers = []
+    try:
+        for rank in range(world):
+            words = [*(prefixes[rank] if prefixes else []), *command]
+            rank_env = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            workers.append(
+                subprocess.Popen(words, env=rank_env, stdout=stdout, start_new_session=True)
+            )
+        _wait(workers, time.monotonic() + timeout_s)
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+                worker.wait()
+
+
+def _wait(workers: list[subprocess.Popen[bytes]], deadline: float) -> None:
+    running = dict(enumerate(workers))
+    while running:
+        for rank, worker in list(running.items()):
+            code = worker.poll()
+            if code is None:
+                continue
+            del running[rank]
+            if code != 0:
+                raise WorkerError(f"benchmark worker {rank} ended with status {code}", code)
+        if time.monotonic() > deadline:
+            raise WorkerError(f"benchmark workers {sorted(running)} did not end in time", None)
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Turn SIGTERM into an exception, so that `finally` blocks clean up."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+# ---------------------------------------------------------------- reports
+
+
+def machine() -> dict[str, object]:
+    """Describe the hardware, without the host's name."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model,
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "memory_gib": round(memory / 2**30, 1),
+        "kernel": platform.release().split("-")[0],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Name what runs, on what; ``nccl``, ``driver`` and ``gpu`` where there is a GPU."""
+    from .. import __version__
+
+    found = {
+        "diloco_comm": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["cuda"] = str(torch.version.cuda)
+        if dist.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        with contextlib.suppress(OSError):
+            line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+            found["driver"] = next(w for w in line.split() if w[0].isdigit() and "." in w)
+    return found
+
+
+def commit() -> str:
+    """The checked-out commit, with ``-dirty`` when tracked files differ; empty outside git."""
+    git = ["git", "-C", str(_ROOT)]
+    try:
+        # An environment may lie in somebody else's checkout.
+        subprocess.check_output(
+            [*git, "ls-files", "--error-unmatch", __file__], stderr=subprocess.DEVNULL
+        )
+        name = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        return name + ("-dirty" if subprocess.check_output(status) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def command_line() -> str:
+    """The command that runs, as one would type it in the checkout."""
+    script = Path(sys.argv[0])
+    with contextlib.suppress(ValueError):
+        script = script.resolve().relative_to(_ROOT)
+    words = ["python", str(script)]
+    if script.name in ("diloco-comm", "cli.py"):
+        words = ["diloco-comm"]
+    return shlex.join([*words, *sys.argv[1:]])
+
+
+class Report:
+    """Print lines, remember them, and write them with the figures as one JSON file."""
+
+    def __init__(self, title: str, *, quiet: bool = False, **header: object) -> None:
+        self.lines: list[str] = []
+        self.header = header
+        self.quiet = quiet
+        numbers = "  ".join(f"{k} {v}" for k, v in versions().items())
+        box = machine()
+        self.print(f"# {title}: {numbers}  commit {commit() or 'unknown'}")
+        cpu = f"{box['cpu']}, {box['cores']} cores, {box['memory_gib']} GiB, {box['isa']}"
+        self.print(f"# machine: {cpu}, Linux {box['kernel']}; processes unpinned")
+        for name, value in header.items():
+            self.print(f"# {name}: {value}")
+        self.print(f"# command: {command_line()}")
+
+    def print(self, line: str = "") -> None:
+        self.lines.append(line)
+        if not self.quiet:
+            print(line, flush=True)
+
+    def save(self, path: str | Path, results: object) -> None:
+        """Write date, commit, machine, command, figures and the full output."""
+        now = datetime.datetime.now(datetime.timezone.utc)
+        document = {
+            "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "commit": commit(),
+            "machine": machine(),
+            "versions": versions(),
+            "command": command_line(),
+            **self.header,
+            "results": results,
+            "output": self.lines,
+        }
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(document, indent=1) + "\n")
