@@ -37,7 +37,7 @@ def empty_pages(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32
 _CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 512 << 10), (24 << 20, 2 << 20))
 _LARGE_CHUNK = 4 << 20
 _MANY_ELEMENTS = 16 << 20
-_CHUNK_OF_MANY = 8 << 20
+_CHUNK_OF_MANY = 16 << 20
 
 
 def auto_chunk_bytes(payload_bytes: int, num_elements: int) -> int:

@@ -127,6 +127,40 @@ void decode_block(const Term* terms, int num_terms, int64_t block, int size, flo
     }
 }
 
+// The weighted sum of kTerms payloads in one block, vector by vector.
+template <Format kFormat, int kTerms>
+class WeightedSum {
+  public:
+    DILOCO_INLINE WeightedSum(const Term* terms, int64_t block) {
+        BlockFactors factors;
+        load_factors<kFormat>(terms, kTerms, block, factors);
+        has_scale_ = wire::has_scales(kFormat) && !factors.is_single;
+        for (int t = 0; t < kTerms; ++t) {
+            codes_[t] = terms[t].codes;
+            scale_[t] = Vec::set(wire::has_scales(kFormat) ? factors.scale[t] : 1.0f);
+            coefficient_[t] = Vec::set(factors.coefficient[t]);
+        }
+    }
+    DILOCO_INLINE bool has_scale() const { return has_scale_; }
+    // The sum at elements i to i + kWidth - 1 of the span; kHasScale must be has_scale().
+    template <bool kHasScale>
+    DILOCO_INLINE Vec::F at(int64_t i) const {
+        Vec::F total = Vec::zero();
+        for (int t = 0; t < kTerms; ++t) {
+            Vec::F value = code_values<kFormat>(codes_[t], i);
+            if constexpr (kHasScale) value = Vec::mul(value, scale_[t]);
+            value = Vec::mul(coefficient_[t], value);
+            total = t == 0 ? value : Vec::add(total, value);
+        }
+        return total;
+    }
+
+  private:
+    bool has_scale_;
+    const uint8_t* codes_[kTerms];
+    Vec::F scale_[kTerms], coefficient_[kTerms];
+};
+
 DILOCO_INLINE void store_as(DType dtype, void* out, int64_t i, Vec::F value) {
     if (dtype == DType::kFp32) {
         Vec::store(static_cast<float*>(out) + i, value);
@@ -143,8 +177,32 @@ DILOCO_INLINE Vec::F load_as(DType dtype, const void* in, int64_t i) {
                                    : Vec::load_fp16(static_cast<const uint16_t*>(in) + i);
 }
 
+// Few payloads into memory that is not read soon: straight from the registers.
+template <Format kFormat, int kTerms>
+void decode_streamed(const DecodeSpan& argument) {
+    const DecodeSpan span = argument;
+    const int size = span.block_size;
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        const WeightedSum<kFormat, kTerms> sum(span.terms, block);
+        const int64_t begin = block * size;
+        float* out = static_cast<float*>(span.out) + begin;
+        if (wire::has_scales(kFormat) && sum.has_scale()) {
+            for (int j = 0; j < size; j += Vec::kWidth) {
+                Vec::stream(out + j, sum.template at<true>(begin + j));
+            }
+        } else {
+            for (int j = 0; j < size; j += Vec::kWidth) {
+                Vec::stream(out + j, sum.template at<false>(begin + j));
+            }
+        }
+    }
+    _mm_sfence();
+}
+
 template <Format kFormat>
 void decode_format(const DecodeSpan& span) {
+    if (span.streams && span.num_terms == 1) return decode_streamed<kFormat, 1>(span);
+    if (span.streams && span.num_terms == 2) return decode_streamed<kFormat, 2>(span);
     const int size = span.block_size;
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         alignas(64) float sum[wire::kMaxBlockSize];

@@ -28,6 +28,17 @@ class DifferenceInput {
     int64_t begin_;
 };
 
+// An fp32 tensor itself: what the public all_reduce encodes.
+class TensorInput {
+  public:
+    DILOCO_INLINE TensorInput(const EncodeSpan& span, int64_t block)
+        : params_(static_cast<const float*>(span.params) + block * span.block_size) {}
+    DILOCO_INLINE Vec::F load(int n) const { return Vec::load(params_ + n); }
+
+  private:
+    const float* params_;
+};
+
 class AnyInput {
   public:
     DILOCO_INLINE AnyInput(const EncodeSpan& span, int64_t block)
@@ -52,19 +63,11 @@ template <Format kFormat, int kTerms>
 class SumInput {
   public:
     DILOCO_INLINE SumInput(const EncodeSpan& span, int64_t block)
-        : span_(span), begin_(block * span.block_size) {
-        BlockFactors factors;
-        load_factors<kFormat>(span.terms, kTerms, block, factors);
-        is_single_ = factors.is_single;
-        for (int t = 0; t < kTerms; ++t) {
-            codes_[t] = span.terms[t].codes;
-            scale_[t] = Vec::set(wire::has_scales(kFormat) ? factors.scale[t] : 1.0f);
-            coefficient_[t] = Vec::set(factors.coefficient[t]);
-        }
-    }
+        : span_(span), begin_(block * span.block_size), sum_(span.terms, block) {}
     DILOCO_INLINE Vec::F load(int n) const {
         const int64_t i = begin_ + n;
-        Vec::F x = wire::has_scales(kFormat) && !is_single_ ? sum<true>(i) : sum<false>(i);
+        Vec::F x = wire::has_scales(kFormat) && sum_.has_scale() ? sum_.template at<true>(i)
+                                                                 : sum_.template at<false>(i);
         if (span_.residual != nullptr) {
             x = Vec::add(x, load_as(span_.residual_dtype, span_.residual, i));
         }
@@ -72,22 +75,9 @@ class SumInput {
     }
 
   private:
-    template <bool kHasScale>
-    DILOCO_INLINE Vec::F sum(int64_t i) const {
-        Vec::F total = Vec::zero();
-        for (int t = 0; t < kTerms; ++t) {
-            Vec::F value = code_values<kFormat>(codes_[t], i);
-            if constexpr (kHasScale) value = Vec::mul(value, scale_[t]);
-            value = Vec::mul(coefficient_[t], value);
-            total = t == 0 ? value : Vec::add(total, value);
-        }
-        return total;
-    }
     const EncodeSpan& span_;
     int64_t begin_;
-    bool is_single_;
-    const uint8_t* codes_[kTerms];
-    Vec::F scale_[kTerms], coefficient_[kTerms];
+    WeightedSum<kFormat, kTerms> sum_;
 };
 
 // Loads kSize elements of x from element j of the block on, and returns their largest magnitudes'
@@ -361,6 +351,10 @@ int64_t encode_format(const EncodeSpan& span) {
     if (span.num_terms > 0) {
         return has_new ? encode_sum<kFormat, kIsStochastic, true>(span)
                        : encode_sum<kFormat, kIsStochastic, false>(span);
+    }
+    if (span.outer == nullptr && span.param_dtype == DType::kFp32 && span.residual == nullptr &&
+        !has_new) {
+        return encode_blocks<kFormat, kIsStochastic, false, TensorInput>(span);
     }
     if (span.outer != nullptr && span.param_dtype == DType::kFp32) {
         if (span.residual == nullptr && !has_new) {

@@ -162,6 +162,8 @@ def run_workers(
     """
     base = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     base |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    # torch's own switch: tensors on huge pages, for every method alike.
+    base["THP_MEM_ALLOC_ENABLE"] = "1"
     base |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)} | dict(env or {})
     workers = []
     try:
