@@ -192,6 +192,7 @@ def floors(data: Data) -> dict[str, Run]:
         "read2": [outer, params],
         "feedback": [outer, params, data.residual, data.rest, data.codes],
         "outer_step": [outer, momentum, params, data.codes],
+        "arrival": [outer, momentum, data.codes],
     }
     found: dict[str, Run] = {}
     for name in torch.ops.diloco_comm._floors():
@@ -207,7 +208,7 @@ def best_floor(seconds: Seconds, start: str) -> list[float]:
 
 
 def floor_rows(seconds: Seconds) -> list[Row]:
-    traffic_bytes = {"memcpy": 8, "read2": 8, "feedback": 17, "outer_step": 21}
+    traffic_bytes = {"memcpy": 8, "read2": 8, "feedback": 17, "outer_step": 21, "arrival": 17}
     return [
         Row(name, "", lambda: None, next(b for k, b in traffic_bytes.items() if k in name))
         for name in seconds

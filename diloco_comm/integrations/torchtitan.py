@@ -1,0 +1,156 @@
+"""DiLoCo around the loop of torchtitan, by the names of its ``fault_tolerance`` section.
+
+    with semi_sync_training(config.fault_tolerance, model, optimizers, group=replicas) as diloco:
+        for step in ...:                       # torchtitan's loop, unchanged
+            ...
+            optimizers.step()
+
+It takes the place of torchtitan's ``maybe_semi_sync_training``; torchft and its lighthouse are not
+needed. Nothing of torchtitan is imported here: the section is anything with those attributes, or a
+dictionary. Source: torchtitan 0.3.0, ``experiments/torchft/{manager,config/job_config}.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..diloco import DiLoCo
+from ..outer import SGD, Nesterov
+from ..overlap import Blocking, Overlap, Streaming
+
+# What the section may say, and what torchtitan takes when it says nothing.
+DEFAULTS: dict[str, Any] = {
+    "enable": False,
+    "semi_sync_method": None,
+    "sync_steps": 5,
+    "should_quantize": False,
+    "fragment_sync_delay": 0,
+    "fragment_update_alpha": 0.0,
+    "module_fqns_per_model_fragment": [],
+    "num_fragments": 1,
+    "replica_id": 0,
+    "group_size": 0,
+    "min_replica_size": 1,
+    "process_group": "gloo",
+    "process_group_timeout_ms": 10_000,
+    "enable_ft_dataloader_checkpoints": True,
+}
+
+
+@contextmanager
+def semi_sync_training(
+    fault_tolerance: Any, model: nn.Module, optimizers: Any, **arguments: Any
+) -> Iterator[DiLoCo | None]:
+    """Train one replica of several within the block; nothing happens unless the section asks.
+
+    Args:
+        fault_tolerance: ``config.fault_tolerance`` or a mapping. Without ``enable`` and
+            ``semi_sync_method`` ("diloco" or "local_sgd") the block is entered with None.
+        model: The whole model, or the list of torchtitan's ``model_parts`` if there is one of them.
+        optimizers: An optimizer, several, or torchtitan's ``OptimizersContainer``.
+        arguments: Of ``DiLoCo``, where they say more than the section: ``group``, ``mesh`` or
+            ``store``, ``wire``, ``outer``, ``overlap``. With a ``store`` the section's
+            ``replica_id`` and ``group_size`` are this replica's number and the number of replicas.
+
+    ``sync_steps`` is counted as torchtitan does: among all fragments, one of which is sent every
+    ``sync_steps / num_fragments`` steps, hence each one every ``sync_steps`` steps.
+    ``should_quantize`` is the wire int8, without it fp32. The fault tolerance of the section
+    (``min_replica_size``, ``process_group``) has no counterpart: see ``change_group``.
+
+    Raises:
+        ValueError: If the section says what cannot be.
+    """
+    section = _read(fault_tolerance)
+    if not section["enable"] or section["semi_sync_method"] is None:
+        yield None
+        return
+    chosen = {**diloco_arguments(section), **_place(section, arguments), **arguments}
+    with DiLoCo(_whole(model), _optimizers(optimizers), **chosen) as diloco:
+        yield diloco
+
+
+def diloco_arguments(fault_tolerance: Any) -> dict[str, Any]:
+    """Translate the section into arguments of ``DiLoCo``.
+
+    Raises:
+        ValueError: If the section says what cannot be.
+    """
+    section = _read(fault_tolerance)
+    method = str(section["semi_sync_method"]).lower()
+    wire = "int8" if section["should_quantize"] else "fp32"
+    shared = {"sync_every": section["sync_steps"], "wire": wire}
+    if method == "local_sgd":
+        return {**shared, "outer": SGD(lr=1.0)}
+    if method != "diloco":
+        raise ValueError(
+            "fault_tolerance.semi_sync_method must be 'diloco' or 'local_sgd', got "
+            f"{section['semi_sync_method']!r}"
+        )
+    return {
+        **shared,
+        "outer": Nesterov(lr=0.7, momentum=0.9),
+        "overlap": _overlap(section["fragment_sync_delay"], section["fragment_update_alpha"]),
+        "fragments": _fragments(section),
+    }
+
+
+def _overlap(delay: int, alpha: float) -> Overlap:
+    return Blocking() if delay == 0 and alpha == 0 else Streaming(delay=delay, alpha=alpha)
+
+
+def _fragments(section: Mapping[str, Any]) -> Any:
+    """Return a number, or a list of name patterns for each fragment: a module is all below it."""
+    modules = section["module_fqns_per_model_fragment"]
+    if not modules:
+        return section["num_fragments"]
+    return [[f"{name}.*" for name in names] for names in modules]
+
+
+def _place(section: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Say where this replica stands, with a store that does not."""
+    if arguments.get("store") is None:
+        return {}
+    return {"replica": section["replica_id"], "num_replicas": section["group_size"]}
+
+
+def _read(section: Any) -> dict[str, Any]:
+    if isinstance(section, Mapping):
+        given = dict(section)
+    elif dataclasses.is_dataclass(section):
+        given = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    else:
+        given = {name: getattr(section, name) for name in DEFAULTS if hasattr(section, name)}
+    unknown = sorted(given.keys() - DEFAULTS.keys())
+    if unknown:
+        raise ValueError(f"fault_tolerance has no {', '.join(unknown)}")
+    return {**DEFAULTS, **given}
+
+
+def _whole(model: Any) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    parts = list(model)
+    if len(parts) != 1:
+        raise ValueError(
+            f"a model in {len(parts)} pipeline stages is not supported: give the stage of this "
+            "worker, and a group of the workers that hold the same stage"
+        )
+    return parts[0]
+
+
+def _optimizers(optimizers: Any) -> Any:
+    """Return what ``OptimizersContainer`` holds: its own ``step`` has no hook of its own."""
+    inner: Sequence[Optimizer] | None = getattr(optimizers, "optimizers", None)
+    if inner is None:
+        return list(optimizers) if _is_several(optimizers) else optimizers
+    return list(inner)
+
+
+def _is_several(optimizers: Any) -> bool:
+    return isinstance(optimizers, Iterable) and not isinstance(optimizers, Optimizer)
