@@ -15,6 +15,8 @@ import typer
 
 from . import bench
 from .exits import fail
+from .plan_command import EXAMPLES as PLAN_EXAMPLES
+from .plan_command import plan
 
 INTERRUPTED = 130
 
@@ -24,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command(epilog=PLAN_EXAMPLES)(plan)
 
 
 app.add_typer(bench.app, name="bench")

@@ -1,0 +1,250 @@
+"""``diloco-comm plan``: what a training run needs of its link, predicted by a simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..wire import WIRES, WireFormat
+from .plan_simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
+
+METHODS = ("dp", "diloco", "streaming", "delayed", "eager", "co2")
+TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
+LATENCIES_MS = (0.0, 10.0, 50.0, 100.0, 200.0)
+ROUNDS_TRIED = (10, 20, 30, 50, 100, 200, 500, 1000)
+WIRES_TRIED = ("fp32", "bf16", "int8", "int4")
+DAY_S = 86400.0
+# The methods that apply a result when its fragment is sent again.
+ROUND_LATE = ("delayed", "eager", "co2")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned.
+
+    Attributes:
+        params: Parameters of the model.
+        layers: Its layers.
+        step_time: Seconds of an inner step without communication.
+        workers: Replicas.
+        method: One of ``METHODS``.
+        sync_every: Inner steps between two sends of a fragment; data parallel ignores it.
+        fragment_layers: Layers of a fragment; 0: the whole model is one. Ignored by dp and diloco.
+        delay: Inner steps from send to apply; of streaming alone.
+        rounds: Sends until a result is due; of delayed, eager and co2.
+        wire: Wire format.
+        block_size: Elements that share a scale on the wire.
+        bits: Bits that a replica sends for each parameter, instead of the wire's.
+        rtt_ms: Round trip of the link.
+    """
+
+    params: float
+    layers: int
+    step_time: float
+    workers: int = 2
+    method: str = "diloco"
+    sync_every: int = 100
+    fragment_layers: int = 0
+    delay: int = 1
+    rounds: int = 1
+    wire: str = "int8"
+    block_size: int = 256
+    bits: float | None = None
+    rtt_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_choice("method", self.method, METHODS)
+        _check_choice("wire", self.wire, WIRES)
+        for name, least in (("layers", 1), ("workers", 2), ("sync-every", 1), ("rounds", 1)):
+            value = getattr(self, name.replace("-", "_"))
+            if value < least:
+                raise ValueError(f"--{name} must be at least {least}, got {value}")
+        for name in ("params", "step-time", "bits"):
+            value = getattr(self, name.replace("-", "_"))
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"--{name} must be a positive number, got {value:g}")
+        if not 0 <= self.rtt_ms < float("inf"):
+            raise ValueError(f"--rtt-ms must not be negative, got {self.rtt_ms:g}")
+        if not 0 <= self.fragment_layers <= self.layers:
+            raise ValueError(
+                f"--fragment-layers must be between 0 and --layers {self.layers}, "
+                f"got {self.fragment_layers}"
+            )
+        if self.method == "streaming" and not 0 <= self.delay < self.sync_every:
+            raise ValueError(
+                f"--delay must be at least 0 and below --sync-every {self.sync_every}, "
+                f"got {self.delay}"
+            )
+        WireFormat(self.wire, self.block_size)
+
+    @property
+    def steps_a_round(self) -> int:
+        return 1 if self.method == "dp" else self.sync_every
+
+    @property
+    def bits_per_param(self) -> float:
+        """Bits that a replica sends for each parameter in one exchange of all of them."""
+        if self.bits is not None:
+            return self.bits
+        # Reduce-scatter and all-gather: each sends all but a replica's own part.
+        phases = 2 * (self.workers - 1) / self.workers
+        return phases * WireFormat(self.wire, self.block_size).bits_per_element
+
+    @property
+    def work(self) -> Work:
+        # Header, payload and vote; with more than two replicas the owner's result goes back too.
+        one_ways = 3 if self.workers == 2 else 4
+        is_dp = self.method == "dp"
+        return Work(self.params, self.layers, self.step_time, self.bits_per_param, one_ways, is_dp)
+
+    def schedule(self, granularity: str) -> Schedule:
+        """Return when the fragments are sent and needed."""
+        if self.method in ("dp", "diloco"):
+            last = self.steps_a_round - 1
+            return Schedule(self.steps_a_round, {last: [list(range(self.layers))]})
+        fragments = strided(self.layers, self.fragment_layers or self.layers)
+        sends = spread(fragments, self.sync_every, granularity)
+        delay = self.delay if self.method == "streaming" else self.rounds * self.sync_every
+        return Schedule(self.sync_every, sends, delay)
+
+    def utilisation(self, gbps: Array, granularity: str = "layer") -> Array:
+        """Return the compute utilisation at each bandwidth in Gbit/s."""
+        schedule, rtt_s = self.schedule(granularity), self.rtt_ms / 1e3
+        return utilisation(self.work, schedule, gbps, rtt_s=rtt_s, granularity=granularity)
+
+    def bandwidth_gbps(self, granularity: str = "layer") -> dict[str, float | None]:
+        """Return the least bandwidth of the grid for each target; None: none is enough."""
+        return needed_gbps(self.utilisation(GRID_GBPS, granularity))
+
+    @property
+    def bytes_per_round(self) -> float:
+        """Bytes that a replica sends in a round."""
+        return self.params * self.bits_per_param / 8
+
+    def bytes_per_day(self, share: float) -> float:
+        """Bytes that a replica sends in a day at a given compute utilisation."""
+        return self.bytes_per_round * DAY_S * share / (self.step_time * self.steps_a_round)
+
+    @property
+    def extra_memory_bytes(self) -> float:
+        """Bytes beside model, gradients and inner optimizer: outer state, momentum, payloads."""
+        if self.method == "dp":
+            return 0.0
+        rounds = self.rounds if self.method in ROUND_LATE else 0
+        payload = WireFormat(self.wire, self.block_size).bits_per_element / 8
+        return self.params * (4 + 4 + 2 * (rounds + 1) * payload)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The most frequent exchange of one method and wire that reaches the target on a link."""
+
+    method: str
+    delay: int
+    wire: str
+    sync_every: int
+    fragment_layers: int
+    utilisation: float
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def needed_gbps(shares: Array) -> dict[str, float | None]:
+    """Return the least bandwidth of the grid that reaches each target, in Gbit/s.
+
+    Rounded to two decimals, as a grid of 50 values from 0.1 to 1000 deserves.
+    """
+    needed: dict[str, float | None] = {}
+    for target in TARGETS:
+        reached = np.flatnonzero(shares >= target)
+        needed[f"{target:g}"] = round(float(GRID_GBPS[reached[0]]), 2) if len(reached) else None
+    return needed
+
+
+def make_plan(request: Request, gbps: float | None = None, target: float = 0.95) -> dict[str, Any]:
+    """Return all that is known about a request, as JSON types; ``docs/plan.md`` has the schema.
+
+    Args:
+        gbps: Bandwidth of a link to look at, Gbit/s.
+        target: Compute utilisation that settings for this link must reach, below 1.
+
+    Raises:
+        ValueError: If the link or the target is impossible.
+    """
+    if gbps is not None and not 0 < gbps < float("inf"):
+        raise ValueError(f"--gbps must be a positive number, got {gbps:g}")
+    if not 0 < target < 1:
+        raise ValueError(f"--target must be between 0 and 1, got {target:g}")
+    shares = {name: request.utilisation(GRID_GBPS, name) for name in ("layer", "step")}
+    return {
+        "schema": 1,
+        "request": asdict(request),
+        "bits_per_param": request.bits_per_param,
+        "bandwidth_gbps": needed_gbps(shares["layer"]),
+        "step_bandwidth_gbps": needed_gbps(shares["step"]),
+        "curve": {
+            "gbps": [round(float(x), 4) for x in GRID_GBPS],
+            **{name: [round(float(x), 6) for x in values] for name, values in shares.items()},
+        },
+        "by_rtt_ms": [
+            {"rtt_ms": rtt_ms, "step_bandwidth_gbps": at.bandwidth_gbps("step")}
+            for rtt_ms in LATENCIES_MS
+            for at in (replace(request, rtt_ms=rtt_ms),)
+        ],
+        "bytes_per_round": request.bytes_per_round,
+        "bytes_per_day": request.bytes_per_day(1.0),
+        "extra_memory_bytes": request.extra_memory_bytes,
+        "link": None if gbps is None else _on_link(request, gbps, target),
+    }
+
+
+def _on_link(request: Request, gbps: float, target: float) -> dict[str, Any]:
+    link = np.array([gbps])
+    share = float(request.utilisation(link, "step")[0])
+    return {
+        "gbps": gbps,
+        "rtt_ms": request.rtt_ms,
+        "utilisation": share,
+        "layer_utilisation": float(request.utilisation(link, "layer")[0]),
+        "lost_s_per_day": (1 - share) * DAY_S,
+        "bytes_per_day": request.bytes_per_day(share),
+        "target": target,
+        "settings": [asdict(setting) for setting in find_settings(request, gbps, target)],
+    }
+
+
+def find_settings(request: Request, gbps: float, target: float) -> list[Setting]:
+    """Find, for each method and wire, the smallest of ``ROUNDS_TRIED`` that reaches the target.
+
+    In ``step`` granularity; ``sync_every`` is 1 for data parallel. Other arguments, such as the
+    round trip, are the request's.
+    """
+    fragment = request.fragment_layers or min(3, request.layers)
+    ways = [("diloco", 0, 0), ("streaming", 1, fragment), ("streaming", 5, fragment)]
+    ways += [("eager", 0, request.fragment_layers)]
+    found = []
+    for wire in WIRES_TRIED:
+        base = replace(request, wire=wire, bits=None)
+        candidates = [[replace(base, method="dp", delay=0, fragment_layers=0)]]
+        for method, delay, layers in ways:
+            steps = [h for h in ROUNDS_TRIED if h > delay]
+            change = {"method": method, "delay": delay, "fragment_layers": layers}
+            candidates.append([replace(base, sync_every=h, **change) for h in steps])  # type: ignore[arg-type]
+        for tried in candidates:
+            found += _first_that_reaches(tried, gbps, target)
+    return found
+
+
+def _first_that_reaches(tried: list[Request], gbps: float, target: float) -> list[Setting]:
+    for way in tried:
+        share = float(way.utilisation(np.array([gbps]), "step")[0])
+        if share >= target:
+            steps = way.steps_a_round
+            return [Setting(way.method, way.delay, way.wire, steps, way.fragment_layers, share)]
+    return []

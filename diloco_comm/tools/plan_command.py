@@ -1,0 +1,168 @@
+"""The options of ``diloco-comm plan``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .exits import misuse
+
+# The paragraphs behind \b keep their line breaks.
+EXAMPLES = """Examples:
+
+\b
+diloco-comm plan --params 1e9 --layers 24 --step-time 0.1
+diloco-comm plan --params 100e9 --layers 108 --step-time 4.9 --method streaming --bits 13.4 --json
+diloco-comm plan --params 7e9 --layers 32 --step-time 2 --gbps 1 --rtt-ms 50 --plot plan.png
+diloco-comm plan --published
+"""
+
+
+def plan(
+    params: Annotated[float | None, typer.Option(help="Parameters, such as 100e9.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="Hugging Face config.json to count them in.")
+    ] = None,
+    safetensors: Annotated[
+        Path | None, typer.Option(help="Weights, or their .index.json, to count them in.")
+    ] = None,
+    step_time: Annotated[
+        float | None, typer.Option(help="Seconds of an inner step without communication.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Replicas.")] = 2,
+    method: Annotated[
+        str, typer.Option(help="dp, diloco, streaming, delayed, eager or co2.")
+    ] = "diloco",
+    sync_every: Annotated[int, typer.Option(help="Inner steps between two sends (H).")] = 100,
+    fragment_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Layers of a fragment, 0 for one fragment; 3 by default for streaming. "
+            "dp and diloco send all at once."
+        ),
+    ] = None,
+    delay: Annotated[int, typer.Option(help="Steps from send to apply, of streaming.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Sends to apply, of delayed, eager, co2.")] = 1,
+    wire: Annotated[
+        str | None, typer.Option(help="Wire format; int8, or fp32 for dp, by default.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Elements that share a scale.")] = 256,
+    bits: Annotated[
+        float | None, typer.Option(help="Bits sent for each parameter, instead of the wire's.")
+    ] = None,
+    rtt_ms: Annotated[float, typer.Option(help="Round trip of the link, ms.")] = 0.0,
+    gbps: Annotated[float | None, typer.Option(help="A link to look at, Gbit/s.")] = None,
+    target: Annotated[
+        float, typer.Option(help="Utilisation that settings for the link must reach.")
+    ] = 0.95,
+    published: Annotated[
+        bool, typer.Option("--published", help="Compare with the papers' tables instead.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw utilisation into this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Predict compute utilisation, bandwidth, traffic and memory of a run before it is started."""
+    from .plan import Request, make_plan
+
+    if published:
+        _print_published(as_json)
+        return
+    size = _size(params, layers, model_config, safetensors)
+    if step_time is None:
+        misuse("--step-time is missing: the seconds of an inner step without communication")
+    if fragment_layers is None:
+        fragment_layers = min(3, size[1]) if method == "streaming" else 0
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        misuse("--plot needs matplotlib, which is not installed: pip install 'diloco_comm[plot]'")
+    try:
+        request = Request(
+            *size,
+            step_time,
+            workers=workers,
+            method=method,
+            sync_every=sync_every,
+            fragment_layers=fragment_layers,
+            delay=delay,
+            rounds=rounds,
+            wire=wire or ("fp32" if method == "dp" else "int8"),
+            block_size=block_size,
+            bits=bits,
+            rtt_ms=rtt_ms,
+        )
+        made = make_plan(request, gbps, target)
+    except ValueError as error:
+        misuse(str(error))
+    _show(made, plot, as_json)
+
+
+def _show(made: dict[str, Any], plot: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from .plan_report import plot_plan, print_plan
+
+    if plot is not None:
+        try:
+            plot_plan(made, plot)
+        except (OSError, ValueError) as error:
+            misuse(f"cannot write --plot {plot}: {error}")
+    if as_json:
+        print(json.dumps(made, indent=1))
+        return
+    console = Console(soft_wrap=True)
+    print_plan(console, made)
+    if plot is not None:
+        console.print(f"plot: {plot}", highlight=False)
+
+
+def _size(
+    params: float | None, layers: int | None, config: Path | None, safetensors: Path | None
+) -> tuple[float, int]:
+    """Take the model's size from what was given; numbers win over files."""
+    from .plan_model import Size, from_config, from_safetensors
+
+    if config is not None and safetensors is not None:
+        misuse("--model-config and --safetensors exclude each other")
+    counted = Size(0.0, 0)
+    try:
+        if config is not None:
+            counted = from_config(config)
+        elif safetensors is not None:
+            counted = from_safetensors(safetensors)
+        elif params is None or layers is None:
+            misuse(
+                "the model's size is missing: give --params and --layers, --model-config or "
+                "--safetensors"
+            )
+    except UnicodeDecodeError:
+        misuse(f"{config or safetensors} is not a text file")
+    except ValueError as error:
+        misuse(str(error))
+    except OSError as error:
+        misuse(f"cannot read {error.filename}: {error.strerror}")
+    return (
+        counted.num_params if params is None else params,
+        counted.num_layers if layers is None else layers,
+    )
+
+
+def _print_published(as_json: bool) -> None:
+    from rich.console import Console
+
+    from .plan_published import TABLE_4, TABLE_5, compare
+    from .plan_report import print_published
+
+    tables = {"streaming_table_4": compare(TABLE_4), "eager_table_5": compare(TABLE_5)}
+    if as_json:
+        print(json.dumps({"schema": 1, "published": tables}, indent=1))
+        return
+    console = Console(width=160)
+    print_published(
+        console, "Streaming DiLoCo, Table 4 (Gbit/s, H=100)", tables["streaming_table_4"]
+    )
+    console.print()
+    print_published(console, "Eager Updates, Table 5: not reproduced", tables["eager_table_5"])

@@ -1,0 +1,160 @@
+"""What ``diloco-comm plan`` shows: tables and a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .plan import TARGETS, WIRES_TRIED
+from .plan_published import MODELS
+
+NONE_IS_ENOUGH = "> 1000"
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a number of bytes with three digits and a decimal unit."""
+    exponent = 0
+    while num_bytes >= 999.5 and exponent < len(_UNITS) - 1:
+        num_bytes /= 1000
+        exponent += 1
+    return f"{num_bytes:.3g} {_UNITS[exponent]}"
+
+
+def print_plan(console: Console, plan: dict[str, Any]) -> None:
+    """Print the tables of ``plan.make_plan``."""
+    request = plan["request"]
+    console.print(_headline(plan), highlight=False)
+    console.print(_bandwidths(plan))
+    console.print(
+        f"A replica sends {format_bytes(plan['bytes_per_round'])} a round, "
+        f"{format_bytes(plan['bytes_per_day'])} a day at full utilisation, and needs "
+        f"{format_bytes(plan['extra_memory_bytes'])} beside model, gradients and inner optimizer.",
+        highlight=False,
+    )
+    if link := plan["link"]:
+        console.print(
+            f"\nOn {link['gbps']:g} Gbit/s, {link['rtt_ms']:g} ms round trip: utilisation "
+            f"{link['utilisation']:.1%} ({link['layer_utilisation']:.1%} if every layer left and "
+            f"were waited for by itself), {link['lost_s_per_day'] / 3600:.2f} hours lost a day, "
+            f"{format_bytes(link['bytes_per_day'])} sent a day.",
+            highlight=False,
+        )
+        console.print(_settings(link, request))
+
+
+def _headline(plan: dict[str, Any]) -> str:
+    request = plan["request"]
+    method = request["method"]
+    words = [f"{request['params']:.4g} parameters, {request['layers']} layers"]
+    words += [f"{request['step_time']:g} s a step, {request['workers']} workers", method]
+    if method != "dp":
+        words.append(f"H={request['sync_every']}")
+    if method == "streaming":
+        words.append(f"delay {request['delay']}")
+    if method not in ("dp", "diloco"):
+        layers = request["fragment_layers"]
+        words.append(f"fragments of {layers} layers" if layers else "one fragment")
+    source = "given" if request["bits"] is not None else request["wire"]
+    return f"{', '.join(words)}, {plan['bits_per_param']:.4g} bits a parameter ({source})"
+
+
+def _bandwidths(plan: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Gbit/s needed", title_justify="left")
+    table.add_column("utilisation")
+    for target in TARGETS:
+        table.add_column(f"{target:.0%}", justify="right")
+    rtt_ms = plan["request"]["rtt_ms"]
+    suffix = f", {rtt_ms:g} ms round trip" if rtt_ms else ""
+    rows = [("ideal, layer by layer" + suffix, plan["bandwidth_gbps"])]
+    rows += [("this library" + suffix, plan["step_bandwidth_gbps"])]
+    for entry in plan["by_rtt_ms"]:
+        if entry["rtt_ms"] != rtt_ms:
+            name = f"this library, {entry['rtt_ms']:g} ms round trip"
+            rows.append((name, entry["step_bandwidth_gbps"]))
+    for name, needed in rows:
+        cells = (needed[f"{target:g}"] for target in TARGETS)
+        table.add_row(name, *(NONE_IS_ENOUGH if x is None else f"{x:g}" for x in cells))
+    return table
+
+
+def _settings(link: dict[str, Any], request: dict[str, Any]) -> Table:
+    title = f"Smallest H tried that reaches {link['target']:.0%} on this link"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("method")
+    for wire in WIRES_TRIED:
+        table.add_column(wire, justify="right")
+    found = {(s["method"], s["delay"], s["wire"]): s["sync_every"] for s in link["settings"]}
+    ways = [("dp", 0, "data parallel"), ("diloco", 0, "diloco")]
+    ways += [("streaming", 1, "streaming, delay 1"), ("streaming", 5, "streaming, delay 5")]
+    ways += [("eager", 0, "eager")]
+    for method, delay, name in ways:
+        cells = (found.get((method, delay, wire)) for wire in WIRES_TRIED)
+        table.add_row(name, *("-" if h is None else str(h) for h in cells))
+    return table
+
+
+def print_published(console: Console, title: str, entries: Sequence[dict[str, Any]]) -> None:
+    """Print published numbers with ours behind them where they differ."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("")
+    for model, *_ in MODELS:
+        table.add_column(model)
+    for name in dict.fromkeys(entry["row"] for entry in entries):
+        own = [entry for entry in entries if entry["row"] == name]
+        cells = (
+            "  ".join(_published_cell(e) for e in own if e["model"] == model)
+            for model, *_ in MODELS
+        )
+        table.add_row(name, *cells)
+    console.print(table)
+    exact = sum(entry["grid_steps"] == 0 for entry in entries)
+    near = sum(
+        entry["grid_steps"] is not None and abs(entry["grid_steps"]) <= 1 for entry in entries
+    )
+    console.print(
+        f"{len(entries)} numbers: {exact} equal, {near} within one step of the grid. "
+        "published/ours where they differ.",
+        highlight=False,
+    )
+
+
+def _published_cell(entry: dict[str, Any]) -> str:
+    published, ours = entry["published_gbps"], entry["gbps"]
+    if entry["grid_steps"] == 0:
+        return f"{published:g}"
+    return f"{published:g}/{NONE_IS_ENOUGH if ours is None else format(ours, 'g')}"
+
+
+def plot_plan(plan: dict[str, Any], path: Path) -> None:
+    """Draw utilisation over bandwidth; needs matplotlib, and no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    curve = plan["curve"]
+    for key, colour, line, label in (
+        ("layer", "#000000", "--", "ideal, layer by layer"),
+        ("step", "#0072B2", "-", "this library"),
+    ):
+        shares = [100 * share for share in curve[key]]
+        axes.plot(curve["gbps"], shares, line, color=colour, label=label)
+    if link := plan["link"]:
+        axes.axvline(link["gbps"], color="0.6", linewidth=1, linestyle=":")
+        axes.plot(link["gbps"], 100 * link["utilisation"], "o", color="#D55E00", label="the link")
+    axes.set_xscale("log")
+    axes.set_ylim(0, 103)
+    axes.set_xlabel("bandwidth of a replica's link (Gbit/s)")
+    axes.set_ylabel("compute utilisation (%)")
+    axes.set_title(_headline(plan), fontsize="x-small")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=130)

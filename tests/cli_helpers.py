@@ -1,0 +1,94 @@
+"""Run ``diloco-comm`` within the test's process, and read the examples of its help."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from diloco_comm.tools import cli
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Exit status and output of a command."""
+
+    status: int
+    out: str
+    err: str
+
+
+def run_cli(*arguments: object) -> Ended:
+    """Run a sub-command as the console script would."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["diloco-comm", *map(str, arguments)]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            cli.main()
+            status: object = 0
+        except SystemExit as end:
+            status = end.code
+    if isinstance(status, str):
+        err.write(status + "\n")
+        status = 1
+    return Ended(int(status or 0), out.getvalue(), err.getvalue())
+
+
+def check_misuse(ended: Ended, *named: str) -> None:
+    """Status 2, nothing printed but one sentence that names what is wrong."""
+    assert (ended.status, ended.out) == (2, ""), ended
+    assert re.fullmatch(r"diloco-comm: [^\n]+\n", ended.err), ended.err
+    for words in named:
+        assert words in ended.err
+
+
+def examples(epilog: str) -> list[list[str]]:
+    """Return the arguments of each command in the examples of a ``--help``."""
+    lines = [line for line in epilog.splitlines() if line.startswith("diloco-comm ")]
+    assert lines
+    return [shlex.split(line)[1:] for line in lines]
+
+
+def check_schema(value: Any, schema: Any, path: str = "$") -> None:
+    """Compare JSON with a schema of types: a dict has exactly these keys, a list one item type.
+
+    A tuple is a choice; ``None`` is null; a dict with the key ``...`` has any keys.
+    """
+    if isinstance(schema, tuple):
+        matching = [choice for choice in schema if _matches(value, choice)]
+        assert matching, f"{path}: {value!r}"
+        check_schema(value, matching[0], path)
+    elif isinstance(schema, dict):
+        assert isinstance(value, Mapping), f"{path}: {value!r}"
+        if ... in schema:
+            for key, item in value.items():
+                check_schema(item, schema[...], f"{path}.{key}")
+            return
+        assert value.keys() == schema.keys(), f"{path}: {value.keys() ^ schema.keys()}"
+        for key, item in schema.items():
+            check_schema(value[key], item, f"{path}.{key}")
+    elif isinstance(schema, list):
+        assert isinstance(value, list), f"{path}: {value!r}"
+        for i, item in enumerate(value):
+            check_schema(item, schema[0], f"{path}[{i}]")
+    else:
+        assert _matches(value, schema), f"{path}: {value!r} is no {schema}"
+
+
+def _matches(value: Any, schema: Any) -> bool:
+    if schema is None:
+        return value is None
+    if isinstance(schema, (dict, list)):
+        return isinstance(value, type(schema))
+    if schema is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, schema) and (schema is bool or not isinstance(value, bool))

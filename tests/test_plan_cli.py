@@ -1,0 +1,264 @@
+"""``diloco-comm plan``: its examples, its JSON, the model files it reads, its sentences."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_helpers import check_misuse, check_schema, examples, run_cli
+
+from diloco_comm.tools import plan_command, plan_model
+
+SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
+GBPS = {key: (float, None) for key in ("0.5", "0.8", "0.9", "0.95", "0.99")}
+SCHEMA: dict[str, Any] = {
+    "schema": int,
+    "request": {
+        "params": float,
+        "layers": int,
+        "step_time": float,
+        "workers": int,
+        "method": str,
+        "sync_every": int,
+        "fragment_layers": int,
+        "delay": int,
+        "rounds": int,
+        "wire": str,
+        "block_size": int,
+        "bits": (float, None),
+        "rtt_ms": float,
+    },
+    "bits_per_param": float,
+    "bandwidth_gbps": GBPS,
+    "step_bandwidth_gbps": GBPS,
+    "curve": {"gbps": [float], "layer": [float], "step": [float]},
+    "by_rtt_ms": [{"rtt_ms": float, "step_bandwidth_gbps": GBPS}],
+    "bytes_per_round": float,
+    "bytes_per_day": float,
+    "extra_memory_bytes": float,
+    "link": (
+        {
+            "gbps": float,
+            "rtt_ms": float,
+            "utilisation": float,
+            "layer_utilisation": float,
+            "lost_s_per_day": float,
+            "bytes_per_day": float,
+            "target": float,
+            "settings": [
+                {
+                    "method": str,
+                    "delay": int,
+                    "wire": str,
+                    "sync_every": int,
+                    "fragment_layers": int,
+                    "utilisation": float,
+                }
+            ],
+        },
+        None,
+    ),
+}
+
+
+def plan_json(*arguments: object) -> dict[str, Any]:
+    ended = run_cli("plan", *arguments, "--json")
+    assert (ended.status, ended.err) == (0, "")
+    return json.loads(ended.out)
+
+
+@pytest.mark.parametrize("arguments", examples(plan_command.EXAMPLES), ids=" ".join)
+def test_examples_of_the_help_run(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = run_cli(*arguments)
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out
+    if "--plot" in arguments:
+        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("method", ["dp", "diloco", "streaming", "delayed", "eager", "co2"])
+def test_json_has_the_documented_schema(method: str) -> None:
+    """With all options of the form that scripts use, whether the method has them or not."""
+    own = ["--method", method, "--sync-every", 100, "--fragment-layers", 3, "--delay", 1]
+    plan = plan_json(*SMALL, *own, "--bits", 13.4, "--gbps", 1)
+    check_schema(plan, SCHEMA)
+    assert len(plan["curve"]["gbps"]) == len(plan["curve"]["step"]) == 50
+    documented = (Path(__file__).parent.parent / "docs/plan.md").read_text()
+    for key in [*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0], *SCHEMA["curve"]]:
+        assert f"`{key}`" in documented
+
+
+def test_scripts_get_a_row_of_the_papers_table() -> None:
+    """The first example of the paper: 1B, vanilla DiLoCo."""
+    own = ["--method", "diloco", "--fragment-layers", 3, "--delay", 1, "--bits", 13.4]
+    needed = plan_json(*SMALL, *own)["bandwidth_gbps"]
+    assert [round(x, 1) for x in needed.values()] == [1.4, 6.2, 13.3, 23.3, 86.8]
+
+
+def test_bits_come_from_the_wire_unless_given() -> None:
+    assert plan_json(*SMALL)["bits_per_param"] == 8.0625
+    assert plan_json(*SMALL, "--method", "dp")["bits_per_param"] == 32
+    assert plan_json(*SMALL, "--wire", "int4", "--workers", 4)["bits_per_param"] == 6.09375
+    assert plan_json(*SMALL, "--bits", 5, "--workers", 4)["bits_per_param"] == 5
+
+
+def test_link_agrees_with_the_totals() -> None:
+    plan = plan_json(*SMALL, "--gbps", 1, "--target", 0.5)
+    link = plan["link"]
+    assert link["lost_s_per_day"] == pytest.approx(86400 * (1 - link["utilisation"]))
+    assert link["bytes_per_day"] == pytest.approx(plan["bytes_per_day"] * link["utilisation"])
+    assert link["utilisation"] <= link["layer_utilisation"]
+    assert all(setting["utilisation"] >= 0.5 for setting in link["settings"])
+
+
+def test_published_tables_as_json() -> None:
+    tables = plan_json("--published")
+    entry = {
+        "row": str,
+        "model": str,
+        "target": float,
+        "published_gbps": float,
+        "gbps": (float, None),
+        "grid_steps": (int, None),
+    }
+    published = {"streaming_table_4": [entry], "eager_table_5": [entry]}
+    check_schema(tables, {"schema": int, "published": published})
+
+
+# ------------------------------------------------------------------------ sizes
+
+
+def write_safetensors(path: Path, shapes: dict[str, list[int]]) -> Path:
+    entries = {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+        for name, shape in shapes.items()
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    return path
+
+
+def test_size_comes_from_safetensors(tmp_path: Path) -> None:
+    shapes = {f"model.layers.{i}.experts.{e}.w": [5, 7] for i in range(3) for e in range(2)}
+    path = write_safetensors(tmp_path / "a.safetensors", {"embed.weight": [11, 7], **shapes})
+    request = plan_json("--safetensors", path, "--step-time", 1)["request"]
+    assert (request["params"], request["layers"]) == (77 + 6 * 35, 3)
+    # A number that is given wins over the file.
+    request = plan_json("--safetensors", path, "--step-time", 1, "--layers", 2)["request"]
+    assert (request["params"], request["layers"]) == (77 + 6 * 35, 2)
+
+
+def test_size_comes_from_all_shards(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "1.safetensors", {"h.0.w": [10], "wte": [3]})
+    write_safetensors(tmp_path / "2.safetensors", {"h.1.w": [10]})
+    names = {"h.0.w": "1.safetensors", "wte": "1.safetensors", "h.1.w": "2.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    assert plan_model.from_safetensors(index) == plan_model.Size(23.0, 2)
+
+
+LLAMA = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 100,
+    "vocab_size": 77,
+}
+BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "num_params"),
+    [
+        ("gpt2", {"n_embd": 24, "n_layer": 3, "vocab_size": 50, "n_positions": 16}, 23_304),
+        ("llama", LLAMA, 69_360),
+        ("llama", LLAMA | BIASES, 66_792),
+        ("mistral", LLAMA, 69_360),
+        ("mixtral", LLAMA | {"num_local_experts": 4}, 199_536),
+        ("qwen2", LLAMA | {"tie_word_embeddings": True}, 65_904),
+        ("qwen3", LLAMA | {"head_dim": 16}, 87_888),
+    ],
+)
+def test_size_comes_from_a_model_config(
+    tmp_path: Path, kind: str, config: dict[str, Any], num_params: int
+) -> None:
+    """The numbers are those of the models that transformers 5.23.0 builds."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **config}))
+    assert plan_model.from_config(path) == plan_model.Size(float(num_params), 3)
+
+
+# ------------------------------------------------------------------------ sentences
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "--params and --layers"),
+        (["--params", "1e9"], "--params and --layers"),
+        (["--params", "1e9", "--layers", 24], "--step-time"),
+        ([*SMALL, "--params", -1], "--params must be a positive number, got -1"),
+        ([*SMALL, "--params", "nan"], "--params must be a positive number, got nan"),
+        ([*SMALL, "--layers", 0], "--layers must be at least 1, got 0"),
+        ([*SMALL, "--step-time", 0], "--step-time must be a positive number, got 0"),
+        ([*SMALL, "--workers", 1], "--workers must be at least 2, got 1"),
+        ([*SMALL, "--method", "gossip"], "--method must be one of dp, diloco"),
+        ([*SMALL, "--wire", "int3"], "--wire must be one of fp32"),
+        ([*SMALL, "--block-size", 100], "block_size must be one of"),
+        ([*SMALL, "--sync-every", 0], "--sync-every must be at least 1, got 0"),
+        ([*SMALL, "--fragment-layers", 25], "--fragment-layers must be between 0 and --layers 24"),
+        ([*SMALL, "--method", "streaming", "--delay", 100], "below --sync-every 100, got 100"),
+        ([*SMALL, "--bits", 0], "--bits must be a positive number, got 0"),
+        ([*SMALL, "--rtt-ms", -1], "--rtt-ms must not be negative, got -1"),
+        ([*SMALL, "--gbps", 0], "--gbps must be a positive number, got 0"),
+        ([*SMALL, "--gbps", 1, "--target", 1], "--target must be between 0 and 1, got 1"),
+        ([*SMALL, "--plot", "/no/such/folder/x.png"], "cannot write --plot"),
+        (["--safetensors", "/no/such", "--step-time", 1], "cannot read /no/such: No such file"),
+    ],
+)
+def test_impossible_requests_are_one_sentence(arguments: list[object], named: str) -> None:
+    check_misuse(run_cli("plan", *arguments), named)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("a.safetensors", b"", "no valid header"),
+        ("a.safetensors", b"\xff" * 16, "no valid header"),
+        ("a.safetensors", struct.pack("<Q", 20) + b"{", "no valid header"),
+        ("a.safetensors", struct.pack("<Q", 2) + b"[]", "no valid header"),
+        ("a.safetensors", struct.pack("<Q", 2) + b"{}", "names no layers"),
+        ("a.index.json", b"{}", "no weight_map"),
+        ("a.index.json", b"\xff\xfe", "is not"),
+    ],
+)
+def test_foreign_weights_are_one_sentence(
+    tmp_path: Path, name: str, content: bytes, named: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    check_misuse(run_cli("plan", "--safetensors", path, "--step-time", 1), name, named)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("[]", "not a JSON object"),
+        ("{}", "no model_type"),
+        ("x", "not JSON"),
+        ('{"model_type": "bert"}', "only gpt2, llama"),
+        ('{"model_type": "gpt2"}', "lacks 'n_embd'"),
+        ('{"model_type": "gpt2", "n_embd": "x", "n_layer": 1}', "not numbers"),
+    ],
+)
+def test_foreign_config_is_one_sentence(tmp_path: Path, content: str, named: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    check_misuse(run_cli("plan", "--model-config", path, "--step-time", 1), named)
