@@ -12,10 +12,11 @@ SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
 setup: $(VENV)/.built
 
-$(VENV)/.installed: .ci/requirements.txt
+$(VENV)/.installed: .ci/requirements.txt .ci/requirements-no-deps.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet -r .ci/requirements.txt
+	$(BIN)/pip install --quiet --no-deps -r .ci/requirements-no-deps.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)

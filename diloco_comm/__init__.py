@@ -9,6 +9,7 @@ Importing touches no device and starts no thread.
 
 from __future__ import annotations
 
+from . import env
 from .collective import all_reduce, shutdown
 from .diloco import DiLoCo
 from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
@@ -49,3 +50,8 @@ __all__ = [
     "shutdown",
     "streaming_diloco",
 ]
+
+if env.profile_folder():
+    from .tools.profile_record import record
+
+    record(env.profile_folder(), *env.profile_steps())

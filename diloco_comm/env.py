@@ -11,6 +11,9 @@
 | ``DILOCO_COMM_BACKEND_WIRE`` | what large all-reduces of the backend "diloco" travel as (int8) |
 | ``DILOCO_COMM_BACKEND_MIN_BYTES`` | from which size on they do (1048576) |
 | ``DILOCO_COMM_NVTX`` | 0 turns NVTX ranges off where the ``nvtx`` package is installed |
+| ``DILOCO_COMM_PROFILE`` | folder for a trace of each rank; set by ``diloco-comm profile run`` |
+| ``DILOCO_COMM_PROFILE_SKIP`` | optimizer steps before the recorded ones (default 10) |
+| ``DILOCO_COMM_PROFILE_STEPS`` | optimizer steps to record (default 20) |
 """
 
 from __future__ import annotations
@@ -64,6 +67,16 @@ def backend_min_bytes() -> int:
 def use_nvtx() -> bool:
     """Return whether NVTX ranges may be opened."""
     return os.environ.get(PREFIX + "NVTX", "1") != "0"
+
+
+def profile_folder() -> str:
+    """Return the folder to write traces to, or "" for none."""
+    return os.environ.get(PREFIX + "PROFILE", "")
+
+
+def profile_steps() -> tuple[int, int]:
+    """Return how many optimizer steps to skip, and how many to record after them."""
+    return int(_number("PROFILE_SKIP", 10)), int(_number("PROFILE_STEPS", 20))
 
 
 def _number(name: str, default: float) -> float:

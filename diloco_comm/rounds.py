@@ -23,7 +23,7 @@ from .metrics import Recorder, SyncMetrics, overlap_fraction
 from .parts import OuterStep, ParameterPart, Part
 from .settings import Settings
 from .slot import Kind
-from .trace import span
+from .trace import exchanged, span
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +225,8 @@ class Rounds:
         try:
             with span("wait", part.index, flight.number):
                 arrival = flight.wait()
+            if arrival.outcome is not None:
+                exchanged(part.index, flight.number, arrival.outcome.seconds.get("total", 0.0))
         except SyncError as error:
             arrival = error
         return arrival, time.perf_counter() - begin

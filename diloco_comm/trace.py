@@ -24,6 +24,22 @@ DOMAIN = "diloco_comm"
 def span(stage: str, fragment: int, round: int) -> Iterator[None]:
     """Open a range around one stage of one round."""
     name = f"fragment={fragment} round={round}"
+    with _range(stage, name):
+        yield
+
+
+def exchanged(fragment: int, round: int, seconds: float) -> None:
+    """Note how long an exchange took, in the name of a range that lasts no time.
+
+    The exchange itself runs on a thread that no profiler sees, and may have ended long before the
+    training thread asks for it.
+    """
+    with _range("exchange", f"fragment={fragment} round={round} us={1e6 * seconds:.0f}"):
+        pass
+
+
+@contextmanager
+def _range(stage: str, name: str) -> Iterator[None]:
     with record_function(f"{DOMAIN}::{stage} {name}"), _nvtx_range(f"{stage} {name}"):
         yield
 

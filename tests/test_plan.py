@@ -147,6 +147,14 @@ def test_data_parallel_in_steps_waits_for_all_layers() -> None:
     assert request.utilisation(np.array([1.0]), "step")[0] == pytest.approx(0.1 / seconds)
 
 
+def test_data_parallel_in_steps_sends_buckets_one_after_the_other() -> None:
+    """Layers of 8 MB: one in the first bucket, four in the next, the last one alone."""
+    request = Request(12e6, 6, 1.0, method="dp", bits=32, rtt_ms=200)
+    # The first bucket leaves after 6 + 2 of 17 nodes; on a slow link all others follow it at once.
+    seconds = 8 / 17 + 12e6 * 32 / 0.01e9 + 3 * 0.3
+    assert request.utilisation(np.array([0.01]), "step")[0] == pytest.approx(1 / seconds)
+
+
 def test_latency_can_make_a_target_unreachable() -> None:
     request = Request(1e9, 24, 0.1, sync_every=10, rtt_ms=1000)
     # A second of steps, and a second and a half of messages.

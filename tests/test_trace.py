@@ -25,6 +25,12 @@ def test_profile_shows_stage_fragment_and_round() -> None:
     for stage in ("encode", "wait", "outer_step"):
         expected = [f"diloco_comm::{stage} fragment={f} round={r}" for r in (0, 1) for f in (0, 1)]
         assert [name for name in names if f"::{stage} fragment" in name] == expected
+    exchanges = [name for name in names if "::exchange" in name]
+    metrics = diloco.metrics()
+    assert exchanges == [
+        f"diloco_comm::exchange fragment={m.fragment} round={m.round} us={1e6 * m.exchange_s:.0f}"
+        for m in metrics
+    ]
 
 
 def test_nvtx_ranges_have_our_domain(monkeypatch: pytest.MonkeyPatch) -> None:

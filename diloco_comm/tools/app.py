@@ -14,9 +14,12 @@ from typing import Annotated
 import typer
 
 from . import bench
+from .doctor_command import EXAMPLES as DOCTOR_EXAMPLES
+from .doctor_command import doctor
 from .exits import fail
 from .plan_command import EXAMPLES as PLAN_EXAMPLES
 from .plan_command import plan
+from .profile_command import profile
 
 INTERRUPTED = 130
 
@@ -27,8 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(epilog=PLAN_EXAMPLES)(plan)
-
-
+app.command(epilog=DOCTOR_EXAMPLES)(doctor)
+app.add_typer(profile, name="profile")
 app.add_typer(bench.app, name="bench")
 
 

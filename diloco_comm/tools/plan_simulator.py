@@ -27,6 +27,8 @@ GRID_GBPS: Array = np.logspace(-1, 3, 50)
 # A round in steady state lasts as long as the one before it, but for this fraction.
 _STEADY = 1e-9
 _MOST_WINDOWS = 32
+# DistributedDataParallel's defaults.
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
 
 
 @dataclass(frozen=True)
@@ -198,13 +200,27 @@ class _Steps(_Clock):
                 self.time = np.maximum(self.time, ready)
 
     def _send_gradients(self, layers: list[int], backward: Array) -> Array:
+        """Send buckets of gradients as soon as their last layer is there."""
+        for bucket in self._buckets(layers):
+            begin = np.maximum(self.link_free, backward + self.backward_s(bucket[-1]))
+            self.link_free = begin + self.latency_s + self.layer_wire_s * len(bucket)
+        return self.link_free
+
+    def _buckets(self, layers: list[int]) -> list[list[int]]:
+        """Fill buckets as DistributedDataParallel does: a small one, then larger ones."""
+        layer_bytes = 4 * self.work.num_params / self.num_layers
+        buckets: list[list[int]] = [[]]
         for layer in sorted(layers, reverse=True):
-            begin = np.maximum(self.link_free, backward + self.backward_s(layer))
-            self.link_free = begin + self.layer_wire_s
-        return self.link_free + self.latency_s
+            limit = _FIRST_BUCKET_BYTES if len(buckets) == 1 else _BUCKET_BYTES
+            if len(buckets[-1]) * layer_bytes >= limit:
+                buckets.append([])
+            buckets[-1].append(layer)
+        return buckets
 
     @property
     def occupied_s(self) -> Array:
         # One exchange follows the other, so that the latency of each counts.
-        one = 0.0 if self.work.every_step else self.latency_s
-        return super().occupied_s + one * sum(map(len, self.schedule.sends.values()))
+        exchanges = [layers for sends in self.schedule.sends.values() for layers in sends]
+        if self.work.every_step:
+            exchanges = [bucket for layers in exchanges for bucket in self._buckets(layers)]
+        return super().occupied_s + self.latency_s * len(exchanges)

@@ -1,0 +1,118 @@
+"""The options of ``diloco-comm doctor``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .exits import FAILED, fail, misuse
+
+if TYPE_CHECKING:
+    from .doctor import Finding
+
+# The paragraphs behind \b keep their line breaks.
+EXAMPLES = """Examples:
+
+\b
+diloco-comm doctor
+diloco-comm doctor --no-self-test --json
+torchrun --nproc-per-node 2 -m diloco_comm.tools.cli doctor --replicas 2
+"""
+
+
+def doctor(
+    self_test: Annotated[
+        bool, typer.Option(help="Let two processes on this machine exchange and compare.")
+    ] = True,
+    replicas: Annotated[
+        int | None, typer.Option(help="In a job: into how many replicas its ranks are divided.")
+    ] = None,
+    megabytes: Annotated[
+        float, typer.Option(help="In a job: size of the messages that measure a link.")
+    ] = 4.0,
+    timeout: Annotated[
+        float, typer.Option(help="In a job: seconds to wait for the other ranks.")
+    ] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show what is built, found and chosen, test it, and warn of what often goes wrong.
+
+    Under torchrun or srun all ranks compare themselves and measure their links. Status 1 when
+    something is wrong; warnings do not count.
+    """
+    for name, value in (("megabytes", megabytes), ("timeout", timeout)):
+        if not 0 < value < math.inf:
+            misuse(f"--{name} must be a positive number, got {value:g}")
+    from . import doctor as machine
+    from .doctor_job import launch
+
+    job = launch()
+    if replicas is not None and job is None:
+        misuse("--replicas is for a launched job: start doctor by torchrun or srun")
+    facts = machine.examine()
+    findings = machine.judge(facts)
+    report: dict[str, Any] = {"schema": 1, **facts, "self_test": None, "job": None}
+    if job is not None:
+        report["job"] = _in_job(job, facts, findings, replicas, int(megabytes * 1e6), timeout)
+    elif self_test and facts["extension"]["error"] is None:
+        report["self_test"] = _self_test(findings)
+    report["findings"] = machine.as_json(findings)
+    if job is None or job["rank"] == 0:
+        _show(report, as_json)
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+def _self_test(findings: list[Finding]) -> dict[str, Any]:
+    from .doctor import Finding
+    from .doctor_selftest import run_self_test
+
+    result = run_self_test()
+    if not result["ok"]:
+        remedy = "the installation does not work on this machine"
+        findings.append(Finding("error", f"the self-test failed: {result['error']}", remedy))
+    return result
+
+
+def _in_job(
+    job: dict[str, int],
+    facts: dict[str, Any],
+    findings: list[Finding],
+    replicas: int | None,
+    num_bytes: int,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Let all ranks look at each other; the findings of every rank become those of all."""
+    import torch.distributed as dist
+
+    from .doctor_job import examine_job, gather_findings, join, judge_job
+
+    try:
+        join(job, timeout_s)
+        examined = examine_job(facts, replicas, num_bytes)
+        findings[:] = [*gather_findings(findings), *judge_job(examined)]
+        dist.barrier()
+        dist.destroy_process_group()
+    except ValueError as error:
+        misuse(str(error))
+    except (RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        fail(f"rank {job['rank']} of {job['world']} did not get through to the others: {reason}")
+    return examined
+
+
+def _show(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return
+    from rich.console import Console
+
+    from .doctor_report import print_report
+
+    # Within a job the output is no terminal, and 80 columns would cut it.
+    width = None if os.isatty(1) else 120
+    print_report(Console(width=width), report)

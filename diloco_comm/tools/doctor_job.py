@@ -1,0 +1,220 @@
+"""Checks that all ranks of a launched job make together: the same versions, and every link."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import statistics
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .doctor import Finding
+
+LATENCY_ROUNDS = 20
+BANDWIDTH_ROUNDS = 3
+# More pairs than this are thinned out to those of each rank with the next ones.
+MOST_PAIRS = 120
+# A link that is this much slower than the median one is worth a look.
+SLOW_LINK = 3.0
+
+
+def launch(environment: Mapping[str, str] = os.environ) -> dict[str, int] | None:
+    """Return rank, size and local rank under torchrun or srun, else None.
+
+    Sets nothing: ``join`` does.
+    """
+    for names in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ):
+        values = [environment.get(name) for name in names]
+        if values[0] is not None and values[1] is not None and int(values[1]) > 1:
+            rank, world, local = (int(value or 0) for value in values)
+            return {"rank": rank, "world": world, "local_rank": local}
+    return None
+
+
+def join(job: Mapping[str, int], timeout_s: float) -> None:
+    """Join the job's default group over gloo.
+
+    Raises:
+        ValueError: If there is no address to meet at.
+    """
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise ValueError(
+            "the job has ranks but no MASTER_ADDR and MASTER_PORT to meet at: set them, "
+            "or start it by torchrun"
+        )
+    dist.init_process_group(
+        "gloo",
+        init_method="env://",
+        rank=job["rank"],
+        world_size=job["world"],
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def examine_job(facts: dict[str, Any], replicas: int | None, num_bytes: int) -> dict[str, Any]:
+    """Compare all ranks and measure their links; the same result on every rank.
+
+    Args:
+        facts: Of this rank, from ``doctor.examine``.
+        replicas: Into how many replicas the ranks are divided, if known.
+        num_bytes: Size of the messages whose bandwidth is measured.
+
+    Raises:
+        ValueError: If the ranks do not divide into the replicas.
+    """
+    world = dist.get_world_size()
+    if replicas is not None and (replicas < 1 or world % replicas):
+        raise ValueError(f"--replicas must divide the {world} ranks, got {replicas}")
+    everything: list[Any] = [None] * world
+    dist.all_gather_object(everything, {"host": socket.gethostname(), "facts": facts})
+    hosts = [entry["host"] for entry in everything]
+    numbers = {host: idx for idx, host in enumerate(dict.fromkeys(hosts))}
+    return {
+        "world": world,
+        "replicas": replicas,
+        # Hosts by number: their names are nobody's business.
+        "host_of_rank": [numbers[host] for host in hosts],
+        "differences": differences([entry["facts"] for entry in everything]),
+        "links": measure_links(num_bytes),
+    }
+
+
+def gather_findings(own: list[Finding]) -> list[Finding]:
+    """Return what any rank has found, each once, with the ranks where not all have it."""
+    world = dist.get_world_size()
+    everything: list[Any] = [None] * world
+    dist.all_gather_object(everything, own)
+    found = []
+    for finding in dict.fromkeys(itertools.chain.from_iterable(everything)):
+        ranks = [rank for rank, theirs in enumerate(everything) if finding in theirs]
+        where = "" if len(ranks) == world else f"rank {', '.join(map(str, ranks))}: "
+        found.append(Finding(finding.level, where + finding.what, finding.remedy))
+    return found
+
+
+def differences(all_facts: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
+    """Return the facts that should be equal and are not: value, then the ranks that have it."""
+    found = {}
+    for name, values in _comparable(all_facts).items():
+        if len(set(values)) > 1:
+            ranks: dict[str, list[int]] = {}
+            for rank, value in enumerate(values):
+                ranks.setdefault(value, []).append(rank)
+            found[name] = ranks
+    return found
+
+
+def _comparable(all_facts: list[dict[str, Any]]) -> dict[str, list[str]]:
+    compared = {
+        name: [str(facts["versions"].get(name)) for facts in all_facts]
+        for name in ("diloco_comm", "torch", "python", "numpy", "triton")
+    }
+    compared["nccl"] = [str(facts["gpu"]["nccl"]) for facts in all_facts]
+    compared["default implementation"] = [str(f["extension"]["default"]) for f in all_facts]
+    variables = {
+        name
+        for facts in all_facts
+        for name in facts["settings"]["environment"]
+        if name.startswith("DILOCO_COMM_")
+    }
+    for name in sorted(variables):
+        compared[name] = [str(f["settings"]["environment"].get(name)) for f in all_facts]
+    return compared
+
+
+def measure_links(num_bytes: int) -> list[dict[str, Any]]:
+    """Time messages between pairs of ranks, one pair at a time.
+
+    Returns:
+        One entry a pair: ``ranks``, ``latency_us`` (half a round trip of 8 bytes) and ``gbps``.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    measured = []
+    for a, b in pairs_of(world):
+        dist.barrier()
+        if rank in (a, b):
+            seconds = [_ping(a, b, 8, LATENCY_ROUNDS), _ping(a, b, num_bytes, BANDWIDTH_ROUNDS)]
+        else:
+            seconds = [0.0, 0.0]
+        # The lower rank of the pair holds the clock.
+        times = torch.tensor(seconds, dtype=torch.float64)
+        dist.broadcast(times, src=a)
+        latency_s, message_s = times.tolist()
+        gbps = 8 * num_bytes / max(message_s, 1e-9) / 1e9
+        measured.append({"ranks": [a, b], "latency_us": 1e6 * latency_s, "gbps": gbps})
+    return measured
+
+
+def pairs_of(world: int) -> list[tuple[int, int]]:
+    """Return all pairs of ranks; of many ranks those with the nearest neighbours."""
+    pairs = list(itertools.combinations(range(world), 2))
+    if len(pairs) <= MOST_PAIRS:
+        return pairs
+    near = {tuple(sorted((rank, (rank + 1) % world))) for rank in range(world)}
+    far = {tuple(sorted((rank, (rank + world // 2) % world))) for rank in range(world)}
+    return sorted((a, b) for a, b in near | far)
+
+
+def _ping(a: int, b: int, num_bytes: int, rounds: int) -> float:
+    """Return the median one-way seconds of a message from ``a`` to ``b`` and back."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    is_first, peer = dist.get_rank() == a, b if dist.get_rank() == a else a
+    seconds = []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        if is_first:
+            dist.send(message, peer)
+            dist.recv(message, peer)
+        else:
+            dist.recv(message, peer)
+            dist.send(message, peer)
+        seconds.append((time.perf_counter() - begin) / 2)
+    # The first one connects.
+    return statistics.median(seconds[1:])
+
+
+def judge_job(job: dict[str, Any]) -> list[Finding]:
+    """Return what is wrong with a job."""
+    found = []
+    for name, ranks in job["differences"].items():
+        shown = "; ".join(
+            f"{value} on rank{'s' if len(own) > 1 else ''} {', '.join(map(str, own[:8]))}"
+            + (" ..." if len(own) > 8 else "")
+            for value, own in ranks.items()
+        )
+        # Implementations give the same bytes, so that different processors go together.
+        level = "warning" if name in ("default implementation", "python", "numpy") else "error"
+        found.append(Finding(level, f"{name} differs: {shown}", "give all ranks the same"))
+    found += _judge_links(job["links"])
+    replicas, world = job["replicas"], job["world"]
+    if replicas is not None and world > replicas > 1:
+        what = f"{replicas} replicas of {world // replicas} ranks: DistributedDataParallel averages"
+        what += f" over all {world} ranks in every step unless it is told its replica's"
+        remedy = 'DistributedDataParallel(model, process_group=mesh["shard"].get_group())'
+        found.append(Finding("warning", what, remedy))
+    return found
+
+
+def _judge_links(links: list[dict[str, Any]]) -> list[Finding]:
+    if len(links) < 2:
+        return []
+    median = statistics.median(link["gbps"] for link in links)
+    slow = [link for link in links if link["gbps"] * SLOW_LINK < median]
+    return [
+        Finding(
+            "warning",
+            f"ranks {link['ranks'][0]} and {link['ranks'][1]} have {link['gbps']:.3g} Gbit/s, "
+            f"the median is {median:.3g}",
+            "every exchange waits for the slowest link",
+        )
+        for link in slow
+    ]

@@ -1,0 +1,148 @@
+"""The options of ``diloco-comm profile run`` and ``report``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .exits import fail, misuse
+
+# The paragraphs behind \b keep their line breaks.
+RUN_EXAMPLES = """Examples:
+
+\b
+diloco-comm profile run --out traces --steps 40 -- python train.py
+diloco-comm profile run -- torchrun --nproc-per-node 4 train.py --lr 1e-3
+diloco-comm profile run --nsys -- torchrun --nproc-per-node 4 train.py
+"""
+REPORT_EXAMPLES = """Examples:
+
+\b
+diloco-comm profile report traces/rank0.json.gz traces/rank1.json.gz
+diloco-comm profile report traces/rank0.json.gz --json
+diloco-comm profile report traces/rank0.sqlite traces/rank1.sqlite --plot timeline.png
+"""
+COMMAND_NOT_FOUND = 127
+
+profile = typer.Typer(
+    help="Record where the time of each rank goes, and report how much communication is hidden.",
+    no_args_is_help=True,
+)
+
+
+@profile.command("run", epilog=RUN_EXAMPLES, context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(help="Program and arguments, behind --.")],
+    out: Annotated[Path, typer.Option(help="Folder for a trace of each rank.")] = Path("traces"),
+    skip: Annotated[int, typer.Option(help="Optimizer steps before the recorded ones.")] = 10,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to record.")] = 20,
+    nsys: Annotated[
+        bool, typer.Option("--nsys", help="Print the command for Nsight Systems; run nothing.")
+    ] = False,
+) -> None:
+    """Run a training program and record some of its steps with torch.profiler.
+
+    Every process that imports diloco_comm and steps an optimizer writes rank<r>.json.gz.
+    """
+    for name, value in (("skip", skip), ("steps", steps)):
+        if value < 1:
+            misuse(f"--{name} must be at least 1, got {value}")
+    if nsys:
+        print(shlex.join(nsys_command(command, out)))
+        return
+    if shutil.which(command[0]) is None:
+        misuse(f"there is no program {command[0]!r} to run")
+    variables = {"PROFILE": str(out.absolute()), "PROFILE_SKIP": skip, "PROFILE_STEPS": steps}
+    added = {f"DILOCO_COMM_{name}": str(value) for name, value in variables.items()}
+    before = _versions(out)
+    status = subprocess.run(command, env={**os.environ, **added}).returncode
+    written = sorted(
+        path for path, time_ns in _versions(out).items() if before.get(path) != time_ns
+    )
+    if status:
+        # A shell gives the number of the signal so.
+        raise typer.Exit(status if status > 0 else 128 - status)
+    if not written:
+        fail(
+            f"no trace was written: did the program import diloco_comm and step an optimizer more "
+            f"than {skip} times?"
+        )
+    print(f"diloco-comm profile report {shlex.join(map(str, written))}", file=sys.stderr)
+
+
+def _versions(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.glob("rank*.json.gz")}
+
+
+def nsys_command(command: Sequence[str], out: Path) -> list[str]:
+    """Return the command that records each rank of another one with Nsight Systems.
+
+    Under torchrun and torch.distributed.run every worker runs below a recorder of its own.
+    """
+    recorder = ["nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"]
+    if Path(command[0]).name != "torchrun":
+        rank = "SLURM_PROCID" if "SLURM_PROCID" in os.environ else "RANK"
+        name = f"rank%q{{{rank}}}" if rank in os.environ else "rank0"
+        return [*recorder, "--export=sqlite", f"--output={out / name}", *command]
+    from torch.distributed.run import get_args_parser
+
+    try:
+        # What it has to say is its usage, some hundred lines of it.
+        with contextlib.redirect_stderr(io.StringIO()):
+            parsed = get_args_parser().parse_args(list(command[1:]))
+    except SystemExit:
+        misuse("the arguments of torchrun are wrong")
+    own = len(command) - len(parsed.training_script_args) - 1
+    launcher = [word for word in command[:own] if word not in ("-m", "--module", "--no-python")]
+    interpreter = [] if parsed.no_python else [*(["python", "-m"] if parsed.module else ["python"])]
+    output = [*recorder, "--export=sqlite", f"--output={out / 'rank%q{RANK}'}"]
+    return [*launcher, "--no-python", *output, *interpreter, *command[own:]]
+
+
+@profile.command("report", epilog=REPORT_EXAMPLES)
+def report(
+    files: Annotated[
+        list[Path], typer.Argument(help="Kineto JSON (.gz), or SQLite exports of nsys; one a rank.")
+    ],
+    plot: Annotated[Path | None, typer.Option(help="Draw a timeline into this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Report communication, computation and their overlap, rank by rank."""
+    from .profile_report import make_report, plot_timeline, print_report, read_traces
+    from .profile_trace import TraceError
+
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        misuse("--plot needs matplotlib, which is not installed: pip install 'diloco_comm[plot]'")
+    try:
+        traces = read_traces(files)
+    except TraceError as error:
+        misuse(str(error))
+    except OSError as error:
+        misuse(f"cannot read {error.filename}: {error.strerror}")
+    made = make_report(traces)
+    if plot is not None:
+        try:
+            plot_timeline(traces, plot)
+        except (OSError, ValueError) as error:
+            misuse(f"cannot write --plot {plot}: {error}")
+    if as_json:
+        print(json.dumps(made, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console()
+    print_report(console, made)
+    if plot is not None:
+        console.print(f"plot: {plot}", highlight=False)

@@ -1,0 +1,205 @@
+"""Reduce a Kineto trace to the intervals that the report needs."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import profile_intervals as intervals
+from .profile_intervals import Array
+from .profile_json import EventReader
+from .profile_trace import (
+    COMMUNICATION,
+    COMPUTATION,
+    OUR_RANGE,
+    OURS,
+    Phase,
+    RankTrace,
+    TraceError,
+    kind_of,
+    rank_of,
+)
+
+STEP = "ProfilerStep"
+# What torch.distributed records on the processor; gloo has no other trace.
+_CPU_COMMUNICATION = ("gloo:", "c10d::", "record_param_comms")
+
+
+class Rows:
+    """Numbers of many events, a row each, without an object for each."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._values = array("d")
+        # Called for every event: one call into C.
+        self.add = self._values.extend
+
+    def columns(self) -> Any:
+        return np.array(self._values).reshape(-1, self.width).T
+
+
+class KinetoTrace:
+    """What is kept of a Kineto trace while it is read, and how it is filtered afterwards.
+
+    Which kernels count is decided as in Holistic Trace Analysis: those launched before the last
+    profiled step begins, when there are two steps or more; times with fractions of a microsecond
+    are rounded inwards.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rank: int | None = None
+        self.step_names: set[str] = set()
+        self.phases: dict[str, Phase] = {}
+        self._has_fractions = False
+        # begin, end, correlation, stream, kind, whether it is ours by its process group
+        self._gpu = Rows(6)
+        # begin, correlation, thread
+        self._launches = Rows(3)
+        # begin, end, thread
+        self._ranges = Rows(3)
+        self._exchanges = Rows(2)
+        self._cpu = Rows(2)
+        self._cpu_communication = Rows(2)
+        self._steps = array("d")
+        self._threads: dict[tuple[Any, Any], int] = {}
+        # (fragment, round): begin of the encoding, then of the exchange
+        self._sent: dict[tuple[str, str], float] = {}
+
+    @classmethod
+    def read(cls, path: Path) -> KinetoTrace:
+        """Read a file, JSON or gzip of it.
+
+        Raises:
+            TraceError: If it is empty, foreign or truncated.
+            OSError: If it cannot be read.
+        """
+        trace = cls(path)
+        with path.open("rb") as file:
+            reader = EventReader(path, file)
+            try:
+                for events in reader:
+                    trace._add(events)
+            except TraceError:
+                raise
+            except (TypeError, ValueError, AttributeError) as error:
+                raise TraceError(f"{path} has an event that is none of Kineto's: {error}") from None
+        info = reader.metadata.get("distributedInfo")
+        rank = info.get("rank") if isinstance(info, dict) else None
+        trace.rank = rank if isinstance(rank, int) else rank_of(path)
+        return trace
+
+    def _add(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
+            begin, us, category = event.get("ts"), event.get("dur"), event.get("cat")
+            if type(begin) is not int:
+                # A time that is missing makes a column of floating-point numbers, too.
+                self._has_fractions = True
+            if us is None or category is None or begin is None or category == "Trace":
+                continue
+            args, name = event.get("args") or {}, str(event.get("name"))
+            begin, end = float(begin), float(begin) + float(us)
+            stream, correlation = _integer(args.get("stream")), _integer(args.get("correlation"))
+            if STEP in name:
+                self.step_names.add(name)
+            is_sync = name in ("Event Sync", "Context Sync")
+            if stream != -1:
+                ours = OURS in str(args.get("Process Group Description", ""))
+                self._gpu.add((begin, end, correlation, stream, kind_of(name), ours))
+            if not is_sync and not (stream >= 0 and correlation >= 0):
+                self._add_cpu(event, category, name, begin, end, correlation)
+
+    def _add_cpu(
+        self, event: dict[str, Any], category: str, name: str, begin: float, end: float, corr: int
+    ) -> None:
+        if STEP in name:
+            self._steps.append(begin)
+        thread = (event.get("pid"), event.get("tid"))
+        if corr != -1:
+            self._launches.add((begin, corr, self._threads.setdefault(thread, len(self._threads))))
+        elif name.startswith(_CPU_COMMUNICATION):
+            self._cpu_communication.add((begin, end))
+        elif category == "cpu_op":
+            self._cpu.add((begin, end))
+        elif category == "user_annotation" and (found := OUR_RANGE.match(name)):
+            idx = self._threads.setdefault(thread, len(self._threads))
+            self._ranges.add((begin, end, idx))
+            self._add_ours(found[1], (found[2], found[3]), begin, end, found[4])
+
+    def _add_ours(
+        self, stage: str, key: tuple[str, str], begin: float, end: float, took_us: str | None
+    ) -> None:
+        """Note one of our stages; an exchange is known when it has been waited for.
+
+        It began with the encoding, and took what the engine measured, but no longer than the wait.
+        """
+        if stage == "encode":
+            self._sent[key] = begin
+        if stage == "exchange" and took_us is not None:
+            sent = self._sent.pop(key, begin - float(took_us))
+            self._exchanges.add((sent, min(sent + float(took_us), begin)))
+            self.phases.setdefault(stage, Phase()).add(float(took_us))
+        else:
+            self.phases.setdefault(stage, Phase()).add(end - begin)
+
+    def finish(self, num_steps: int) -> RankTrace:
+        """Filter and round.
+
+        Args:
+            num_steps: Different profiled steps in the traces of all ranks.
+        """
+        begin, end, correlation, stream, kind, ours = self._gpu.columns()
+        if not len(begin):
+            return self._finish_cpu()
+        if self._has_fractions:
+            begin, end = np.ceil(begin), np.floor(end)
+        is_ours = ours.astype(bool) | self._is_launched_by_us(correlation)
+        if num_steps > 1:
+            kept = self._is_profiled(begin, correlation, stream)
+            begin, end, kind, is_ours = begin[kept], end[kept], kind[kept], is_ours[kept]
+        communication = kind == COMMUNICATION
+        pick = [communication & is_ours, communication & ~is_ours, kind == COMPUTATION]
+        mine, inner, computation = ((begin[mask], end[mask]) for mask in pick)
+        return self._trace("gpu", mine, inner, computation)
+
+    def _finish_cpu(self) -> RankTrace:
+        kinds = (self._exchanges, self._cpu_communication, self._cpu)
+        ours, inner, computation = (tuple(own.columns()) for own in kinds)
+        return self._trace("cpu", ours, inner, computation)
+
+    def _trace(self, device: str, ours: Any, inner: Any, computation: Any) -> RankTrace:
+        return RankTrace(self.path, self.rank, device, ours, inner, computation, phases=self.phases)
+
+    def _is_profiled(self, begin: Array, correlation: Any, stream: Any) -> Any:
+        steps = np.array(self._steps)
+        launched, ids, _ = self._launches.columns()
+        if self._has_fractions:
+            steps, launched = np.ceil(steps), np.ceil(launched)
+        if not len(steps):
+            return np.zeros(len(begin), dtype=bool)
+        last = steps.max()
+        is_kernel = (stream >= 0) & (correlation >= 0)
+        return np.where(is_kernel, np.isin(correlation, ids[launched < last]), begin < last)
+
+    def _is_launched_by_us(self, correlation: Any) -> Any:
+        """Whether a kernel was launched within one of our ranges, on its thread."""
+        begin, end, threads = self._ranges.columns()
+        launched, ids, launching = self._launches.columns()
+        found = [np.empty(0, dtype=np.int64)]
+        for thread in np.unique(threads):
+            own, at = threads == thread, launching == thread
+            merged = intervals.merge(begin[own], end[own])
+            found.append(ids[at][intervals.inside(launched[at], merged)])
+        return np.isin(correlation, np.concatenate(found))
+
+
+def _integer(value: Any) -> int:
+    """Read a number of a stream or a launch; -1 for none."""
+    try:
+        return -1 if value is None else int(value)
+    except ValueError:
+        return -1

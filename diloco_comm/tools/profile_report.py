@@ -1,0 +1,147 @@
+"""What ``diloco-comm profile report`` does and shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from . import profile_intervals as intervals
+from . import profile_nsys
+from .profile_kineto import KinetoTrace
+from .profile_trace import RankTrace, TraceError, figures, settle_ranks, slowest_rank
+
+# Rectangles that a figure of some thousand pixels can show.
+_MOST_DRAWN = 4000
+
+
+def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
+    """Read all files, Kineto or Nsight Systems, by their content.
+
+    Raises:
+        TraceError: If one is empty, foreign or truncated, or two are of one rank.
+        OSError: If one cannot be read.
+    """
+    kineto: list[KinetoTrace] = []
+    traces: list[RankTrace] = []
+    for path in paths:
+        if path.suffix in (".nsys-rep", ".qdrep"):
+            raise TraceError(
+                f"{path} must be exported first: nsys export --type sqlite {path.name}"
+            )
+        with path.open("rb") as file:
+            is_sqlite = file.read(16) == b"SQLite format 3\0"
+        if is_sqlite:
+            traces += profile_nsys.read(path)
+        else:
+            kineto.append(KinetoTrace.read(path))
+    steps = {name for trace in kineto for name in trace.step_names}
+    traces += [trace.finish(len(steps)) for trace in kineto]
+    settle_ranks(traces)
+    return sorted(traces, key=lambda trace: trace.rank or 0)
+
+
+def make_report(traces: Sequence[RankTrace]) -> dict[str, Any]:
+    """Return the figures of all ranks as JSON types; ``docs/profile.md`` has the schema."""
+    ranks = [figures(trace) for trace in traces]
+    return {"schema": 1, "ranks": ranks, "slowest_rank": slowest_rank(ranks)}
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    """Print the tables of ``make_report``."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("rank", "traffic", "communication", "overlapped", "exposed", "overlap"):
+        table.add_column(title, justify="left" if title == "traffic" else "right")
+    table.add_column("computation", justify="right")
+    for rank in report["ranks"]:
+        for name, part in (("all", rank), ("diloco_comm", rank["ours"]), ("other", rank["inner"])):
+            is_first = name == "all"
+            if not is_first and not part["communication_us"]:
+                continue
+            share = part["overlap"]
+            table.add_row(
+                str(rank["rank"]) if is_first else "",
+                name,
+                *(_ms(part[f"{key}_us"]) for key in ("communication", "overlapped", "exposed")),
+                "-" if share is None else f"{100 * share:.2f} %",
+                _ms(rank["computation_us"]) if is_first else "",
+            )
+    console.print(table)
+    if any(rank["phases"] for rank in report["ranks"]):
+        console.print(_phases(report))
+    if report["slowest_rank"] is not None:
+        console.print(f"slowest rank: {report['slowest_rank']} (it computes longest)")
+    if any(rank["device"] == "cpu" for rank in report["ranks"]):
+        console.print(
+            "Without GPU kernels: communication is our exchanges and torch.distributed's calls, "
+            "computation the operators on the processor.",
+            soft_wrap=True,
+        )
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:,.3f} ms"
+
+
+def _phases(report: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="stages of diloco_comm", title_justify="left")
+    for title in ("rank", "stage", "times", "mean", "longest", "in all"):
+        table.add_column(title, justify="left" if title == "stage" else "right")
+    for rank in report["ranks"]:
+        for stage, phase in rank["phases"].items():
+            mean = phase["total_us"] / phase["count"]
+            cells = (_ms(us) for us in (mean, phase["max_us"], phase["total_us"]))
+            table.add_row(str(rank["rank"]), stage, str(phase["count"]), *cells)
+    return table
+
+
+def plot_timeline(traces: Sequence[RankTrace], path: Path) -> None:
+    """Draw what each rank computed and communicated; needs matplotlib, and no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 1.2 + 1.1 * len(traces)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    origin, span = _extent(traces)
+    rows = (
+        ("computation", "computation", "#999999"),
+        ("ours", "diloco_comm", "#D55E00"),
+        ("inner", "other communication", "#0072B2"),
+    )
+    for idx, trace in enumerate(traces):
+        for offset, (name, label, colour) in enumerate(rows):
+            merged = _coarse(*intervals.merge(*getattr(trace, name)), span / _MOST_DRAWN)
+            bars = [((b - origin) / 1e3, (e - b) / 1e3) for b, e in zip(*merged, strict=True)]
+            label_once = label if idx == 0 else None
+            y = -idx - 0.28 * offset
+            axes.broken_barh(bars, (y, 0.25), color=colour, label=label_once, linewidth=0)
+    axes.set_yticks([-idx - 0.15 for idx in range(len(traces))])
+    axes.set_yticklabels([f"rank {trace.rank}" for trace in traces])
+    axes.set_xlabel("ms since the first activity")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, ncols=3, loc="outside upper right")
+    figure.savefig(path, dpi=130)
+
+
+def _extent(traces: Sequence[RankTrace]) -> tuple[float, float]:
+    times = [np.concatenate((*t.computation, *t.ours, *t.inner)) for t in traces]
+    times = [own for own in times if len(own)]
+    if not times:
+        return 0.0, 1.0
+    first = float(min(own.min() for own in times))
+    return first, max(float(max(own.max() for own in times)) - first, 1.0)
+
+
+def _coarse(begin: Any, end: Any, gap: float) -> tuple[Any, Any]:
+    """Close gaps that are narrower than a pixel."""
+    if not len(begin):
+        return begin, end
+    starts = np.flatnonzero(np.concatenate(([True], begin[1:] - end[:-1] > gap)))
+    last = np.concatenate((starts[1:], [len(end)])) - 1
+    return begin[starts], np.maximum(end[last], begin[starts] + gap)

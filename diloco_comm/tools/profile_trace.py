@@ -1,0 +1,149 @@
+"""What a trace of one rank is reduced to, and the figures that follow from it.
+
+Overlap is defined as in Holistic Trace Analysis: the time in which both communication and
+computation run on the device, over the time in which communication runs. Kernels are told apart by
+their names, as there; copies and memsets are neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import profile_intervals as intervals
+from .profile_intervals import Array
+
+COMMUNICATION, COMPUTATION, NEITHER = 0, 1, 2
+_NCCL = re.compile(r"nccl.*Kernel")
+_MEMORY = re.compile(r"Memcpy|Memset|dma")
+_NO_COMPUTATION = re.compile(r".*Memcpy|Memset|.*Sync")
+# "diloco_comm::encode fragment=0 round=3", and the same in our NVTX domain without the prefix.
+OUR_RANGE = re.compile(r"(?:diloco_comm::)?(\w+) fragment=(\d+) round=(\d+)(?: us=(\d+))?$")
+OURS = "diloco_comm"
+_RANK = re.compile(r"rank[-_]?(\d+)")
+
+
+class TraceError(ValueError):
+    """A file that is no trace, or not a whole one; the message is one sentence."""
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def kind_of(name: str) -> int:
+    """Tell a GPU activity's kind by its name, as Holistic Trace Analysis 0.5 does."""
+    if _NCCL.match(name):
+        return COMMUNICATION
+    if _MEMORY.match(name) or _NO_COMPUTATION.match(name):
+        return NEITHER
+    return COMPUTATION
+
+
+def rank_of(path: Path) -> int | None:
+    """Return the rank that a file's name tells: rank3.json, trace_rank-3.sqlite."""
+    found = _RANK.search(path.name)
+    return int(found[1]) if found else None
+
+
+@dataclass
+class Phase:
+    """How often one of our stages ran, and for how long."""
+
+    count: int = 0
+    total_us: float = 0.0
+    max_us: float = 0.0
+
+    def add(self, us: float) -> None:
+        self.count += 1
+        self.total_us += us
+        self.max_us = max(self.max_us, us)
+
+
+def _none() -> tuple[Array, Array]:
+    return np.empty(0), np.empty(0)
+
+
+@dataclass
+class RankTrace:
+    """The activities of one rank, in microseconds; intervals in any order.
+
+    Attributes:
+        rank: None where neither the trace nor its name tells.
+        device: "gpu", or "cpu" for a trace without GPU activities.
+        ours: Communication of this library.
+        inner: All other communication.
+        phases: Our stages by name.
+    """
+
+    path: Path
+    rank: int | None
+    device: str
+    ours: tuple[Array, Array] = field(default_factory=_none)
+    inner: tuple[Array, Array] = field(default_factory=_none)
+    computation: tuple[Array, Array] = field(default_factory=_none)
+    phases: dict[str, Phase] = field(default_factory=dict)
+
+
+def figures(trace: RankTrace) -> dict[str, Any]:
+    """Return the figures of one rank; ``docs/profile.md`` has the schema."""
+    computation = intervals.merge(*trace.computation)
+    both = [np.concatenate(pair) for pair in zip(trace.ours, trace.inner, strict=True)]
+    ends = [*trace.computation, *both]
+    times = np.concatenate(ends)
+    return {
+        "rank": trace.rank,
+        "file": str(trace.path),
+        "device": trace.device,
+        "span_us": float(times.max() - times.min()) if len(times) else 0.0,
+        "computation_us": intervals.length(computation),
+        **_overlap(intervals.merge(both[0], both[1]), computation),
+        "ours": _overlap(intervals.merge(*trace.ours), computation),
+        "inner": _overlap(intervals.merge(*trace.inner), computation),
+        "phases": {
+            stage: {"count": p.count, "total_us": p.total_us, "max_us": p.max_us}
+            for stage, p in sorted(trace.phases.items())
+        },
+    }
+
+
+def _overlap(
+    communication: tuple[Array, Array], computation: tuple[Array, Array]
+) -> dict[str, float | None]:
+    total = intervals.length(communication)
+    overlapped = intervals.intersection(communication, computation)
+    return {
+        "communication_us": total,
+        "overlapped_us": overlapped,
+        "exposed_us": total - overlapped,
+        "overlap": overlapped / total if total else None,
+    }
+
+
+def slowest_rank(ranks: Sequence[dict[str, Any]]) -> int | None:
+    """Return the rank that computes longest: the others wait for it. None for a single one."""
+    if len(ranks) < 2:
+        return None
+    return max(ranks, key=lambda rank: rank["computation_us"])["rank"]
+
+
+def settle_ranks(traces: Sequence[RankTrace]) -> None:
+    """Give traces that name no rank the free numbers, in the order given.
+
+    Raises:
+        TraceError: If two traces are of the same rank.
+    """
+    taken: dict[int, Path] = {}
+    for trace in traces:
+        if trace.rank is None:
+            continue
+        if trace.rank in taken:
+            raise TraceError(f"{taken[trace.rank]} and {trace.path} are both of rank {trace.rank}")
+        taken[trace.rank] = trace.path
+    free = (number for number in range(len(traces)) if number not in taken)
+    for trace in traces:
+        if trace.rank is None:
+            trace.rank = next(free)

@@ -1,0 +1,325 @@
+"""``diloco-comm doctor``: facts, the self-test, checks of a job, findings, sentences."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_helpers import check_misuse, check_schema, examples, run_cli
+from workers import Pool
+
+from diloco_comm import __version__, ops
+from diloco_comm.tools import doctor, doctor_command, doctor_job, doctor_selftest
+from diloco_comm.tools.doctor import Finding
+
+FINDING = {"level": str, "what": str, "remedy": str}
+SCHEMA: dict[str, Any] = {
+    "schema": int,
+    "versions": {...: (str, None)},
+    "extension": {
+        "path": (str, None),
+        "error": (str, None),
+        "implementations": [str],
+        "default": (str, None),
+    },
+    "processor": {
+        "model": str,
+        "architecture": str,
+        "features": str,
+        "cores": int,
+        "threads": int,
+        "memory_gib": float,
+    },
+    "gpu": {"cuda": (str, None), "rocm": (str, None), "nccl": (str, None), "devices": [str]},
+    "network": {
+        "hostname_resolves_to": (str, None),
+        "interfaces": [str],
+        "gloo_interface": (str, None),
+        "nccl_interface": (str, None),
+    },
+    "settings": {"timeout_s": (float, None), "environment": {...: str}},
+    "self_test": ({"ok": bool, "seconds": float, "error": (str, None)}, None),
+    "job": (
+        {
+            "world": int,
+            "replicas": (int, None),
+            "host_of_rank": [int],
+            "differences": {...: {...: [int]}},
+            "links": [{"ranks": [int], "latency_us": float, "gbps": float}],
+        },
+        None,
+    ),
+    "findings": [FINDING],
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("DILOCO_COMM_", "GLOO_", "NCCL_", "SLURM_", "TORCH_NCCL_")):
+            monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def facts_with(**changes: Any) -> dict[str, Any]:
+    """Facts of this machine with some replaced: ``network={"gloo_interface": "lo"}``."""
+    facts = copy.deepcopy(doctor.examine())
+    facts["network"]["hostname_resolves_to"] = "10.0.0.1"
+    for section, values in changes.items():
+        facts[section].update(values)
+    return facts
+
+
+# ------------------------------------------------------------------------ the command
+
+
+def test_doctor_passes_its_own_test_and_prints_json() -> None:
+    ended = run_cli("doctor", "--json")
+    report = json.loads(ended.out)
+    check_schema(report, SCHEMA)
+    assert report["self_test"]["ok"], report["self_test"]
+    assert report["versions"]["diloco_comm"] == __version__
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["extension"]["default"] == ops.available_impls()[-1]
+    assert (ended.status, ended.err) == (0, "")
+
+
+def test_text_tells_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_COMM_IMPL", "scalar")
+    monkeypatch.setenv("DILOCO_COMM_LANE", "2")
+    ended = run_cli("doctor", "--no-self-test")
+    assert ended.status == 0
+    words = " ".join(ended.out.split())
+    assert f"torch {torch.__version__}" in words
+    assert "chosen: scalar" in words
+    assert "warning: nothing reads DILOCO_COMM_LANE; the variables are DILOCO_COMM_" in words
+
+
+def test_errors_set_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_COMM_IMPL", "abacus")
+    ended = run_cli("doctor", "--json")
+    report = json.loads(ended.out)
+    check_schema(report, SCHEMA)
+    assert ended.status == 1
+    # An extension that cannot be used is not tested.
+    assert report["self_test"] is None
+    assert report["findings"][0]["level"] == "error"
+    assert "abacus" in report["findings"][0]["what"]
+
+
+def test_documented_keys_are_those_of_the_json() -> None:
+    documented = (Path(__file__).parent.parent / "docs/doctor.md").read_text()
+    keys = {*SCHEMA, *FINDING}
+    for section in ("extension", "processor", "gpu", "network", "settings"):
+        keys |= SCHEMA[section].keys()
+    for section in ("self_test", "job"):
+        keys |= SCHEMA[section][0].keys()
+    for key in keys:
+        assert f"`{key}`" in documented
+
+
+@pytest.mark.parametrize("line", doctor_command.EXAMPLES.splitlines())
+def test_examples_name_options_that_exist(line: str) -> None:
+    """The last one runs under torchrun in a test of its own; here the words are checked."""
+    options = run_cli("doctor", "--help").out
+    if line.startswith(("diloco-comm", "torchrun")):
+        for option in re.findall(r"--[a-z][a-z-]*", line.partition("doctor")[2]):
+            assert option in options
+    assert len(examples(doctor_command.EXAMPLES)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--replicas", 2], "--replicas is for a launched job"),
+        (["--megabytes", 0], "--megabytes must be a positive number, got 0"),
+        (["--timeout", "inf"], "--timeout must be a positive number, got inf"),
+    ],
+)
+def test_impossible_requests_are_one_sentence(arguments: list[object], named: str) -> None:
+    check_misuse(run_cli("doctor", *arguments), named)
+
+
+# ------------------------------------------------------------------------ the self-test
+
+
+def test_self_test_reports_a_replica_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_COMM_IMPL", "abacus")
+    result = doctor_selftest.run_self_test(30)
+    assert not result["ok"]
+    assert "impl must be one of" in result["error"] and "abacus" in result["error"]
+
+
+def test_self_test_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_selftest, "MODULE", "this")
+    result = doctor_selftest.run_self_test(0.0)
+    assert (result["ok"], result["error"]) == (False, "replica 0 did not finish in time")
+    assert result["seconds"] < 10
+
+
+# ------------------------------------------------------------------------ findings
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words"),
+    [
+        ({"network": {"hostname_resolves_to": "127.0.1.1"}}, "warning", "resolves to 127.0.1.1"),
+        ({"network": {"hostname_resolves_to": "::1"}}, "warning", "resolves to ::1"),
+        ({"network": {"hostname_resolves_to": None}}, "warning", "does not resolve"),
+        ({"network": {"gloo_interface": "lo,eth77"}}, "error", "names eth77, which does not exist"),
+        ({"settings": {"timeout_s": 5.0}}, "warning", "an exchange fails after 5 s"),
+        (
+            {"settings": {"timeout_s": None, "environment": {"DILOCO_COMM_TIMEOUT_S": "x"}}},
+            "error",
+            "DILOCO_COMM_TIMEOUT_S must be a positive number, got 'x'",
+        ),
+        (
+            {"settings": {"environment": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}}},
+            "warning",
+            "a dead peer hangs NCCL",
+        ),
+        ({"extension": {"error": "the C++ extension is not built"}}, "error", "not built"),
+    ],
+)
+def test_traps_are_found(changes: dict[str, Any], level: str, words: str) -> None:
+    (finding,) = doctor.judge(facts_with(**changes))
+    assert finding.level == level
+    assert words in finding.what
+
+
+def test_a_machine_without_traps_has_no_findings() -> None:
+    assert doctor.judge(facts_with()) == []
+    # Where an interface is named, the host's name does not matter.
+    network = {"gloo_interface": "lo", "hostname_resolves_to": "127.0.0.1"}
+    assert doctor.judge(facts_with(network=network)) == []
+
+
+# ------------------------------------------------------------------------ jobs
+
+
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"},
+            {"rank": 3, "world": 4, "local_rank": 1},
+        ),
+        (
+            {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"},
+            {"rank": 5, "world": 8, "local_rank": 1},
+        ),
+    ],
+)
+def test_launchers_are_known(environment: dict[str, str], job: dict[str, int] | None) -> None:
+    assert doctor_job.launch(environment) == job
+
+
+def examine_in_job(
+    rank: int, world: int, versions: dict[int, str], replicas: int | None
+) -> tuple[dict[str, Any], list[Finding]]:
+    facts = copy.deepcopy(doctor.examine())
+    facts["versions"]["torch"] = versions.get(rank, "2.13.0")
+    own = [Finding("warning", "only here", "none")] if rank == 1 else []
+    own.append(Finding("warning", "everywhere", "none"))
+    job = doctor_job.examine_job(facts, replicas, 100_000)
+    return job, [*doctor_job.gather_findings(own), *doctor_job.judge_job(job)]
+
+
+def test_ranks_see_the_same_job(workers: Callable[[int], Pool]) -> None:
+    results = workers(3).run(examine_in_job, {2: "2.6.0"}, 3)
+    job, findings = results[0]
+    assert all(result == results[0] for result in results)
+    assert job["host_of_rank"] == [0, 0, 0]
+    assert job["differences"] == {"torch": {"2.13.0": [0, 1], "2.6.0": [2]}}
+    assert [link["ranks"] for link in job["links"]] == [[0, 1], [0, 2], [1, 2]]
+    assert all(link["latency_us"] > 0 and link["gbps"] > 0 for link in job["links"])
+    words = {finding.what: finding.level for finding in findings}
+    assert words["torch differs: 2.13.0 on ranks 0, 1; 2.6.0 on rank 2"] == "error"
+    assert {"everywhere", "rank 1: only here"} <= words.keys()
+
+
+def test_workers_of_a_replica_are_told_of_ddp(workers: Callable[[int], Pool]) -> None:
+    _, findings = workers(2).run(examine_in_job, {}, 2)[0]
+    assert not any("DistributedDataParallel" in finding.what for finding in findings)
+    job = {"world": 4, "replicas": 2, "differences": {}, "links": []}
+    (finding,) = doctor_job.judge_job(job)
+    assert finding.what.startswith("2 replicas of 2 ranks: DistributedDataParallel averages over")
+
+
+def test_a_slow_link_is_named() -> None:
+    links = [{"ranks": [0, i], "latency_us": 10.0, "gbps": g} for i, g in enumerate((9, 10, 2), 1)]
+    job = {"world": 4, "replicas": None, "differences": {}, "links": links}
+    (finding,) = doctor_job.judge_job(job)
+    assert finding.what == "ranks 0 and 3 have 2 Gbit/s, the median is 9"
+
+
+@pytest.mark.parametrize("world", [2, 5, 16, 17, 100])
+def test_every_rank_is_in_a_pair(world: int) -> None:
+    pairs = doctor_job.pairs_of(world)
+    assert len(pairs) == len(set(pairs)) <= max(doctor_job.MOST_PAIRS, 3 * world // 2)
+    assert {rank for pair in pairs for rank in pair} == set(range(world))
+    assert all(0 <= a < b < world for a, b in pairs)
+    if world <= 16:
+        assert len(pairs) == world * (world - 1) // 2
+
+
+def launch_doctor(world: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """Start the command as torchrun would, one process a rank."""
+    from workers import socket as _socket
+
+    with _socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    common |= {"WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", "doctor", *arguments]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    ended = []
+    for process in processes:
+        out, err = process.communicate(timeout=100)
+        ended.append(subprocess.CompletedProcess(command, process.returncode, out, err))
+    return ended
+
+
+def test_doctor_in_a_job_speaks_once() -> None:
+    first, second = launch_doctor(2, "--replicas", "2", "--megabytes", "0.1", "--json")
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert second.stdout == ""
+    report = json.loads(first.stdout)
+    check_schema(report, SCHEMA)
+    assert report["job"]["world"] == 2 and len(report["job"]["links"]) == 1
+    assert report["self_test"] is None
+
+
+def test_missing_rank_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    check_misuse(run_cli("doctor"), "no MASTER_ADDR and MASTER_PORT to meet at")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    ended = run_cli("doctor", "--timeout", "1")
+    assert (ended.status, ended.out) == (1, "")
+    assert "rank 0 of 2 did not get through to the others" in ended.err
+    assert len(ended.err.splitlines()) == 1

@@ -1,0 +1,291 @@
+"""``diloco-comm profile``: real runs recorded and reported, examples, JSON, sentences."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_helpers import check_misuse, check_schema, examples, run_cli
+from problems import Regression, train_step
+from trace_files import GEMM, NCCL, Nsys, kernel, launch, write_kineto
+from workers import Pool
+
+from diloco_comm import DiLoCo, Streaming
+from diloco_comm.tools import profile_command
+from diloco_comm.tools.profile_record import Recorder
+
+PART: dict[str, Any] = {
+    "communication_us": float,
+    "overlapped_us": float,
+    "exposed_us": float,
+    "overlap": (float, None),
+}
+SCHEMA: dict[str, Any] = {
+    "schema": int,
+    "slowest_rank": (int, None),
+    "ranks": [
+        {
+            "rank": int,
+            "file": str,
+            "device": str,
+            "span_us": float,
+            "computation_us": float,
+            **PART,
+            "ours": PART,
+            "inner": PART,
+            "phases": {...: {"count": int, "total_us": float, "max_us": float}},
+        }
+    ],
+}
+KERNELS = [launch(0, 1), kernel(NCCL, 5, 20, 7, 1), launch(1, 2), kernel(GEMM, 15, 20, 20, 2)]
+
+
+def report_json(*paths: Path) -> dict[str, Any]:
+    ended = run_cli("profile", "report", *paths, "--json")
+    assert (ended.status, ended.err) == (0, "")
+    return json.loads(ended.out)
+
+
+# ------------------------------------------------------------------------ real runs
+
+
+def train_recorded(rank: int, world: int, folder: str) -> list[tuple[int, float]]:
+    """Train with a recorder in place; (round, exchange in us) of what was received meanwhile."""
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = Recorder(Path(folder), skip=2, steps=6)
+    hook = recorder.attach()
+    try:
+        with DiLoCo(model, optimizer, sync_every=2, overlap=Streaming(1, 0.5)) as diloco:
+            for step in range(12):
+                train_step(model, optimizer, rank, step)
+                torch.distributed.barrier()
+    finally:
+        hook.remove()
+        recorder.stop()
+    return [(m.round, 1e6 * m.exchange_s) for m in diloco.metrics()]
+
+
+def test_recorded_run_reports_its_own_metrics(
+    workers: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    metrics = workers(2).run(train_recorded, str(tmp_path))
+    paths = [tmp_path / f"rank{rank}.json.gz" for rank in (0, 1)]
+    report = report_json(*paths)
+    check_schema(report, SCHEMA)
+    for rank, own in zip(report["ranks"], metrics, strict=True):
+        # The recorder counts a step when it hears of it: after 2 to 8, in front of DiLoCo's hook
+        # or behind it.
+        exchange = rank["phases"]["exchange"]
+        assert exchange["count"] == rank["phases"]["wait"]["count"] == 3
+        sums = [sum(us for _, us in own[i : i + 3]) for i in range(len(own) - 2)]
+        assert min(abs(exchange["total_us"] - total) for total in sums) <= 3
+        assert rank["device"] == "cpu"
+        assert 0 < rank["ours"]["communication_us"] <= 1.01 * exchange["total_us"]
+        # The barriers are the trainer's.
+        assert rank["inner"]["communication_us"] > 0
+        assert rank["computation_us"] > 0
+
+
+SCRIPT = """
+import sys
+import torch
+from diloco_comm import DiLoCo
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+with DiLoCo(model, optimizer, sync_every=2):
+    for step in range(int(sys.argv[1])):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+torch.distributed.destroy_process_group()
+"""
+
+
+def profile_run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    options = ["--out", "traces", "--skip", "3", "--steps", "40", "--"]
+    line = [sys.executable, "-m", "diloco_comm.tools.cli", "profile", "run", *options, *command]
+    return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+
+
+def test_run_records_a_program_that_ends_early(tmp_path: Path) -> None:
+    """Seven steps: three are skipped, and the rest is written when the program ends."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ended = profile_run(tmp_path, sys.executable, "train.py", "7")
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    assert "diloco-comm profile report traces/rank0.json.gz\n" in ended.stderr
+    (rank,) = report_json(tmp_path / "traces/rank0.json.gz")["ranks"]
+    assert rank["phases"]["encode"]["count"] == 2
+    assert rank["computation_us"] > 0
+
+
+def test_run_without_a_trace_fails() -> None:
+    ended = run_cli("profile", "run", "--out", "/nowhere", "--", "true")
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.startswith("diloco-comm: no trace was written")
+
+
+def test_run_ends_with_the_status_of_the_program() -> None:
+    assert run_cli("profile", "run", "--", sys.executable, "-c", "exit(7)").status == 7
+    kill = "import os; os.kill(os.getpid(), 9)"
+    assert run_cli("profile", "run", "--", sys.executable, "-c", kill).status == 137
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (
+            "torchrun --nproc-per-node 4 train.py --lr 1",
+            "torchrun --nproc-per-node 4 --no-python {nsys} '--output=t/rank%q{{RANK}}' "
+            "python train.py --lr 1",
+        ),
+        (
+            "torchrun --nnodes=2 -m pkg.train -m x",
+            "torchrun --nnodes=2 --no-python {nsys} '--output=t/rank%q{{RANK}}' "
+            "python -m pkg.train -m x",
+        ),
+        (
+            "torchrun --no-python ./train.sh a",
+            "torchrun --no-python {nsys} '--output=t/rank%q{{RANK}}' ./train.sh a",
+        ),
+        ("python train.py", "{nsys} --output=t/rank0 python train.py"),
+    ],
+)
+def test_nsys_line_wraps_every_rank(
+    command: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    ended = run_cli("profile", "run", "--out", "t", "--nsys", "--", *command.split())
+    nsys = "nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --export=sqlite"
+    assert (ended.status, ended.out) == (0, line.format(nsys=nsys) + "\n")
+
+
+def test_nsys_line_within_slurm_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    ended = run_cli("profile", "run", "--nsys", "--", "python", "train.py")
+    assert "--output=traces/rank%q{SLURM_PROCID}" in ended.out
+
+
+# ------------------------------------------------------------------------ examples and schema
+
+
+@pytest.mark.parametrize("arguments", examples(profile_command.REPORT_EXAMPLES), ids=" ".join)
+def test_examples_of_report_run(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("traces").mkdir()
+    for rank in (0, 1):
+        write_kineto(Path(f"traces/rank{rank}.json.gz"), KERNELS, rank)
+        nsys = Nsys(Path(f"traces/rank{rank}.sqlite"))
+        nsys.add_kernel(NCCL, 5_000, 25_000)
+        nsys.add_kernel(GEMM, 15_000, 35_000)
+        nsys.close()
+    ended = run_cli(*arguments)
+    assert (ended.status, ended.err) == (0, "")
+    if "--json" in arguments:
+        report = json.loads(ended.out)
+        check_schema(report, SCHEMA)
+        assert report["ranks"][0]["overlap"] == 0.5
+    else:
+        assert "50.00 %" in ended.out
+    if "--plot" in arguments:
+        assert Path("timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments", examples(profile_command.RUN_EXAMPLES), ids=" ".join)
+def test_examples_of_run_are_understood(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The programs in them do not exist here; what would run them is replaced."""
+    started: list[list[str]] = []
+
+    def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+        assert env["DILOCO_COMM_PROFILE"].endswith("/traces")
+        assert env["DILOCO_COMM_PROFILE_STEPS"] == ("40" if "--steps" in arguments else "20")
+        started.append(command)
+        return subprocess.CompletedProcess(command, 5)
+
+    monkeypatch.setattr(profile_command.subprocess, "run", run)
+    ended = run_cli(*arguments)
+    if "--nsys" in arguments:
+        assert (ended.status, started) == (0, [])
+    else:
+        assert (ended.status, started) == (5, [arguments[arguments.index("--") + 1 :]])
+
+
+def test_documented_keys_are_those_of_the_json() -> None:
+    documented = (Path(__file__).parent.parent / "docs/profile.md").read_text()
+    for key in [*SCHEMA, *SCHEMA["ranks"][0], *PART, "count", "total_us", "max_us"]:
+        assert f"`{key}`" in documented
+
+
+# ------------------------------------------------------------------------ sentences
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("a.json", b"", "is empty"),
+        ("a.json", b"[1, 2]", "is no Kineto trace: it is not a JSON object"),
+        ("a.json", b"{}", "is no Kineto trace: it has no traceEvents"),
+        ("a.json", b'{"traceEvents": 3}', "is no Kineto trace: it has no traceEvents"),
+        ("a.json", b'{"traceEvents": [', "is truncated"),
+        ("a.json", b'{"traceEvents": [{}]', "is truncated"),
+        ("a.json", b'{"traceEvents": [\xff', "is truncated"),
+        ("a.json", b"\x7fELF\x00\x01", "is no Kineto trace"),
+        ("a.json", b'{"traceEvents": [{"ts": "x", "dur": 1, "cat": "k"}]}', "none of Kineto's"),
+        ("a.json.gz", gzip.compress(b"{}"), "has no traceEvents"),
+        ("a.json.gz", gzip.compress(b'{"traceEvents": []}' * 99)[:-9], "is truncated"),
+        ("a.json.gz", b"\x1f\x8bnothing", "is truncated or no gzip file"),
+        ("a.sqlite", b"SQLite format 3\0" + b"\xff" * 200, "no SQLite file"),
+        ("a.nsys-rep", b"x", "nsys export --type sqlite"),
+    ],
+)
+def test_wrong_files_are_one_sentence(
+    tmp_path: Path, name: str, content: bytes, named: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    check_misuse(run_cli("profile", "report", path), str(path), named)
+
+
+def test_foreign_database_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE x (y)")
+    check_misuse(run_cli("profile", "report", path), "is no Nsight Systems export")
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE StringIds (id, value)")
+    check_misuse(run_cli("profile", "report", path), "neither CUDA kernels nor NVTX ranges")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["report"], "Missing argument"),
+        (["report", "/no/such.json"], "cannot read /no/such.json: No such file"),
+        (["report", "/"], "cannot read /: Is a directory"),
+        (["run", "--skip", 0, "--", "true"], "--skip must be at least 1, got 0"),
+        (["run", "--steps", 0, "--", "true"], "--steps must be at least 1, got 0"),
+        (["run", "--", "/no/such/program"], "there is no program '/no/such/program'"),
+        (["run", "--nsys", "--", "torchrun", "--no-such-option"], "arguments of torchrun"),
+    ],
+)
+def test_impossible_requests_are_one_sentence(arguments: list[object], named: str) -> None:
+    check_misuse(run_cli("profile", *arguments), named)
+
+
+def test_plot_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    path = write_kineto(tmp_path / "a.json", KERNELS)
+    check_misuse(run_cli("profile", "report", path, "--plot", "/no/x.png"), "cannot write --plot")
