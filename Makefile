@@ -8,7 +8,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup test cpptest demo bench bars lint format sanitize clean
+.PHONY: setup test cpptest kernels demo bench bars lint format sanitize clean
 
 setup: $(VENV)/.built
 
@@ -31,6 +31,10 @@ test: setup
 cpptest: setup
 	export PATH="$(abspath $(BIN)):$$PATH" && cd build/editable-* && \
 	  cmake --build . --target cpp_tests && ctest --output-on-failure
+
+# Every specialisation of Triton's kernels for sm_80, sm_90 and gfx942: registers, spills, arithmetic.
+kernels: setup
+	$(BIN)/python tests/triton_specialisations.py --all --jobs $(or $(JOBS),2)
 
 demo: setup
 	$(BIN)/diloco-comm demo $(if $(QUICK),--quick) $(ARGS)

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import env, ops_triton
+from . import ops_triton
+from .impls import IMPLEMENTATIONS, available_impls, resolve_impl
 
 try:
     from . import _C  # noqa: F401
@@ -29,65 +30,21 @@ except ImportError as error:
         f"({error})"
     ) from error
 
-# Where each implementation lives, by the type of device that its tensors are on. "reference" is
-# plain PyTorch; the other ones for the CPU are chosen in C++, which refuses by name what the
-# processor cannot run. "cuda" is there in builds with CUDA, "triton" where Triton is installed.
-IMPLEMENTATIONS = {
-    "cpu": {
-        "reference": "diloco_comm.reference",
-        "scalar": "csrc/codec/kernels_scalar.cpp",
-        "avx2": "csrc/codec/kernels_avx2.cpp",
-        "avx512": "csrc/codec/kernels_avx512.cpp",
-    },
-    "cuda": {
-        "triton": "diloco_comm.kernels.operators",
-        "cuda": "csrc/cuda",
-    },
-}
-# The default on CUDA tensors: the first of these that is there. Written down before any
-# measurement; the one that turns out faster belongs first.
-DEFAULT_ON_CUDA = ("cuda", "triton")
+__all__ = [
+    "IMPLEMENTATIONS",
+    "available_impls",
+    "decode",
+    "encode",
+    "merge",
+    "norms",
+    "outer_step",
+    "outer_step_adam",
+    "outer_step_delayed",
+    "reduce",
+    "resolve_impl",
+]
 
-HAS_CUDA_KERNELS = ops_triton.register()
-
-
-def available_impls(device: str = "cpu") -> tuple[str, ...]:
-    """Name the implementations that run here on "cpu" or "cuda" tensors; the last is the default.
-
-    Those of the CPU come slowest first. Triton's interpreter, which runs its kernels on CPU tensors
-    when ``TRITON_INTERPRET=1``, is for tests: it is never a default and is not listed.
-    """
-    if device == "cpu":
-        return ("reference", *torch.ops.diloco_comm._cpu_impls())
-    there = {"cuda": HAS_CUDA_KERNELS, "triton": ops_triton.is_installed()}
-    return tuple(name for name in reversed(DEFAULT_ON_CUDA) if there[name])
-
-
-def resolve_impl(impl: str = "", device: str = "cpu") -> str:
-    """Return the name to pass on: the argument's, else the environment's, else the default.
-
-    The default is "" on the CPU, where the extension chooses, and a name on CUDA tensors. The
-    environment's name is left aside where it means another type of device than ``device``.
-
-    Raises:
-        ValueError: If the name is unknown or cannot run here on tensors of that device.
-    """
-    if not impl and env.impl() and not _is_of_another_device(env.impl(), device):
-        impl = env.impl()
-    if impl == "triton" and device == "cpu":
-        return impl  # its kernels know whether they are interpreted
-    names = available_impls(device)
-    if not names:
-        raise ValueError(ops_triton.NEEDS_TRITON)
-    if impl and impl not in names:
-        where = "on this machine" if device == "cpu" else f"on {device} tensors here"
-        raise ValueError(f"impl must be one of {', '.join(names)} {where}, got {impl!r}")
-    return impl if impl or device == "cpu" else names[-1]
-
-
-def _is_of_another_device(impl: str, device: str) -> bool:
-    others = (names for key, names in IMPLEMENTATIONS.items() if key != device)
-    return impl not in IMPLEMENTATIONS.get(device, {}) and any(impl in names for names in others)
+ops_triton.register()
 
 
 def _call(name: str, like: Sequence[Tensor], impl: str, *args: object, **kwargs: object) -> None:

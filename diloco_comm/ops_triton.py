@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-OPERATORS = ("encode", "reduce", "outer_step", "outer_step_adam", "decode", "merge", "norms")
+OPERATORS = (
+    "encode",
+    "reduce",
+    "outer_step",
+    "outer_step_adam",
+    "outer_step_delayed",
+    "decode",
+    "merge",
+    "norms",
+)
 NEEDS_TRITON = (
     "operators on CUDA tensors need Triton, which is not installed, or an extension built with "
     "CUDA: run `pip install triton`, or build with DILOCO_CUDA=ON"
@@ -30,16 +39,17 @@ def is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def register() -> bool:
-    """Define the operators, and serve CUDA tensors where nothing else does. Call once.
+def has_cuda_kernels() -> bool:
+    """Return whether the extension was built with CUDA kernels of its own."""
+    return len(_libraries) == 1
 
-    Returns:
-        Whether the extension has CUDA kernels of its own.
-    """
+
+def register() -> None:
+    """Define the operators, and serve CUDA tensors where nothing else does. Call once."""
     assert not _libraries
-    has_cuda_kernels = torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", "CUDA")
+    is_served = torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", "CUDA")
     theirs, ours = Library("diloco_comm_triton", "DEF"), Library("diloco_comm", "IMPL")
-    _libraries.extend((theirs, ours))
+    _libraries.extend((theirs,) if is_served else (theirs, ours))
     for name in OPERATORS:
         schema = getattr(torch.ops.diloco_comm, name).default._schema
         theirs.define(str(schema).removeprefix("diloco_comm::"))
@@ -47,9 +57,8 @@ def register() -> bool:
         theirs.impl(name, kernel, "CPU")
         theirs.impl(name, kernel, "CUDA")
         theirs.impl(name, _nothing, "Meta")
-        if not has_cuda_kernels:
+        if not is_served:
             ours.impl(name, kernel, "CUDA")
-    return has_cuda_kernels
 
 
 def _kernel(name: str, argument_names: Sequence[str]) -> Callable[..., None]:

@@ -56,11 +56,16 @@ def _uniform(r):
 def _integer_code(y, r, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """The integer next to y, clamped, as the low bits of a uint32 in two's complement."""
     if STOCHASTIC:
-        y = tl.floor(y + _uniform(r))
+        y = y + _uniform(r)
     limit = LIMIT * 1.0
     y = tl.minimum(tl.maximum(y, -limit), limit)
     # 1.5 * 2^23: the sum has no fraction, and its low bits are the integer, rounded half to even.
-    return float_bits(y + 12582912.0)
+    rounded = y + 12582912.0
+    code = float_bits(rounded)
+    if STOCHASTIC:
+        # The integer below y instead of the nearest one.
+        code -= ((rounded - 12582912.0) > y).to(tl.uint32)
+    return code
 
 
 @triton.jit
@@ -77,16 +82,17 @@ def _minifloat_code(
     SHIFT: tl.constexpr = 23 - MANTISSA
     bits = float_bits(y)
     magnitude = bits & 0x7FFFFFFF
-    # Below the smallest normal code the grid is uniform: scaled, it is the integers.
+    # Below the smallest normal code the grid is uniform: scaled, it is the integers. A cast to one
+    # cuts the fraction off.
     grid = bits_float(magnitude) * (2.0 ** (BIAS - 1 + MANTISSA))
     if STOCHASTIC:
         if SHIFT > 16:
-            tiny = tl.floor(grid + _uniform(r)).to(tl.uint32)
+            tiny = (grid + _uniform(r)).to(tl.uint32)
             cut = magnitude + (r << (SHIFT - 16)) + (1 << (SHIFT - 17))
         else:
             upper = r >> (16 - SHIFT)
             half_spacing = (2 * upper + 1).to(tl.float32) * (2.0 ** (-SHIFT - 1))
-            tiny = tl.floor(grid + half_spacing).to(tl.uint32)
+            tiny = (grid + half_spacing).to(tl.uint32)
             cut = magnitude + upper
     else:
         tiny = float_bits(grid + 8388608.0) & 0x7FFFFF

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from . import decode as decode_kernels
 from . import encode as encode_kernels
 from . import norms as norms_kernels
 from . import step as step_kernels
@@ -26,25 +25,13 @@ from .checks import (
     check_count,
     check_flat,
     check_flat_of,
-    check_fragment,
     check_layout,
     check_residuals,
     check_terms,
 )
+from .launching import PROGRAMS, geometry, launch, mark_written, span_of, tiles_of
 from .terms import make_terms
-from .tiles import Tiles, find_tiles, make_tiles
 
-# Elements of a tile (a multiple of the largest block) and warps of its program. The aim is eight
-# elements a thread: one warp then has a block of 256, and loads 16 bytes at a time even of bf16.
-# By reasoning only: no GPU has measured them yet.
-_PROGRAMS = {
-    "encode": (2048, 8),
-    "reduce": (2048, 8),
-    "outer_step": (1024, 8),
-    "decode": (1024, 8),
-    "merge": (1024, 8),
-    "norms": (norms_kernels.TILE, 1),
-}
 _PLAIN_BLOCK = 256  # rows of a tile where no wire says otherwise
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 
@@ -52,66 +39,6 @@ _LARGEST_FLOAT = torch.finfo(torch.float32).max
 def is_interpreted() -> bool:
     """Return whether the kernels run in Triton's interpreter, on CPU tensors."""
     return not isinstance(encode_kernels._encode_kernel, triton.JITFunction)
-
-
-def launch(
-    name: str, kernel: Any, num_programs: int, device: torch.device, *args: object, **meta
-) -> None:
-    """Run a kernel of an operator, without contraction: a product is rounded before it is added."""
-    if num_programs == 0:
-        return
-    with _on(device):
-        kernel[(num_programs,)](*args, **meta, num_warps=_PROGRAMS[name][1], enable_fp_fusion=False)
-
-
-def _on(device: torch.device) -> AbstractContextManager:
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
-
-
-def _tiles(
-    name: str, what: str, tensors: Sequence[Tensor], device: torch.device, run_elements: int
-) -> Tiles:
-    tile = _PROGRAMS[name][0]
-    found = find_tiles(tensors, device, run_elements, tile)
-    if found is None:
-        check_fragment(what, tensors, device)
-        found = make_tiles(tensors, device, run_elements, tile)
-    return found
-
-
-def _geometry(name: str, layout: RunLayout) -> dict:
-    """The compile-time shape of a tile."""
-    return {
-        "ROWS": _PROGRAMS[name][0] // layout.block_size,
-        "BLOCK_SIZE": layout.block_size,
-        "WIRE": layout.wire,
-        "CODE_BITS": layout.code_bits,
-    }
-
-
-def _span(tiles: Tiles, layout: RunLayout, begin: int, end: int) -> tuple[int, tuple]:
-    """Return the number of programs for [begin, end), and the arguments that say where it lies."""
-    first_run = begin // layout.run_elements
-    num_runs = -(-end // layout.run_elements) - first_run if end > begin else 0
-    where = (
-        first_run * tiles.tiles_per_run,
-        first_run,
-        tiles.tiles_per_run,
-        layout.run_elements,
-        layout.run_bytes,
-        layout.code_offset,
-        end,
-    )
-    return num_runs * tiles.tiles_per_run, where
-
-
-def _mark_written(tensors: Sequence[Tensor]) -> None:
-    """Autograd must notice that a tensor it saved was written."""
-    for tensor in tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
 
 
 def encode(
@@ -132,7 +59,7 @@ def encode(
     """Encode outer - params [+ residual], or params, of elements [begin, end) into the payload."""
     layout = check_layout(wire, block_size, run_elements)
     device = payload.device
-    tiles = _tiles("encode", "params", params, device, run_elements)
+    tiles = tiles_of("encode", "params", params, device, run_elements)
     num_elements = tiles.num_elements
     layout.check_range(begin, end, num_elements)
     layout.check_payload("payload", payload, -(-end // run_elements), device)
@@ -140,12 +67,12 @@ def encode(
         check_flat_of("outer", outer, num_elements, device)
     check_residuals(residual, new_residual, num_elements, device)
     check_count("nonfinite", nonfinite, device)
-    num_programs, where = _span(tiles, layout, begin, end)
+    num_programs, where = span_of(tiles.tiles_per_run, layout, begin, end)
     launch(
         "encode", encode_kernels._encode_kernel, num_programs, device,
         outer, tiles.tiles, tiles.segments, payload, residual, new_residual, nonfinite,
         *where, rng_key,
-        **_geometry("encode", layout), QMAX=layout.qmax,
+        **geometry("encode", layout), QMAX=layout.qmax,
         STOCHASTIC=stochastic, DTYPE_SET=tiles.dtype_set,
     )  # fmt: skip
 
@@ -190,11 +117,11 @@ def reduce(
     check_count("nonfinite", nonfinite, device)
     terms = make_terms(received.split(run_bytes), weights)
     launch(
-        "reduce", encode_kernels._reduce_kernel, -(-num_elements // _PROGRAMS["reduce"][0]), device,
+        "reduce", encode_kernels._reduce_kernel, -(-num_elements // PROGRAMS["reduce"][0]), device,
         terms.payloads, terms.coefficients, terms.table, terms.count,
         result, residual, new_residual, nonfinite,
         layout.code_offset, num_elements, rng_key, index_begin,
-        NUM_INLINE=terms.num_inline, **_geometry("reduce", layout), QMAX=layout.qmax,
+        NUM_INLINE=terms.num_inline, **geometry("reduce", layout), QMAX=layout.qmax,
         STOCHASTIC=stochastic,
     )  # fmt: skip
 
@@ -284,7 +211,7 @@ def _step(
     adam: tuple[float, float, float, float, float],
 ) -> None:
     device = outer.device
-    tiles = _tiles("outer_step", "params", params, device, layout.run_elements)
+    tiles = tiles_of("outer_step", "params", params, device, layout.run_elements)
     num_elements = tiles.num_elements
     layout.check_range(begin, end, num_elements)
     flats = {"outer": outer, "momentum": momentum, "exp_avg_sq": second}
@@ -294,16 +221,64 @@ def _step(
     check_terms(payloads, coefficients, layout, end, device)
     check_count("verdict", verdict, device)
     terms = make_terms(payloads, coefficients)
-    num_programs, where = _span(tiles, layout, begin, end)
+    num_programs, where = span_of(tiles.tiles_per_run, layout, begin, end)
     launch(
         "outer_step", step_kernels._step_kernel, num_programs, device,
         outer, momentum, second, tiles.tiles, tiles.segments,
         terms.payloads, terms.coefficients, terms.table, terms.count, verdict,
         *where, *constants, float(alpha), 1.0 - alpha, *adam,
-        NUM_INLINE=terms.num_inline, **_geometry("outer_step", layout), OPTIMIZER=optimizer,
+        NUM_INLINE=terms.num_inline, **geometry("outer_step", layout), OPTIMIZER=optimizer,
         HAS_ALPHA=alpha != 0, DTYPE_SET=tiles.dtype_set,
     )  # fmt: skip
-    _mark_written(params)
+    mark_written(params)
+
+
+def outer_step_delayed(
+    outer: Tensor,
+    momentum: Tensor | None,
+    pending: Tensor | None,
+    payloads: Sequence[Tensor],
+    coefficients: Sequence[float],
+    begin: int,
+    end: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    lr: float,
+    mu: float = 0.0,
+    direct: float = 1.0,
+    ahead: float = 0.0,
+    behind: float = 0.0,
+    first: bool = False,
+    last: bool = False,
+    verdict: Tensor | None = None,
+) -> None:
+    """Add an arrival to what is pending; the last of a period takes the outer step."""
+    layout = check_layout(wire, block_size, run_elements)
+    device, num_elements = outer.device, outer.numel()
+    if pending is None and not (first and last):
+        raise ValueError(
+            "an arrival that is not both first and last needs a pending tensor, got None"
+        )
+    layout.check_range(begin, end, num_elements)
+    momentum = momentum if last else None
+    for name, tensor in {"outer": outer, "momentum": momentum, "pending": pending}.items():
+        if tensor is not None:
+            check_flat_of(name, tensor, num_elements, device)
+    check_terms(payloads, coefficients, layout, end, device)
+    check_count("verdict", verdict, device)
+    terms = make_terms(payloads, coefficients)
+    tiles_per_run = -(-run_elements // PROGRAMS["outer_step"][0])
+    num_programs, where = span_of(tiles_per_run, layout, begin, end)
+    launch(
+        "outer_step", step_kernels._delayed_kernel, num_programs, device,
+        outer, momentum, pending,
+        terms.payloads, terms.coefficients, terms.table, terms.count, verdict,
+        *where[1:], float(lr), float(mu), float(direct), float(ahead), float(behind),
+        NUM_INLINE=terms.num_inline, **geometry("outer_step", layout), IS_FIRST=first,
+        IS_LAST=last, HAS_BEHIND=torch.tensor(behind, dtype=torch.float32).item() != 0,
+    )  # fmt: skip
+    mark_written([outer])
 
 
 def decode(
@@ -319,42 +294,42 @@ def decode(
     """Write the weighted sum of the decoded payloads into elements [begin, end) of outs."""
     layout = check_layout(wire, block_size, run_elements)
     device = payloads[0].device if payloads else outs[0].device
-    tiles = _tiles("decode", "outs", outs, device, run_elements)
+    tiles = tiles_of("decode", "outs", outs, device, run_elements)
     layout.check_range(begin, end, tiles.num_elements)
     check_terms(payloads, coefficients, layout, end, device)
     terms = make_terms(payloads, coefficients)
-    num_programs, where = _span(tiles, layout, begin, end)
+    num_programs, where = span_of(tiles.tiles_per_run, layout, begin, end)
     launch(
-        "decode", step_kernels._decode_kernel, num_programs, device,
+        "decode", decode_kernels._decode_kernel, num_programs, device,
         tiles.tiles, tiles.segments,
         terms.payloads, terms.coefficients, terms.table, terms.count, *where,
-        NUM_INLINE=terms.num_inline, **_geometry("decode", layout), DTYPE_SET=tiles.dtype_set,
+        NUM_INLINE=terms.num_inline, **geometry("decode", layout), DTYPE_SET=tiles.dtype_set,
     )  # fmt: skip
-    _mark_written(outs)
+    mark_written(outs)
 
 
 def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0) -> None:
     """Set params to alpha * params + (1 - alpha) * outer."""
-    device, tile = outer.device, _PROGRAMS["merge"][0]
+    device, tile = outer.device, PROGRAMS["merge"][0]
     num_elements = sum(param.numel() for param in params)
     run_elements = max(-(-num_elements // tile), 1) * tile
-    tiles = _tiles("merge", "params", params, device, run_elements)
+    tiles = tiles_of("merge", "params", params, device, run_elements)
     check_flat_of("outer", outer, num_elements, device)
     launch(
-        "merge", step_kernels._merge_kernel, -(-num_elements // tile), device,
+        "merge", decode_kernels._merge_kernel, -(-num_elements // tile), device,
         outer, tiles.tiles, tiles.segments, num_elements, float(alpha), 1.0 - alpha,
         ROWS=tile // _PLAIN_BLOCK, BLOCK_SIZE=_PLAIN_BLOCK, HAS_ALPHA=alpha != 0,
         DTYPE_SET=tiles.dtype_set,
     )  # fmt: skip
-    _mark_written(params)
+    mark_written(params)
 
 
 def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
     """Write the squared norm of outer - params, or params, and the number of bad elements."""
-    device, tile = out.device, _PROGRAMS["norms"][0]
+    device, tile = out.device, PROGRAMS["norms"][0]
     num_elements = sum(param.numel() for param in params)
     run_elements = max(-(-num_elements // tile), 1) * tile
-    tiles = _tiles("norms", "params", params, device, run_elements)
+    tiles = tiles_of("norms", "params", params, device, run_elements)
     if outer is not None:
         check_flat_of("outer", outer, num_elements, device)
     check_flat("out", out, torch.float64, device)

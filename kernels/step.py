@@ -1,50 +1,13 @@
-"""outer_step, outer_step_adam, decode and merge for Triton: payloads to parameters."""
+"""outer_step, outer_step_adam and outer_step_delayed for Triton: payloads into outer state."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from .decode import SPAN_VARYING, load_flat, store_flat, store_merged
 from .payload import tile_offsets
 from .terms import sum_of_terms
-from .tiles import load_tile, store_tile
-
-_SPAN_VARYING = ["num_terms", "first_tile", "first_run", "tiles_per_run", "end"]
-
-
-@triton.jit
-def _load_flat(pointer, offsets, mask, FULL: tl.constexpr):
-    return tl.load(pointer + offsets) if FULL else tl.load(pointer + offsets, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_flat(pointer, offsets, value, mask, FULL: tl.constexpr):
-    if FULL:
-        tl.store(pointer + offsets, value)
-    else:
-        tl.store(pointer + offsets, value, mask=mask)
-
-
-@triton.jit
-def _store_merged(
-    new,
-    where,
-    kind,
-    segments_ptr,
-    element,
-    offsets,
-    mask,
-    alpha,
-    one_minus_alpha,
-    HAS_ALPHA: tl.constexpr,
-    DTYPE_SET: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """params <- alpha params + (1 - alpha) new, or new alone."""
-    if HAS_ALPHA:
-        local = load_tile(where, kind, segments_ptr, element, offsets, mask, DTYPE_SET, FULL)
-        new = alpha * local + one_minus_alpha * new
-    store_tile(where, kind, segments_ptr, element, offsets, new, mask, DTYPE_SET, FULL)
 
 
 @triton.jit
@@ -90,30 +53,30 @@ def _step_tile(
         payloads, coefficients, terms_ptr, num_terms, run_offset, code_offset, start, count,
         NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
     )  # fmt: skip
-    outer = _load_flat(outer_ptr + element, offsets, mask, FULL)
+    outer = load_flat(outer_ptr + element, offsets, mask, FULL)
     if OPTIMIZER == "sgd":
         update = lr * g
     elif OPTIMIZER == "adam":
-        m = _load_flat(momentum_ptr + element, offsets, mask, FULL)
-        v = _load_flat(second_ptr + element, offsets, mask, FULL)
+        m = load_flat(momentum_ptr + element, offsets, mask, FULL)
+        v = load_flat(second_ptr + element, offsets, mask, FULL)
         m = mu * m + one_minus_beta1 * g
         v = beta2 * v + (one_minus_beta2 * g) * g
-        _store_flat(momentum_ptr + element, offsets, m, mask, FULL)
-        _store_flat(second_ptr + element, offsets, v, mask, FULL)
+        store_flat(momentum_ptr + element, offsets, m, mask, FULL)
+        store_flat(second_ptr + element, offsets, v, mask, FULL)
         update = tl.div_rn(lr * m, tl.div_rn(tl.sqrt_rn(v), correction) + eps)
     else:
-        m = mu * _load_flat(momentum_ptr + element, offsets, mask, FULL) + g
+        m = mu * load_flat(momentum_ptr + element, offsets, mask, FULL) + g
         # Selections, which keep a NaN, and not minimum and maximum, which may drop it.
         m = tl.where(-clip > m, -clip, m)
         m = tl.where(clip < m, clip, m)
-        _store_flat(momentum_ptr + element, offsets, m, mask, FULL)
+        store_flat(momentum_ptr + element, offsets, m, mask, FULL)
         if OPTIMIZER == "nesterov":
             update = lr * (g + mu * m)
         else:
             update = lr * m
     new = outer - update
-    _store_flat(outer_ptr + element, offsets, new, mask, FULL)
-    _store_merged(
+    store_flat(outer_ptr + element, offsets, new, mask, FULL)
+    store_merged(
         new, where, kind, segments_ptr, element, offsets, mask, alpha, one_minus_alpha,
         HAS_ALPHA, DTYPE_SET, FULL,
     )  # fmt: skip
@@ -123,7 +86,7 @@ def _step_tile(
 # outer', with g the weighted sum of the decoded payloads; Adam by its own equations.
 # Reads 1 + 4 + 4 bytes an element (int8, one term, momentum), writes 4 + 4 + 4 (fp32 parameters).
 # One program a tile of ROWS blocks; none does anything when the verdict is not zero.
-@triton.jit(do_not_specialize=_SPAN_VARYING)
+@triton.jit(do_not_specialize=SPAN_VARYING)
 def _step_kernel(
     outer_ptr,
     momentum_ptr,
@@ -188,133 +151,108 @@ def _step_kernel(
 
 
 @triton.jit
-def _decode_tile(
+def _delayed_tile(
+    outer_ptr,
+    momentum_ptr,
+    pending_ptr,
     payloads,
     coefficients,
     terms_ptr,
     num_terms,
-    where,
-    kind,
-    segments_ptr,
     run_offset,
     code_offset,
     start,
     count,
     element,
+    lr,
+    mu,
+    direct,
+    ahead,
+    behind,
     NUM_INLINE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIRE: tl.constexpr,
     CODE_BITS: tl.constexpr,
-    DTYPE_SET: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    IS_LAST: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
     FULL: tl.constexpr,
 ):
     offsets = tile_offsets(ROWS, BLOCK_SIZE)
-    value = sum_of_terms(
+    mask = offsets < count
+    d = sum_of_terms(
         payloads, coefficients, terms_ptr, num_terms, run_offset, code_offset, start, count,
         NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
     )  # fmt: skip
-    mask = offsets < count
-    store_tile(where, kind, segments_ptr, element, offsets, value, mask, DTYPE_SET, FULL)
+    if not IS_FIRST:
+        d = load_flat(pending_ptr + element, offsets, mask, FULL) + d
+    if IS_LAST:
+        step = direct * d
+        if momentum_ptr is not None:
+            old = load_flat(momentum_ptr + element, offsets, mask, FULL)
+            m = mu * old + d
+            store_flat(momentum_ptr + element, offsets, m, mask, FULL)
+            step = step + ahead * m
+            if HAS_BEHIND:
+                step = step + behind * old
+        outer = load_flat(outer_ptr + element, offsets, mask, FULL)
+        store_flat(outer_ptr + element, offsets, outer - lr * step, mask, FULL)
+    else:
+        store_flat(pending_ptr + element, offsets, d, mask, FULL)
 
 
-# outs <- c_0 d_0 + c_1 d_1 + ...
-# Reads 1 byte an element (int8, one term), writes 4 (fp32). One program a tile of ROWS blocks.
-@triton.jit(do_not_specialize=_SPAN_VARYING)
-def _decode_kernel(
-    tiles_ptr,
-    segments_ptr,
+# d = pending + g; before the last arrival pending' = d, with it m' = mu m + d and
+# outer' = outer - lr (direct d + ahead m' + behind m).
+# Reads 1 + 4 bytes an element (int8, one term), writes 4; the last one reads 1 + 4 + 4 + 4 and
+# writes 4 + 4. One program a tile of ROWS blocks.
+@triton.jit(do_not_specialize=["num_terms", "first_run", "tiles_per_run", "end"])
+def _delayed_kernel(
+    outer_ptr,
+    momentum_ptr,
+    pending_ptr,
     payloads,
     coefficients,
     terms_ptr,
     num_terms,
-    first_tile,
+    verdict_ptr,
     first_run,
     tiles_per_run,
     run_elements,
     run_bytes,
     code_offset,
     end,
+    lr,
+    mu,
+    direct,
+    ahead,
+    behind,
     NUM_INLINE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIRE: tl.constexpr,
     CODE_BITS: tl.constexpr,
-    DTYPE_SET: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    IS_LAST: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
 ):
+    if verdict_ptr is not None:
+        if tl.load(verdict_ptr) != 0:
+            return
     pid = tl.program_id(0)
-    row = tiles_ptr + (first_tile.to(tl.int64) + pid) * 2
-    where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
     run = first_run.to(tl.int64) + pid // tiles_per_run
     start = (pid % tiles_per_run).to(tl.int64) * (ROWS * BLOCK_SIZE)
     element = run * run_elements + start
     count = tl.minimum(run_elements - start, end - element)
-    if kind >= 0:
-        _decode_tile(
-            payloads, coefficients, terms_ptr, num_terms, where, kind, segments_ptr,
-            run * run_bytes, code_offset, start, count, element,
-            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, DTYPE_SET, True,
+    if count >= ROWS * BLOCK_SIZE:
+        _delayed_tile(
+            outer_ptr, momentum_ptr, pending_ptr, payloads, coefficients, terms_ptr, num_terms,
+            run * run_bytes, code_offset, start, count, element, lr, mu, direct, ahead, behind,
+            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, IS_FIRST, IS_LAST, HAS_BEHIND, True,
         )  # fmt: skip
     else:
-        _decode_tile(
-            payloads, coefficients, terms_ptr, num_terms, where, kind, segments_ptr,
-            run * run_bytes, code_offset, start, count, element,
-            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, DTYPE_SET, False,
-        )  # fmt: skip
-
-
-@triton.jit
-def _merge_tile(
-    outer_ptr,
-    where,
-    kind,
-    segments_ptr,
-    element,
-    count,
-    alpha,
-    one_minus_alpha,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_ALPHA: tl.constexpr,
-    DTYPE_SET: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    offsets = tile_offsets(ROWS, BLOCK_SIZE)
-    mask = offsets < count
-    outer = _load_flat(outer_ptr + element, offsets, mask, FULL)
-    _store_merged(
-        outer, where, kind, segments_ptr, element, offsets, mask, alpha, one_minus_alpha,
-        HAS_ALPHA, DTYPE_SET, FULL,
-    )  # fmt: skip
-
-
-# params <- alpha params + (1 - alpha) outer
-# Reads 4 bytes an element, writes 4 (fp32 parameters); alpha reads 4 more. One program a tile.
-@triton.jit(do_not_specialize=["end"])
-def _merge_kernel(
-    outer_ptr,
-    tiles_ptr,
-    segments_ptr,
-    end,
-    alpha,
-    one_minus_alpha,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_ALPHA: tl.constexpr,
-    DTYPE_SET: tl.constexpr,
-):
-    pid = tl.program_id(0).to(tl.int64)
-    row = tiles_ptr + pid * 2
-    where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
-    element = pid * (ROWS * BLOCK_SIZE)
-    count = end - element
-    if kind >= 0:
-        _merge_tile(
-            outer_ptr, where, kind, segments_ptr, element, count, alpha, one_minus_alpha,
-            ROWS, BLOCK_SIZE, HAS_ALPHA, DTYPE_SET, True,
-        )  # fmt: skip
-    else:
-        _merge_tile(
-            outer_ptr, where, kind, segments_ptr, element, count, alpha, one_minus_alpha,
-            ROWS, BLOCK_SIZE, HAS_ALPHA, DTYPE_SET, False,
+        _delayed_tile(
+            outer_ptr, momentum_ptr, pending_ptr, payloads, coefficients, terms_ptr, num_terms,
+            run * run_bytes, code_offset, start, count, element, lr, mu, direct, ahead, behind,
+            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, IS_FIRST, IS_LAST, HAS_BEHIND, False,
         )  # fmt: skip

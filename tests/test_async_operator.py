@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import device_ops as ops
 import pytest
 import torch
 from codec_cases import IMPLS, SIZES, assert_same, values
 from test_ops_reduce import whole_payload
 from torch import Tensor
 
-from diloco_comm import ops
 from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
 
 MODES = [(True, True), (False, True), (True, False), (False, False)]

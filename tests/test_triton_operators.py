@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import test_async_operator as arrivals
 import test_ops_encode as encoding
 import test_ops_errors as errors
 import test_ops_examples as examples
@@ -174,6 +175,15 @@ def test_verdict_and_clip(impl: str, optimizer: str) -> None:
 
 
 @every_impl
+@pytest.mark.parametrize(("first", "last"), arrivals.MODES)
+def test_arrivals(impl: str, first: bool, last: bool) -> None:
+    for seed, (size, wire) in enumerate([(7, "fp16"), (257, "int8"), (3001, "int4")]):
+        layout = Layout.plan(size, 2, 1, WireFormat(wire, BLOCK_SIZES[seed]))
+        numbers = {"behind": (0.27, 0.0)[seed % 2], "has_momentum": seed != 2}
+        arrivals.compare(layout, seed, impl, first=first, last=last, num_terms=1 + seed, **numbers)
+
+
+@every_impl
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0])
 def test_merge(impl: str, alpha: float) -> None:
     for num_elements in (1, 257, 4096):
@@ -191,10 +201,10 @@ def test_merge(impl: str, alpha: float) -> None:
 @pytest.mark.parametrize("num_elements", [1, 255, 700])
 def test_norms(impl: str, num_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles: the definition's 65536 elements take the interpreter a minute, so here 256."""
-    from diloco_comm.kernels import operators
+    from diloco_comm.kernels import launching
 
     monkeypatch.setattr(reference, "NORM_TILE", 256)
-    monkeypatch.setitem(operators._PROGRAMS, "norms", (256, 1))
+    monkeypatch.setitem(launching.PROGRAMS, "norms", (256, 1))
     params = tensors_like(num_elements, num_elements)
     fill(params, values(num_elements, "normal", 1))
     stepping.check_norms(values(num_elements, "bad", 2), params, impl)
@@ -202,10 +212,10 @@ def test_norms(impl: str, num_elements: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_tile_of_norms_is_the_reference_s() -> None:
-    from diloco_comm.kernels import operators
+    from diloco_comm.kernels import launching
     from diloco_comm.kernels.norms import LANES
 
-    assert (operators._PROGRAMS["norms"][0], LANES) == (reference.NORM_TILE, reference.NORM_LANES)
+    assert (launching.PROGRAMS["norms"][0], LANES) == (reference.NORM_TILE, reference.NORM_LANES)
 
 
 @every_impl

@@ -1,0 +1,181 @@
+"""decode and merge for Triton: payloads or outer parameters into tensors where they lie."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .payload import tile_offsets
+from .terms import sum_of_terms
+from .tiles import load_tile, store_tile
+
+# These change from call to call: a kernel must not be compiled again for a value that 16 divides.
+SPAN_VARYING = ["num_terms", "first_tile", "first_run", "tiles_per_run", "end"]
+
+
+@triton.jit
+def load_flat(pointer, offsets, mask, FULL: tl.constexpr):
+    return tl.load(pointer + offsets) if FULL else tl.load(pointer + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_flat(pointer, offsets, value, mask, FULL: tl.constexpr):
+    if FULL:
+        tl.store(pointer + offsets, value)
+    else:
+        tl.store(pointer + offsets, value, mask=mask)
+
+
+@triton.jit
+def store_merged(
+    new,
+    where,
+    kind,
+    segments_ptr,
+    element,
+    offsets,
+    mask,
+    alpha,
+    one_minus_alpha,
+    HAS_ALPHA: tl.constexpr,
+    DTYPE_SET: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """params <- alpha params + (1 - alpha) new, or new alone."""
+    if HAS_ALPHA:
+        local = load_tile(where, kind, segments_ptr, element, offsets, mask, DTYPE_SET, FULL)
+        new = alpha * local + one_minus_alpha * new
+    store_tile(where, kind, segments_ptr, element, offsets, new, mask, DTYPE_SET, FULL)
+
+
+@triton.jit
+def _decode_tile(
+    payloads,
+    coefficients,
+    terms_ptr,
+    num_terms,
+    where,
+    kind,
+    segments_ptr,
+    run_offset,
+    code_offset,
+    start,
+    count,
+    element,
+    NUM_INLINE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    DTYPE_SET: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    offsets = tile_offsets(ROWS, BLOCK_SIZE)
+    value = sum_of_terms(
+        payloads, coefficients, terms_ptr, num_terms, run_offset, code_offset, start, count,
+        NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
+    )  # fmt: skip
+    mask = offsets < count
+    store_tile(where, kind, segments_ptr, element, offsets, value, mask, DTYPE_SET, FULL)
+
+
+# outs <- c_0 d_0 + c_1 d_1 + ...
+# Reads 1 byte an element (int8, one term), writes 4 (fp32). One program a tile of ROWS blocks.
+@triton.jit(do_not_specialize=SPAN_VARYING)
+def _decode_kernel(
+    tiles_ptr,
+    segments_ptr,
+    payloads,
+    coefficients,
+    terms_ptr,
+    num_terms,
+    first_tile,
+    first_run,
+    tiles_per_run,
+    run_elements,
+    run_bytes,
+    code_offset,
+    end,
+    NUM_INLINE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIRE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    DTYPE_SET: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    row = tiles_ptr + (first_tile.to(tl.int64) + pid) * 2
+    where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
+    run = first_run.to(tl.int64) + pid // tiles_per_run
+    start = (pid % tiles_per_run).to(tl.int64) * (ROWS * BLOCK_SIZE)
+    element = run * run_elements + start
+    count = tl.minimum(run_elements - start, end - element)
+    if kind >= 0:
+        _decode_tile(
+            payloads, coefficients, terms_ptr, num_terms, where, kind, segments_ptr,
+            run * run_bytes, code_offset, start, count, element,
+            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, DTYPE_SET, True,
+        )  # fmt: skip
+    else:
+        _decode_tile(
+            payloads, coefficients, terms_ptr, num_terms, where, kind, segments_ptr,
+            run * run_bytes, code_offset, start, count, element,
+            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, DTYPE_SET, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_tile(
+    outer_ptr,
+    where,
+    kind,
+    segments_ptr,
+    element,
+    count,
+    alpha,
+    one_minus_alpha,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    DTYPE_SET: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    offsets = tile_offsets(ROWS, BLOCK_SIZE)
+    mask = offsets < count
+    outer = load_flat(outer_ptr + element, offsets, mask, FULL)
+    store_merged(
+        outer, where, kind, segments_ptr, element, offsets, mask, alpha, one_minus_alpha,
+        HAS_ALPHA, DTYPE_SET, FULL,
+    )  # fmt: skip
+
+
+# params <- alpha params + (1 - alpha) outer
+# Reads 4 bytes an element, writes 4 (fp32 parameters); alpha reads 4 more. One program a tile.
+@triton.jit(do_not_specialize=["end"])
+def _merge_kernel(
+    outer_ptr,
+    tiles_ptr,
+    segments_ptr,
+    end,
+    alpha,
+    one_minus_alpha,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    DTYPE_SET: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    row = tiles_ptr + pid * 2
+    where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
+    element = pid * (ROWS * BLOCK_SIZE)
+    count = end - element
+    if kind >= 0:
+        _merge_tile(
+            outer_ptr, where, kind, segments_ptr, element, count, alpha, one_minus_alpha,
+            ROWS, BLOCK_SIZE, HAS_ALPHA, DTYPE_SET, True,
+        )  # fmt: skip
+    else:
+        _merge_tile(
+            outer_ptr, where, kind, segments_ptr, element, count, alpha, one_minus_alpha,
+            ROWS, BLOCK_SIZE, HAS_ALPHA, DTYPE_SET, False,
+        )  # fmt: skip

@@ -1,0 +1,86 @@
+"""What the launch of every operator has in common: tiles, grid, device, and the table of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import RunLayout, check_fragment
+from .norms import TILE as NORM_TILE
+from .tiles import Tiles, find_tiles, make_tiles
+
+# Elements of a tile (a multiple of the largest block) and warps of its program. The aim is eight
+# elements a thread: one warp then has a block of 256, and loads 16 bytes at a time even of bf16.
+# By reasoning only: no GPU has measured them yet.
+PROGRAMS = {
+    "encode": (2048, 8),
+    "reduce": (2048, 8),
+    "outer_step": (1024, 8),
+    "decode": (1024, 8),
+    "merge": (1024, 8),
+    "norms": (NORM_TILE, 1),
+}
+
+
+def launch(
+    name: str, kernel: Any, num_programs: int, device: torch.device, *args: object, **meta
+) -> None:
+    """Run a kernel of an operator, without contraction: a product is rounded before it is added."""
+    if num_programs == 0:
+        return
+    with _on(device):
+        kernel[(num_programs,)](*args, **meta, num_warps=PROGRAMS[name][1], enable_fp_fusion=False)
+
+
+def _on(device: torch.device) -> AbstractContextManager:
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def tiles_of(
+    name: str, what: str, tensors: Sequence[Tensor], device: torch.device, run_elements: int
+) -> Tiles:
+    tile = PROGRAMS[name][0]
+    found = find_tiles(tensors, device, run_elements, tile)
+    if found is None:
+        check_fragment(what, tensors, device)
+        found = make_tiles(tensors, device, run_elements, tile)
+    return found
+
+
+def geometry(name: str, layout: RunLayout) -> dict:
+    """The compile-time shape of a tile."""
+    return {
+        "ROWS": PROGRAMS[name][0] // layout.block_size,
+        "BLOCK_SIZE": layout.block_size,
+        "WIRE": layout.wire,
+        "CODE_BITS": layout.code_bits,
+    }
+
+
+def span_of(tiles_per_run: int, layout: RunLayout, begin: int, end: int) -> tuple[int, tuple]:
+    """Return the number of programs for [begin, end), and the arguments that say where it lies."""
+    first_run = begin // layout.run_elements
+    num_runs = -(-end // layout.run_elements) - first_run if end > begin else 0
+    where = (
+        first_run * tiles_per_run,
+        first_run,
+        tiles_per_run,
+        layout.run_elements,
+        layout.run_bytes,
+        layout.code_offset,
+        end,
+    )
+    return num_runs * tiles_per_run, where
+
+
+def mark_written(tensors: Sequence[Tensor]) -> None:
+    """Autograd must notice that a tensor it saved was written."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)

@@ -1,0 +1,43 @@
+"""Triton's kernels compiled for GPUs that are not there: no spills, no stack, IEEE arithmetic.
+
+`make kernels` compiles every specialisation; here a selection of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_kernels_compile_for_every_target_without_spills() -> None:
+    """In a process of its own: here Triton interprets. The output has the registers of each."""
+    script = Path(__file__).parent / "triton_specialisations.py"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=390, env=environment
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == f"{len(lines) - 1} kernels compiled, 0 at fault"
+    for target in ("sm_80", "sm_90", "gfx942"):
+        compiled = {line.split()[3] for line in lines if line.startswith(target)}
+        assert compiled == {
+            "encode_kernel",
+            "reduce_kernel",
+            "step_kernel",
+            "delayed_kernel",
+            "decode_kernel",
+            "merge_kernel",
+            "norms_kernel",
+            "sum_partials_kernel",
+        }

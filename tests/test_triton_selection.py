@@ -1,0 +1,232 @@
+"""Which implementation runs where; and the tables by which Triton's kernels find the tensors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from codec_cases import DTYPES, fragment, tensors_like
+from hypothesis import given
+from hypothesis import strategies as st
+from test_ops_torch import calls
+
+from diloco_comm import impls, ops, ops_triton
+from diloco_comm.wire import WireFormat
+
+ON_A_GPU = torch.cuda.is_available()
+interpreted = pytest.mark.skipif(ON_A_GPU, reason="Triton is compiled here, not interpreted")
+
+
+def run(program: str) -> str:
+    """Run a program in a process where Triton does not interpret; return what it prints."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_imports_no_triton() -> None:
+    program = "import sys, diloco_comm, diloco_comm.ops; print('triton' in sys.modules)"
+    assert run(program) == "False\n"
+
+
+def test_without_triton_there_is_one_sentence() -> None:
+    """From Python, and from the dispatcher, through which the engine calls."""
+    printed = run(
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from diloco_comm import ops, ops_triton\n"
+        "print(ops.available_impls('cuda'))\n"
+        "x = torch.zeros(4)\n"
+        "for call in (lambda: ops.resolve_impl('', 'cuda'),\n"
+        "             lambda: torch.ops.diloco_comm_triton.merge(x, [x])):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n"
+    )
+    impls_there, *sentences = printed.splitlines()
+    if not ops_triton.has_cuda_kernels():
+        assert impls_there == "()"
+        assert sentences == [ops_triton.NEEDS_TRITON] * 2
+    else:
+        assert impls_there == "('cuda',)"
+        assert sentences == [ops_triton.NEEDS_TRITON]
+
+
+def test_cpu_tensors_need_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    printed = run(
+        "import torch\n"
+        "from diloco_comm import ops\n"
+        "try:\n"
+        "    ops.merge(torch.zeros(4), [torch.zeros(4)], impl='triton')\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    assert printed == (
+        "impl 'triton' runs on CUDA tensors, and on CPU tensors only in Triton's interpreter: "
+        "set TRITON_INTERPRET=1 before Python starts\n"
+    )
+
+
+def test_the_default_on_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
+    monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: False)
+    assert ops.available_impls("cuda") == ("triton",)
+    assert ops.resolve_impl("", "cuda") == "triton"
+    with pytest.raises(ValueError, match=r"impl must be one of triton on cuda tensors.*'cuda'"):
+        ops.resolve_impl("cuda", "cuda")
+    monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: True)
+    assert ops.resolve_impl("", "cuda") == impls.DEFAULT_ON_CUDA[0]
+    assert ops.resolve_impl("triton", "cuda") == "triton"
+    monkeypatch.setattr(ops_triton, "is_installed", lambda: False)
+    assert ops.available_impls("cuda") == ("cuda",)
+
+
+def test_the_environment_means_the_device_that_has_the_implementation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
+    monkeypatch.setenv("DILOCO_COMM_IMPL", "scalar")
+    assert (ops.resolve_impl(), ops.resolve_impl("", "cuda")) == (
+        "scalar",
+        ops.available_impls("cuda")[-1],
+    )
+    monkeypatch.setenv("DILOCO_COMM_IMPL", "triton")
+    assert (ops.resolve_impl(), ops.resolve_impl("", "cuda")) == ("", "triton")
+    monkeypatch.setenv("DILOCO_COMM_IMPL", "sse9")
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ValueError, match="got 'sse9'"):
+            ops.resolve_impl("", device)
+
+
+def test_every_operator_serves_cuda_tensors() -> None:
+    names = [name.removeprefix("diloco_comm::") for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("diloco_comm::")]  # fmt: skip
+    public = {name for name in names if not name.startswith("_")}
+    assert public == set(ops_triton.OPERATORS)
+    for name in public:
+        for namespace in ("diloco_comm", "diloco_comm_triton"):
+            full = f"{namespace}::{name}"
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(full, "CUDA"), full
+
+
+@interpreted
+@pytest.mark.parametrize("name", list(calls()))
+def test_opcheck(name: str) -> None:
+    """Schema, fake tensors, and the dispatcher's way of passing arguments."""
+    pytest.importorskip("triton", reason="needs Triton")
+    args, kwargs = calls(70)[name]
+    kwargs.pop("residual", None)
+    operator = getattr(torch.ops.diloco_comm_triton, name).default
+    if name != "norms":
+        torch.library.opcheck(operator, args, kwargs)
+    operator(*args, **kwargs)
+
+
+# Tables. Their addresses are never read here.
+
+
+def brute_force(tensors: list[torch.Tensor], run_elements: int, tile: int) -> list[tuple]:
+    """Say for each tile which elements of which tensors it has."""
+    owners = [(t, i) for t, tensor in enumerate(tensors) for i in range(tensor.numel())]
+    rows = []
+    for run_begin in range(0, len(owners), run_elements):
+        run = owners[run_begin : run_begin + run_elements]
+        rows += [run[at : at + tile] for at in range(0, run_elements, tile)]
+    return rows
+
+
+@given(data=st.data())
+def test_tiles_say_where_their_elements_lie(data: st.DataObject) -> None:
+    tiles_module = pytest.importorskip("diloco_comm.kernels.tiles", reason="needs Triton")
+    tensors = tensors_like(data.draw(st.integers(0, 300)), data.draw(st.integers(0, 99)))
+    run_elements, tile = data.draw(st.sampled_from([(32, 32), (64, 32), (96, 64), (512, 64)]))
+    rows, segments = tiles_module.build_tiles(tensors, run_elements, tile)
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    numbers = {id(tensor): i for i, tensor in enumerate(filled)}
+    truth = brute_force(tensors, run_elements, tile)
+    assert len(rows) == len(truth)
+    for (where, kind), elements in zip(rows.tolist(), truth, strict=True):
+        touched = list(dict.fromkeys(t for t, _ in elements))
+        first = tensors[touched[0]] if touched else None
+        if kind >= 0:
+            assert len(touched) == 1 and len(elements) == tile and where % 16 == 0
+            assert where == first.data_ptr() + elements[0][1] * first.element_size()
+            assert kind == tiles_module.DTYPES[first.dtype]
+        else:
+            assert -1 - kind == len(touched)
+            assert not touched or where == numbers[id(first)]
+    begin = 0
+    for tensor, row in zip(filled, segments.tolist(), strict=True):
+        number = tiles_module.DTYPES[tensor.dtype]
+        assert row == [begin, begin + tensor.numel(), tensor.data_ptr(), number]
+        begin += tensor.numel()
+
+
+def test_whole_tiles_of_aligned_tensors_are_direct() -> None:
+    """A model of ordinary shapes is read by address, all but the ends of runs."""
+    tiles_module = pytest.importorskip("diloco_comm.kernels.tiles", reason="needs Triton")
+    tensors = [torch.zeros(4096 * n, dtype=DTYPES[n % 3]) for n in range(1, 7)]
+    rows, _ = tiles_module.build_tiles(tensors, 4096 * 7, 2048)
+    assert (rows[:, 1] >= 0).all()
+
+
+@interpreted
+def test_tables_are_made_once_and_again_when_tensors_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles_module = pytest.importorskip("diloco_comm.kernels.tiles", reason="needs Triton")
+    made = []
+    real = tiles_module.build_tiles
+    monkeypatch.setattr(tiles_module, "build_tiles", lambda *args: made.append(1) or real(*args))
+    outer, params = torch.arange(40.0), [torch.zeros(20), torch.zeros(4, 5)]
+    for _ in range(3):
+        ops.merge(outer, params, impl="triton")
+    assert len(made) == 1
+    params[1] = torch.zeros(5, 4).t()  # elsewhere, or the same place in another order
+    ops.merge(outer, params, impl="triton")
+    assert len(made) == 2
+    assert torch.equal(params[1], torch.arange(20.0, 40.0).view(5, 4).t())
+    shorter = [params[0][:10], params[1]]  # the same addresses
+    ops.merge(outer[10:], shorter, impl="triton")
+    assert len(made) == 3 and torch.equal(params[0][:10], torch.arange(10.0, 20.0))
+
+
+@interpreted
+def test_old_tables_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles_module = pytest.importorskip("diloco_comm.kernels.tiles", reason="needs Triton")
+    monkeypatch.setattr(tiles_module, "MAX_TABLES", 3)
+    outer, params = torch.arange(20.0), [[torch.zeros(20)] for _ in range(5)]
+    for each in params:
+        ops.merge(outer, each, impl="triton")
+    assert len(tiles_module._tables) == 3
+    assert all(torch.equal(each[0], outer) for each in params)
+
+
+def test_a_capture_of_tensors_never_met_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles_module = pytest.importorskip("diloco_comm.kernels.tiles", reason="needs Triton")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="call them once before the capture"):
+        tiles_module.make_tiles([torch.zeros(4)], torch.device("cuda", 0), 32, 32)
+
+
+@interpreted
+def test_one_launch_whatever_the_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = pytest.importorskip("diloco_comm.kernels.operators", reason="needs Triton")
+    launched = []
+    monkeypatch.setattr(operators, "launch", lambda *args, **meta: launched.append(args[1]))
+    case = fragment(9000, WireFormat("int8", 32), num_runs=4)
+    params = [torch.zeros(30) for _ in range(300)]
+    payload, run = case.payload(), case.layout.run_elements
+    for begin in (0, run, 2 * run):  # chunks
+        ops.encode(case.outer, params, payload, begin, begin + run, *case.form, impl="triton")
+    ops.decode([payload], [1.0], params, 0, 9000, *case.form, impl="triton")
+    assert len(launched) == 4

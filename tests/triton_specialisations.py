@@ -1,0 +1,367 @@
+"""Compile Triton's kernels for GPUs that are not there, and look for spills and wrong arithmetic.
+
+The specialisations are those of real calls: the operators are called with CPU tensors, and what
+they would launch is recorded instead. Run it without TRITON_INTERPRET:
+
+    python tests/triton_specialisations.py [--all]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from diloco_comm.kernels import launching, operators
+from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+N = 1 << 16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+POINTERS = {
+    FP32: "*fp32",
+    BF16: "*bf16",
+    torch.float64: "*fp64",
+    torch.uint8: "*u8",
+    torch.int64: "*i64",
+}
+
+
+@dataclass
+class Launch:
+    """A kernel and the arguments that an operator launches it with."""
+
+    label: str
+    operator: str
+    kernel: Any
+    args: tuple
+    meta: dict
+
+
+_recorded: list[Launch] = []
+
+
+def _record(name: str, kernel: Any, num_programs: int, device: object, *args, **meta) -> None:
+    _recorded.append(Launch("", name, kernel, args, meta))
+
+
+def launches(label: str, name: str, *args, **kwargs) -> Iterator[Launch]:
+    """Yield what one call of an operator launches."""
+    operators.launch, real = _record, operators.launch
+    _recorded.clear()
+    try:
+        getattr(operators, name)(*args, **kwargs)
+    finally:
+        operators.launch = real
+    for launch in _recorded:
+        launch.label = f"{launch.kernel.__name__.strip('_')} {label}"
+        yield launch
+
+
+def _parameters(*dtypes: torch.dtype) -> list[Tensor]:
+    parts = torch.zeros(N).tensor_split(len(dtypes))
+    return [part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+
+class Cases:
+    """Calls of every operator with one wire and block size."""
+
+    def __init__(self, wire: str, block_size: int) -> None:
+        layout = Layout.plan(N, 1, 1, WireFormat(wire, block_size))
+        self.name = f"{wire}/{block_size}"
+        self.form = (layout.run_elements, wire, block_size)
+        self.payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
+        self.outer, self.momentum, self.second = torch.zeros(3, N)
+        self.count = torch.zeros(1, dtype=torch.int64)
+
+    def encode(
+        self,
+        *dtypes: torch.dtype,
+        stochastic: bool = False,
+        residual: torch.dtype | None = None,
+        with_outer: bool = True,
+    ) -> Iterator[Launch]:
+        params = _parameters(*(dtypes or (FP32,)))
+        options: dict[str, Any] = {"stochastic": stochastic, "rng_key": 1 << 40}
+        if residual is not None:
+            error = torch.zeros(N, dtype=residual)
+            options.update(residual=error, new_residual=error)
+        label = f"{self.name} {_names(dtypes)} {stochastic=} {residual=} {with_outer=}"
+        yield from launches(
+            label, "encode", self.outer if with_outer else None, params, self.payload, 0, N,
+            *self.form, nonfinite=self.count, **options,
+        )  # fmt: skip
+
+    def reduce(
+        self, num_ranks: int, stochastic: bool = False, residual: torch.dtype | None = None
+    ) -> Iterator[Launch]:
+        error = None if residual is None else torch.zeros(N, dtype=residual)
+        received = self.payload.repeat(num_ranks)
+        yield from launches(
+            f"{self.name} {num_ranks=} {stochastic=} {residual=}", "reduce",
+            received, self.payload, [1.0] * num_ranks, N, *self.form, stochastic, 1 << 40, 0,
+            error, error, self.count,
+        )  # fmt: skip
+
+    def step(
+        self, optimizer: str, *dtypes: torch.dtype, terms: int = 1, alpha: float = 0.0
+    ) -> Iterator[Launch]:
+        params = _parameters(*(dtypes or (FP32,)))
+        span = ([self.payload] * terms, [1.0] * terms, 0, N, *self.form)
+        label = f"{self.name} {optimizer} {_names(dtypes)} {terms=} {alpha=}"
+        if optimizer == "adam":
+            yield from launches(
+                label, "outer_step_adam", self.outer, self.momentum, self.second, params, *span,
+                lr=0.3, beta1=0.9, beta2=0.95, eps=0.1, step=1, alpha=alpha, verdict=self.count,
+            )  # fmt: skip
+        else:
+            yield from launches(
+                label, "outer_step", self.outer, self.momentum, params, *span, optimizer,
+                lr=0.7, mu=0.9, alpha=alpha, verdict=self.count,
+            )  # fmt: skip
+
+    def delayed(self, first: bool, last: bool, behind: float = 0.0) -> Iterator[Launch]:
+        yield from launches(
+            f"{self.name} {first=} {last=} {behind=}", "outer_step_delayed",
+            self.outer, self.momentum, self.second, [self.payload], [1.0], 0, N, *self.form,
+            lr=0.7, mu=0.9, ahead=0.5, behind=behind, first=first, last=last, verdict=self.count,
+        )  # fmt: skip
+
+    def decode(self, *dtypes: torch.dtype, terms: int = 1) -> Iterator[Launch]:
+        outs = _parameters(*(dtypes or (FP32,)))
+        yield from launches(
+            f"{self.name} {_names(dtypes)} {terms=}", "decode",
+            [self.payload] * terms, [1.0] * terms, outs, 0, N, *self.form,
+        )  # fmt: skip
+
+    def plain(self, *dtypes: torch.dtype, alpha: float = 0.0) -> Iterator[Launch]:
+        params = _parameters(*(dtypes or (FP32,)))
+        label = _names(dtypes)
+        yield from launches(f"{label} {alpha=}", "merge", self.outer, params, alpha)
+        out = torch.zeros(2, dtype=torch.float64)
+        yield from launches(label, "norms", self.outer, params, out)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes or (FP32,))
+
+
+def representative() -> Iterator[Launch]:
+    """The defaults of every operator, and each of their options once."""
+    case = Cases("int8", 256)
+    yield from case.encode()
+    yield from case.encode(FP32, BF16, FP16, stochastic=True, residual=FP32)
+    yield from case.reduce(4)
+    yield from case.step("nesterov")
+    yield from case.step("nesterov", FP32, BF16, FP16, terms=3, alpha=0.5)
+    yield from case.step("adam", BF16)
+    yield from case.delayed(False, True, behind=0.1)
+    yield from case.decode()
+    yield from case.plain(FP32, BF16, FP16, alpha=0.5)
+    yield from Cases("int4", 256).encode(BF16)
+    yield from Cases("e3m0", 32).encode(stochastic=True)
+    yield from Cases("fp8_e4m3", 1024).encode(residual=BF16)
+    yield from Cases("fp16", 64).step("heavy_ball", FP16)
+    yield from Cases("fp8_e5m2", 128).reduce(9)
+
+
+def everything() -> Iterator[Launch]:
+    """Every wire with every block size and rounding, and every option of every operator."""
+    for wire in WIRES:
+        for block_size in BLOCK_SIZES:
+            case = Cases(wire, block_size)
+            yield from case.encode()
+            yield from case.encode(FP32, BF16, FP16, stochastic=True, residual=FP32)
+            yield from case.reduce(4)
+            yield from case.step("nesterov", FP32, BF16, FP16, terms=3, alpha=0.5)
+        case = Cases(wire, 256)
+        yield from case.encode(stochastic=True)
+        yield from case.reduce(9, stochastic=True, residual=BF16)
+        yield from case.step("nesterov")
+        yield from case.step("adam", BF16)
+        yield from case.decode()
+        yield from case.delayed(False, False)
+        yield from case.delayed(False, True)
+    yield from _all_dtypes(Cases("int8", 256))
+    case = Cases("int4", 256)
+    for count in range(2, 10):
+        yield from case.reduce(count, residual=FP32)
+        yield from case.step("nesterov", terms=count)
+        yield from case.decode(BF16, terms=count)
+    for first in (False, True):
+        yield from case.delayed(first, True, behind=0.1)
+
+
+def _all_dtypes(case: Cases) -> Iterator[Launch]:
+    for count in (1, 2, 3):
+        for dtypes in combinations((FP32, BF16, FP16), count):
+            yield from case.encode(*dtypes, residual=BF16)
+            yield from case.encode(*dtypes, with_outer=False)
+            for optimizer in ("sgd", "heavy_ball", "nesterov", "adam"):
+                yield from case.step(optimizer, *dtypes, alpha=0.5 * (optimizer != "sgd"))
+            for alpha in (0.0, 0.5):
+                yield from case.plain(*dtypes, alpha=alpha)
+
+
+def _specialise(value: Any, path: tuple, varies: bool, constants: dict, attributes: dict) -> Any:
+    """Return the type of one argument as Triton's launcher would; note constants and alignment."""
+    if isinstance(value, tuple):
+        parts = enumerate(value)
+        return tuple(_specialise(v, (*path, i), varies, constants, attributes) for i, v in parts)
+    if value is None:
+        constants[path] = None
+        return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
+    if not varies and (value.data_ptr() if isinstance(value, Tensor) else value) % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def compile_for(launch: Launch, target: GPUTarget) -> Any:
+    """Compile what was recorded, with the options of ``operators.launch``."""
+    signature: dict[str, Any] = {}
+    constants: dict[tuple, Any] = {}
+    attributes: dict[tuple, Any] = {}
+    for i, parameter in enumerate(launch.kernel.params):
+        if i < len(launch.args):
+            varies = parameter.do_not_specialize
+            signature[parameter.name] = _specialise(
+                launch.args[i], (i,), varies, constants, attributes
+            )
+        else:
+            signature[parameter.name] = "constexpr"
+            constants[i,] = launch.meta[parameter.name]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {
+        "num_warps": launching.PROGRAMS[launch.operator][1],
+        "enable_fp_fusion": False,
+    }
+    return triton.compile(source, target=target, options=options)
+
+
+@dataclass
+class Report:
+    """What the assembler says about one compiled kernel."""
+
+    label: str
+    target: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    faults: list[str]
+
+    def __str__(self) -> str:
+        faults = "".join(f"  FAULT: {fault}" for fault in self.faults)
+        return f"{self.target:8}{self.registers:4} registers  {self.label}{faults}"
+
+
+def _numbers(pattern: str, text: str) -> list[int]:
+    return [int(number) for number in re.findall(pattern, text)]
+
+
+def _nvidia(label: str, name: str, ptx: str) -> Report:
+    ptxas = get_ptxas(TARGETS[name].arch).path
+    (architecture,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        arguments = [
+            "-v",
+            "--fmad=false",
+            f"--gpu-name={architecture}",
+            str(source),
+            "-o",
+            "/dev/null",
+        ]
+        done = subprocess.run([ptxas, *arguments], capture_output=True, text=True, check=True)
+    said = done.stderr + done.stdout
+    (registers,) = _numbers(r"Used (\d+) registers", said)
+    (stack,) = _numbers(r"(\d+) bytes stack frame", said)
+    spills = sum(_numbers(r"(\d+) bytes spill", said))
+    faults = []
+    if ".ftz" in ptx:
+        faults.append("flushes sub-normals")
+    if re.search(r"\bfma\.rn\.f(32|64)", ptx):
+        faults.append("contracts a product and a sum")
+    if re.search(r"\b(div\.full|div\.approx|sqrt\.approx|rcp\.approx)", ptx):
+        faults.append("approximates a division or a root")
+    return Report(label, name, registers, spills, stack, faults)
+
+
+def _amd(label: str, name: str, text: str) -> Report:
+    """The notes that the assembler leaves in the text."""
+    (registers,) = _numbers(r"\.vgpr_count:\s+(\d+)", text)
+    spills = sum(_numbers(r"\.[sv]gpr_spill_count:\s+(\d+)", text))
+    (stack,) = _numbers(r"\.private_segment_fixed_size:\s+(\d+)", text)
+    faults = []
+    # A division is made of fused steps; where there is none, nothing may be fused.
+    if "v_div_fixup" not in text and re.search(r"\bv_(pk_)?(fma|fmac|mad)_f(32|64)", text):
+        faults.append("contracts a product and a sum")
+    return Report(label, name, registers, spills, stack, faults)
+
+
+def examine(launch: Launch, target: str) -> Report:
+    """Compile one launch for one target and look at the code."""
+    compiled = compile_for(launch, TARGETS[target])
+    if "ptx" in compiled.asm:
+        report = _nvidia(launch.label, target, compiled.asm["ptx"])
+    else:
+        report = _amd(launch.label, target, compiled.asm["amdgcn"])
+    if report.spill_bytes:
+        report.faults.append(f"spills {report.spill_bytes}")
+    if report.stack_bytes:
+        report.faults.append(f"keeps {report.stack_bytes} bytes of stack")
+    return report
+
+
+def _examine_slice(choice: str, part: int, parts: int) -> list[Report]:
+    """Kernels cannot be sent to another process: each records the launches again."""
+    chosen = {"all": everything, "representative": representative}[choice]()
+    work = [(launch, target) for launch in chosen for target in TARGETS]
+    return [examine(launch, target) for launch, target in work[part::parts]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every specialisation, not a selection")
+    parser.add_argument("--jobs", type=int, default=1)
+    arguments = parser.parse_args()
+    choice = "all" if arguments.all else "representative"
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        # More parts than processes, so that none waits long for the others and progress is seen.
+        parts = 32 if arguments.all else arguments.jobs
+        futures = [pool.submit(_examine_slice, choice, part, parts) for part in range(parts)]
+        reports = []
+        for future in futures:
+            for report in future.result():
+                print(report, flush=True)
+                reports.append(report)
+    faulty = [report for report in reports if report.faults]
+    print(f"{len(reports)} kernels compiled, {len(faulty)} at fault")
+    return 1 if faulty or not reports else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
