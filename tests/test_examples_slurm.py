@@ -1,0 +1,108 @@
+"""The batch scripts parse, and do what they say with stand-ins for srun and nsys."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+SLURM = ROOT / "examples" / "slurm"
+
+
+def stand_in(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    python = Path(sys.executable).parent
+    return os.environ | {"PATH": f"{folder}:{python}:{os.environ['PATH']}"} | variables
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in SLURM.iterdir() if ".s" in p.name))
+def test_the_scripts_parse(script: str) -> None:
+    assert subprocess.run(["bash", "-n", str(SLURM / script)]).returncode == 0
+
+
+def test_each_replica_is_a_job_of_its_own(tmp_path: Path) -> None:
+    stand_in(tmp_path, "srun", 'exec "$@"')
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
+    jobs = [
+        subprocess.Popen(
+            ["bash", str(SLURM / "replica.sbatch")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment(
+                tmp_path,
+                STORE=f"tcp://127.0.0.1:{store.port}",
+                REPLICA=str(replica),
+                REPLICAS="2",
+                GLOO_SOCKET_IFNAME="lo",
+                SLURM_NTASKS="1",
+            ),
+        )
+        for replica in range(2)
+    ]
+    hashes = set()
+    for replica, job in enumerate(jobs):
+        output, errors = job.communicate(timeout=100)
+        assert job.returncode == 0, errors
+        found = re.fullmatch(rf"replica {replica}: loss (\d\.\d{{3}})  (\w{{16}})\n", output)
+        assert found is not None, output
+        # The sum of eight standard normal numbers has variance 8.
+        assert float(found[1]) < 1.0
+        hashes.add(found[2])
+    assert len(hashes) == 1
+
+
+def test_a_job_without_its_variables_says_which(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["bash", str(SLURM / "replica.sbatch")], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ended.returncode != 0
+    assert "STORE: the address that diloco-comm store printed" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "3"}, "nsys --output=profiles/rank-3 work"),
+        ({"SLURM_PROCID": "2"}, "nsys --output=profiles/rank-2 work"),
+        ({"RANK": "8", "DILOCO_PROFILE_RANKS": "0,8"}, "nsys --output=profiles/rank-8 work"),
+        ({"RANK": "1", "DILOCO_PROFILE_RANKS": "0,10"}, "work"),
+    ],
+)
+def test_a_profile_for_each_rank(variables: dict[str, str], expected: str, tmp_path: Path) -> None:
+    stand_in(tmp_path, "nsys", 'for last in "$@"; do :; done; echo nsys "${@: -2:1}" "$last"')
+    stand_in(tmp_path, "work", "echo work")
+    command = ["bash", str(SLURM / "profile_rank.sh"), "work"]
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(tmp_path, **variables),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == expected.split()
+
+
+def test_without_nsys_the_command_runs(tmp_path: Path) -> None:
+    stand_in(tmp_path, "work", "echo work")
+    command = ["bash", str(SLURM / "profile_rank.sh"), "work"]
+    bare = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RANK": "0"}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=bare)
+    assert ended.stdout == "work\n"
+    assert ended.stderr == "profile_rank.sh: nsys is not installed, running rank 0 without it\n"
