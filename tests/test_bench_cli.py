@@ -170,15 +170,23 @@ def test_misuse_is_one_sentence(
     assert len(said.splitlines()) == 1
 
 
-def test_help_has_the_examples() -> None:
-    for command, example in (
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [
         ("exchange", "diloco-comm bench exchange -g 2 -b 1M -e 64M"),
         ("ops", "diloco-comm bench ops --size 256M"),
         ("outer-step", "diloco-comm bench outer-step -g 2 --params 25e6"),
         ("tune", "diloco-comm bench tune -g 2 --emulate-link 1,20"),
-    ):
-        text = " ".join(cli(command, "--help", COLUMNS="200").stdout.split())
-        assert example in text
+    ],
+)
+def test_help_has_the_examples(
+    command: str, example: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diloco_comm.tools.app import app
+
+    monkeypatch.setenv("COLUMNS", "200")
+    app(["bench", command, "--help"], standalone_mode=False)
+    assert example in " ".join(capsys.readouterr().out.split())
 
 
 # ----------------------------------------------------------------------------- ops, outer-step

@@ -122,15 +122,21 @@ def hf_refusals(rank: int, world: int, folder: Path) -> list[str]:
         with pytest.raises(ValueError) as error:
             DiLoCoCallback(sync_every=4).on_train_begin(args, state, **given)
         said.append(str(error.value))
-    return said
+    args = TrainingArguments(output_dir=str(folder))
+    # The library itself need not be there to be refused.
+    args.deepspeed = "zero.json"
+    with pytest.raises(ValueError) as error:
+        DiLoCoCallback(sync_every=4).on_train_begin(args, TrainerState(), **given)
+    return [*said, str(error.value)]
 
 
 @needs("transformers")
 def test_hugging_face_refusals(replicas: Callable[[int], Pool], tmp_path: Path) -> None:
-    [(missing, best)] = replicas(1).run(hf_refusals, tmp_path)
+    [(missing, best, deepspeed)] = replicas(1).run(hf_refusals, tmp_path)
     file = tmp_path / "checkpoint-3" / "diloco.pt"
     assert missing.startswith(f"training goes on from a checkpoint, but {file} is not there")
     assert best.startswith("load_best_model_at_end=True would put one replica's local parameters")
+    assert deepspeed.startswith("under DeepSpeed the optimizer steps inside backward()")
 
 
 # ------------------------------------------------------------------------------------ accelerate

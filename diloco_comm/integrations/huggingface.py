@@ -62,6 +62,11 @@ class DiLoCoCallback(TrainerCallback):
                 "load_best_model_at_end=True would put one replica's local parameters in the place "
                 "of the shared ones: set it to False"
             )
+        if args.deepspeed:
+            raise ValueError(
+                "under DeepSpeed the optimizer steps inside backward(), where no hook runs: use "
+                "FSDP2 or DDP inside a replica"
+            )
         if self.diloco is not None:
             self.diloco.close()
         saved = None
