@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,11 @@ def cli(*arguments: str, status: int = 0, **environment: str) -> subprocess.Comp
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Any:
+def ranks(zygote: Zygote) -> Iterator[Callable[[int], Pool]]:
     """Forked processes that a test gives a command line, as a launcher would."""
-    zygote = Zygote(["typer", "diloco_comm.tools.app"])
     crew = Crew(zygote)
     yield lambda world: crew.pool(world, init_group=False)
     crew.close()
-    zygote.close()
 
 
 def run_rank(
