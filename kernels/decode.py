@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .payload import tile_offsets
 from .terms import sum_of_terms
-from .tiles import load_tile, store_tile
+from .tiles import find_tile, load_tile, store_tile
 
 # These change from call to call: a kernel must not be compiled again for a value that 16 divides.
 SPAN_VARYING = ["num_terms", "first_tile", "first_run", "tiles_per_run", "end"]
@@ -104,12 +104,12 @@ def _decode_kernel(
     DTYPE_SET: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    row = tiles_ptr + (first_tile.to(tl.int64) + pid) * 2
-    where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
     run = first_run.to(tl.int64) + pid // tiles_per_run
     start = (pid % tiles_per_run).to(tl.int64) * (ROWS * BLOCK_SIZE)
     element = run * run_elements + start
     count = tl.minimum(run_elements - start, end - element)
+    place = first_tile.to(tl.int64) + pid
+    where, kind = find_tile(tiles_ptr, place, count, ROWS * BLOCK_SIZE, DTYPE_SET)
     if kind >= 0:
         _decode_tile(
             payloads, coefficients, terms_ptr, num_terms, where, kind, segments_ptr,
@@ -165,10 +165,9 @@ def _merge_kernel(
     DTYPE_SET: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
-    row = tiles_ptr + pid * 2
-    where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
     element = pid * (ROWS * BLOCK_SIZE)
     count = end - element
+    where, kind = find_tile(tiles_ptr, pid, count, ROWS * BLOCK_SIZE, DTYPE_SET)
     if kind >= 0:
         _merge_tile(
             outer_ptr, where, kind, segments_ptr, element, count, alpha, one_minus_alpha,

@@ -5,38 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import bf16_bits
 from .payload import store_values, tile_offsets
 from .terms import sum_of_terms
-from .tiles import load_tile
+from .tiles import find_tile, load_any, load_tile, store_any
 
 # These change from call to call: a kernel must not be compiled again for a value that 16 divides.
 _ENCODE_VARYING = ["first_tile", "first_run", "tiles_per_run", "end", "key"]
 _REDUCE_VARYING = ["num_terms", "num_elements", "key", "element_begin"]
-
-
-@triton.jit
-def _load_residual(pointer, offsets, mask, FULL: tl.constexpr):
-    """Load fp32 or bf16 as fp32."""
-    if pointer.dtype.element_ty == tl.bfloat16:
-        pointer = pointer.to(tl.pointer_type(tl.uint16))
-        raw = tl.load(pointer + offsets) if FULL else tl.load(pointer + offsets, mask, other=0)
-        value = (raw.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        value = tl.load(pointer + offsets) if FULL else tl.load(pointer + offsets, mask, other=0)
-    return value
-
-
-@triton.jit
-def _store_residual(pointer, offsets, value, mask, FULL: tl.constexpr):
-    """Store fp32 as fp32 or, rounded to nearest, as bf16."""
-    if pointer.dtype.element_ty == tl.bfloat16:
-        pointer = pointer.to(tl.pointer_type(tl.uint16))
-        value = bf16_bits(value).to(tl.uint16)
-    if FULL:
-        tl.store(pointer + offsets, value)
-    else:
-        tl.store(pointer + offsets, value, mask=mask)
 
 
 @triton.jit
@@ -64,13 +39,13 @@ def _encode_tile(
     offsets = tile_offsets(ROWS, BLOCK_SIZE)
     mask = offsets < count
     if residual_ptr is not None:
-        x = x + _load_residual(residual_ptr + at, offsets, mask, FULL)
+        x = x + load_any(residual_ptr + at, offsets, mask, FULL)
     value = store_values(
         x, run_ptr, code_offset, start, count, element, key, nonfinite_ptr,
         ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, FULL,
     )  # fmt: skip
     if new_residual_ptr is not None:
-        _store_residual(new_residual_ptr + at, offsets, x - value, mask, FULL)
+        store_any(new_residual_ptr + at, offsets, x - value, mask, FULL)
 
 
 @triton.jit
@@ -141,12 +116,12 @@ def _encode_kernel(
     DTYPE_SET: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    row = tiles_ptr + (first_tile.to(tl.int64) + pid) * 2
-    where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
     run = first_run.to(tl.int64) + pid // tiles_per_run
     start = (pid % tiles_per_run).to(tl.int64) * (ROWS * BLOCK_SIZE)
     element = run * run_elements + start
     count = tl.minimum(run_elements - start, end - element)
+    place = first_tile.to(tl.int64) + pid
+    where, kind = find_tile(tiles_ptr, place, count, ROWS * BLOCK_SIZE, DTYPE_SET)
     run_ptr = payload_ptr + run * run_bytes
     if kind >= 0:
         _encode_params(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .checks import RunLayout, check_fragment
 from .norms import TILE as NORM_TILE
-from .tiles import Tiles, find_tiles, make_tiles
+from .tables import Tiles, find_tiles, lone_tensor, make_tiles
 
 # Elements of a tile (a multiple of the largest block) and warps of its program. The aim is eight
 # elements a thread: one warp then has a block of 256, and loads 16 bytes at a time even of bf16.
@@ -45,11 +45,13 @@ def _on(device: torch.device) -> AbstractContextManager:
 def tiles_of(
     name: str, what: str, tensors: Sequence[Tensor], device: torch.device, run_elements: int
 ) -> Tiles:
+    """Return where an operator's tensors lie, checked when they were not met before."""
     tile = PROGRAMS[name][0]
-    found = find_tiles(tensors, device, run_elements, tile)
+    lone = lone_tensor(tensors, run_elements, tile)
+    found = None if lone else find_tiles(tensors, device, run_elements, tile)
     if found is None:
         check_fragment(what, tensors, device)
-        found = make_tiles(tensors, device, run_elements, tile)
+        found = lone or make_tiles(tensors, device, run_elements, tile)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import _load_at
+from .tiles import find_tile, load_any, load_at
 
 TILE = 65536  # elements whose squares one program sums
 LANES = 16  # partial sums of a tile: element i goes to lane i mod 16
@@ -31,7 +31,10 @@ def _add_squares(
         place = row * LANES + lanes
         mask = (place >= first) & (place < last)
         index = element + place
-        x = _load_at(address, dtype, index - begin, mask, DTYPE_SET, False)
+        if DTYPE_SET == 0:
+            x = load_any(address + element, place, mask, False)
+        else:
+            x = load_at(address, dtype, index - begin, mask, DTYPE_SET, False)
         if outer_ptr is not None:
             x = tl.load(outer_ptr + index, mask=mask, other=0.0) - x
         bad = ((x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) > 0x7E800000) & mask
@@ -57,12 +60,16 @@ def _norms_kernel(
     DTYPE_SET: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
-    row = tiles_ptr + pid * 2
-    where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
     element = pid * TILE
+    where, kind = find_tile(tiles_ptr, pid, end - element, TILE, DTYPE_SET)
     total = tl.zeros([LANES], tl.float64)
     num_bad = tl.zeros([LANES], tl.int32)
-    if kind >= 0:
+    if DTYPE_SET == 0:
+        last = tl.minimum(end - element, TILE).to(tl.int32)
+        total, num_bad = _add_squares(
+            total, num_bad, outer_ptr, segments_ptr, 0, 0, 0, last, element, LANES, DTYPE_SET
+        )
+    elif kind >= 0:
         total, num_bad = _add_squares(
             total, num_bad, outer_ptr, where, kind, element, 0, TILE, element, LANES, DTYPE_SET
         )

@@ -8,6 +8,7 @@ import triton.language as tl
 from .decode import SPAN_VARYING, load_flat, store_flat, store_merged
 from .payload import tile_offsets
 from .terms import sum_of_terms
+from .tiles import find_tile
 
 
 @triton.jit
@@ -128,12 +129,12 @@ def _step_kernel(
         if tl.load(verdict_ptr) != 0:
             return
     pid = tl.program_id(0)
-    row = tiles_ptr + (first_tile.to(tl.int64) + pid) * 2
-    where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
     run = first_run.to(tl.int64) + pid // tiles_per_run
     start = (pid % tiles_per_run).to(tl.int64) * (ROWS * BLOCK_SIZE)
     element = run * run_elements + start
     count = tl.minimum(run_elements - start, end - element)
+    place = first_tile.to(tl.int64) + pid
+    where, kind = find_tile(tiles_ptr, place, count, ROWS * BLOCK_SIZE, DTYPE_SET)
     if kind >= 0:
         _step_tile(
             outer_ptr, momentum_ptr, second_ptr, where, kind, segments_ptr, payloads, coefficients,

@@ -98,6 +98,11 @@ def make_terms(payloads: Sequence[Tensor], coefficients: Sequence[float]) -> Ter
     if len(payloads) <= MAX_INLINE:
         return Terms(tuple(payloads), factors, None, len(payloads))
     device = payloads[0].device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"a CUDA graph can hold at most {MAX_INLINE} payloads in one operator, got "
+            f"{len(payloads)}"
+        )
     table = torch.empty(len(factors), 2, dtype=torch.int64, pin_memory=device.type == "cuda")
     table[:, 0] = torch.tensor([payload.data_ptr() for payload in payloads])
     table[:, 1] = torch.tensor(factors, dtype=torch.float32).view(torch.int32)

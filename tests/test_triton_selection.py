@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from codec_cases import DTYPES, fragment, tensors_like
+from codec_cases import DTYPES, assert_same, fragment, tensors_like
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ops_torch import calls
@@ -148,10 +148,10 @@ def brute_force(tensors: list[torch.Tensor], run_elements: int, tile: int) -> li
 
 @given(data=st.data())
 def test_tiles_say_where_their_elements_lie(data: st.DataObject) -> None:
-    tiles_module = pytest.importorskip("diloco_comm.kernels.tiles", reason="needs Triton")
+    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
     tensors = tensors_like(data.draw(st.integers(0, 300)), data.draw(st.integers(0, 99)))
     run_elements, tile = data.draw(st.sampled_from([(32, 32), (64, 32), (96, 64), (512, 64)]))
-    rows, segments = tiles_module.build_tiles(tensors, run_elements, tile)
+    rows, segments = tables.build_tiles(tensors, run_elements, tile)
     filled = [tensor for tensor in tensors if tensor.numel()]
     numbers = {id(tensor): i for i, tensor in enumerate(filled)}
     truth = brute_force(tensors, run_elements, tile)
@@ -162,31 +162,31 @@ def test_tiles_say_where_their_elements_lie(data: st.DataObject) -> None:
         if kind >= 0:
             assert len(touched) == 1 and len(elements) == tile and where % 16 == 0
             assert where == first.data_ptr() + elements[0][1] * first.element_size()
-            assert kind == tiles_module.DTYPES[first.dtype]
+            assert kind == tables.DTYPES[first.dtype]
         else:
             assert -1 - kind == len(touched)
             assert not touched or where == numbers[id(first)]
     begin = 0
     for tensor, row in zip(filled, segments.tolist(), strict=True):
-        number = tiles_module.DTYPES[tensor.dtype]
+        number = tables.DTYPES[tensor.dtype]
         assert row == [begin, begin + tensor.numel(), tensor.data_ptr(), number]
         begin += tensor.numel()
 
 
 def test_whole_tiles_of_aligned_tensors_are_direct() -> None:
     """A model of ordinary shapes is read by address, all but the ends of runs."""
-    tiles_module = pytest.importorskip("diloco_comm.kernels.tiles", reason="needs Triton")
+    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
     tensors = [torch.zeros(4096 * n, dtype=DTYPES[n % 3]) for n in range(1, 7)]
-    rows, _ = tiles_module.build_tiles(tensors, 4096 * 7, 2048)
+    rows, _ = tables.build_tiles(tensors, 4096 * 7, 2048)
     assert (rows[:, 1] >= 0).all()
 
 
 @interpreted
 def test_tables_are_made_once_and_again_when_tensors_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles_module = pytest.importorskip("diloco_comm.kernels.tiles", reason="needs Triton")
+    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
     made = []
-    real = tiles_module.build_tiles
-    monkeypatch.setattr(tiles_module, "build_tiles", lambda *args: made.append(1) or real(*args))
+    real = tables.build_tiles
+    monkeypatch.setattr(tables, "build_tiles", lambda *args: made.append(1) or real(*args))
     outer, params = torch.arange(40.0), [torch.zeros(20), torch.zeros(4, 5)]
     for _ in range(3):
         ops.merge(outer, params, impl="triton")
@@ -202,20 +202,45 @@ def test_tables_are_made_once_and_again_when_tensors_move(monkeypatch: pytest.Mo
 
 @interpreted
 def test_old_tables_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles_module = pytest.importorskip("diloco_comm.kernels.tiles", reason="needs Triton")
-    monkeypatch.setattr(tiles_module, "MAX_TABLES", 3)
-    outer, params = torch.arange(20.0), [[torch.zeros(20)] for _ in range(5)]
+    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
+    # A row of a tile and two of segments for each fragment.
+    monkeypatch.setattr(tables, "MAX_TABLE_BYTES", 3 * 8 * (2 + 2 * 4))
+    outer = torch.arange(20.0)
+    params = [list(torch.zeros(20).split(10)) for _ in range(5)]
     for each in params:
         ops.merge(outer, each, impl="triton")
-    assert len(tiles_module._tables) == 3
-    assert all(torch.equal(each[0], outer) for each in params)
+    assert len(tables._tables) == 3
+    assert all(torch.equal(torch.cat(each), outer) for each in params)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_lone_tensor_needs_no_tables(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh buffers are decoded into in every round: none may make the host wait for a copy."""
+    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
+    monkeypatch.setattr(tables, "make_tiles", None)
+    monkeypatch.setattr(tables, "find_tiles", None)
+    case = fragment(5000, WireFormat("int8", 256), num_runs=2)
+    params = [torch.linspace(-1, 1, 5000).to(dtype).view(50, 100).t()]
+    results = []
+    for impl in ("triton", "reference"):
+        own, payload = [params[0].clone()], case.payload()
+        out, norm = [torch.zeros(100, 50, dtype=dtype)], torch.zeros(2, dtype=torch.float64)
+        ops.encode(case.outer, own, payload, 0, 5000, *case.form, impl=impl)
+        terms = ([payload], [1.0], 0, 5000, *case.form)
+        ops.outer_step(case.outer.clone(), None, own, *terms, "sgd", 0.5, alpha=0.5, impl=impl)
+        ops.decode([payload], [0.5], out, *terms[2:], impl=impl)
+        ops.norms(case.outer[:300], [own[0].flatten()[:300]], norm, impl=impl)
+        results.append((payload, own[0], out[0], norm))
+    for actual, expected in zip(*results, strict=True):
+        assert_same(actual, expected, f"triton with one {dtype} tensor")
 
 
 def test_a_capture_of_tensors_never_met_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles_module = pytest.importorskip("diloco_comm.kernels.tiles", reason="needs Triton")
+    tables = pytest.importorskip("diloco_comm.kernels.tables", reason="needs Triton")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="call them once before the capture"):
-        tiles_module.make_tiles([torch.zeros(4)], torch.device("cuda", 0), 32, 32)
+        tables.make_tiles([torch.zeros(4)], torch.device("cuda", 0), 32, 32)
 
 
 @interpreted

@@ -40,6 +40,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 POINTERS = {
     FP32: "*fp32",
     BF16: "*bf16",
+    FP16: "*fp16",
     torch.float64: "*fp64",
     torch.uint8: "*u8",
     torch.int64: "*i64",
@@ -78,6 +79,7 @@ def launches(label: str, name: str, *args, **kwargs) -> Iterator[Launch]:
 
 
 def _parameters(*dtypes: torch.dtype) -> list[Tensor]:
+    """One tensor needs no tables; two of one dtype do."""
     parts = torch.zeros(N).tensor_split(len(dtypes))
     return [part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
@@ -169,9 +171,11 @@ def representative() -> Iterator[Launch]:
     """The defaults of every operator, and each of their options once."""
     case = Cases("int8", 256)
     yield from case.encode()
+    yield from case.encode(BF16, BF16)
     yield from case.encode(FP32, BF16, FP16, stochastic=True, residual=FP32)
     yield from case.reduce(4)
     yield from case.step("nesterov")
+    yield from case.step("nesterov", BF16, BF16)
     yield from case.step("nesterov", FP32, BF16, FP16, terms=3, alpha=0.5)
     yield from case.step("adam", BF16)
     yield from case.delayed(False, True, behind=0.1)
@@ -212,14 +216,16 @@ def everything() -> Iterator[Launch]:
 
 
 def _all_dtypes(case: Cases) -> Iterator[Launch]:
-    for count in (1, 2, 3):
-        for dtypes in combinations((FP32, BF16, FP16), count):
-            yield from case.encode(*dtypes, residual=BF16)
-            yield from case.encode(*dtypes, with_outer=False)
-            for optimizer in ("sgd", "heavy_ball", "nesterov", "adam"):
-                yield from case.step(optimizer, *dtypes, alpha=0.5 * (optimizer != "sgd"))
-            for alpha in (0.0, 0.5):
-                yield from case.plain(*dtypes, alpha=alpha)
+    """One tensor, two of one dtype, and every set of dtypes."""
+    dtypes = (FP32, BF16, FP16)
+    sets = [part for count in (1, 2, 3) for part in combinations(dtypes, count)]
+    for chosen in sets + [(dtype, dtype) for dtype in dtypes]:
+        yield from case.encode(*chosen, residual=BF16)
+        yield from case.encode(*chosen, with_outer=False)
+        for optimizer in ("sgd", "heavy_ball", "nesterov", "adam"):
+            yield from case.step(optimizer, *chosen, alpha=0.5 * (optimizer != "sgd"))
+        for alpha in (0.0, 0.5):
+            yield from case.plain(*chosen, alpha=alpha)
 
 
 def _specialise(value: Any, path: tuple, varies: bool, constants: dict, attributes: dict) -> Any:

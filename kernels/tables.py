@@ -1,0 +1,146 @@
+"""The tables of ``tiles.py``: made on the host, kept on the device, found by addresses."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .tiles import DTYPES
+
+# A thousand elements take some 16 bytes for each way of cutting them. Beyond this the tables that
+# were used least recently are dropped.
+MAX_TABLE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What kernels are told of one fragment, cut in runs and tiles.
+
+    ``tiles`` is int64 [num_tiles, 2], ``segments`` int64 [num_segments, 4], both on the device; or
+    None and the only tensor, when ``dtype_set`` is 0.
+    """
+
+    num_elements: int
+    tiles_per_run: int
+    dtype_set: int
+    tiles: Tensor | None
+    segments: Tensor
+    stream: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.segments.nbytes + (0 if self.tiles is None else self.tiles.nbytes)
+
+
+def lone_tensor(tensors: Sequence[Tensor], run_elements: int, tile: int) -> Tiles | None:
+    """Return the tiles of a fragment that is one tensor, which need no tables."""
+    if len(tensors) != 1:
+        return None
+    return Tiles(tensors[0].numel(), -(-run_elements // tile), 0, None, tensors[0])
+
+
+def build_tiles(tensors: Sequence[Tensor], run_elements: int, tile: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of the tiles and of the segments, int64 on the CPU."""
+    filled = [tensor for tensor in tensors if tensor.numel() > 0]
+    sizes = torch.tensor([tensor.numel() for tensor in filled], dtype=torch.int64)
+    ends = sizes.cumsum(0)
+    begins = ends - sizes
+    addresses = torch.tensor([tensor.data_ptr() for tensor in filled], dtype=torch.int64)
+    dtypes = torch.tensor([DTYPES[tensor.dtype] for tensor in filled], dtype=torch.int64)
+    segments = torch.stack([begins, ends, addresses, dtypes], dim=1)
+    total = int(ends[-1]) if filled else 0
+    starts = torch.arange(0, total, run_elements)[:, None] + torch.arange(0, run_elements, tile)
+    run_ends = torch.arange(0, total, run_elements)[:, None] + run_elements
+    stops = torch.minimum(starts + tile, run_ends).clamp(max=total).flatten()
+    starts = starts.flatten()
+    is_empty = starts >= stops
+    first = torch.searchsorted(ends, starts, right=True)
+    last = torch.searchsorted(ends, stops - 1, right=True)
+    inside = first.clamp(max=max(len(filled) - 1, 0))
+    item_bytes = torch.where(dtypes == 0, 4, 2)[inside]
+    address = addresses[inside] + (starts - begins[inside]) * item_bytes
+    is_direct = (first == last) & (stops - starts == tile) & (address % 16 == 0)
+    where = torch.where(is_direct, address, first)
+    kind = torch.where(is_direct, dtypes[inside], -1 - (last - first + 1))
+    kind = torch.where(is_empty, -1, kind)
+    return torch.stack([where, kind], dim=1), segments
+
+
+# The training thread and the engine's use them.
+_lock = threading.Lock()
+_tables: OrderedDict[tuple, Tiles] = OrderedDict()
+_captured: list[Tiles] = []  # CUDA graphs hold their addresses for as long as the process lives
+
+
+def find_tiles(
+    tensors: Sequence[Tensor], device: torch.device, run_elements: int, tile: int
+) -> Tiles | None:
+    """Return the tables that ``make_tiles`` made for these tensors, if they lie where they lay."""
+    key = (_layout_of(tensors), device, run_elements, tile)
+    with _lock:
+        found = _tables.get(key)
+        if found is not None:
+            _tables.move_to_end(key)
+    if found is not None:
+        _keep(found, device)
+    return found
+
+
+def make_tiles(
+    tensors: Sequence[Tensor], device: torch.device, run_elements: int, tile: int
+) -> Tiles:
+    """Make the tables and copy them to the device, the only time that the host waits for it.
+
+    Raises:
+        RuntimeError: While a CUDA graph is captured, which can hold no such copy.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the operators meet these tensors for the first time while a CUDA graph is captured: "
+            "call them once before the capture"
+        )
+    tiles, segments = build_tiles(tensors, run_elements, tile)
+    dtype_set = 0
+    for tensor in tensors:
+        dtype_set |= 1 << DTYPES[tensor.dtype]
+    made = Tiles(
+        num_elements=sum(tensor.numel() for tensor in tensors),
+        tiles_per_run=-(-run_elements // tile),
+        dtype_set=dtype_set or 1,
+        tiles=tiles.to(device),
+        segments=segments.to(device),
+        stream=_stream(device),
+    )
+    with _lock:
+        _tables[_layout_of(tensors), device, run_elements, tile] = made
+        total_bytes = sum(tables.num_bytes for tables in _tables.values())
+        while total_bytes > MAX_TABLE_BYTES and len(_tables) > 1:
+            total_bytes -= _tables.popitem(last=False)[1].num_bytes
+    return made
+
+
+def _layout_of(tensors: Sequence[Tensor]) -> tuple:
+    return tuple(
+        (t.data_ptr(), t.numel(), t.dtype, t.is_contiguous() or t.stride()) for t in tensors
+    )
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _keep(tiles: Tiles, device: torch.device) -> None:
+    """Let no table's memory be reused while a stream or a graph may still read it."""
+    if device.type != "cuda":
+        return
+    if torch.cuda.is_current_stream_capturing():
+        _captured.append(tiles)
+    elif _stream(device) != tiles.stream:
+        assert tiles.tiles is not None
+        for table in (tiles.tiles, tiles.segments):
+            table.record_stream(torch.cuda.current_stream(device))
