@@ -13,9 +13,9 @@ from .checks import RunLayout, check_fragment
 from .norms import TILE as NORM_TILE
 from .tables import Tiles, find_tiles, lone_tensor, make_tiles
 
-# Elements of a tile (a multiple of the largest block) and warps of its program. The aim is eight
-# elements a thread: one warp then has a block of 256, and loads 16 bytes at a time even of bf16.
-# By reasoning only: no GPU has measured them yet.
+# Elements of a tile (a multiple of the largest block) and warps of its program. Where maxima are
+# taken a thread has eight elements, so that one warp has a block of 256; elsewhere four, which are
+# 16 bytes of fp32 and need no exchange between threads. By reasoning: no GPU has measured them.
 PROGRAMS = {
     "encode": (2048, 8),
     "reduce": (2048, 8),
