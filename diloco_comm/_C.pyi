@@ -1,5 +1,6 @@
 """The C++ extension. Importing it registers ``torch.ops.diloco_comm.*`` (see ``ops.py``)."""
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store
 
@@ -72,6 +73,7 @@ class Failure:
 
 class Job:
     def wait(self, seconds: float) -> bool: ...
+    def block_caller(self) -> None: ...
     @property
     def is_done(self) -> bool: ...
     @property
@@ -88,6 +90,18 @@ class Job:
     def encode_seconds(self) -> float: ...
     @property
     def counters(self) -> dict[str, int]: ...
+
+class DeviceQueue:
+    def __init__(self, device: torch.device) -> None: ...
+
+class ChunkLoader:
+    def __init__(self, device: torch.device) -> None: ...
+    def load(self, hosts: list[Tensor], begin: int, end: int) -> list[Tensor]: ...
+    def release(self, hosts: list[Tensor], begin: int, end: int, is_written: bool) -> None: ...
+    def finish(self) -> None: ...
+
+# (queue, payload, result, count of bad elements): the device's buffers, and the loader of outer.
+Staging = tuple[DeviceQueue, Tensor, Tensor | None, Tensor, ChunkLoader | None]
 
 class Engine:
     def __init__(self, replica: int, timeout_s: float, report_patience_s: float) -> None: ...
@@ -114,6 +128,8 @@ class Engine:
         new_residual: Tensor | None,
         reduce_residual: Tensor | None,
         new_reduce_residual: Tensor | None,
+        bad: Tensor | None,
+        staging: Staging | None,
     ) -> Job: ...
     def submit(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import ops
 from .errors import SyncError
 from .exchange import DEFAULT_TIMEOUT, Exchange, Header, Pending, Slot, Terms
+from .fragments import is_served
 from .wire import Layout, WireFormat, parse
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,15 +28,15 @@ class _GroupEngine:
 
     def __init__(self, group: dist.ProcessGroup, lanes: int, timeout: timedelta | float) -> None:
         self.exchange = Exchange.from_group(group, lanes=lanes, timeout=timeout)
-        self.idle: OrderedDict[tuple[int, WireFormat], list[Slot]] = OrderedDict()
+        self.idle: OrderedDict[tuple[int, WireFormat, torch.device], list[Slot]] = OrderedDict()
         self.num_calls = 0
 
-    def take(self, num_elements: int, wire: WireFormat) -> Slot:
-        slots = self.idle.get((num_elements, wire))
-        return slots.pop() if slots else self.exchange.slot(num_elements, wire)
+    def take(self, num_elements: int, wire: WireFormat, device: torch.device) -> Slot:
+        slots = self.idle.get((num_elements, wire, device))
+        return slots.pop() if slots else self.exchange.slot(num_elements, wire, device=device)
 
     def give_back(self, slot: Slot) -> None:
-        key = (slot.num_elements, slot.wire)
+        key = (slot.num_elements, slot.wire, slot.device)
         self.idle.setdefault(key, []).append(slot)
         self.idle.move_to_end(key)
         while sum(map(len, self.idle.values())) > _MAX_IDLE_SLOTS:
@@ -179,17 +180,19 @@ def all_reduce(
     """
     if tensor.dtype not in _DTYPES:
         raise TypeError(f"all_reduce takes fp32, bf16 and fp16 tensors, got {tensor.dtype}")
-    if tensor.device.type != "cpu":
-        raise TypeError(f"all_reduce takes tensors in CPU memory, got one on {tensor.device}")
+    if not is_served(tensor.device):
+        raise TypeError(
+            f"all_reduce takes tensors on a GPU or in CPU memory, got one on {tensor.device}"
+        )
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     wire = parse(wire, block_size)
     with _lock:
         engine = _engine_of(group, lanes, timeout)
-        slot = engine.take(max(tensor.numel(), 1), wire)
+        slot = engine.take(max(tensor.numel(), 1), wire, tensor.device)
         engine.num_calls += 1
         # An empty tensor takes part with one zero: the others must not wait for it.
-        source = tensor.detach() if tensor.numel() else torch.zeros(1)
+        source = tensor.detach() if tensor.numel() else torch.zeros(1, device=tensor.device)
         header = Header(
             "all_reduce", layout_hash=tensor.numel(), round=engine.num_calls, weight=weight
         )

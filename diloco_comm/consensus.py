@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import ops
 from .exchange import Exchange, Header
+from .memory import device_of
 from .parts import ParameterPart, Part
 from .wire import WireFormat
 
@@ -67,7 +68,9 @@ def _mean(
     exchange: Exchange, tensors: list[Tensor], outs: list[Tensor], number: int, impl: str
 ) -> None:
     count = sum(tensor.numel() for tensor in tensors)
-    slot = exchange.slot(count, WireFormat("fp32"))
+    if device_of(tensors).type != exchange.device.type:
+        impl = ""
+    slot = exchange.slot(count, WireFormat("fp32"), device=device_of(tensors))
     header = Header("all_reduce", layout_hash=count, fragment=number)
     outcome = exchange.start(slot, outer=None, params=tensors, header=header).wait()
     layout = outcome.layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import consensus, env, handshake, joining, loading, ops, shards
+from . import _C, consensus, env, handshake, joining, loading, ops, shards
 from . import state as saved_state
 from .consensus import mean_outer
 from .errors import SyncError
@@ -73,6 +73,11 @@ class DiLoCo:
             not given here; default: the file that ``DILOCO_COMM_CONFIG`` names.
         average_buffers: Average floating-point buffers too, in fp32, at the end of each round
             (default: no); those that hold infinities or NaN from the start (masks) are left out.
+        backend: How parameters on a GPU travel. "gloo": only the encoded bytes are copied to host
+            memory, and travel from there; across sites. "nccl": they stay on the device. Default:
+            what ``group`` has for it; gloo with ``store``.
+        offload: "cpu" keeps outer parameters and momentum of a model on a GPU in page-locked host
+            memory, and brings them to the device chunk by chunk when they are needed.
         lanes, chunk_bytes: Connections to each peer; bytes of a chunk on the wire.
         timeout: Seconds, or a timedelta, that an exchange may take.
         on_nonfinite: "raise" (default) or "skip" a round in which a replica's values are not
@@ -120,6 +125,8 @@ class DiLoCo:
         on_nonfinite: str | None = None,
         norms: bool = False,
         attach: bool = True,
+        backend: str | None = None,
+        offload: str | None = None,
     ) -> None:
         given = {
             "sync_every": sync_every,
@@ -138,9 +145,10 @@ class DiLoCo:
             "on_nonfinite": on_nonfinite,
         }
         choice("init", init, ("broadcast", "check", "join"))
+        choice("offload", offload, (None, "cpu"))
+        self._offload = offload
         seconds = handshake.seconds(env.timeout_s() if timeout is None else timeout)
         self.settings = merge(given, config)
-        self.impl = ops.resolve_impl(impl)
         self.inner_step = 0
         self._recorder = Recorder()
         self._is_swapped = False
@@ -151,6 +159,7 @@ class DiLoCo:
         self._model, self._optimizers = model, optimizers
         self._shard_group = None if shard_group is None else ShardGroup(shard_group)
         self._make_parts(model, optimizers)
+        self.impl = ops.resolve_impl(impl, self.device.type)
         store = handshake.connected_store(store, seconds)
         group = handshake.replica_group(group, mesh, store)
         self.exchange = handshake.make_exchange(
@@ -165,9 +174,12 @@ class DiLoCo:
             chunk_bytes=self.settings.chunk_bytes,
             timeout=seconds,
             impl=self.impl,
+            device=self.device,
+            collectives=handshake.collectives_of(backend, group, self.device),
             join=init == "join",
             num_under_way=max(1, self.settings.overlap.rounds),
         )
+        self._weight = weight
         self._rounds = (Turns if self.settings.overlap.rounds else Rounds)(
             self.exchange,
             self.parts,
@@ -192,6 +204,7 @@ class DiLoCo:
     def _make_parts(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         settings = self.settings
         named = trainable_parameters(model, optimizers)
+        self.device = shards.local(named[0][1]).device
         fragments = make_fragments(model, named, settings.fragments)
         self.schedule = Schedule.plan(settings.sync_every, len(fragments), settings.offsets)
         self._worker = shards.worker([param for _, param in named])
@@ -200,6 +213,13 @@ class DiLoCo:
             size = settings.wire.block_size
             fragments = [self._shard_group.share(fragment, size) for fragment in fragments]
             self._worker = self._shard_group.worker
+        loader = None
+        if self._offload is not None:
+            if self.device.type == "cpu":
+                raise ValueError(
+                    "offload='cpu' is for parameters on a GPU, these are in CPU memory"
+                )
+            loader = _C.ChunkLoader(self.device)
         self.parts: list[Part] = [
             ParameterPart(
                 fragment,
@@ -207,6 +227,7 @@ class DiLoCo:
                 settings.wire,
                 settings.error_feedback,
                 carries=settings.overlap.rounds > 0,
+                loader=loader,
             )
             for fragment in fragments
         ]
@@ -249,7 +270,12 @@ class DiLoCo:
             shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
         policy = self.settings.overlap
         views = handshake.agree(self.exchange, self._description, shown, policy.private_config())
+        self._fix_weight()
         self._is_state_shared = policy.is_shared and all(view == views[0] for view in views)
+
+    def _fix_weight(self) -> None:
+        """Tell the replicas a weight that will not change."""
+        self.exchange.fix_weight(None if callable(self._weight) else float(self._weight))
 
     def _parameter_parts(self) -> list[ParameterPart]:
         return [part for part in self.parts if isinstance(part, ParameterPart)]
@@ -325,6 +351,7 @@ class DiLoCo:
             consensus: Take their mean over the replicas, see ``consensus()``; a collective call.
         """
         self._refuse_if_swapped()
+        self._rounds.settle_verdicts(self.inner_step)
         parts = self._parameter_parts()
         outers = [part.outer for part in parts]
         if consensus:
@@ -334,7 +361,7 @@ class DiLoCo:
         try:
             with self._writing(parts):
                 for part, outer in zip(parts, outers, strict=True):
-                    ops.merge(outer, part.tensors(), impl=self.impl)
+                    ops.merge(outer.to(self.device), part.tensors(), impl=self.impl)
             yield
         finally:
             self._is_swapped = False
@@ -355,6 +382,7 @@ class DiLoCo:
         Raises:
             SyncError: If the group fails.
         """
+        self._rounds.settle_verdicts(self.inner_step)
         return consensus.mean_state(self.exchange, self.parts, self.impl)
 
     def outer_hash(self) -> str:
@@ -397,6 +425,7 @@ class DiLoCo:
         Args:
             shared: Refuse if something differs between replicas, for a save by one of them alone.
         """
+        self._rounds.settle_verdicts(self.inner_step)
         return saved_state.collect(
             self.parts, self._scope(), inner_step=self.inner_step, shared=shared
         )
@@ -452,12 +481,16 @@ class DiLoCo:
         """
         self._refuse_if_swapped()
         with self._writing(self.parts):
+            with suppress(SyncError):
+                self._rounds.settle_verdicts(self.inner_step)
             last_rounds = {part.index: part.round - 1 for part in self.parts}
             store = handshake.connected_store(store, self.exchange.timeout)
             repairs = self.exchange.change_group(
                 members, store=store, last_rounds=last_rounds, inner_step=self.inner_step
             )
             self._rounds.settle(repairs, self.inner_step)
+            if not self.exchange.joined:
+                self._fix_weight()
             self._turn_back(self.exchange.agreed_step)
             if self.exchange.joined:
                 self._agree()

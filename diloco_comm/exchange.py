@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,20 +19,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _C, env, regroup
+from . import _C, env, regroup, streams
 from .errors import SyncError
+from .memory import empty_pages
 from .regroup import Repair
 from .slot import (
     Header,
     Outcome,
     Pending,
+    Round,
     Slot,
     Terms,
-    empty_pages,
     error_from,
     from_native,
     to_native,
 )
+from .stream_jobs import StreamJob, header_bytes
+from .streams import Sending, StreamDriver
 from .wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key
 
 __all__ = [
@@ -62,13 +66,16 @@ class Exchange:
         lanes: Data connections to each peer.
         chunk_bytes: Payload bytes of a chunk, equal on all replicas; None chooses by size.
         timeout: Of one exchange, from its turn on the engine thread to its vote.
-        device: Of the tensors; "cpu".
+        device: Of the fragments by default, such as "cuda:0". Only encoded bytes are copied to host
+            memory, where they travel and are averaged.
         impl: Implementation of the operators; "" is the default one.
         epoch: The first epoch is above this.
         name: Distinguishes several exchanges on one store.
         join: We come to replicas that call ``change_group`` with us among the members.
         window: Chunks under way in each phase and lane, with more than two replicas.
         num_under_way: Rounds of one fragment that may be agreed on and not yet applied.
+        collectives: "gloo", or "nccl": fragments on the device are exchanged there, on streams;
+            small messages travel over gloo all the same.
         report_patience: Seconds that a failed exchange waits for the reports of the others;
             default: the environment's, 3.
 
@@ -101,6 +108,7 @@ class Exchange:
         join: bool = False,
         window: int = DEFAULT_WINDOW,
         num_under_way: int = 1,
+        collectives: str = "gloo",
         report_patience: float | None = None,
     ) -> None:
         self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -111,8 +119,11 @@ class Exchange:
         for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
             if value is not None and value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}")
-        if torch.device(device).type != "cpu":
-            raise NotImplementedError(f"Exchange serves CPU tensors only, not {device}")
+        self.device = torch.device(device)
+        self._check_collectives(collectives, lanes)
+        self.collectives = collectives
+        self.fixed_weights: list[float] | None = None
+        self._driver: StreamDriver | None = None
         self.replica, self.name = replica, name
         self.members = _checked_members(members, replica)
         self.epoch = epoch
@@ -126,6 +137,7 @@ class Exchange:
         self.agreed_step = -1
         self.lineage = 0  # the newest epoch whose rounds are in our state
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
         self.store = store
         patience = env.report_s() if report_patience is None else report_patience
@@ -146,6 +158,16 @@ class Exchange:
         store, rank, size = regroup.store_of_group(group)
         return cls(store, rank, range(size), **kwargs)
 
+    def _check_collectives(self, collectives: str, lanes: int) -> None:
+        if collectives not in ("gloo", "nccl"):
+            raise ValueError(f"collectives must be gloo or nccl, got {collectives!r}")
+        if collectives == "nccl" and self.device.type == "cpu":
+            raise ValueError("collectives nccl need parameters on a GPU, these are in CPU memory")
+        if collectives == "nccl" and lanes > 1:
+            raise ValueError(
+                f"lanes are connections of gloo: with nccl leave them at 1, got {lanes}"
+            )
+
     @property
     def rank(self) -> int:
         return self.members.index(self.replica)
@@ -157,7 +179,7 @@ class Exchange:
     @property
     def is_dead(self) -> bool:
         """Whether this epoch failed, so that only ``change_group`` or ``close`` is left."""
-        return bool(self._engine.dead_reason)
+        return bool(self._engine.dead_reason or (self._driver and self._driver.failure))
 
     def slot(
         self,
@@ -167,6 +189,7 @@ class Exchange:
         error_feedback: bool = False,
         residual_dtype: torch.dtype = torch.float32,
         carries: bool = False,
+        device: torch.device | None = None,
     ) -> Slot:
         """Allocate the persistent buffers of one fragment.
 
@@ -176,13 +199,17 @@ class Exchange:
             error_feedback: Keep what encoding loses, and add it to the next round.
             residual_dtype: Of what is kept, fp32 or bf16.
             carries: The caller moves the parameters at each send; see ``residuals``.
+            device: Of the fragment; default: that of this exchange.
         """
+        device = self.device if device is None else device
         slot = Slot(
             num_elements,
             wire,
             error_feedback=error_feedback,
             residual_dtype=residual_dtype,
             carries=carries,
+            device=device,
+            is_streamed=self.collectives == "nccl" and device.type != "cpu",
         )
         self.plan_slot(slot)
         self._slots.add(slot)
@@ -190,8 +217,14 @@ class Exchange:
 
     def plan_slot(self, slot: Slot) -> None:
         """Lay a slot out for the current group."""
-        slot.plan(self.rank, self.size, self.chunk_bytes, self.lanes, self.window, self.impl)
-        self._engine.reserve_staging(slot.staging_bytes)
+        # What was asked for is an implementation for tensors of our device.
+        impl = self.impl if slot.device.type == self.device.type else ""
+        slot.plan(self.rank, self.size, self.chunk_bytes, self.lanes, self.window, impl)
+        if slot.is_streamed:
+            assert self._driver is not None
+            self._driver.reserve(slot.staging_bytes, slot.num_chunks)
+        else:
+            self._engine.reserve_staging(slot.staging_bytes)
 
     @property
     def slots(self) -> list[Slot]:
@@ -206,11 +239,12 @@ class Exchange:
         header: Header,
         stochastic: bool = False,
         seed: int = 0,
+        loader: _C.ChunkLoader | None = None,
     ) -> Pending:
         """Encode a fragment and begin its exchange; return when everything is encoded.
 
         The first chunk travels while the second is encoded. ``params`` and ``outer`` may change as
-        soon as this returns.
+        soon as this returns: on a device, in the caller's stream, where the encoding is enqueued.
 
         Args:
             slot: The fragment's buffers.
@@ -218,6 +252,7 @@ class Exchange:
             params: The fragment's tensors, num_elements in all.
             header: What the other replicas are told and compare.
             stochastic: Round stochastically, keyed by ``seed``, replica, round and fragment.
+            loader: Brings ``outer``, which is in page-locked memory then, to the device.
 
         Raises:
             SyncError: If the epoch is dead.
@@ -231,14 +266,17 @@ class Exchange:
             rng_key(seed, self.replica, stage, header.round, header.fragment) if stochastic else 0
             for stage in (STAGE_ENCODE, STAGE_REDUCE)
         ]
+        if slot.is_streamed:
+            sending = Sending(outer, params, [], stochastic, keys[0], keys[1], loader)
+            return self._start_on_streams(slot, round, sending)
         residuals = slot.residuals
         job = self._begin(
             self._engine.start,
             of=header,
             plan=slot.native,
             header=to_native(header, slot, stochastic),
-            payload=round.own,
-            result=round.result,
+            payload=round.own.host,
+            result=None if round.result is None else round.result.host,
             outer=outer,
             params=params,
             encode_key=keys[0],
@@ -247,10 +285,74 @@ class Exchange:
             new_residual=residuals.new,
             reduce_residual=residuals.reduce,
             new_reduce_residual=residuals.new_reduce,
+            bad=round.own.bad_host,
+            staging=self._staging(slot, round, loader),
         )
         pending = Pending(slot, round, job)
         slot.add_round(round, pending)
         return pending
+
+    def enter_streams(self, store: dist.Store, epoch: int, rank: int, size: int) -> None:
+        """Leave the streams of the last epoch for those of the next one."""
+        if self.collectives != "nccl":
+            return
+        if self._driver is not None:
+            self._driver.abort("the group has changed")
+        group = None
+        if size > 1:
+            store = dist.PrefixStore(f"{epoch}/streams", store)
+            group = streams.make_group(store, rank, size, self.device, self.timeout)
+        self._driver = StreamDriver(self.device, group, rank, size, self.timeout, self.impl)
+        self._driver.connect()
+        self.fixed_weights = None
+
+    def fix_weight(self, weight: float | None) -> None:
+        """Agree on weights that stay as they are; a collective call.
+
+        On streams the host then need not ask for the others' at each send. None: ours may change.
+        """
+        if self.collectives != "nccl":
+            return
+        weights = [json.loads(blob) for blob in self.exchange_objects(json.dumps(weight).encode())]
+        self.fixed_weights = None if None in weights else weights
+
+    def _start_on_streams(self, slot: Slot, round: Round, sending: Sending) -> Pending:
+        driver, header = self._driver, round.header
+        assert driver is not None
+        if driver.failure:
+            raise SyncError(
+                f"epoch {self.epoch} of this Exchange is dead: {driver.failure}. Call "
+                "change_group() with the replicas that live",
+                fragment=header.fragment,
+                round=header.round,
+                stage="start",
+            )
+        weights = self.fixed_weights if header.kind != "all_reduce" else [1.0] * self.size
+        if weights is None:
+            own = json.dumps(header.weight).encode()
+            weights = [json.loads(blob) for blob in self.exchange_objects(own)]
+        total = sum(weights)
+        if not total > 0:
+            raise ValueError(f"the weights of all replicas are zero: {weights}")
+        sending.weights = [weight / total for weight in weights]
+        control = self._submit_blob(header_bytes(header), of=header)
+        data, done = driver.enqueue(slot, round, sending)
+        sent = (self.size - 1) * slot.layout.payload_bytes // (self.size if self.size > 2 else 1)
+        job = StreamJob(driver, control, round, data, done, sending.weights, self.members, sent * 2)
+        pending = Pending(slot, round, job)
+        slot.add_round(round, pending)
+        return pending
+
+    def _staging(
+        self, slot: Slot, round: Round, loader: _C.ChunkLoader | None
+    ) -> _C.Staging | None:
+        """Return the device's buffers of a round; None when the fragment is in host memory."""
+        if round.own.bad is None:
+            return None
+        if slot.device not in self._queues:
+            self._queues[slot.device] = _C.DeviceQueue(slot.device)
+        result = None if round.result is None else round.result.tensor
+        return self._queues[slot.device], round.own.tensor, result, round.own.bad, loader
 
     def emulate_link(self, gbps: float, rtt_ms: float = 0.0) -> None:
         """Send over an emulated link from now on: this rank's egress at ``gbps`` Gbit/s, with half
@@ -262,19 +364,22 @@ class Exchange:
 
     def exchange_objects(self, blob: bytes) -> list[bytes]:
         """Give ``blob`` to every replica and return all of theirs, in rank order."""
+        if self.size == 1:
+            self._engine.check_process()
+            return [bytes(blob)]
+        job = self._submit_blob(blob)
+        _finish(job)
+        return [received.numpy().tobytes() for received in job.blobs]
+
+    def _submit_blob(self, blob: bytes, of: Header | None = None) -> _C.Job:
         tensor = (
             torch.frombuffer(bytearray(blob), dtype=torch.uint8)
             if blob
             else torch.empty(0, dtype=torch.uint8)
         )
-        if self.size == 1:
-            self._engine.check_process()
-            return [bytes(blob)]
         header = _C.Header("exchange_objects")
         header.blob_bytes = len(blob)
-        job = self._begin(self._engine.submit, header, blob=tensor)
-        _finish(job)
-        return [received.numpy().tobytes() for received in job.blobs]
+        return self._begin(self._engine.submit, header, of=of, blob=tensor)
 
     def broadcast(self, tensors: list[Tensor], source_rank: int) -> None:
         """Copy the tensors of rank ``source_rank`` to all, exactly and in place; any dtype.
@@ -368,6 +473,8 @@ class Exchange:
             return
         self._closed = True
         _open.discard(self)
+        if self._driver is not None:
+            self._driver.close()
         self._engine.close(min(self.timeout, patience_s), self.inner_step)
 
     def __enter__(self) -> Exchange:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .exchange import Header, Outcome, Pending
+from .memory import Reading
 from .slot import Kind, Terms
 from .wire import Layout
 
@@ -51,6 +52,7 @@ class Flight:
         own: This replica's payload, laid out as ``layout``; None after a resume that needs none.
         coefficient: With which the own payload went into this replica's outer parameters already.
         lr: Outer learning rate, without an inner one.
+        reading: Of the norm, until it is looked at.
         is_local_kept: The local parameters still hold what was sent.
         pending: None when the round comes from a saved state.
     """
@@ -64,10 +66,26 @@ class Flight:
     own: Tensor | None
     layout: Layout
     norm: float = float("nan")
+    reading: Reading | None = None
     coefficient: float = 0.0
     is_local_kept: bool = False
     pending: Pending | None = None
     arrival: Arrival | None = None
+
+    def measured_norm(self) -> float:
+        """Return the pseudo-gradient's norm, or NaN when it was not measured."""
+        if self.reading is not None:
+            self.norm, self.reading = self.reading.norm(), None
+        return self.norm
+
+    def offer(self) -> Arrival:
+        """As ``wait``, but the verdict may be left to the device; see ``Pending.offer``."""
+        if self.arrival is not None or self.pending is None:
+            return self.wait()
+        outcome = self.pending.offer()
+        if outcome.verdict is None:
+            return self.wait()
+        return Arrival.of(outcome.terms, outcome.layout, outcome.headers, outcome)
 
     def wait(self) -> Arrival:
         """Wait for the vote; repeatable.

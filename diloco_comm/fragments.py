@@ -51,7 +51,8 @@ class Fragment:
     def __post_init__(self) -> None:
         is_empty = not any(shards.local(param).numel() for param in self.params)
         if is_empty and any(shards.is_sharded(param) for param in self.params):
-            object.__setattr__(self, "filler", torch.zeros(1))
+            device = shards.local(self.params[0]).device
+            object.__setattr__(self, "filler", torch.zeros(1, device=device))
 
     @property
     def num_elements(self) -> int:
@@ -175,7 +176,22 @@ def trainable_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Opti
         raise ValueError("the optimizer holds no parameter that requires a gradient")
     for name, param in named:
         _check_parameter(name, param)
+    first = shards.local(named[0][1]).device
+    for name, param in named:
+        if shards.local(param).device != first:
+            raise TypeError(
+                f"parameter {name!r} is on {shards.local(param).device}, {named[0][0]!r} on "
+                f"{first}: all that one worker trains must be on one device"
+            )
     return named
+
+
+def is_served(device: torch.device) -> bool:
+    """Whether there are operators for tensors on this device."""
+    if device.type in ("cpu", "cuda", "meta"):
+        return device.type != "meta"
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", key)
 
 
 def refuse_new_parameters(
@@ -207,10 +223,10 @@ def _check_parameter(name: str, param: Tensor) -> None:
             f"parameter {name!r} is a {type(param.data).__name__} with layout {param.layout}: "
             "only plain strided tensors can be exchanged"
         )
-    if param.device.type != "cpu":
+    if not is_served(param.device):
         raise TypeError(
-            f"parameter {name!r} is on {param.device}: only parameters in CPU memory can be "
-            "exchanged"
+            f"parameter {name!r} is on {param.device}: only parameters on a GPU or in CPU memory "
+            "can be exchanged"
         )
     if not is_dense(param):
         raise TypeError(

@@ -71,6 +71,25 @@ def replica_group(
     return group
 
 
+def collectives_of(
+    backend: str | None, group: dist.ProcessGroup | None, device: torch.device
+) -> str:
+    """Choose between gloo and nccl: what was asked for, else what the group has for the device.
+
+    Raises:
+        ValueError: If ``backend`` is neither.
+    """
+    if backend not in (None, "gloo", "nccl"):
+        raise ValueError(f"backend must be gloo, nccl or None, got {backend!r}")
+    if backend is not None:
+        return backend
+    if group is None or device.type == "cpu":
+        return "gloo"
+    kinds = [kind.type for kind in group._device_types]
+    has_own = device.type in kinds and group._get_backend(device).name() == "nccl"
+    return "nccl" if has_own else "gloo"
+
+
 def make_exchange(
     *,
     group: dist.ProcessGroup | None,

@@ -51,6 +51,8 @@ def resolve_impl(impl: str = "", device: str = "cpu") -> str:
         impl = env.impl()
     if impl == "triton" and device == "cpu":
         return impl  # its kernels know whether they are interpreted
+    if device not in IMPLEMENTATIONS:
+        return impl  # whatever is registered for that kind of device
     names = available_impls(device)
     if not names:
         raise ValueError(ops_triton.NEEDS_TRITON)

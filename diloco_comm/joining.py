@@ -69,5 +69,6 @@ def _corrections(part: Part, coefficients: Sequence[float], is_new: bool) -> lis
     layout = part.slot.layout
     if len(part.corrections) == len(coefficients) and not is_new:
         return part.corrections
-    empty = [torch.zeros(layout.payload_bytes, dtype=torch.uint8) for _ in coefficients]
-    return [Own(room, c, layout) for room, c in zip(empty, coefficients, strict=True)]
+    room = {"dtype": torch.uint8, "device": part.slot.device}
+    empty = [torch.zeros(layout.payload_bytes, **room) for _ in coefficients]  # type: ignore[call-overload]
+    return [Own(one, c, layout) for one, c in zip(empty, coefficients, strict=True)]

@@ -212,7 +212,7 @@ def _plan_owed(
     if own is None or mine is None or not mine["has_owed"]:
         return []
     assert isinstance(part, ParameterPart) and part.slot is not None
-    values = torch.empty(part.num_elements)
+    values = torch.empty(part.num_elements, device=part.device)
     part.fragment.check_own(own.get("owed", {}))
     part.fragment.load_own(values, own["owed"])
     return [_bind(part.slot.residuals.owe, values)]

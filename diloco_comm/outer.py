@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import ops
-from .exchange import empty_pages
+from . import _C, ops
+from .memory import persistent_like
+from .offload import Offloaded, chunks_of
 from .wire import Layout
 
 LearningRate = float | Callable[[int], float]
@@ -34,6 +35,8 @@ class Update:
         lr: Learning rate of this round.
         alpha: Weight of the local value in the merge.
         clip: Bound of the momentum's elements, for those that have one.
+        verdict: None, or int64 [1] on the device: nothing is done unless it is 0. Only for states
+            that ``takes_verdict``.
     """
 
     terms: list[tuple[Tensor, float]]
@@ -43,14 +46,13 @@ class Update:
     alpha: float = 0.0
     clip: float = math.inf
     impl: str = ""
+    verdict: Tensor | None = None
 
     def payloads(self) -> dict[str, Any]:
         """Return the arguments that say where the encoded elements are."""
         return {
             "payloads": [payload for payload, _ in self.terms],
             "coefficients": [coefficient for _, coefficient in self.terms],
-            "begin": 0,
-            "end": self.layout.num_elements,
             "run_elements": self.layout.run_elements,
             "wire": self.layout.wire.name,
             "block_size": self.layout.wire.block_size,
@@ -64,11 +66,37 @@ class OuterState(ABC):
     Attributes:
         outer: fp32 ``[num_elements]``; the shared model.
         num_steps: Outer steps taken.
+        takes_verdict: A step can be left to the device's decision.
     """
+
+    takes_verdict = False
 
     def __init__(self, outer: Tensor) -> None:
         self.outer = outer
         self.num_steps = 0
+        self.offloaded: Offloaded | None = None
+
+    def offload(self, loader: _C.ChunkLoader) -> None:
+        """Keep the state in host memory, where its tensors are already, page-locked.
+
+        Raises:
+            ValueError: If this optimizer cannot.
+        """
+        if not self.takes_verdict:
+            raise ValueError(
+                "offload='cpu' goes with SGD, HeavyBall, Nesterov and Adam as outer optimizer, not "
+                "with one of torch"
+            )
+        self.offloaded = Offloaded([self.outer, *self.tensors().values()], loader)
+
+    def ranges(self, layout: Layout) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """Have outer parameters and buffers on the device, all at once or chunk by chunk."""
+        if self.offloaded is None:
+            yield 0, layout.num_elements, [self.outer, *self.tensors().values()]
+            return
+        for begin, end in chunks_of(layout):
+            with self.offloaded.chunk(begin, end, is_written=True) as tensors:
+                yield begin, end, tensors
 
     @abstractmethod
     def step(self, update: Update) -> None:
@@ -168,23 +196,29 @@ class Adam(OuterOptimizer):
 
 
 class _FusedState(OuterState):
+    takes_verdict = True
+
     def __init__(self, outer: Tensor, kind: str, momentum: float) -> None:
         super().__init__(outer)
         self.kind, self.mu = kind, momentum
-        self.momentum = None if kind == "sgd" else empty_pages(outer.shape, torch.float32)
+        self.momentum = None if kind == "sgd" else persistent_like(outer)
 
     def step(self, update: Update) -> None:
-        ops.outer_step(
-            self.outer,
-            self.momentum,
-            update.params,
-            **update.payloads(),
-            optimizer=self.kind,
-            lr=update.lr,
-            mu=self.mu,
-            alpha=update.alpha,
-            clip=update.clip,
-        )
+        for begin, end, (outer, *momentum) in self.ranges(update.layout):
+            ops.outer_step(
+                outer,
+                momentum[0] if momentum else None,
+                update.params,
+                begin=begin,
+                end=end,
+                **update.payloads(),
+                optimizer=self.kind,
+                lr=update.lr,
+                mu=self.mu,
+                alpha=update.alpha,
+                clip=update.clip,
+                verdict=update.verdict,
+            )
         self.num_steps += 1
 
     def tensors(self) -> dict[str, Tensor]:
@@ -192,26 +226,32 @@ class _FusedState(OuterState):
 
 
 class _AdamState(OuterState):
+    takes_verdict = True
+
     def __init__(self, outer: Tensor, config: Adam) -> None:
         super().__init__(outer)
         self.config = config
-        self.exp_avg = empty_pages(outer.shape, torch.float32)
-        self.exp_avg_sq = empty_pages(outer.shape, torch.float32)
+        self.exp_avg = persistent_like(outer)
+        self.exp_avg_sq = persistent_like(outer)
 
     def step(self, update: Update) -> None:
-        ops.outer_step_adam(
-            self.outer,
-            self.exp_avg,
-            self.exp_avg_sq,
-            update.params,
-            **update.payloads(),
-            lr=update.lr,
-            beta1=self.config.betas[0],
-            beta2=self.config.betas[1],
-            eps=self.config.eps,
-            step=self.num_steps + 1,
-            alpha=update.alpha,
-        )
+        for begin, end, (outer, exp_avg, exp_avg_sq) in self.ranges(update.layout):
+            ops.outer_step_adam(
+                outer,
+                exp_avg,
+                exp_avg_sq,
+                update.params,
+                begin=begin,
+                end=end,
+                **update.payloads(),
+                lr=update.lr,
+                beta1=self.config.betas[0],
+                beta2=self.config.betas[1],
+                eps=self.config.eps,
+                step=self.num_steps + 1,
+                alpha=update.alpha,
+                verdict=update.verdict,
+            )
         self.num_steps += 1
 
     def tensors(self) -> dict[str, Tensor]:
@@ -252,7 +292,7 @@ class _TorchState(OuterState):
         super().__init__(outer)
         self.factory = factory
         self.param = nn.Parameter(outer)
-        self.gradient = empty_pages(outer.shape, torch.float32)
+        self.gradient = persistent_like(outer)
         self.optimizer = factory([self.param])
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
@@ -261,7 +301,8 @@ class _TorchState(OuterState):
             )
 
     def step(self, update: Update) -> None:
-        ops.decode(outs=[self.gradient], **update.payloads())
+        count = update.layout.num_elements
+        ops.decode(outs=[self.gradient], begin=0, end=count, **update.payloads())
         for group in self.optimizer.param_groups:
             if "lr" in group:
                 group["lr"] = update.lr

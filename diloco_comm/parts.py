@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from . import ops
-from .exchange import Exchange, Slot, Terms, empty_pages
+from . import _C, ops
+from .exchange import Exchange, Slot, Terms
 from .flights import Flight
-from .fragments import DTYPES, Fragment, is_dense, memory_order, unwrap_model
+from .fragments import DTYPES, Fragment, is_dense, is_served, memory_order, unwrap_model
+from .memory import Reading, device_of, page_locked, persistent
+from .offload import CHUNK_ELEMENTS, slices
 from .outer import OuterOptimizer, Update
 from .overlap import Own
 from .wire import Layout, WireFormat
@@ -32,6 +34,7 @@ class OuterStep:
         own: This replica's payload, when it was sent at an earlier step than this one.
         alpha, clip: See ``outer.Update``.
         norm: Measure the step.
+        verdict: See ``outer.Update``.
     """
 
     terms: Terms
@@ -42,6 +45,7 @@ class OuterStep:
     clip: float = inf
     own: Tensor | None = None
     norm: bool = False
+    verdict: Tensor | None = None
 
 
 class Part(ABC):
@@ -73,9 +77,38 @@ class Part(ABC):
         self.equal_at = 0
         self.corrections: list[Own] = []
         self.weight_sum = 0.0
-        self.step_norm = 0.0
-        self.largest_norm = 0.0
+        self._step_norm = 0.0
+        self._reading: Reading | None = None
+        self._largest_norm = 0.0
         self.slot: Slot | None = None
+
+    @property
+    def step_norm(self) -> float:
+        self._read_norm()
+        return self._step_norm
+
+    @step_norm.setter
+    def step_norm(self, value: float) -> None:
+        self._step_norm, self._reading = value, None
+
+    @property
+    def largest_norm(self) -> float:
+        self._read_norm()
+        return self._largest_norm
+
+    @largest_norm.setter
+    def largest_norm(self, value: float) -> None:
+        self._largest_norm = value
+
+    def _read_norm(self) -> None:
+        if self._reading is not None:
+            self._step_norm, self._reading = self._reading.norm(), None
+            self._largest_norm = max(self._largest_norm, self._step_norm)
+
+    @property
+    def takes_verdict(self) -> bool:
+        """Whether a round can be applied on the device's decision."""
+        return False
 
     @property
     def next_round(self) -> int:
@@ -115,15 +148,30 @@ class ParameterPart(Part):
         error_feedback: bool,
         *,
         carries: bool,
+        loader: _C.ChunkLoader | None = None,
     ) -> None:
         super().__init__(fragment.index, fragment.num_elements)
+        self.loader = loader
         self.fragment = fragment
         self.wire, self.error_feedback, self.carries = wire, error_feedback, carries
-        self.state = optimizer.make_state(empty_pages((self.num_elements,), torch.float32))
+        self.device = device_of(self.tensors())
+        if loader is None:
+            pages = persistent((self.num_elements,), torch.float32, self.device)
+        else:
+            pages = page_locked((self.num_elements,), torch.float32)
+        self.state = optimizer.make_state(pages)
+        if loader is not None:
+            self.state.offload(loader)
 
     @property
     def outer(self) -> Tensor:
+        if self.loader is not None:
+            self.loader.finish()
         return self.state.outer
+
+    @property
+    def takes_verdict(self) -> bool:
+        return self.state.takes_verdict
 
     def read_local(self) -> None:
         """Set the outer parameters to the local ones."""
@@ -146,13 +194,14 @@ class ParameterPart(Part):
                 self.wire,
                 error_feedback=self.error_feedback,
                 carries=self.carries,
+                device=self.device,
             )
 
     def apply(self, step: OuterStep) -> None:
         if not step.terms:
             self.write_local(step.impl)
             return
-        before = self.outer.clone() if step.norm else None
+        before = self.on_device(copy=True) if step.norm else None
         self.state.step(
             Update(
                 step.terms,
@@ -162,23 +211,26 @@ class ParameterPart(Part):
                 step.alpha,
                 step.clip,
                 impl=step.impl,
+                verdict=step.verdict,
             )
         )
         if before is not None:
-            squared = torch.zeros(2, dtype=torch.float64)
-            ops.norms(before, [self.outer], squared, impl=step.impl)
-            self.step_norm = squared[0].item() ** 0.5
-            self.largest_norm = max(self.largest_norm, self.step_norm)
+            self._read_norm()
+            self._reading = Reading(squared_norm(before, [self.on_device()], step.impl))
 
     def decode(self, payload: Tensor, layout: Layout, impl: str) -> Tensor:
         """Decode a payload to fp32 [num_elements]."""
-        values = torch.empty(self.num_elements)
+        values = torch.empty(self.num_elements, device=self.device)
         _decode([(payload, 1.0)], [values], layout, impl)
         return values
 
+    def on_device(self, *, copy: bool = False) -> Tensor:
+        """Return the outer parameters on the fragment's device; all of them, at once."""
+        return self.outer.to(self.device, copy=copy)
+
     def progress(self) -> Tensor:
         """Return outer minus local parameters, fp32 [num_elements]."""
-        values = self.outer.clone()
+        values = self.on_device(copy=True)
         offset = 0
         for tensor in self.tensors():
             values[offset : offset + tensor.numel()] -= memory_order(tensor)
@@ -187,7 +239,15 @@ class ParameterPart(Part):
 
     def write_local(self, impl: str) -> None:
         """Set the local parameters to the outer ones."""
-        ops.merge(self.outer, self.tensors(), impl=impl)
+        offloaded = self.state.offloaded
+        if offloaded is None:
+            ops.merge(self.outer, self.tensors(), impl=impl)
+            return
+        tensors = self.tensors()
+        for begin in range(0, self.num_elements, CHUNK_ELEMENTS):
+            end = min(begin + CHUNK_ELEMENTS, self.num_elements)
+            with offloaded.chunk(begin, end, is_written=False) as (outer, *_):
+                ops.merge(outer[begin:end], slices(tensors, begin, end), impl=impl)
 
 
 @dataclass
@@ -203,6 +263,7 @@ class BufferPart(Part):
     def __init__(self, index: int, model: nn.Module) -> None:
         self._buffers = _floating_buffers(model)
         super().__init__(index, sum(tensor.numel() for tensor in self.tensors()))
+        self.device = device_of(self.tensors())
 
     @property
     def outer(self) -> None:
@@ -213,7 +274,7 @@ class BufferPart(Part):
 
     def open_slot(self, exchange: Exchange) -> None:
         if self.num_elements:
-            self.slot = exchange.slot(self.num_elements, WireFormat("fp32"))
+            self.slot = exchange.slot(self.num_elements, WireFormat("fp32"), device=self.device)
 
     def apply(self, step: OuterStep) -> None:
         if not step.terms:
@@ -222,13 +283,20 @@ class BufferPart(Part):
             _decode(step.terms, self.tensors(), step.layout, step.impl)
             return
         # What the buffers have seen since the send stays in them.
-        change = torch.empty(self.num_elements)
+        change = torch.empty(self.num_elements, device=self.device)
         _decode([*step.terms, (step.own, -1.0)], [change], step.layout, step.impl)
         offset = 0
         for tensor in self.tensors():
             flat = memory_order(tensor)
             flat += change[offset : offset + flat.numel()]
             offset += flat.numel()
+
+
+def squared_norm(outer: Tensor | None, tensors: list[Tensor], impl: str) -> Tensor:
+    """Return fp64 [2] on the tensors' device: see ``ops.norms``."""
+    squared = torch.zeros(2, dtype=torch.float64, device=device_of(tensors))
+    ops.norms(outer, tensors, squared, impl=impl)
+    return squared
 
 
 def _decode(terms: Terms, outs: list[Tensor], layout: Layout, impl: str) -> None:
@@ -265,9 +333,10 @@ def _floating_buffers(model: nn.Module) -> Sequence[_Buffer]:
 
 
 def _check_buffer(name: str, buffer: Tensor) -> None:
-    if buffer.device.type != "cpu":
+    if not is_served(buffer.device):
         raise TypeError(
-            f"buffer {name!r} is on {buffer.device}: only buffers in CPU memory can be averaged"
+            f"buffer {name!r} is on {buffer.device}: only buffers on a GPU or in CPU memory can be "
+            "averaged"
         )
     if not is_dense(buffer):
         raise ValueError(

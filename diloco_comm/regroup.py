@@ -68,6 +68,7 @@ def enter(
         limit = min(exchange.timeout, _CONNECT_LIMIT_S)
         groups = rendezvous.build_groups(bounded, plan.epoch, rank, size, exchange.lanes, limit)
     _attach(exchange, plan.epoch, members, groups)
+    exchange.enter_streams(exchange.store, plan.epoch, rank, size)
     exchange.members, exchange.epoch = tuple(members), plan.epoch
     exchange.joined = tuple(sorted(r for r, i in plan.infos.items() if i["join"]))
     exchange.agreed_rounds = _newest(survivors)
@@ -112,6 +113,7 @@ def _agree(
         "lanes": exchange.lanes,
         "chunk_bytes": exchange.chunk_bytes,
         "window": exchange.window,
+        "collectives": exchange.collectives,
     }
     rounds = None if last_rounds is None else {str(f): n for f, n in last_rounds.items()}
     return rendezvous.agree(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _C
+from .memory import CPU, persistent
 
 
 class Residuals:
@@ -21,6 +21,7 @@ class Residuals:
         error_feedback: Keep what encoding loses.
         dtype: Of what is kept, fp32 or bf16.
         carries: See above.
+        device, reduces_on: Of the fragment, and where the reduction is done.
 
     Attributes:
         value: Of the encoding, [num_elements], or None.
@@ -31,25 +32,30 @@ class Residuals:
     """
 
     def __init__(
-        self, num_elements: int, *, error_feedback: bool, dtype: torch.dtype, carries: bool
+        self,
+        num_elements: int,
+        *,
+        error_feedback: bool,
+        dtype: torch.dtype,
+        carries: bool,
+        device: torch.device = CPU,
+        reduces_on: torch.device = CPU,
     ) -> None:
-        self.num_elements = num_elements
+        self.num_elements, self.device, self.reduces_on = num_elements, device, reduces_on
         self.error_feedback, self.dtype, self.carries = error_feedback, dtype, carries
-        self.value = self._pages(num_elements) if error_feedback else None
-        self.new = self._pages(num_elements) if error_feedback else None
+        self.value = persistent(num_elements, dtype, device) if error_feedback else None
+        self.new = persistent(num_elements, dtype, device) if error_feedback else None
         self.reduce: Tensor | None = None
         self.new_reduce: Tensor | None = None
         self.owed: Tensor | None = None
         self._spent: Tensor | None = None
         self._is_reduction_stale = False
 
-    def _pages(self, count: int) -> Tensor:
-        return _C.empty_pages(count * self.dtype.itemsize).view(self.dtype)
-
     def plan_reduction(self, count: int) -> None:
         """Start anew with ``count`` elements to reduce; 0 for none."""
-        self.reduce = self._pages(count) if self.error_feedback and count else None
-        self.new_reduce = self._pages(count) if self.error_feedback and count else None
+        is_kept = self.error_feedback and count
+        self.reduce = persistent(count, self.dtype, self.reduces_on) if is_kept else None
+        self.new_reduce = persistent(count, self.dtype, self.reduces_on) if is_kept else None
 
     @property
     def added(self) -> Tensor | None:
@@ -64,7 +70,7 @@ class Residuals:
     def owe(self, values: Tensor) -> None:
         """Add ``values`` (fp32 [num_elements]) to what the next encoding adds."""
         if self.added is None:
-            self.owed = torch.zeros(self.num_elements)
+            self.owed = torch.zeros(self.num_elements, device=self.device)
         assert self.added is not None
         self.added.add_(values)
 

@@ -7,20 +7,22 @@ that move the local parameters at each send.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-
-from . import handshake, ops
+from . import handshake
 from .errors import NonFiniteError, SyncError
 from .exchange import Exchange, Header, Outcome, Pending, Repair, Slot
 from .flights import Arrival, Flight
+from .memory import Reading
 from .metrics import Recorder, SyncMetrics, overlap_fraction
-from .parts import OuterStep, ParameterPart, Part
+from .parts import OuterStep, ParameterPart, Part, squared_norm
 from .settings import Settings
 from .slot import Kind
 from .trace import exchanged, span
@@ -30,6 +32,21 @@ logger = logging.getLogger(__name__)
 Weight = float | Callable[[], float]
 
 
+@dataclass
+class _Open:
+    """A round whose outer step is enqueued, and does nothing if the replicas vote it down."""
+
+    part: Part
+    flight: Flight
+    exposed_s: float
+    outer_step_s: float
+
+    def undo(self) -> None:
+        """Take back what the host has counted."""
+        if isinstance(self.part, ParameterPart):
+            self.part.state.num_steps -= 1
+
+
 class Rounds:
     """Take the parts of one replica through their rounds on an exchange.
 
@@ -37,7 +54,12 @@ class Rounds:
         layout: Hash of names, shapes, fragments and schedule, equal on all replicas.
         weight: This replica's weight, or what returns it at each step that sends.
         norms: Measure each pseudo-gradient's norm.
+
+    Attributes:
+        leaves_verdicts: The device may decide whether a round counts, and the host look later.
     """
+
+    leaves_verdicts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -60,6 +82,7 @@ class Rounds:
         self.norms = norms
         self.impl = impl
         self._has_warned_of_skips = False
+        self._open: list[_Open] = []
 
     def exchange_parts(
         self, parts: Sequence[Part], inner_step: int, num_skipped: int, kind: Kind = "sync"
@@ -75,6 +98,7 @@ class Rounds:
         Raises:
             SyncError: See ``DiLoCo.step``.
         """
+        late = self._look_at_verdicts(inner_step, parts)
         refusal: Exception | None = None
         try:
             weight = self.current_weight() if parts else 0.0
@@ -89,15 +113,21 @@ class Rounds:
             if refusal is None or isinstance(refusal, SyncError):
                 raise
             raise refusal from error
-        if refusal is not None:
+        # When it died after the last step, the round whose verdict was open does.
+        if refusal is not None and not (late and isinstance(refusal, SyncError)):
             raise refusal
+        if late is not None:
+            raise late from refusal
 
     def flush(self, inner_step: int, num_skipped: int) -> None:
         """Apply all that is in flight, and what was trained since; a collective call."""
+        self.settle_verdicts(inner_step)
         drained = [part for part in self.parts if part.in_flight]
         self.receive(inner_step, everything=True)
+        self.settle_verdicts(inner_step)
         stale = self.stale_parts(inner_step)
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
+        self.settle_verdicts(inner_step)
         for part in drained:
             if part not in stale and isinstance(part, ParameterPart):
                 part.write_local(self.impl)
@@ -152,7 +182,7 @@ class Rounds:
             inner_step=inner_step - num_skipped,
             gap=policy.gap_for(part.step_norm, part.largest_norm),
         )
-        norm = self._norm(part) if self.norms else math.nan
+        reading = self._norm(part) if self.norms else None
         with span("encode", part.index, number):
             pending = self._start(part, slot, header)
         delay = 0 if kind == "flush" else policy.steps()
@@ -166,7 +196,7 @@ class Rounds:
             lr=lr,
             own=pending.payload,
             layout=pending.layout,
-            norm=norm,
+            reading=reading,
             pending=pending,
         )
         part.in_flight.append(flight)
@@ -175,8 +205,9 @@ class Rounds:
     def _start(self, part: Part, slot: Slot, header: Header) -> Pending:
         return self.exchange.start(
             slot,
-            outer=part.outer,
+            outer=part.state.outer if isinstance(part, ParameterPart) else None,
             params=part.tensors(),
+            loader=part.loader if isinstance(part, ParameterPart) else None,
             header=header,
             stochastic=self.settings.rounding == "stochastic",
             seed=self.settings.seed,
@@ -224,8 +255,9 @@ class Rounds:
         arrival: Arrival | SyncError
         try:
             with span("wait", part.index, flight.number):
-                arrival = flight.wait()
-            if arrival.outcome is not None:
+                takes = self.leaves_verdicts and part.takes_verdict
+                arrival = flight.offer() if takes else flight.wait()
+            if arrival.outcome is not None and arrival.outcome.verdict is None:
                 exchanged(part.index, flight.number, arrival.outcome.seconds.get("total", 0.0))
         except SyncError as error:
             arrival = error
@@ -236,6 +268,7 @@ class Rounds:
     ) -> None:
         assert part.slot is not None
         policy = self.settings.overlap
+        verdict = None if arrival.outcome is None else arrival.outcome.verdict
         step = OuterStep(
             arrival.terms,
             arrival.layout,
@@ -243,11 +276,67 @@ class Rounds:
             self.impl,
             alpha=0.0 if flight.kind == "flush" else policy.alpha,
             own=None if flight.sent_step == inner_step else flight.own,
+            verdict=verdict,
         )
         outer_step_s = self._step(part, flight.number, step)
+        if verdict is not None:
+            self._open.append(_Open(part, flight, exposed_s, outer_step_s))
+            return
+        self._applied(part, flight, arrival, inner_step, exposed_s, outer_step_s)
+
+    def _applied(
+        self,
+        part: Part,
+        flight: Flight,
+        arrival: Arrival,
+        inner_step: int,
+        exposed_s: float,
+        outer_step_s: float,
+    ) -> None:
         self._commit(part, flight, arrival)
         part.last_sent = flight.sent_step
         self._record(part, flight, inner_step, exposed_s, outer_step_s)
+
+    def settle_verdicts(self, inner_step: int) -> None:
+        """Find out whether rounds whose outer step was left to the device were applied.
+
+        Raises:
+            SyncError: The first failure, as ``receive`` would have; the state is as before.
+        """
+        late = self._look_at_verdicts(inner_step)
+        if late is not None:
+            raise late
+
+    def _look_at_verdicts(
+        self, inner_step: int, parts: Sequence[Part] | None = None
+    ) -> Exception | None:
+        """As ``settle_verdicts``, but return the failure.
+
+        Replicas may see it at different steps, so it must not keep one of them from sending.
+
+        Args:
+            parts: Wait for the verdicts of these; None: of all. The others are only looked at.
+        """
+        first: Exception | None = None
+        for one in list(self._open):
+            must = parts is None or one.part in parts
+            assert one.flight.pending is not None
+            if not (must or one.flight.pending.done()):
+                continue
+            self._open.remove(one)
+            try:
+                arrival = one.flight.wait()
+                times = one.exposed_s, one.outer_step_s
+                self._applied(one.part, one.flight, arrival, inner_step, *times)
+            except SyncError as error:
+                one.undo()
+                try:
+                    self._report(one.part, one.flight, inner_step, error)
+                except SyncError:
+                    first = first or error
+            except Exception as error:
+                first = first or error
+        return first
 
     # ------------------------------------------------------------------------------ failures
 
@@ -282,6 +371,8 @@ class Rounds:
 
     def drop(self) -> None:
         """Wait for what is in flight and forget it, with what is owed: a state will be loaded."""
+        with contextlib.suppress(SyncError):
+            self.settle_verdicts(-1)
         for part in self.parts:
             for flight in part.in_flight:
                 self._wait(part, flight)
@@ -315,7 +406,7 @@ class Rounds:
             round=flight.number,
             fragment=part.index,
             inner_step=inner_step,
-            pseudo_gradient_norm=flight.norm,
+            pseudo_gradient_norm=flight.measured_norm(),
             weight=flight.weight,
             is_applied=False,
         )
@@ -344,17 +435,16 @@ class Rounds:
             exposed_s=exposed_s,
             outer_step_s=outer_step_s,
             overlap_fraction=overlap_fraction(exchange_s, exposed_s),
-            pseudo_gradient_norm=flight.norm,
+            pseudo_gradient_norm=flight.measured_norm(),
             weight=flight.weight,
         )
         self.recorder.add(metrics)
         if outcome is not None:
             self._warn_of_skipped_steps(outcome)
 
-    def _norm(self, part: Part) -> float:
-        squared = torch.zeros(2, dtype=torch.float64)
-        ops.norms(part.outer, part.tensors(), squared, impl=self.impl)
-        return math.sqrt(squared[0].item())
+    def _norm(self, part: Part) -> Reading:
+        outer = part.on_device() if isinstance(part, ParameterPart) else None
+        return Reading(squared_norm(outer, part.tensors(), self.impl))
 
     def _warn_of_skipped_steps(self, outcome: Outcome) -> None:
         steps = [header.inner_step for header in outcome.headers]

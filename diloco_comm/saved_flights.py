@@ -56,7 +56,7 @@ def pack_shared(
         packed = [_pack(payload, arrival.layout) for payload, _ in arrival.terms]
         payloads[str(len(payloads))] = {str(i): payload for i, payload in enumerate(packed)}
     for k in range(len(flights), depth):
-        empty = [torch.zeros(zeros.payload_bytes, dtype=torch.uint8) for _ in range(num_terms)]
+        empty = [_zeros(zeros, slot) for _ in range(num_terms)]
         payloads[str(k)] = {str(i): payload for i, payload in enumerate(empty)}
     text = {"members": list(members), "wire": slot.wire.name, "block_size": slot.wire.block_size}
     return json.dumps({**text, "rounds": rounds}), payloads
@@ -66,23 +66,25 @@ def pack_own(
     flights: Sequence[Flight], slot: Slot, members: Sequence[int], depth: int
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return this replica's numbers, and its own payloads where they are no terms of the mean."""
+    for flight in flights:
+        flight.measured_norm()
     numbers = [{name: getattr(flight, name) for name in _OWN} for flight in flights]
     payloads: dict[str, Tensor] = {}
     if len(members) > 2:
         zeros = canonical(slot.num_elements, slot.wire)
         for k in range(max(depth, len(flights))):
             own = flights[k].own if k < len(flights) else None
-            payloads[str(k)] = (
-                torch.zeros(zeros.payload_bytes, dtype=torch.uint8)
-                if own is None
-                else _pack(own, flights[k].layout)
-            )
+            payloads[str(k)] = _zeros(zeros, slot) if own is None else _pack(own, flights[k].layout)
     return numbers, payloads
 
 
 def pack_corrections(corrections: Sequence[Own]) -> tuple[list[float], dict[str, Tensor]]:
     payloads = {str(i): _pack(own.payload, own.layout) for i, own in enumerate(corrections)}
     return [own.coefficient for own in corrections], payloads
+
+
+def _zeros(layout: Layout, slot: Slot) -> Tensor:
+    return torch.zeros(layout.payload_bytes, dtype=torch.uint8, device=slot.device)
 
 
 def _pack(payload: Tensor, layout: Layout) -> Tensor:
@@ -144,7 +146,7 @@ def unpack(
         )
     layout = canonical(slot.num_elements, wire)
     target = slot.layout if wire == slot.wire else layout
-    reader = _Reader(part.index, layout, target)
+    reader = _Reader(part.index, layout, target, slot.device)
     saved = Saved()
     for k, numbers in enumerate(meta["rounds"]):
         coefficients = numbers.pop("coefficients")
@@ -181,6 +183,7 @@ class _Reader:
     fragment: int
     layout: Layout
     target: Layout
+    device: torch.device
 
     def read(self, payload: Tensor | None) -> Tensor:
         if payload is None or payload.dtype != torch.uint8:
@@ -190,4 +193,5 @@ class _Reader:
                 f"a saved payload of fragment {self.fragment} has {payload.numel()} bytes, "
                 f"{self.layout.payload_bytes} expected"
             )
-        return self.layout.rearrange(payload.reshape(-1), self.target).clone()
+        laid_out = self.layout.rearrange(payload.reshape(-1), self.target)
+        return laid_out.to(self.device, copy=True)

@@ -106,7 +106,8 @@ def _read(name: str, path: Path) -> Mapping[str, Any]:
     return found
 
 
-def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     """Raise ValueError unless the value is one of those allowed."""
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        names = ", ".join(map(str, allowed))
+        raise ValueError(f"{name} must be one of {names}, got {value!r}")

@@ -43,6 +43,9 @@ class ShardGroup:
             )
         self.group = group
         self.rank, self.size = group.rank(), group.size()
+        kinds = [kind.type for kind in group._device_types]
+        # Where small messages travel: NCCL takes none from host memory.
+        self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     @property
     def worker(self) -> str:
@@ -102,7 +105,7 @@ class ShardGroup:
         except Exception as error:
             # The workmates wait for us: what was applied is theirs, whatever failed beside it.
             failure = error
-        failed = torch.tensor([self.rank if failure is not None else -1])
+        failed = torch.tensor([self.rank if failure is not None else -1], device=self.device)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
         for fragment in fragments:
             fragment.give()
@@ -124,7 +127,8 @@ class SharedFragment(Fragment):
     def __post_init__(self) -> None:
         begin, end = self.range_of(self.group.rank)
         if begin == end and self.whole_elements:
-            object.__setattr__(self, "filler", torch.zeros(1))
+            device = self.params[0].device
+            object.__setattr__(self, "filler", torch.zeros(1, device=device))
 
     @property
     def whole_elements(self) -> int:
@@ -167,7 +171,7 @@ class SharedFragment(Fragment):
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Gather all workers' ``flat``, and cut it like the parameters; a collective call."""
-        whole = torch.empty(self.whole_elements, dtype=flat.dtype)
+        whole = flat.new_empty(self.whole_elements)
         begin, end = self.range_of(self.group.rank)
         whole[begin:end].copy_(flat[: end - begin])
         for worker in range(self.group.size):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
 
 from . import _C
 from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+from .memory import CPU, Payload
 from .residuals import Residuals
 from .wire import Layout, WireFormat
+
+if TYPE_CHECKING:
+    from .stream_jobs import StreamJob
 
 _ERRORS = {
     error.__name__: error for error in (SyncError, ReplicaMismatch, PeerLeft, NonFiniteError)
@@ -22,22 +26,14 @@ Kind = Literal["sync", "flush", "all_reduce"]
 Terms = list[tuple[Tensor, float]]
 
 
-def empty_pages(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Allocate a zeroed CPU tensor that costs no page fault later.
-
-    64-byte aligned, huge pages advised, every page touched.
-    """
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return _C.empty_pages(num_bytes).view(dtype).view(shape)
-
-
 # Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
 # at 100 Mbit/s, at 1 Gbit/s and on a loopback.
 _CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 512 << 10), (24 << 20, 2 << 20))
 _LARGE_CHUNK = 4 << 20
 _MANY_ELEMENTS = 16 << 20
 _CHUNK_OF_MANY = 16 << 20
+# On streams a chunk costs a few launches and the link is fast; not measured.
+_STREAM_CHUNK = 16 << 20
 
 
 def auto_chunk_bytes(payload_bytes: int, num_elements: int) -> int:
@@ -84,6 +80,8 @@ class Outcome:
             They are the slot's buffers: a ``start`` after ``commit`` writes into them.
         headers: One a rank.
         weights: Normalised, one a rank, as used.
+        verdict: None; or, from ``Pending.offer``, int64 [1] on the device: the round counts if it
+            is 0, and until then nobody knows.
         seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
             and total (on the engine thread).
         sent_bytes, received_bytes: Everything this rank sent to and got from its peers.
@@ -98,6 +96,7 @@ class Outcome:
     sent_bytes: int
     received_bytes: int
     counters: dict[str, int] = field(default_factory=dict)
+    verdict: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -110,8 +109,8 @@ class Round:
 
     header: Header
     layout: Layout
-    own: Tensor
-    result: Tensor | None
+    own: Payload
+    result: Payload | None
     state: Literal["started", "agreed", "voted"] = "started"
     terms: Terms = field(default_factory=list)
     epoch: int = 0
@@ -126,8 +125,8 @@ class Pending:
         layout: Of the payload.
     """
 
-    def __init__(self, slot: Slot, round: Round, job: _C.Job) -> None:
-        self.payload = round.own
+    def __init__(self, slot: Slot, round: Round, job: _C.Job | StreamJob) -> None:
+        self.payload = round.own.tensor
         self.layout = round.layout
         self._slot = slot
         self._round = round
@@ -147,6 +146,8 @@ class Pending:
     def wait(self, timeout: float | None = None) -> Outcome:
         """Wait for the vote and return what the exchange gave.
 
+        On a device, the caller's stream is made to wait until it is there; the host does not.
+
         Raises:
             ReplicaMismatch, PeerLeft, NonFiniteError, SyncError: There is no result, on no replica
                 (after a SyncError at the vote some may have one; ``change_group`` settles it).
@@ -164,10 +165,39 @@ class Pending:
         if self._error is not None:
             raise self._error
         assert self._outcome is not None
+        self._job.block_caller()
         return self._outcome
+
+    def offer(self) -> Outcome:
+        """Return the outcome, with the verdict still open where it is found on the device.
+
+        Who applies it passes the verdict on to the operator, and asks ``wait`` later.
+
+        Raises:
+            SyncError: As ``wait``, if it is known by now.
+        """
+        job = self._job
+        if isinstance(job, _C.Job) or self._outcome is not None or self._error is not None:
+            return self.wait()
+        job.wait_for_headers()
+        if job.is_done:
+            return self.wait()
+        job.block_caller()
+        assert self._round.own.ballot is not None
+        return Outcome(
+            terms=self._slot.terms_of(self._round, job.weights),
+            layout=self._round.layout,
+            headers=[from_native(header) for header in job.headers],
+            weights=list(job.weights),
+            seconds={},
+            sent_bytes=0,
+            received_bytes=0,
+            verdict=self._round.own.ballot.verdict,
+        )
 
     def _resolve(self, wait_s: float) -> None:
         job, round = self._job, self._round
+        job.block_caller()
         if job.failure is not None:
             self._error = error_from(job.failure, round.header)
             if _has_voted(job):
@@ -192,7 +222,7 @@ class Pending:
         )
 
 
-def _has_voted(job: _C.Job) -> bool:
+def _has_voted(job: _C.Job | StreamJob) -> bool:
     """Whether a failed exchange may be applied elsewhere; a job never begun has no weights."""
     failure = job.failure
     assert failure is not None
@@ -206,6 +236,8 @@ class Slot:
     the vote has left stays as it is until ``settle``.
 
     Attributes:
+        device: Of the fragment. The engine's own buffers are in host memory, page-locked then.
+        is_streamed: Its exchanges stay on the device; see ``streams``.
         layout: How payloads are laid out in the current group.
         residuals: What encoding loses; the reduction's have [num_chunks * run_elements]: the runs
             that this rank owns, one after the other, with three ranks and more.
@@ -219,20 +251,28 @@ class Slot:
         error_feedback: bool = False,
         residual_dtype: torch.dtype = torch.float32,
         carries: bool = False,
+        device: torch.device = CPU,
+        is_streamed: bool = False,
     ) -> None:
         if num_elements < 1:
             raise ValueError(f"a slot needs at least one element, got {num_elements}")
         self.num_elements = num_elements
+        self.device, self.is_streamed = device, is_streamed
         self.wire = wire
         self.error_feedback = error_feedback
         self.applied_epoch = 0
         self.residuals = Residuals(
-            num_elements, error_feedback=error_feedback, dtype=residual_dtype, carries=carries
+            num_elements,
+            error_feedback=error_feedback,
+            dtype=residual_dtype,
+            carries=carries,
+            device=device,
+            reduces_on=device if is_streamed else CPU,
         )
         self._owner: tuple[int, Layout] | None = None
         self._latest: Round | None = None
-        self._owns: list[Tensor] = []
-        self._results: list[Tensor] = []
+        self._owns: list[Payload] = []
+        self._results: list[Payload] = []
         self.rounds: list[Round] = []
         self._pendings: list[Pending] = []
 
@@ -252,6 +292,8 @@ class Slot:
         block, wire = self.wire.block_size, self.wire
         payload = Layout.plan(self.num_elements, world_size, 1, wire).payload_bytes
         most = -(-self.num_elements // (world_size * block))
+        if self.is_streamed:
+            chunk_bytes = chunk_bytes or _STREAM_CHUNK
         chunk_bytes = chunk_bytes or auto_chunk_bytes(payload, self.num_elements)
         num_chunks = max(1, min(round(payload / chunk_bytes), most))
         self.rank, self.world_size, self.num_chunks = rank, world_size, num_chunks
@@ -259,6 +301,7 @@ class Slot:
         layout = self.layout
         # Two ranks send whole payloads, which need no staging: the link gets all there is.
         window = min(window * lanes, num_chunks) if world_size > 2 else num_chunks
+        self.window = window
         self.native = _C.Plan(
             layout.num_elements,
             layout.num_runs,
@@ -274,10 +317,8 @@ class Slot:
             impl,
         )
         self.staging_bytes = window * world_size * layout.run_bytes if world_size > 2 else 0
-        self._owns = [empty_pages(layout.payload_bytes, torch.uint8)]
-        self._results = []
-        if world_size > 1:
-            self._results.append(empty_pages(layout.payload_bytes, torch.uint8))
+        self._owns = [self._new_payload()]
+        self._results = [self._new_payload()] if world_size > 1 else []
         if self._owner == (rank, layout):
             return
         self._owner = (rank, layout)
@@ -316,7 +357,7 @@ class Slot:
 
     def adopt(self, header: Header, layout: Layout, own: Tensor, terms: Terms) -> None:
         """Take in a round of a saved state, agreed on and not applied."""
-        round = Round(header, layout, own, None, "agreed", terms, is_adopted=True)
+        round = Round(header, layout, Payload(own, own), None, "agreed", terms, is_adopted=True)
         self.rounds.append(round)
 
     def forget(self) -> None:
@@ -383,11 +424,13 @@ class Slot:
         self.rounds, self._latest = [], None
 
     def terms_of(self, round: Round, weights: list[float]) -> Terms:
+        own = round.own.tensor
         if round.result is None:
-            return [(round.own, 1.0)]
+            return [(own, 1.0)]
+        result = round.result.tensor
         if len(weights) > 2:
-            return [(round.result, 1.0)]
-        payloads = [round.own, round.result] if self.rank == 0 else [round.result, round.own]
+            return [(result, 1.0)]
+        payloads = [own, result] if self.rank == 0 else [result, own]
         return list(zip(payloads, weights, strict=True))
 
     def _resolve_done(self) -> None:
@@ -395,12 +438,16 @@ class Slot:
             if pending._outcome is None and pending._error is None and pending.done():
                 pending._resolve(0.0)
 
-    def _take(self, pool: list[Tensor], busy: list[Tensor | None]) -> Tensor:
+    def _take(self, pool: list[Payload], busy: list[Payload | None]) -> Payload:
         for buffer in pool:
             if not any(buffer is other for other in busy):
                 return buffer
-        pool.append(empty_pages(self.layout.payload_bytes, torch.uint8))
+        pool.append(self._new_payload())
         return pool[-1]
+
+    def _new_payload(self) -> Payload:
+        voters = self.world_size if self.is_streamed else 0
+        return Payload.make(self.layout.payload_bytes, self.device, voters=voters)
 
 
 def to_native(header: Header, slot: Slot, stochastic: bool) -> _C.Header:
@@ -416,7 +463,7 @@ def to_native(header: Header, slot: Slot, stochastic: bool) -> _C.Header:
     return native
 
 
-def from_native(native: _C.Header) -> Header:
+def from_native(native: _C.Header | Header) -> Header:
     return Header(
         kind=cast(Kind, native.kind),
         layout_hash=native.layout_hash,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 from . import consensus, handshake
 from .errors import NonFiniteError, SyncError
@@ -23,7 +24,12 @@ from .wire import Layout
 
 
 class Turns(Rounds):
-    """Take the parts of one replica through their turns; see ``Rounds`` for the arguments."""
+    """Take the parts of one replica through their turns; see ``Rounds`` for the arguments.
+
+    What is sent in a turn depends on whether the round that is due counts, so the host must know.
+    """
+
+    leaves_verdicts: ClassVar[bool] = False
 
     def exchange_parts(
         self, parts: Sequence[Part], inner_step: int, num_skipped: int, kind: Kind = "sync"

@@ -100,7 +100,7 @@ def _errors(rank: int, world: int) -> None:
         all_reduce(torch.tensor([1.0, float("nan") if rank else 2.0]))
     with pytest.raises(TypeError, match="int64"):
         all_reduce(torch.ones(3, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"takes tensors in CPU memory, got one on meta"):
+    with pytest.raises(TypeError, match=r"takes tensors .* CPU memory, got one on meta"):
         all_reduce(torch.ones(3, device="meta"))
     with pytest.raises(ValueError, match="unknown wire 'int7'"):
         all_reduce(torch.ones(3), wire="int7")

@@ -75,6 +75,12 @@ bool wait_job(Job& job, double seconds) {
     }
 }
 
+// For a job that is done: its copies are enqueued.
+void block_caller(Job& job) {
+    if (!job.staging.has_value() || !job.staging->stored) return;
+    job.staging->queue->block_caller(job.staging->stored);
+}
+
 std::map<std::string, int64_t> counters(Job& job) {
     return {{"caller_minor_faults", job.caller_faults},
             {"engine_minor_faults", job.engine_faults},
@@ -135,6 +141,8 @@ void register_jobs(py::module_& m) {
         .def_readonly("inner_steps", &Failure::inner_steps);
     py::class_<Job, std::shared_ptr<Job>>(m, "Job")
         .def("wait", &wait_job, py::arg("seconds"))
+        .def("block_caller", &block_caller,
+             "Make the caller's stream wait until the result is on the device.")
         .def_property_readonly("is_done",
                                [](Job& job) {
                                    std::lock_guard<std::mutex> lock(job.mutex);
@@ -155,13 +163,19 @@ void set_reduce_residuals(Job& job, const std::optional<at::Tensor>& residual,
     job.new_reduce_residual = alias(new_residual);
 }
 
+// The device's twins of payload, result and count: (queue, payload, result, bad, loader or None).
+using StagingArguments =
+    std::tuple<std::shared_ptr<DeviceQueue>, at::Tensor, std::optional<at::Tensor>, at::Tensor,
+               std::shared_ptr<ChunkLoader>>;
+
 JobPtr start(Engine& engine, const std::shared_ptr<Plan>& plan, const Header& header,
              const at::Tensor& payload, const std::optional<at::Tensor>& result,
              const std::optional<at::Tensor>& outer, const std::vector<at::Tensor>& params,
              int64_t encode_key, int64_t reduce_key, const std::optional<at::Tensor>& residual,
              const std::optional<at::Tensor>& new_residual,
              const std::optional<at::Tensor>& reduce_residual,
-             const std::optional<at::Tensor>& new_reduce_residual) {
+             const std::optional<at::Tensor>& new_reduce_residual,
+             const std::optional<at::Tensor>& bad, const std::optional<StagingArguments>& staging) {
     auto job = std::make_shared<Job>();
     job->plan = plan;
     job->header = header;
@@ -171,8 +185,18 @@ JobPtr start(Engine& engine, const std::shared_ptr<Plan>& plan, const Header& he
                    alias_value(new_residual)};
     job->reduce_key = reduce_key;
     set_reduce_residuals(*job, reduce_residual, new_reduce_residual);
-    job->encode_bad = at::zeros({1}, at::kLong);
+    job->encode_bad = bad.has_value() ? bad->detach() : at::zeros({1}, at::kLong);
     job->reduce_bad = at::zeros({1}, at::kLong);
+    if (staging.has_value()) {
+        const auto& [queue, device_payload, device_result, device_bad, loader] = *staging;
+        Staging& own = job->staging.emplace();
+        own.queue = queue;
+        own.payload = device_payload.detach();
+        own.result = alias(device_result);
+        own.bad = device_bad.detach();
+        own.loader = loader;
+        if (loader) own.outer = alias(outer);
+    }
     py::gil_scoped_release no_gil;
     engine.start(job);
     return job;
@@ -204,7 +228,15 @@ void inject_fault(Engine& engine, const std::string& action, const std::string& 
 }
 
 void register_engine(py::module_& m) {
+    py::class_<DeviceQueue, std::shared_ptr<DeviceQueue>>(m, "DeviceQueue")
+        .def(py::init<c10::Device>(), py::arg("device"));
     using release = py::call_guard<py::gil_scoped_release>;
+    py::class_<ChunkLoader, std::shared_ptr<ChunkLoader>>(m, "ChunkLoader")
+        .def(py::init<c10::Device>(), py::arg("device"))
+        .def("load", &ChunkLoader::load, py::arg("hosts"), py::arg("begin"), py::arg("end"))
+        .def("release", &ChunkLoader::release, py::arg("hosts"), py::arg("begin"), py::arg("end"),
+             py::arg("is_written"))
+        .def("finish", &ChunkLoader::finish, release());
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init([](int64_t replica, double timeout_s, double report_patience_s) {
                  return std::shared_ptr<Engine>(new Engine({replica, from_seconds(timeout_s),
@@ -221,7 +253,8 @@ void register_engine(py::module_& m) {
         .def("start", &start, py::arg("plan"), py::arg("header"), py::arg("payload"),
              py::arg("result"), py::arg("outer"), py::arg("params"), py::arg("encode_key"),
              py::arg("reduce_key"), py::arg("residual"), py::arg("new_residual"),
-             py::arg("reduce_residual"), py::arg("new_reduce_residual"))
+             py::arg("reduce_residual"), py::arg("new_reduce_residual"), py::arg("bad"),
+             py::arg("staging"))
         .def("submit", &submit, py::arg("header"), py::arg("blob") = py::none(),
              py::arg("sends") = std::vector<std::pair<int, at::Tensor>>(),
              py::arg("recvs") = std::vector<std::pair<int, at::Tensor>>())

@@ -12,6 +12,7 @@
 #include "codec/serial.h"
 #include "exchange/operators.h"
 #include "exchange/pages.h"
+#include "exchange/staging.h"
 
 namespace diloco {
 namespace {
@@ -130,30 +131,36 @@ void Engine::start(const JobPtr& job) {
 void Engine::encode_all(const JobPtr& job) {
     const Plan& plan = *job->plan;
     const Layout& layout = plan.layout;
+    const bool is_staged = job->staging.has_value();
     // Little first, so that the peers hear of this job and the link has work; then enough for
-    // every intra-op thread.
+    // every intra-op thread. A device is given whole chunks.
     constexpr int64_t kFirstElements = int64_t{1} << 18;
     constexpr int64_t kElementsPerThread = int64_t{1} << 20;
+    constexpr int64_t kDeviceElements = int64_t{4} << 20;
     const auto num_runs_of = [&](int64_t elements) {
         return std::max<int64_t>(1, elements / layout.run_elements);
     };
-    const int64_t batch = num_runs_of(at::get_num_threads() * kElementsPerThread);
+    const int64_t runs_per_chunk = layout.num_runs / std::max<int64_t>(1, plan.num_chunks);
+    const int64_t batch = is_staged ? std::max(runs_per_chunk, num_runs_of(kDeviceElements))
+                                    : num_runs_of(at::get_num_threads() * kElementsPerThread);
     const auto begin_time = Clock::now();
     bool is_submitted = false;
     try {
+        if (is_staged) begin_staging(*job);
         for (int64_t run = 0; run < layout.num_runs;) {
-            const int64_t num_runs = is_submitted ? batch : num_runs_of(kFirstElements);
+            const int64_t num_runs =
+                is_submitted || is_staged ? batch : num_runs_of(kFirstElements);
             const int64_t end_run = std::min(layout.num_runs, run + num_runs);
             const int64_t begin = layout.run_begin(run);
             const int64_t end = layout.run_begin(end_run);
-            if (begin < end) call_encode(*job, begin, end);
+            if (begin < end) encode_range(*job, begin, end);
+            job->announce(end_run, is_staged ? fetch_runs(*job, run, end_run) : nullptr);
             run = end_run;
-            job->announce(run);
             // A wrong argument shows in the first call, before any peer has heard of this job.
             if (!is_submitted) submit(job);
             is_submitted = true;
             // Where cores are scarce, the threads that ship must not wait for all of this.
-            sched_yield();
+            if (!is_staged) sched_yield();
         }
     } catch (...) {
         std::lock_guard<std::mutex> lock(job->mutex);

@@ -1,5 +1,8 @@
 // One piece of work for the engine thread: what goes in, how far it is, what came out.
 //
+// The engine's buffers are in host memory. Where the fragment is on a device, the job is staged: it
+// is encoded there, and payload and result have twins on the device; only these bytes are copied.
+//
 // The calling thread makes a job and encodes into its payload, chunk by chunk; the engine thread
 // ships what is encoded. Tensors are aliases without a Python object, so that dropping the last
 // reference on the engine thread never needs the GIL.
@@ -19,6 +22,8 @@
 #include <utility>
 #include <vector>
 
+#include "exchange/chunk_loader.h"
+#include "exchange/device_queue.h"
 #include "exchange/message.h"
 #include "exchange/schedule.h"
 
@@ -80,6 +85,18 @@ struct EncodeInputs {
     c10::IValue new_residual;
 };
 
+// The device's side of a job.
+struct Staging {
+    std::shared_ptr<DeviceQueue> queue;
+    at::Tensor payload;                   // device twins of the job's
+    at::Tensor result;                    // or undefined
+    at::Tensor bad;                       // int64[1], twin of encode_bad
+    Mark begin;                           // what the caller had enqueued before
+    std::shared_ptr<ChunkLoader> loader;  // null: the outer parameters are on the device
+    at::Tensor outer;                     // with a loader: in page-locked memory
+    Mark stored;  // outcome: when the result is on the device; null: nothing was copied
+};
+
 struct Job {
     // Inputs, constant once the job is submitted.
     Header header;
@@ -92,12 +109,14 @@ struct Job {
     at::Tensor new_reduce_residual;  // same
     std::vector<Transfer> sends;
     std::vector<Transfer> recvs;
-    at::Tensor blob;  // kObjects: uint8
+    at::Tensor blob;                 // kObjects: uint8
+    std::optional<Staging> staging;  // None: the fragment is in host memory
 
     // Progress, guarded by `mutex`.
     std::mutex mutex;
     std::condition_variable changed;
-    int64_t num_encoded = 0;  // runs
+    int64_t num_encoded = 0;                        // runs, or those whose encoding is enqueued
+    std::vector<std::pair<int64_t, Mark>> fetched;  // staged: (end run, when it is in host memory)
     bool is_encode_failed = false;
     bool is_done = false;
 
@@ -117,12 +136,21 @@ struct Job {
 
     bool has_payload() const { return plan != nullptr; }
 
-    void announce(int64_t runs) {
+    void announce(int64_t runs, Mark mark = nullptr) {
         {
             std::lock_guard<std::mutex> lock(mutex);
             num_encoded = runs;
+            if (mark) fetched.emplace_back(runs, std::move(mark));
         }
         changed.notify_all();
+    }
+
+    // When a run that was announced is in host memory; null: it is. Holds the mutex.
+    Mark fetched_mark(int64_t run) const {
+        for (const auto& [end, mark] : fetched) {
+            if (run < end) return mark;
+        }
+        return nullptr;
     }
 
     void finish(std::optional<Failure> why = std::nullopt) {

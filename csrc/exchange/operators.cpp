@@ -21,10 +21,12 @@ c10::IValue optional_tensor(const at::Tensor& tensor) {
 
 void call_encode(const Job& job, int64_t begin, int64_t end) {
     const Plan& plan = *job.plan;
+    const at::Tensor& payload = job.staging ? job.staging->payload : job.payload;
+    const at::Tensor& bad = job.staging ? job.staging->bad : job.encode_bad;
     call("diloco_comm::encode",
-         {job.encode.outer, job.encode.params, job.payload, begin, end, plan.layout.run_elements,
+         {job.encode.outer, job.encode.params, payload, begin, end, plan.layout.run_elements,
           plan.layout.wire, plan.layout.block_size, (job.header.flags & 1) != 0, job.encode.rng_key,
-          job.encode.residual, job.encode.new_residual, job.encode_bad, plan.impl});
+          job.encode.residual, job.encode.new_residual, bad, plan.impl});
 }
 
 void call_reduce(const Job& job, const at::Tensor& received, const at::Tensor& result, int64_t run,
@@ -39,7 +41,9 @@ void call_reduce(const Job& job, const at::Tensor& received, const at::Tensor& r
          {received, result, c10::List<double>(job.weights), length, plan.layout.run_elements,
           plan.layout.wire, plan.layout.block_size, (job.header.flags & 1) != 0, job.reduce_key,
           plan.layout.run_begin(run), optional_tensor(own_part(job.reduce_residual)),
-          optional_tensor(own_part(job.new_reduce_residual)), job.reduce_bad, plan.impl});
+          optional_tensor(own_part(job.new_reduce_residual)), job.reduce_bad,
+          // The implementation that was asked for is the device's.
+          job.staging ? std::string() : plan.impl});
 }
 
 }  // namespace diloco

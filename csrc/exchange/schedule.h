@@ -1,8 +1,8 @@
 // The order of the steps of one exchange: a pure function of (chunks, phases, lanes, window).
 //
 // Every rank computes the same list, so on each group the messages are posted in one order
-// everywhere, whatever finishes first. Drivers walk the list: a thread driver for host memory, a
-// stream driver for devices.
+// everywhere, whatever finishes first. Drivers walk the list: the engine's thread for host memory,
+// streams.py for devices.
 #pragma once
 
 #include <cstdint>

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 #include "exchange/control.h"
@@ -67,12 +68,41 @@ void Session::wait_for_encoded(Job& job, int64_t run) {
     std::unique_lock<std::mutex> lock(job.mutex);
     job.changed.wait(lock, [&] { return job.num_encoded > run || job.is_encode_failed; });
     if (job.is_encode_failed) throw std::runtime_error("encoding failed on this replica");
+    const Mark mark = job.fetched_mark(run);
+    lock.unlock();
+    wait_for_mark(mark);
+}
+
+// Asks again and again: the driver's own wait could neither be aborted nor end at a deadline.
+void Session::wait_for_mark(const Mark& mark) {
+    constexpr std::chrono::microseconds kPoll{20};
+    while (mark && !mark->query()) {
+        if (transport_.is_aborted()) throw Aborted();
+        if (Clock::now() >= deadline_) {
+            throw std::runtime_error("this replica's device did not get to the exchange in time");
+        }
+        std::this_thread::sleep_for(kPoll);
+    }
+}
+
+// Hands a chunk's result to the device.
+void Session::store_chunk(Job& job, int64_t chunk) {
+    if (!job.staging || job.plan->num_phases == 0) return;
+    Staging& staging = *job.staging;
+    const int64_t num_bytes = transport_.size() * job.plan->layout.run_bytes;
+    staging.stored =
+        staging.queue->store(staging.result.narrow(0, chunk * num_bytes, num_bytes),
+                             job.result.narrow(0, chunk * num_bytes, num_bytes), staging.begin);
 }
 
 void Session::run_chunks(Job& job, const at::Tensor& staging) {
     const Plan& plan = *job.plan;
     const auto depth = static_cast<size_t>(2 * plan.window + 1);
     if (in_flight_.size() < depth) in_flight_.resize(depth);
+    // What the last round left in the result's buffer must be on the device before it is replaced.
+    if (job.staging && job.result.defined()) {
+        wait_for_mark(job.staging->queue->last_store(job.result));
+    }
     for (const Step& step : plan.schedule) {
         faults_.before(action_name(step.action), step.chunk, 0);
         run_step(job, step, staging);
@@ -94,7 +124,10 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
         case Action::kWaitExchange: {
             Stopwatch watch(job.seconds["exchange"]);
             wait_all(chunk.exchange_recvs);
-            if (job.plan->num_phases == 1) wait_all(chunk.sends);
+            if (job.plan->num_phases == 1) {
+                wait_all(chunk.sends);
+                store_chunk(job, step.chunk);
+            }
             break;
         }
         case Action::kReduce: {
@@ -109,6 +142,7 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
             Stopwatch watch(job.seconds["exchange"]);
             wait_all(chunk.publish_recvs);
             wait_all(chunk.sends);
+            store_chunk(job, step.chunk);
             break;
         }
         case Action::kVote: {

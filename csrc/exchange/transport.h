@@ -61,6 +61,7 @@ class Transport {
 
     // Ends the current and every later wait. From any thread.
     void abort();
+    bool is_aborted() const { return is_aborted_; }
 
     // Later sends go over a link of this rate and round-trip time; a rate of 0 is the real link.
     void emulate_link(double gbps, double rtt_ms);

@@ -1,0 +1,110 @@
+"""Profile an overlapped training run: is the exchange hidden, does the host wait for the device?
+
+    python benchmarks/gpu_trace.py --device cuda --json FILE --trace FILE
+
+Two replicas train on one device, with Eager and the int4 wire; the first is profiled. Ends with
+status 1 when a call that waits for the device falls into one of our ranges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+from gpu_models import SIZES, Trainer
+from gpu_trace_checks import host_waits_in_ranges, our_ranges, overlap_fraction
+from torch.profiler import ProfilerActivity, profile
+
+from diloco_comm import DiLoCo, Eager, Nesterov
+
+STAGES = {"encode", "wait", "outer_step"}
+
+
+def profiled(args: argparse.Namespace, rank: int, world: int, path: str) -> dict[tuple, float]:
+    """Train, and export the trace of the first replica; seconds of each exchange in it."""
+    device = torch.device(args.device)
+    trainer = Trainer(args.model, device, rank, world)
+    options: dict[str, Any] = {"sync_every": args.sync_every, "fragments": 2, "backend": "gloo"}
+    options |= {"wire": "int4", "overlap": Eager(), "outer": Nesterov(lr=0.7, momentum=0.9)}
+    with DiLoCo(trainer.model, trainer.optimizer, **options) as diloco:
+        for _ in range(2 * args.sync_every):
+            trainer.step()
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        dist.barrier()
+        if rank == 0:
+            with profile(activities=activities, acc_events=True) as profiler:
+                for _ in range(args.iters):
+                    trainer.step()
+                trainer.synchronize()
+            profiler.export_chrome_trace(path)
+        else:
+            for _ in range(args.iters):
+                trainer.step()
+            trainer.synchronize()
+        seconds = {(m.fragment, m.round): m.exchange_s for m in diloco.metrics()}
+    return seconds
+
+
+def judge(events: list[dict[str, Any]], seconds: dict[tuple, float]) -> dict[str, Any]:
+    """Say what the trace shows."""
+    waits = host_waits_in_ranges(events)
+    ranges = our_ranges(events)
+    stages = {one.stage for one in ranges}
+    fraction = overlap_fraction(events, seconds)
+    names = f"no host wait in {len(ranges)} ranges" if not waits else f"host waits: {waits[0]}, ..."
+    return {
+        "summary": f"overlap {100 * fraction:.1f} %; {names}",
+        "overlap_fraction": None if math.isnan(fraction) else fraction,
+        "host_waits": waits,
+        "num_ranges": len(ranges),
+        "is_passed": not waits and stages >= STAGES and not math.isnan(fraction),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", default="cuda", help="cuda (default) or cpu")
+    add("--model", default="nanogpt", choices=list(SIZES), help="size of the transformer")
+    add("-n", "--iters", type=int, default=24, help="steps profiled")
+    add("--sync_every", type=int, default=8, help="inner steps between two sends of a fragment")
+    add("--json", default="", metavar="PATH", help="write the figures there")
+    add("--trace", default="", metavar="PATH", help="keep the trace there")
+    args = parser.parse_args()
+    if not common.is_worker():
+        try:
+            common.relaunch(2, timeout_s=300.0)
+        except RuntimeError as error:
+            print(error)
+            return 1
+        return 0
+    rank, world = common.init_workers()
+    report = common.Report("gpu_trace", quiet=rank != 0, device=args.device, model=args.model)
+    status = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.trace or os.path.join(folder, "trace.json")
+        seconds = profiled(args, rank, world, path)
+        if rank == 0:
+            figures = judge(json.loads(Path(path).read_text())["traceEvents"], seconds)
+            report.print(figures["summary"])
+            status = 0 if figures["is_passed"] else 1
+            if args.json:
+                report.header["summary"] = figures.pop("summary")
+                report.save(args.json, figures)
+    common.leave_workers()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

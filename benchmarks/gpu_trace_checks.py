@@ -1,0 +1,158 @@
+"""What a profiler's trace says of an overlapped run: does the host wait in our ranges, and how much
+of the exchange is hidden behind computation.
+
+Traces are PyTorch's (Kineto): times and durations in microseconds. Overlap is measured as Holistic
+Trace Analysis does: of the time in which something was communicated, the share in which something
+was computed too.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Event = dict[str, Any]
+Interval = tuple[float, float]
+
+HOST_WAITS = re.compile(
+    r"^(cuda(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize"
+    r"|hip(Stream|Device|Event)Synchronize)"
+)
+_OURS = re.compile(r"^diloco_comm::(\w+) fragment=(-?\d+) round=(-?\d+)")
+_NCCL = re.compile(r"^nccl", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Range:
+    """One of our ranges on the host; times in microseconds."""
+
+    stage: str
+    fragment: int
+    round: int
+    begin: float
+    end: float
+    thread: tuple[Any, Any]
+
+
+def complete(events: Iterable[Event]) -> list[Event]:
+    """Keep the events that have a duration."""
+    return [e for e in events if e.get("ph") == "X" and "dur" in e]
+
+
+def our_ranges(events: Iterable[Event]) -> list[Range]:
+    """List our ranges on the host, in order of time."""
+    found = []
+    for event in complete(events):
+        match = _OURS.match(event["name"])
+        # The same range is shown a second time on the device's track.
+        if match and event.get("cat") in ("user_annotation", "cpu_op"):
+            stage, fragment, round = match.groups()
+            begin, thread = float(event["ts"]), (event.get("pid"), event.get("tid"))
+            end = begin + float(event["dur"])
+            found.append(Range(stage, int(fragment), int(round), begin, end, thread))
+    return sorted(found, key=lambda one: one.begin)
+
+
+def host_waits_in_ranges(events: Sequence[Event]) -> list[str]:
+    """Describe every call that makes the host wait for the device inside one of our ranges."""
+    by_thread: dict[Any, list[Range]] = {}
+    for one in our_ranges(events):
+        by_thread.setdefault(one.thread, []).append(one)
+    found = []
+    for event in complete(events):
+        if not HOST_WAITS.match(event["name"]):
+            continue
+        ranges = by_thread.get((event.get("pid"), event.get("tid")), [])
+        at = bisect.bisect_right([one.begin for one in ranges], float(event["ts"])) - 1
+        if at >= 0 and float(event["ts"]) < ranges[at].end:
+            one = ranges[at]
+            found.append(
+                f"{event['name']} in {one.stage} of fragment {one.fragment}, round {one.round}"
+            )
+    return found
+
+
+def exchanges(events: Sequence[Event], seconds: dict[tuple[int, int], float]) -> list[Interval]:
+    """When something was communicated.
+
+    On NCCL these are its kernels. Over gloo nothing of it is on the device: an exchange begins when
+    its encode range ends and takes as long as the engine says.
+
+    Args:
+        seconds: Of each exchange, by (fragment, round).
+    """
+    kernels = [e for e in complete(events) if e.get("cat") == "kernel" and _NCCL.match(e["name"])]
+    if kernels:
+        return union(_interval(e) for e in kernels)
+    spans = []
+    for one in our_ranges(events):
+        if one.stage == "encode" and (one.fragment, one.round) in seconds:
+            spans.append((one.end, one.end + 1e6 * seconds[one.fragment, one.round]))
+    return union(spans)
+
+
+def computation(events: Sequence[Event]) -> list[Interval]:
+    """When something was computed: by kernels; on a CPU, by operators outside our ranges."""
+    all_events = complete(events)
+    kernels = [e for e in all_events if e.get("cat") == "kernel" and not _NCCL.match(e["name"])]
+    if kernels:
+        return union(_interval(e) for e in kernels)
+    spans = union(_interval(e) for e in all_events if e["name"].startswith("aten::"))
+    return difference(spans, union((one.begin, one.end) for one in our_ranges(events)))
+
+
+def overlap_fraction(events: Sequence[Event], seconds: dict[tuple[int, int], float]) -> float:
+    """Return the share of communication that computation hides; NaN when there was none."""
+    communicated = exchanges(events, seconds)
+    total = measure(communicated)
+    if total == 0:
+        return float("nan")
+    return measure(intersection(communicated, computation(events))) / total
+
+
+# ----------------------------------------------------------------------------------- intervals
+
+
+def _interval(event: Event) -> Interval:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals that touch; sorted."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def measure(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """Intersect two sorted lists of intervals that do not overlap among themselves."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def difference(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """Return what of ``a`` is outside ``b``."""
+    if not a:
+        return []
+    edges = [float("-inf"), *(x for pair in b for x in pair), float("inf")]
+    outside = [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
+    return intersection(a, [pair for pair in outside if pair[0] < pair[1]])

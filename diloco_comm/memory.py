@@ -1,0 +1,135 @@
+"""Buffers that are made once and reused: in host memory, page-locked, or on a device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import _C
+
+CPU = torch.device("cpu")
+
+
+def empty_pages(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Allocate a zeroed CPU tensor that costs no page fault later.
+
+    64-byte aligned, huge pages advised, every page touched.
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return _C.empty_pages(num_bytes).view(dtype).view(shape)
+
+
+def persistent(
+    shape: int | tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> Tensor:
+    """Allocate a zeroed tensor that will be kept: on a device, or as ``empty_pages`` does."""
+    if device.type == "cpu":
+        return empty_pages(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def persistent_like(tensor: Tensor) -> Tensor:
+    """Allocate a zeroed tensor of the same shape, dtype and device that will be kept.
+
+    It is page-locked where the other one is.
+    """
+    if tensor.device.type == "cpu" and tensor.is_pinned():
+        return page_locked(tuple(tensor.shape), tensor.dtype)
+    return persistent(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def page_locked(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Allocate a zeroed CPU tensor that a device copies to and from without a wait of the host."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+
+@dataclass(eq=False)
+class Ballot:
+    """Counts of bad elements in an exchange on streams.
+
+    Attributes:
+        bad: int64 [1], this rank's.
+        counts: int64 [size], every rank's; not zero until all ranks have voted.
+        verdict: int64 [1], their sum: 0 says that the round may be applied.
+        host_counts: Page-locked copy of the counts.
+    """
+
+    bad: Tensor
+    counts: Tensor
+    verdict: Tensor
+    host_counts: Tensor
+
+    @classmethod
+    def make(cls, size: int, device: torch.device) -> Ballot:
+        bad, counts, verdict = (
+            torch.zeros(n, dtype=torch.int64, device=device) for n in (1, size, 1)
+        )
+        return cls(bad, counts, verdict, page_locked(size, torch.int64))
+
+
+@dataclass(eq=False)
+class Payload:
+    """Encoded bytes: where the operators have them, and where the engine has them.
+
+    Attributes:
+        tensor: uint8 on the fragment's device.
+        host: The same tensor, or its page-locked twin when the fragment is on a device.
+        bad, bad_host: int64 [1] of bad elements, likewise; None in host memory.
+        ballot: The counts of an exchange on streams, which needs no twins.
+    """
+
+    tensor: Tensor
+    host: Tensor
+    bad: Tensor | None = None
+    bad_host: Tensor | None = None
+    ballot: Ballot | None = None
+
+    @classmethod
+    def make(cls, num_bytes: int, device: torch.device, *, voters: int = 0) -> Payload:
+        """Allocate it. ``voters``: replicas that exchange it on streams; 0: the engine does."""
+        if voters:
+            payload = persistent(num_bytes, torch.uint8, device)
+            return cls(payload, payload, ballot=Ballot.make(voters, device))
+        if device.type == "cpu":
+            pages = empty_pages(num_bytes, torch.uint8)
+            return cls(pages, pages)
+        return cls(
+            persistent(num_bytes, torch.uint8, device),
+            page_locked(num_bytes, torch.uint8),
+            torch.zeros(1, dtype=torch.int64, device=device),
+            page_locked(1, torch.int64),
+        )
+
+
+def device_of(tensors: list[Tensor]) -> torch.device:
+    """Return the device that all tensors are on; the CPU's when there are none."""
+    return tensors[0].device if tensors else CPU
+
+
+class Reading:
+    """A norm on its way to the host, which waits for it only when it is asked for.
+
+    Args:
+        squared: fp64, the squared norm first; on any device.
+    """
+
+    def __init__(self, squared: Tensor) -> None:
+        self._event: torch.Event | None = None
+        self._host = squared
+        if squared.device.type != "cpu":
+            self._host = page_locked(squared.numel(), squared.dtype)
+            self._host.copy_(squared, non_blocking=True)
+            self._event = torch.Event(squared.device)
+            self._event.record(torch.accelerator.current_stream(squared.device))
+
+    def norm(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return math.sqrt(self._host[0].item())

@@ -1,0 +1,61 @@
+"""Outer state in page-locked host memory, brought to the device chunk by chunk and back.
+
+Two chunks are on the device at a time. While the operators work on one, the next one comes in and
+the one before goes out, on streams of their own; the training stream waits for copies, the host for
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from . import _C
+from .fragments import memory_order
+from .wire import Layout
+
+# Elements of a chunk: enough to fill the device, few enough that two of outer and momentum are
+# small beside any model. Not measured.
+CHUNK_ELEMENTS = 4 << 20
+
+
+def chunks_of(layout: Layout, most: int = CHUNK_ELEMENTS) -> list[tuple[int, int]]:
+    """Cut a fragment into ranges of whole runs, of about ``most`` elements."""
+    step = max(1, most // layout.run_elements) * layout.run_elements
+    count = layout.num_elements
+    return [(begin, min(begin + step, count)) for begin in range(0, count, step)]
+
+
+class Offloaded:
+    """What one fragment keeps in host memory, and the loader that all fragments share.
+
+    Args:
+        tensors: 1-D, page-locked, of one size.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], loader: _C.ChunkLoader) -> None:
+        self.tensors, self.loader = list(tensors), loader
+
+    @contextmanager
+    def chunk(self, begin: int, end: int, *, is_written: bool) -> Iterator[list[Tensor]]:
+        """Lend the range to the device: tensors as large as the whole, of which only it may be
+        touched; then take it back if it is written."""
+        yield self.loader.load(self.tensors, begin, end)
+        self.loader.release(self.tensors, begin, end, is_written)
+
+    def finish(self) -> None:
+        """Wait until the device has read its chunks, and what it wrote is in host memory."""
+        self.loader.finish()
+
+
+def slices(tensors: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+    """View elements [begin, end) of dense tensors, virtually concatenated, as 1-D pieces."""
+    pieces, offset = [], 0
+    for tensor in tensors:
+        first, last = max(begin - offset, 0), min(end - offset, tensor.numel())
+        if first < last:
+            pieces.append(memory_order(tensor)[first:last])
+        offset += tensor.numel()
+    return pieces

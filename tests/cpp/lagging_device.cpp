@@ -1,0 +1,567 @@
+// A device for tests that lags behind the host, as a GPU does: streams are threads that run what is
+// enqueued on them later, in order, after random pauses. Registered as PrivateUse1, so that the
+// engine's own streams, events and copies run on it through the same interfaces as on CUDA.
+//
+// What a GPU forgives by luck fails here. Memory that is freed is overwritten in the order of the
+// stream that allocated it. Tensors of the host cannot stand in for those of the device. Whatever
+// makes the host wait is written down: torch.ops.lagging.host_waits() lists it.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_copy_from.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pthread.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <set>
+#include <thread>
+
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::Stream;
+using c10::StreamId;
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+const Device kDevice(kType, 0);
+
+std::atomic<int64_t> lag_us{0};
+std::atomic<int64_t> num_allocations{0};
+std::atomic<bool> is_failed{false};
+
+// ------------------------------------------------------------------------------------- records
+
+struct Record {
+    std::mutex mutex;
+    std::vector<std::string> waits;
+    std::vector<std::string> tasks;
+};
+
+Record& record() {
+    static auto* one = new Record;
+    return *one;
+}
+
+void note_wait(const std::string& what) {
+    char thread[16] = {};
+    pthread_getname_np(pthread_self(), thread, sizeof(thread));
+    std::lock_guard<std::mutex> lock(record().mutex);
+    record().waits.push_back(what + " in " + thread);
+}
+
+// ------------------------------------------------------------------------------------- streams
+
+class Lane {
+  public:
+    explicit Lane(StreamId id) : id_(id), random_(static_cast<unsigned>(id) + 1) {
+        std::thread([this] { loop(); }).detach();
+    }
+
+    void enqueue(std::string name, std::function<void()> task) {
+        {
+            std::lock_guard<std::mutex> lock(record().mutex);
+            record().tasks.push_back(std::to_string(id_) + " " + name);
+        }
+        std::lock_guard<std::mutex> lock(mutex_);
+        tasks_.push_back(std::move(task));
+        ++num_enqueued_;
+        changed_.notify_all();
+    }
+
+    void synchronize() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const uint64_t goal = num_enqueued_;
+        changed_.wait(lock, [&] { return num_done_ >= goal; });
+    }
+
+    bool is_idle() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return num_done_ == num_enqueued_;
+    }
+
+  private:
+    void loop() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (true) {
+            changed_.wait(lock, [this] { return !tasks_.empty(); });
+            const auto task = std::move(tasks_.front());
+            tasks_.pop_front();
+            lock.unlock();
+            if (const int64_t most = lag_us.load()) {
+                const auto pause = static_cast<int64_t>(random_() % static_cast<uint64_t>(most));
+                std::this_thread::sleep_for(std::chrono::microseconds(pause));
+            }
+            try {
+                task();
+            } catch (const std::exception& error) {
+                is_failed = true;
+                std::fprintf(stderr, "lagging device: %s\n", error.what());
+            }
+            lock.lock();
+            ++num_done_;
+            changed_.notify_all();
+        }
+    }
+
+    const StreamId id_;
+    std::minstd_rand random_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<std::function<void()>> tasks_;
+    uint64_t num_enqueued_ = 0;
+    uint64_t num_done_ = 0;
+};
+
+struct Lanes {
+    std::mutex mutex;
+    std::map<StreamId, Lane*> by_id;
+    StreamId next = 1;
+};
+
+Lanes& lanes() {
+    static auto* all = new Lanes;
+    return *all;
+}
+
+Lane& lane(StreamId id) {
+    std::lock_guard<std::mutex> lock(lanes().mutex);
+    Lane*& one = lanes().by_id[id];
+    if (one == nullptr) one = new Lane(id);
+    return *one;
+}
+
+thread_local StreamId current = 0;
+
+void synchronize_all() {
+    std::vector<Lane*> all;
+    {
+        std::lock_guard<std::mutex> lock(lanes().mutex);
+        for (const auto& [id, one] : lanes().by_id) all.push_back(one);
+    }
+    for (Lane* one : all) one->synchronize();
+}
+
+struct Point {
+    std::mutex mutex;
+    std::condition_variable changed;
+    uint64_t recorded = 0;
+    uint64_t reached = 0;
+};
+using PointPtr = std::shared_ptr<Point>;
+
+void record_point(const PointPtr& point, StreamId stream) {
+    uint64_t version = 0;
+    {
+        std::lock_guard<std::mutex> lock(point->mutex);
+        version = ++point->recorded;
+    }
+    lane(stream).enqueue("record", [point, version] {
+        std::lock_guard<std::mutex> lock(point->mutex);
+        point->reached = std::max(point->reached, version);
+        point->changed.notify_all();
+    });
+}
+
+void wait_for(const PointPtr& point, uint64_t version) {
+    std::unique_lock<std::mutex> lock(point->mutex);
+    point->changed.wait(lock, [&] { return point->reached >= version; });
+}
+
+// -------------------------------------------------------------------------------------- memory
+
+struct Block {
+    void* memory;
+    size_t num_bytes;
+    StreamId stream;
+    std::set<StreamId> users;
+};
+
+// As the caching allocator: the memory is the allocating stream's again, in its own order, when the
+// other streams that were named are done with it.
+void free_block(void* context) {
+    auto* block = static_cast<Block*>(context);
+    for (const StreamId user : block->users) {
+        auto point = std::make_shared<Point>();
+        record_point(point, user);
+        lane(block->stream).enqueue("wait to free", [point] { wait_for(point, 1); });
+    }
+    lane(block->stream).enqueue("free", [block] {
+        std::memset(block->memory, 0xcd, block->num_bytes);
+        std::free(block->memory);
+        delete block;
+    });
+}
+
+class DeviceAllocator final : public c10::Allocator {
+  public:
+    c10::DataPtr allocate(size_t num_bytes) override {
+        ++num_allocations;
+        void* memory = nullptr;
+        if (posix_memalign(&memory, 64, std::max<size_t>(num_bytes, 64)) != 0) std::abort();
+        auto* block = new Block{memory, num_bytes, current, {}};
+        return {memory, block, &free_block, kDevice};
+    }
+    c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+    void copy_data(void* to, const void* from, size_t count) const override {
+        std::memcpy(to, from, count);
+    }
+};
+
+DeviceAllocator device_allocator;
+REGISTER_ALLOCATOR(kType, &device_allocator);
+
+struct Pinned {
+    std::mutex mutex;
+    std::map<const char*, size_t> blocks;
+};
+
+Pinned& pinned() {
+    static auto* one = new Pinned;
+    return *one;
+}
+
+bool is_pinned(const void* data) {
+    const auto* at = static_cast<const char*>(data);
+    std::lock_guard<std::mutex> lock(pinned().mutex);
+    auto next = pinned().blocks.upper_bound(at);
+    if (next == pinned().blocks.begin()) return false;
+    --next;
+    return at < next->first + next->second;
+}
+
+class PinnedAllocator final : public c10::Allocator {
+  public:
+    c10::DataPtr allocate(size_t num_bytes) override {
+        void* memory = nullptr;
+        if (posix_memalign(&memory, 64, std::max<size_t>(num_bytes, 64)) != 0) std::abort();
+        std::lock_guard<std::mutex> lock(pinned().mutex);
+        pinned().blocks[static_cast<char*>(memory)] = num_bytes;
+        return {memory, memory, &release, Device(c10::DeviceType::CPU)};
+    }
+    c10::DeleterFnPtr raw_deleter() const override { return &release; }
+    void copy_data(void* to, const void* from, size_t count) const override {
+        std::memcpy(to, from, count);
+    }
+
+  private:
+    static void release(void* memory) {
+        std::lock_guard<std::mutex> lock(pinned().mutex);
+        pinned().blocks.erase(static_cast<char*>(memory));
+        std::free(memory);
+    }
+};
+
+PinnedAllocator pinned_allocator;
+
+// --------------------------------------------------------------------------------------- guards
+
+struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
+    static constexpr c10::DeviceType static_type = kType;
+    c10::DeviceType type() const override { return kType; }
+    Device exchangeDevice(Device) const override { return kDevice; }
+    Device getDevice() const override { return kDevice; }
+    void setDevice(Device) const override {}
+    void uncheckedSetDevice(Device) const noexcept override {}
+    DeviceIndex deviceCount() const noexcept override { return 1; }
+    Stream getStream(Device) const override { return stream(current); }
+    Stream getDefaultStream(Device) const override { return stream(0); }
+    Stream getStreamFromGlobalPool(Device, bool) const override { return fresh(); }
+    Stream getNewStream(Device, int) const override { return fresh(); }
+    Stream exchangeStream(Stream to) const override {
+        const StreamId before = current;
+        current = to.id();
+        return stream(before);
+    }
+    void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+        delete static_cast<PointPtr*>(event);
+    }
+    void record(void** event, const Stream& on, const DeviceIndex,
+                const c10::EventFlag) const override {
+        if (*event == nullptr) *event = new PointPtr(std::make_shared<Point>());
+        record_point(*static_cast<PointPtr*>(*event), on.id());
+    }
+    void block(void* event, const Stream& on) const override {
+        if (event == nullptr) return;
+        const PointPtr point = *static_cast<PointPtr*>(event);
+        uint64_t version = 0;
+        {
+            std::lock_guard<std::mutex> lock(point->mutex);
+            version = point->recorded;
+        }
+        lane(on.id()).enqueue("wait", [point, version] { wait_for(point, version); });
+    }
+    bool queryEvent(void* event) const override {
+        if (event == nullptr) return true;
+        const PointPtr point = *static_cast<PointPtr*>(event);
+        std::lock_guard<std::mutex> lock(point->mutex);
+        return point->reached == point->recorded;
+    }
+    void synchronizeEvent(void* event) const override {
+        if (event == nullptr) return;
+        note_wait("synchronizeEvent");
+        const PointPtr point = *static_cast<PointPtr*>(event);
+        wait_for(point, point->recorded);
+    }
+    bool queryStream(const Stream& one) const override { return lane(one.id()).is_idle(); }
+    void synchronizeStream(const Stream& one) const override {
+        note_wait("synchronizeStream");
+        lane(one.id()).synchronize();
+    }
+    void synchronizeDevice(const DeviceIndex) const override {
+        note_wait("synchronizeDevice");
+        synchronize_all();
+    }
+    void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& by) const override {
+        if (data.get_context() == nullptr) return;
+        static_cast<Block*>(data.get_context())->users.insert(by.id());
+    }
+
+  private:
+    static Stream stream(StreamId id) { return Stream(Stream::UNSAFE, kDevice, id); }
+    static Stream fresh() {
+        std::lock_guard<std::mutex> lock(lanes().mutex);
+        return stream(lanes().next++);
+    }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+    bool isBuilt() const override { return true; }
+    bool isAvailable() const override { return true; }
+    bool hasPrimaryContext(DeviceIndex) const override { return true; }
+    DeviceIndex deviceCount() const override { return 1; }
+    void setCurrentDevice(DeviceIndex) const override {}
+    DeviceIndex getCurrentDevice() const override { return 0; }
+    DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+    DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+    bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+    c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+};
+
+const bool are_hooks_registered = [] {
+    at::RegisterPrivateUse1HooksInterface(new Hooks);
+    return true;
+}();
+
+// ------------------------------------------------------------------------------------ operators
+
+bool is_here(const at::Tensor& tensor) {
+    return tensor.defined() && tensor.device().type() == kType;
+}
+
+// The device's memory as the stream's thread sees it. It does not keep the memory.
+at::Tensor on_host(const at::Tensor& tensor) {
+    return at::from_blob(const_cast<void*>(tensor.unsafeGetTensorImpl()->data()), tensor.sizes(),
+                         tensor.strides(), tensor.options().device(at::kCPU).pinned_memory(false));
+}
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
+                 std::optional<c10::Layout>, std::optional<Device>, std::optional<bool>,
+                 std::optional<c10::MemoryFormat> format) {
+    return at::detail::empty_generic(size, &device_allocator,
+                                     c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                     c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
+                         std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                         std::optional<Device>, std::optional<bool>) {
+    return at::detail::empty_strided_generic(size, stride, &device_allocator,
+                                             c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                             c10::dtype_or_default(dtype));
+}
+
+at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                      std::optional<c10::SymInt> offset) {
+    return at::cpu::as_strided_symint(self, size, stride, offset);
+}
+
+at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
+    return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offset,
+                        c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+    return at::cpu::set__symint(self, storage, offset, size, stride);
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+    const bool is_within = is_here(from) && is_here(to);
+    const at::Tensor& outside = is_here(from) ? to : from;
+    const bool is_async = is_within || (non_blocking && is_pinned(outside.const_data_ptr()));
+    // What is outside is kept until the copy is done, as the caching host allocator does.
+    const at::Tensor source = is_here(from) ? on_host(from) : from.detach();
+    const at::Tensor target = is_here(to) ? on_host(to) : to.detach();
+    const char* name = is_within ? "copy" : is_here(to) ? "copy in" : "copy out";
+    lane(current).enqueue(name, [source, target] {
+        const at::NoGradGuard no_grad;
+        target.copy_(source.expand_as(target));
+    });
+    if (!is_async) {
+        note_wait(std::string(name) + (non_blocking ? " of pageable memory" : ""));
+        lane(current).synchronize();
+    }
+    return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+    if (to.sizes() != from.sizes()) {
+        const at::Tensor fresh = at::empty(from.sizes(), to.options());
+        const at::Tensor& grown = to.set_(fresh.storage(), 0, fresh.sizes(), fresh.strides());
+        return copy_from(from, grown, false);
+    }
+    return copy_from(from, to, false);
+}
+
+void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    note_wait(op.schema().name());
+    lane(current).synchronize();
+    at::native::cpu_fallback(op, stack);
+}
+
+// In place and without a result: enqueued, not waited for.
+template <class Task>
+void enqueue_in_place(const char* name, const at::Tensor& self, Task task) {
+    const at::Tensor there = on_host(self);
+    lane(current).enqueue(name, [there, task] {
+        const at::NoGradGuard no_grad;
+        task(there);
+    });
+}
+
+at::Tensor& zero_(at::Tensor& self) {
+    enqueue_in_place("zero_", self, [](const at::Tensor& one) { one.zero_(); });
+    return self;
+}
+
+at::Tensor& fill_(at::Tensor& self, const at::Scalar& value) {
+    enqueue_in_place("fill_", self, [value](const at::Tensor& one) { one.fill_(value); });
+    return self;
+}
+
+// A number that the host gave is taken along.
+at::Tensor operand(const at::Tensor& other) {
+    if (is_here(other)) return on_host(other);
+    TORCH_CHECK(other.dim() == 0, "both tensors must be on the device");
+    return other.clone();
+}
+
+at::Tensor& mul_(at::Tensor& self, const at::Tensor& other) {
+    const at::Tensor factor = operand(other);
+    enqueue_in_place("mul_", self, [factor](const at::Tensor& one) { one.mul_(factor); });
+    return self;
+}
+
+at::Tensor& add_(at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha) {
+    const at::Tensor added = operand(other);
+    enqueue_in_place("add_", self,
+                     [added, alpha](const at::Tensor& one) { one.add_(added, alpha); });
+    return self;
+}
+
+at::Tensor& sum_out(const at::Tensor& self, at::OptionalIntArrayRef dims, bool keep,
+                    std::optional<at::ScalarType>, at::Tensor& out) {
+    const at::Tensor source = on_host(self);
+    enqueue_in_place("sum", out,
+                     [source](const at::Tensor& one) { one.copy_(source.sum().view_as(one)); });
+    return out;
+}
+
+// diloco_comm's own: enqueued, and run later by the CPU's implementation.
+c10::IValue for_the_host(const c10::IValue& value) {
+    if (value.isTensor()) {
+        const at::Tensor& tensor = value.toTensor();
+        if (!tensor.defined()) return value;
+        TORCH_CHECK(is_here(tensor), "a tensor in host memory was given among the device's");
+        return on_host(tensor);
+    }
+    if (value.isTensorList()) {
+        c10::List<at::Tensor> list;
+        for (const at::Tensor& tensor : value.toTensorVector()) {
+            TORCH_CHECK(is_here(tensor), "a tensor in host memory was given among the device's");
+            list.push_back(on_host(tensor));
+        }
+        return list;
+    }
+    return value;
+}
+
+void enqueue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    const size_t count = op.schema().arguments().size();
+    torch::jit::Stack arguments;
+    for (size_t i = 0; i < count; ++i) {
+        arguments.push_back(for_the_host(torch::jit::peek(*stack, i, count)));
+    }
+    torch::jit::drop(*stack, count);
+    lane(current).enqueue(op.schema().name(), [op, arguments] {
+        const at::NoGradGuard no_grad;
+        torch::jit::Stack copy = arguments;
+        op.callBoxed(copy);
+    });
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+    m.impl("empty.memory_format", &empty);
+    m.impl("empty_strided", &empty_strided);
+    m.impl("as_strided", &as_strided);
+    m.impl("view", &view);
+    m.impl("set_.source_Storage_storage_offset", &set_storage);
+    m.impl("_copy_from", &copy_from);
+    m.impl("_copy_from_and_resize", &copy_from_and_resize);
+    m.impl("zero_", &zero_);
+    m.impl("fill_.Scalar", &fill_);
+    m.impl("mul_.Tensor", &mul_);
+    m.impl("add_.Tensor", &add_);
+    m.impl("sum.IntList_out", &sum_out);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+    m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
+}
+
+TORCH_LIBRARY_IMPL(diloco_comm, PrivateUse1, m) {
+    for (const char* name :
+         {"encode", "reduce", "outer_step", "outer_step_adam", "decode", "merge", "norms"}) {
+        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>());
+    }
+}
+
+// -------------------------------------------------------------------------------- for the tests
+
+std::vector<std::string> take(std::vector<std::string> Record::* list) {
+    std::lock_guard<std::mutex> lock(record().mutex);
+    return std::exchange(record().*list, {});
+}
+
+// Calls a C function, given by address, when the stream gets there.
+void host_function(int64_t address) {
+    lane(current).enqueue("host function", [address] { reinterpret_cast<void (*)()>(address)(); });
+}
+
+}  // namespace
+
+TORCH_LIBRARY(lagging, m) {
+    m.def("set_lag(int us) -> ()", [](int64_t us) { lag_us = us; });
+    m.def("host_waits() -> str[]", [] { return take(&Record::waits); });
+    m.def("tasks() -> str[]", [] { return take(&Record::tasks); });
+    m.def("num_allocations() -> int", [] { return num_allocations.load(); });
+    m.def("is_failed() -> bool", [] { return is_failed.load(); });
+    m.def("synchronize() -> ()", [] { synchronize_all(); });
+    m.def("host_function(int address) -> ()", &host_function);
+    m.def("on_host(Tensor tensor) -> Tensor", &on_host);
+}

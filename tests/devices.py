@@ -1,0 +1,124 @@
+"""The devices that tests run on: the host, the stand-in of ``cpp/lagging_device.cpp``, a GPU.
+
+A body that takes the name of a device is the same on all of them; on a GPU it is marked ``gpu``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "tests" / "cpp" / "lagging_device.cpp"
+LAG_US = 200
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = ["lagging", GPU]
+
+
+def build_stand_in() -> str:
+    """Compile the stand-in unless that was done before; return the path of the library."""
+    facts = f"{torch.__version__} {cpp_extension.include_paths()}".encode()
+    key = hashlib.sha256(SOURCE.read_bytes() + facts).hexdigest()[:16]
+    folder = ROOT / "build"
+    folder.mkdir(exist_ok=True)
+    library = folder / f"lagging-{key}.so"
+    with (folder / "lagging.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(library)
+    return str(library)
+
+
+def _compile(library: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or "c++"
+    launcher = shlex.split(os.environ.get("CMAKE_CXX_COMPILER_LAUNCHER", ""))
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    folders = cpp_extension.library_paths()
+    partial = library.with_suffix(".partial")
+    command = [*launcher, compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra"]
+    command += ["-Wno-unused-parameter", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    command += [word for path in cpp_extension.include_paths() for word in ("-isystem", path)]
+    command += ["-o", str(partial), str(SOURCE), *(f"-L{path}" for path in folders)]
+    command += ["-lc10", "-ltorch_cpu", *(f"-Wl,-rpath,{path}" for path in folders)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    partial.rename(library)
+
+
+def use(name: str, library: str = "") -> torch.device:
+    """Make a device ready in this process, and return it."""
+    if name == "cuda":
+        torch.cuda.set_device(0)
+        return torch.device("cuda:0")
+    if name == "lagging" and not hasattr(torch, "lagging"):
+        torch.ops.load_library(library)
+        torch.utils.rename_privateuse1_backend("lagging")
+        module = types.SimpleNamespace(
+            is_available=lambda: True,
+            current_device=lambda: 0,
+            device_count=lambda: 1,
+            _is_in_bad_fork=lambda: False,
+            manual_seed_all=lambda seed: None,
+        )
+        torch._register_device_module("lagging", module)
+        torch.ops.lagging.set_lag(LAG_US)
+    return torch.device("cpu" if name == "cpu" else f"{name}:0")
+
+
+@contextmanager
+def no_host_wait(device: torch.device) -> Iterator[None]:
+    """Assert that the host does not wait for the stand-in inside this block.
+
+    On a GPU, PyTorch raises at operators that synchronise.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return
+    torch.ops.lagging.host_waits()
+    yield
+    waits = [wait for wait in torch.ops.lagging.host_waits() if "diloco" not in wait]
+    assert waits == [], waits
+
+
+def capture(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Return what replays ``function``: a CUDA graph of it on a GPU.
+
+    Elsewhere it is the function, which must not allocate on the stand-in, nor make the host wait.
+    """
+    if device.type == "cuda":
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        # Capturing runs nothing: the first replay is the first time.
+        with torch.cuda.graph(graph, stream=side):
+            function()
+        return graph.replay
+
+    def run() -> None:
+        before = torch.ops.lagging.num_allocations() if device.type == "lagging" else 0
+        with no_host_wait(device):
+            function()
+        if device.type == "lagging":
+            assert torch.ops.lagging.num_allocations() == before
+
+    return run

@@ -1,0 +1,90 @@
+"""A group whose collectives run on a stream of their own, as NCCL's do, on the stand-in device."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco_comm.streams import current
+
+
+class StreamWork:
+    def __init__(self, done: torch.Event, device: torch.device) -> None:
+        self.done, self.device = done, device
+
+    def wait(self) -> None:
+        """Make the current stream wait; the host goes on."""
+        torch.accelerator.current_stream(self.device).wait_event(self.done)
+
+
+class LaggingGroup:
+    """What ``streams.make_group`` returns; gloo carries the bytes.
+
+    As with NCCL, a collective that cannot be ends only by ``abort``, and the stream then goes on.
+    """
+
+    calls: list[str]
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float
+    ) -> None:
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        self.rank, self.size, self.device = rank, size, device
+        self.stream = torch.Stream(device)
+        self.is_aborted = False
+        self.calls = []
+        self._kept: list[Any] = []
+
+    def alltoall_base(
+        self, out: Tensor, given: Tensor, out_splits: list[int], in_splits: list[int]
+    ) -> StreamWork:
+        there, here = torch.ops.lagging.on_host(out), torch.ops.lagging.on_host(given)
+
+        def exchange() -> None:
+            self.gloo.alltoall_base(there, here, out_splits, in_splits).wait()
+
+        return self._enqueue("alltoall", exchange)
+
+    def _allgather_base(self, out: Tensor, given: Tensor) -> StreamWork:
+        there, here = torch.ops.lagging.on_host(out), torch.ops.lagging.on_host(given)
+        rows = list(there.view(self.size, -1).unbind())
+
+        def gather() -> None:
+            self.gloo.allgather([rows], [here.clone()]).wait()
+
+        return self._enqueue("allgather", gather)
+
+    def _enqueue(self, name: str, function: Callable[[], None]) -> StreamWork:
+        def run() -> None:
+            if not self.is_aborted:
+                try:
+                    function()
+                    return
+                except RuntimeError:
+                    pass
+            while not self.is_aborted:
+                time.sleep(0.01)
+
+        self.calls.append(name)
+        callback = ctypes.CFUNCTYPE(None)(run)
+        self._kept.append(callback)
+        before, after = torch.Event(self.device), torch.Event(self.device)
+        before.record(torch.accelerator.current_stream(self.device))
+        self.stream.wait_event(before)
+        with current(self.stream):
+            torch.ops.lagging.host_function(ctypes.cast(callback, ctypes.c_void_p).value)
+        after.record(self.stream)
+        return StreamWork(after, self.device)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def shutdown(self) -> None:
+        self.is_aborted = True

@@ -1,0 +1,185 @@
+"""The GPU check's Python, run on the CPU: trace, training, operators, summary, the first call."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_trace_checks
+
+    return gpu_trace_checks
+
+
+def run(script: str, *options: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def event(name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
+    times = {"ts": begin, "dur": end - begin}
+    return {"ph": "X", "name": name, "cat": cat, "pid": 1, "tid": tid, **times}
+
+
+ENCODE = event("diloco_comm::encode fragment=1 round=2", 100, 200, "user_annotation")
+STEP = event("diloco_comm::outer_step fragment=1 round=1", 400, 500, "user_annotation")
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (event("cudaStreamSynchronize", 150, 160, "cuda_runtime"), True),
+        (event("cudaEventSynchronize", 499, 900, "cuda_runtime"), True),
+        (event("cuCtxSynchronize", 420, 430, "cuda_driver"), True),
+        (event("cudaDeviceSynchronize", 250, 260, "cuda_runtime"), False),
+        (event("cudaStreamSynchronize", 150, 160, "cuda_runtime", tid=2), False),
+        (event("cudaLaunchKernel", 150, 160, "cuda_runtime"), False),
+        (event("cudaStreamWaitEvent", 150, 160, "cuda_runtime"), False),
+    ],
+)
+def test_host_waits_in_our_ranges(call: dict[str, Any], found: bool, checks) -> None:
+    waits = checks.host_waits_in_ranges([STEP, call, ENCODE])
+    assert bool(waits) == found
+    if found:
+        assert "fragment 1, round" in waits[0] and call["name"] in waits[0]
+
+
+def test_overlap_by_nccl_kernels(checks) -> None:
+    events = [
+        event("ncclDevKernel_SendRecv", 0, 100, "kernel", 7),
+        event("ncclDevKernel_AllGather", 90, 200, "kernel", 7),
+        event("gemm", 50, 120, "kernel", 8),
+        event("gemm", 110, 130, "kernel", 9),
+        event("Memcpy DtoH", 130, 200, "gpu_memcpy", 9),
+        event("gemm", 300, 400, "kernel", 8),
+    ]
+    assert checks.overlap_fraction(events, {}) == pytest.approx(80 / 200)
+
+
+def test_overlap_by_the_engine_s_times(checks) -> None:
+    """Over gloo an exchange is [end of encode, that + its seconds]; here 200 to 600."""
+    device = [event("gemm", 250, 450, "kernel", 8), event("gemm", 550, 700, "kernel", 8)]
+    seconds = {(1, 2): 400e-6}
+    assert checks.overlap_fraction([ENCODE, *device], seconds) == pytest.approx(250 / 400)
+    # On a CPU operators compute, those in our ranges do not.
+    host = [event("aten::mm", 150, 300), event("aten::mul", 410, 450), event("aten::add", 460, 560)]
+    share = checks.overlap_fraction([ENCODE, STEP, *host], seconds)
+    assert share == pytest.approx((100 + 60) / 400)
+    assert checks.overlap_fraction([ENCODE], {}) != checks.overlap_fraction([ENCODE], {})
+
+
+def test_a_trace_of_an_overlapped_run(tmp_path: Path) -> None:
+    figures, trace = tmp_path / "trace.json", tmp_path / "events.json"
+    options = ["--device", "cpu", "--model", "tiny", "-n", "9", "--sync_every", "4"]
+    done = run("gpu_trace.py", *options, "--json", str(figures), "--trace", str(trace))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(figures.read_text())
+    results = document["results"]
+    assert results["host_waits"] == []
+    # Four exchanges of each fragment's encode, wait and outer step in nine steps.
+    assert results["num_ranges"] >= 10
+    assert 0 <= results["overlap_fraction"] <= 1
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "overlap" in document["summary"]
+
+
+def test_training_with_and_without_exchange(tmp_path: Path) -> None:
+    path = tmp_path / "training.json"
+    options = ["--device", "cpu", "--model", "tiny", "-n", "24", "-w", "2", "--sync_every", "6"]
+    done = run("gpu_training.py", *options, "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(path.read_text())["results"]
+    first, second = results["eager_int4"]
+    assert first["outer_hash"] == second["outer_hash"]
+    assert first["num_syncs"] >= 12 and first["sent_bytes"] > 0
+    assert "outer_hash" not in results["alone"][0]
+    assert first["last_loss"] < first["first_loss"]
+
+
+def test_operators_for_the_sanitizer() -> None:
+    done = run("gpu_operators.py", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal True") == 16
+
+
+PARTS = [
+    {"part": "build", "status": 0, "seconds": 31, "limit": 110},
+    {"part": "nccl_two_ranks", "status": 1, "seconds": 9, "limit": 30},
+    {"part": "trace", "status": 0, "seconds": 9, "limit": 30},
+]
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "shown"),
+    [
+        ([], 0, "all parts passed"),
+        ([{"part": "tests", "status": 1, "seconds": 3, "limit": 9}], 1, "not proven: tests"),
+        ([{"part": "kernels", "status": 124, "seconds": 9, "limit": 9}], 1, "timed out"),
+        ([{"part": "racecheck", "status": None, "reason": "no CUDA device"}], 1, "no CUDA device"),
+    ],
+)
+def test_summary(more: list[Any], status: int, shown: str, tmp_path: Path) -> None:
+    lines = [json.dumps(part) for part in [*PARTS, *more]]
+    (tmp_path / "parts.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "trace.json").write_text(json.dumps({"summary": "overlap 97.0 %"}))
+    done = run("gpu_summary.py", str(tmp_path))
+    assert done.returncode == status, done.stdout
+    assert shown in done.stdout and "unproven" in done.stdout
+    assert "overlap 97.0 %" in done.stdout
+
+
+def test_summary_of_nothing(tmp_path: Path) -> None:
+    done = run("gpu_summary.py", str(tmp_path))
+    assert done.returncode == 2 and "no parts of a GPU check" in done.stderr
+
+
+def test_the_check_up_to_the_first_cuda_call(tmp_path: Path) -> None:
+    """Without a GPU the check builds, says what is missing, and fails; here the build is skipped.
+
+    A ``python`` that skips setup.py stands in: the build has its own tests, and takes minutes.
+    """
+    fake = tmp_path / "python"
+    fake.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in *setup.py) exit 0 ;; *gpu_facts.py) export CUDA_VISIBLE_DEVICES="" ;; esac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    fake.chmod(0o755)
+    out = tmp_path / "out"
+    environment = {**os.environ, "PYTHON": str(fake)}
+    command = [str(BENCHMARKS / "gpu_check.sh"), str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    parts = {p["part"]: p for p in map(json.loads, (out / "parts.jsonl").read_text().splitlines())}
+    assert [parts[name]["status"] for name in ("versions", "build", "first_call")] == [0, 0, 1]
+    skipped = ["nccl_two_ranks", "tests", "memcheck", "racecheck", "kernels", "trace", "training"]
+    assert list(parts)[3:] == skipped
+    assert "no CUDA device" in (out / "first_call.log").read_text()
+    assert json.loads((out / "versions.log").read_text())["torch"]
+    assert (out / "summary.txt").read_text() in done.stdout
+
+
+def test_the_parts_fit_in_ten_minutes() -> None:
+    lines = (BENCHMARKS / "gpu_check.sh").read_text().splitlines()
+    words = [line.split() for line in lines if line.strip().startswith("part ")]
+    limits = [2 * int(w[2]) if w[1] == '"$tool"' else int(w[2]) for w in words]
+    assert sum(limits) <= 600 and len(words) == 9
+    assert shutil.which("bash")
+
+
+def test_usage() -> None:
+    command = [str(BENCHMARKS / "gpu_check.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2 and "usage:" in done.stderr

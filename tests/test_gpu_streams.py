@@ -1,0 +1,195 @@
+"""Exchanges on a device's streams give the same bits as those of the engine, without host waits.
+
+On a GPU these need as many NCCL ranks as replicas; ``DILOCO_TEST_NCCL_RANKS`` says how many there
+may be (1 by default: two ranks on one GPU are refused unless NCCL is told otherwise).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import devices
+import pytest
+import torch
+import torch.distributed as dist
+from device_training import METHODS, Replica, train
+from problems import equal
+from workers import Crew, Pool
+
+from diloco_comm import streams
+from diloco_comm.errors import NonFiniteError, SyncError
+
+NCCL_RANKS = int(os.environ.get("DILOCO_TEST_NCCL_RANKS", "1"))
+# Adam's and plain averaging's policies are those of "diloco".
+NAMES = ["diloco", "streaming", "delayed", "eager", "co2", "adam"]
+
+
+def cases(*worlds: int) -> list[Any]:
+    stand_in = [pytest.param("lagging", world) for world in worlds]
+    return stand_in + [
+        pytest.param("cuda", world, marks=pytest.mark.gpu)
+        for world in worlds
+        if world <= NCCL_RANKS
+    ]
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> str:
+    return devices.build_stand_in()
+
+
+@pytest.fixture(scope="module")
+def replicas(zygote) -> Iterator[Callable[[int], Pool]]:
+    crew = Crew(zygote)
+    yield crew.pool
+    crew.close()
+
+
+def use_streams(rank: int, device: str, library: str) -> torch.device:
+    """Make a device ready, and let its groups be the stand-in's where it is one."""
+    # NCCL takes ranks on one GPU only if they seem to be on different hosts.
+    os.environ["NCCL_HOSTID"] = f"diloco-{rank}"
+    here = devices.use(device, library)
+    if device == "lagging":
+        from lagging_group import LaggingGroup
+
+        streams.make_group = LaggingGroup  # type: ignore[assignment]
+    return here
+
+
+def on_streams(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**arguments, "backend": "nccl", "lanes": 1}
+
+
+def against_engine(rank: int, world: int, device: str, library: str, names: list[str]) -> list[str]:
+    here = use_streams(rank, device, library)
+    wrong = []
+    for name in names:
+        expected = train(rank, torch.device("cpu"), 13, **{**METHODS[name], "lanes": 1})
+        # Averaged buffers, and gaps computed from norms, are looked at by the host.
+        checks = name not in ("co2", "streaming", "delayed")
+        given = train(rank, here, 13, checks=checks, **on_streams(METHODS[name]))
+        wrong += [] if equal(expected, given) else [name]
+        if name == "diloco":
+            given = train(rank, here, 13, offload="cpu", **on_streams(METHODS[name]))
+            wrong += [] if equal(expected, given) else ["offload"]
+    return wrong
+
+
+@pytest.mark.parametrize(("device", "world"), cases(1, 2, 3))
+def test_streams_equal_the_engine(device: str, world: int, replicas, stand_in) -> None:
+    names = ["diloco", "eager"] if world == 1 else NAMES
+    result = replicas(world).run(against_engine, device, stand_in, names, timeout=100)
+    assert result == [[]] * world
+
+
+def voted_down(rank: int, world: int, device: str, library: str, name: str) -> list[Any]:
+    """A round with values that are not finite, left to the device: nothing changes."""
+    here = use_streams(rank, device, library)
+    pair = []
+    for there in (here, torch.device("cpu")):
+        arguments = METHODS[name] if there.type == "cpu" else on_streams(METHODS[name])
+        arguments = {**arguments, "average_buffers": False}
+        replica = Replica(rank, there, on_nonfinite="skip", num_steps=24, **arguments)
+        replica.steps(0, 5)
+        spoil = replica.model.tensors[3]
+        kept = spoil.detach().clone()
+        if rank == 0:
+            with torch.no_grad():
+                spoil.view(-1)[77].fill_(float("nan"))
+        replica.steps(5, 8)
+        with torch.no_grad():
+            spoil.copy_(kept)
+        replica.steps(8, 20)
+        replica.diloco.flush()
+        pair.append((replica.all(), sorted(m.is_applied for m in replica.diloco.metrics())))
+        replica.diloco.close()
+    assert not all(pair[0][1])
+    return [equal(pair[0][0], pair[1][0]), pair[0][1] == pair[1][1]]
+
+
+@pytest.mark.parametrize("name", ["diloco", "adam", "eager"])
+@pytest.mark.parametrize(("device", "world"), cases(2))
+def test_a_round_voted_down(device: str, world: int, name: str, replicas, stand_in) -> None:
+    assert replicas(world).run(voted_down, device, stand_in, name) == [[True, True]] * world
+
+
+def raised_later(rank: int, world: int, device: str, library: str) -> list[Any]:
+    """With ``on_nonfinite="raise"`` a later call raises, and outer parameters are as before."""
+    here = use_streams(rank, device, library)
+    replica = Replica(rank, here, **on_streams(METHODS["diloco"]))
+    replica.steps(0, 7)
+    before = replica.diloco.outer_hash()
+    with torch.no_grad():
+        replica.model.tensors[0].view(-1)[3].fill_(float("inf"))
+    raised = 0
+    try:
+        replica.steps(7, 8)
+        replica.diloco.state_dict()
+    except NonFiniteError as error:
+        raised = len(error.replicas)
+    after = replica.diloco.outer_hash()
+    replica.diloco.close()
+    return [raised, before == after]
+
+
+@pytest.mark.parametrize(("device", "world"), cases(2))
+def test_the_error_of_a_round_comes_later(device: str, world: int, replicas, stand_in) -> None:
+    assert replicas(world).run(raised_later, device, stand_in) == [[2, True]] * 2
+
+
+def abandoned(rank: int, world: int, device: str, library: str, name: str) -> list[Any]:
+    """A replica stops answering: the others abort, have the state as before, and go on."""
+    here = use_streams(rank, device, library)
+    store = dist.PrefixStore(f"abandoned/{name}", dist.group.WORLD.get_group_store())
+    members = {"store": store, "replica": rank, "num_replicas": world, "timeout": 3.0}
+    replica = Replica(rank, here, **members, **on_streams(METHODS[name]))
+    replica.steps(0, 7)
+    if rank == world - 1:
+        time.sleep(7)
+        replica.diloco.close()
+        return [True] * 3
+    before = replica.diloco.outer_hash()
+    failed = ""
+    try:
+        replica.steps(7, 12)
+        replica.diloco.state_dict()
+    except SyncError as error:
+        failed = str(error)
+    kept = replica.diloco.outer_hash() == before
+    replica.diloco.change_group(range(world - 1))
+    replica.steps(12, 20)
+    replica.diloco.flush()
+    hashes = replica.diloco.exchange.exchange_objects(replica.diloco.outer_hash().encode())
+    replica.diloco.close()
+    return [bool(failed), kept, len(set(hashes)) == 1]
+
+
+@pytest.mark.parametrize("name", ["diloco"])
+@pytest.mark.parametrize(("device", "world"), cases(3))
+def test_an_abort_leaves_the_state_as_before(
+    device: str, world: int, name: str, replicas, stand_in
+) -> None:
+    assert replicas(world).run(abandoned, device, stand_in, name) == [[True] * 3] * world
+
+
+def order_of_collectives(rank: int, world: int, library: str) -> list[str]:
+    """Replicas with other delays enqueue alike: what is first decides, not what is ready first."""
+    here = use_streams(rank, "lagging", library)
+    torch.ops.lagging.set_lag(100 + 700 * rank)
+    replica = Replica(rank, here, **on_streams(METHODS["eager"]))
+    replica.steps(0, 13)
+    group = replica.diloco.exchange._driver.group
+    calls = list(group.calls)
+    replica.diloco.close()
+    torch.ops.lagging.set_lag(devices.LAG_US)
+    return calls
+
+
+def test_the_order_is_the_same_on_all_ranks(replicas, stand_in) -> None:
+    first, *others = replicas(3).run(order_of_collectives, stand_in)
+    assert len(first) > 20
+    assert all(calls == first for calls in others)
