@@ -14,9 +14,9 @@ import diloco_comm
 from diloco_comm import NonFiniteError
 from diloco_comm.integrations.ddp_hook import QuantizedAllReduce, quantized_allreduce_hook
 
-# DDP's first step has one bucket, whatever is asked for; the later ones hold 0.4 of 1.4 MB.
-WIDTH = 300
-BUCKETS = {"bucket_cap_mb": 0.4}
+# DDP's first step has one bucket, whatever is asked for; the later ones hold 0.12 of 0.4 MB.
+WIDTH = 160
+BUCKETS = {"bucket_cap_mb": 0.12}
 
 
 def make_model(**hook: Any) -> tuple[DistributedDataParallel, QuantizedAllReduce]:

@@ -40,9 +40,7 @@ def run_example(rank: int, world: int, inside: str, replicas: int) -> tuple[floa
     return end["loss"].item(), hashes[rank], parameters.numpy().tobytes(), num_outer
 
 
-@pytest.mark.parametrize(
-    ("world", "inside", "replicas"), [(4, "fsdp2", 2), (4, "ddp", 2), (6, "fsdp2", 3)]
-)
+@pytest.mark.parametrize(("world", "inside", "replicas"), [(4, "fsdp2", 2), (4, "ddp", 2)])
 def test_replicas_of_several_workers(world: int, inside: str, replicas: int, workers) -> None:
     results = workers(world).run(run_example, inside, replicas)
     # All replicas end with the same parameters, of which each worker keeps its part.
