@@ -69,10 +69,10 @@ class LocalModel:
 
     @property
     def layout_hash(self) -> int:
-        """Hash names, shapes and dtypes to 63 bits, alike for all workers of one model."""
+        """Hash names, shapes and dtypes to 62 bits, alike for all workers of one model."""
         text = json.dumps(describe_parameters(self.fragments))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return int.from_bytes(digest, "little") >> 2
 
     def encode(self, seq: int) -> bool:
         """Write what was learned since the start of the round into the payloads.

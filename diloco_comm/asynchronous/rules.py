@@ -201,9 +201,12 @@ class RuleState(ABC):
     def arrive(self, payload: Tensor, layout: Layout, weight: float, impl: str = "") -> None:
         """Add weight * decode(payload), and take the outer step if it is the period's last."""
 
-    @abstractmethod
-    def visible(self) -> Tensor:
-        """Return the shared model as workers see it, fp32 [num_elements]; it may be ``outer``."""
+    def visible(self, begin: int = 0, end: int | None = None) -> Tensor:
+        """Return elements [begin, end) of the shared model as workers see it, fp32.
+
+        It may be a view of ``outer``.
+        """
+        return self.outer[begin:end]
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -273,15 +276,16 @@ class FusedState(RuleState):
         )
         self.num_arrivals += 1
 
-    def visible(self) -> Tensor:
+    def visible(self, begin: int = 0, end: int | None = None) -> Tensor:
+        outer = self.outer[begin:end]
         if not self._follows or self.num_pending == 0:
-            return self.outer
+            return outer
         assert self.pending is not None and self.momentum is not None
-        step = self.pending
+        step = self.pending[begin:end]
         if self._between:
-            step = self.momentum.mul(self.num_pending * self._between).add_(step)
+            step = self.momentum[begin:end].mul(self.num_pending * self._between).add_(step)
         # One rounding each for the product and the difference, as in the operators.
-        return torch.sub(self.outer, torch.mul(step, self._lr()))
+        return torch.sub(outer, torch.mul(step, self._lr()))
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"momentum": self.momentum, "pending": self.pending}
@@ -331,9 +335,6 @@ class PlainState(RuleState):
         lr = self.optimizer.lr_at(self._state.num_steps, self._state)
         terms = [(self._payload, 1.0)]
         self._state.step(Update(terms, [self.outer], self._layout, lr, impl=impl))
-
-    def visible(self) -> Tensor:
-        return self.outer
 
     def tensors(self) -> dict[str, Tensor]:
         own = {f"optimizer/{name}": tensor for name, tensor in self._state.tensors().items()}

@@ -28,13 +28,14 @@ class VirtualWorker:
         train_step: Takes one inner step on that model.
         seconds_per_step: Virtual seconds of one inner step.
         latency: Virtual seconds between the end of a round and its arrival at the server.
+        begin_round: Called before the first step of a round with the number of its steps.
     """
 
     local: LocalModel
     train_step: Callable[[], None]
     seconds_per_step: float
     latency: float = 0.0
-    num_steps: int = field(default=0, init=False)
+    begin_round: Callable[[int], None] | None = None
     seq: int = field(default=0, init=False)
     version: int = field(default=0, init=False)
     round_steps: int = field(default=0, init=False)
@@ -52,7 +53,7 @@ class VirtualRun:
 
     Attributes:
         now: Virtual seconds.
-        num_updates: Updates that arrived, refused ones included.
+        num_updates, num_steps: Updates that arrived, refused ones included, and their inner steps.
     """
 
     def __init__(self, coordinator: Coordinator, workers: list[VirtualWorker]) -> None:
@@ -60,7 +61,7 @@ class VirtualRun:
             raise ValueError("a run needs at least one worker")
         self.coordinator, self.workers = coordinator, workers
         self.now = 0.0
-        self.num_updates = 0
+        self.num_updates = self.num_steps = 0
         self._arrivals: list[tuple[float, int]] = []
         if not coordinator.model.is_initialised:
             workers[0].local.read()
@@ -78,9 +79,10 @@ class VirtualRun:
         for target, source in zip(worker.local.outer, model.read_all(), strict=True):
             target.copy_(source)
         worker.local.write()
+        if worker.begin_round is not None:
+            worker.begin_round(steps)
         for _ in range(steps):
             worker.train_step()
-        worker.num_steps += steps
         finished_at = self.now + steps * worker.seconds_per_step + worker.latency
         heapq.heappush(self._arrivals, (finished_at, index))
 
@@ -89,16 +91,20 @@ class VirtualRun:
         *,
         num_updates: int | None = None,
         seconds: float | None = None,
+        num_steps: int | None = None,
         on_update: OnUpdate | None = None,
     ) -> None:
-        """Go on until so many updates have arrived in all, or past a time.
+        """Go on until so many updates, or inner steps of them, have arrived, or past a time.
 
         Args:
             on_update: Called after each arrival with the time, the worker's index and the outcome.
         """
-        if num_updates is None and seconds is None:
-            raise ValueError("until needs num_updates or seconds")
-        while num_updates is None or self.num_updates < num_updates:
+        if num_updates is None and seconds is None and num_steps is None:
+            raise ValueError("until needs num_updates, num_steps or seconds")
+        while not (
+            (num_updates is not None and self.num_updates >= num_updates)
+            or (num_steps is not None and self.num_steps >= num_steps)
+        ):
             if self._release():
                 continue
             if seconds is not None and self._arrivals[0][0] > seconds:
@@ -123,6 +129,7 @@ class VirtualRun:
         if not outcome.refusal:
             worker.local.agreed()
         self.num_updates += 1
+        self.num_steps += worker.round_steps
         if on_update is not None:
             on_update(self.now, index, outcome)
 

@@ -20,6 +20,7 @@ from .exits import fail
 from .plan_command import EXAMPLES as PLAN_EXAMPLES
 from .plan_command import plan
 from .profile_command import profile
+from .serve_command import serve_app
 
 INTERRUPTED = 130
 
@@ -33,6 +34,7 @@ app.command(epilog=PLAN_EXAMPLES)(plan)
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.add_typer(profile, name="profile")
 app.add_typer(bench.app, name="bench")
+app.add_typer(serve_app, name="serve")
 
 
 @app.command()

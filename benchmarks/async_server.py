@@ -1,0 +1,281 @@
+"""The asynchronous server: updates at memory speed, round trips of workers, memory.
+
+    python benchmarks/async_server.py apply         # one thread, 100 million parameters
+    python benchmarks/async_server.py trips         # workers on loopback, against gloo
+    python benchmarks/async_server.py memory        # resident memory with 1 to 8 workers
+
+``apply`` compares with a loop that moves the bytes of a Nesterov step and computes nothing of
+note, timed in turns with it. ``trips`` times a whole round trip of every worker (encode, send,
+apply, fetch exact parameters, write them) and, in turns with it, a raw gloo all_reduce of the same
+fp32 bytes between the same processes. docs/asynchronous.md explains the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import common
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from diloco_comm import Nesterov
+from diloco_comm.asynchronous.coordinator import Coordinator, Update
+from diloco_comm.asynchronous.model import SharedModel
+from diloco_comm.asynchronous.rules import DelayedNesterov, Immediate, ServerRule
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
+from diloco_comm.exchange import empty_pages
+from diloco_comm.wire import WireFormat
+
+RESULTS = Path(__file__).parent / "results"
+RULES: dict[str, ServerRule] = {
+    "nesterov": Immediate(outer=Nesterov(0.1, 0.9)),
+    "delayed, N=4": DelayedNesterov(lr=0.1, period=4),
+}
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+# ------------------------------------------------------------------------------------------ apply
+
+
+def floor_of(num_elements: int) -> Callable[[], None]:
+    """Return the loop that reads outer, momentum and codes, and writes the first two."""
+    count = num_elements // 65536 * 65536
+    buffers = [empty_pages((count,), torch.float32) for _ in range(2)]
+    buffers.append(empty_pages((count,), torch.int8))
+    return lambda: torch.ops.diloco_comm._floor("arrival", buffers)
+
+
+def measure_apply(report: common.Report, num_elements: int, rounds: int) -> dict:
+    torch.set_num_threads(1)
+    floor = floor_of(num_elements)
+    wire = WireFormat("int8")
+    results = {}
+    report.print("#  rule            what                  median ms   floor ms   share of floor")
+    for name, rule in RULES.items():
+        model = SharedModel([num_elements], rule)
+        model.initialise([torch.zeros(num_elements)])
+        layouts = model.layouts(wire)
+        payload = empty_pages((layouts[0].payload_bytes,), torch.uint8)
+        # Scales of 1.0 and codes of zero: what the bytes stand for does not change the time.
+        blocks = layouts[0].run_elements // wire.block_size
+        runs = payload.view(layouts[0].num_runs, layouts[0].run_bytes)
+        runs[:, : 2 * blocks].view(torch.bfloat16).fill_(1.0)
+        coordinator = Coordinator(model)
+        seqs = iter(range(1, 10_000))
+
+        def arrive(coordinator=coordinator, seqs=seqs, payload=payload, layouts=layouts) -> None:
+            version = coordinator.model.version
+            update = Update("w", next(seqs), version, 1, 1.0, [payload], layouts)
+            assert not coordinator.arrive(update, 0.0).refusal
+
+        def apply(model=model, payload=payload, layouts=layouts, rule=rule) -> None:
+            model.apply([payload], layouts, rule.weight(0))
+
+        calls = {"apply": apply, "apply and check": arrive}
+        for what, call in calls.items():
+            times, floors = [], []
+            for index in range(rounds + 1):
+                # One period: a rule's arrivals differ.
+                pair = (
+                    sum(seconds_of(call) for _ in range(rule.arrivals)) / rule.arrivals,
+                    seconds_of(floor),
+                )
+                if index:
+                    times.append(pair[0])
+                    floors.append(pair[1])
+            share = common.median_ratio(floors, times)
+            report.print(
+                f"   {name:14}  {what:18} {1e3 * common.percentile(times, 50):12.2f}"
+                f" {1e3 * common.percentile(floors, 50):10.2f} {100 * share:13.1f} %"
+            )
+            results[f"{name}: {what}"] = {"times_s": times, "floors_s": floors, "share": share}
+    return results
+
+
+# ------------------------------------------------------------------------------------------ trips
+
+
+class Flat(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+
+def worker_main(options: argparse.Namespace) -> None:
+    """Time round trips, and all_reduces of the same bytes in turns with them."""
+    torch.set_num_threads(1)
+    rank, world, size = options.rank, options.workers, options.elements
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", options.store, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=200)
+    )
+    model = Flat(size)
+    worker = AsyncDiLoCo(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        server=options.address,
+        wire=options.wire,
+        timeout=100.0,
+        attach=False,
+    )
+    buffer = torch.zeros(size)
+    trips, reduces = [], []
+    for index in range(options.rounds + 1):
+        with torch.no_grad():
+            model.weight.add_(1e-3 * (rank + 1))
+        dist.barrier()
+        trip = seconds_of(worker.step)
+        dist.barrier()
+        reduce = seconds_of(lambda: dist.all_reduce(buffer))
+        if index:
+            trips.append(trip)
+            reduces.append(reduce)
+    dist.barrier()
+    worker.close()
+    print(json.dumps({"trips_s": trips, "reduces_s": reduces}), flush=True)
+    dist.destroy_process_group()
+
+
+def run_workers(
+    server: AsyncServer, num_workers: int, size: int, rounds: int, wire: str
+) -> list[dict]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    base = [
+        sys.executable, __file__, "worker", f"--address={server.address}",
+        f"--store={store.port}", f"--workers={num_workers}", f"--elements={size}",
+        f"--rounds={rounds}", f"--wire={wire}",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen([*base, f"--rank={rank}"], stdout=subprocess.PIPE, text=True,
+                         env=environment)
+        for rank in range(num_workers)
+    ]  # fmt: skip
+    texts = [process.communicate(timeout=400)[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError("a worker failed")
+    return [json.loads(text) for text in texts]
+
+
+def measure_trips(report: common.Report, size: int, rounds: int) -> dict:
+    results = {}
+    report.print("#  workers   wire   trip ms (p10-p90)        all_reduce ms   ratio   updates/s")
+    for num_workers, wire in ((1, "int8"), (2, "int8"), (2, "fp32"), (4, "int8")):
+        torch.set_num_threads(1)
+        with AsyncServer(RULES["nesterov"], sync_every=1) as server:
+            rows = run_workers(server, num_workers, size, rounds, wire)
+        trips = [max(at) for at in zip(*(row["trips_s"] for row in rows), strict=True)]
+        reduces = [max(at) for at in zip(*(row["reduces_s"] for row in rows), strict=True)]
+        ratio = common.median_ratio(trips, reduces)
+        p10, p50, p90 = (1e3 * common.percentile(trips, p) for p in (10, 50, 90))
+        rate = num_workers * 1e3 / p50
+        report.print(
+            f"   {num_workers:7d}   {wire:5} {p50:8.1f} ({p10:.1f}-{p90:.1f})"
+            f" {1e3 * common.percentile(reduces, 50):18.1f} {ratio:9.2f} {rate:9.1f}"
+        )
+        results[f"{num_workers} workers, {wire}"] = {
+            "trips_s": trips, "reduces_s": reduces, "ratio": ratio,
+            "apply_s": server.status.apply_s, "updates": num_workers * (rounds + 1),
+        }  # fmt: skip
+    return results
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def measure_memory(report: common.Report, size: int, rounds: int) -> dict:
+    results = {}
+    report.print("#  rule           workers   wire    peak MiB above an idle process   model sizes")
+    for rule_name, num_workers, wire in (
+        ("nesterov", 1, "int8"), ("nesterov", 8, "int8"), ("delayed, N=4", 1, "int8"),
+        ("delayed, N=4", 4, "int8"), ("delayed, N=4", 8, "int8"), ("delayed, N=4", 4, "fp32"),
+    ):  # fmt: skip
+        command = [
+            sys.executable, __file__, "memory-one", f"--rule={rule_name}",
+            f"--workers={num_workers}", f"--wire={wire}", f"--elements={size}",
+            f"--rounds={rounds}",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
+        peak = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+        sizes = peak / (4 * size)
+        report.print(
+            f"   {rule_name:14} {num_workers:7d}   {wire:5} {peak / 2**20:12.0f} {sizes:30.2f}"
+        )
+        results[f"{rule_name}, {num_workers} workers, {wire}"] = sizes
+    return results
+
+
+def memory_one(options: argparse.Namespace) -> None:
+    """Serve in this process and watch its own resident memory."""
+    torch.set_num_threads(1)
+    with AsyncServer(RULES[options.rule], sync_every=1):
+        pass
+    process = psutil.Process()
+    idle = process.memory_info().rss
+    peak = 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, process.memory_info().rss)
+
+    with AsyncServer(RULES[options.rule], sync_every=1) as server:
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        run_workers(server, options.workers, options.elements, options.rounds, options.wire)
+        done.set()
+        watcher.join()
+    print(json.dumps({"peak_bytes": peak - idle}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["apply", "trips", "memory", "worker", "memory-one"])
+    parser.add_argument("--elements", type=int, default=None)
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    for name, kind in (("address", str), ("rule", str), ("wire", str)):
+        parser.add_argument(f"--{name}", type=kind, default="")
+    for name in ("rank", "workers", "store"):
+        parser.add_argument(f"--{name}", type=int, default=0)
+    options = parser.parse_args()
+    if options.what == "worker":
+        worker_main(options)
+        return
+    if options.what == "memory-one":
+        memory_one(options)
+        return
+    measures = {
+        "apply": (measure_apply, 100_000_000, 9),
+        "trips": (measure_trips, 10_000_000, 15),
+        "memory": (measure_memory, 25_000_000, 6),
+    }
+    measure, elements, rounds = measures[options.what]
+    elements, rounds = options.elements or elements, options.rounds or rounds
+    report = common.Report(f"asynchronous server, {options.what}", elements=elements)
+    results = measure(report, elements, rounds)
+    path = options.json or RESULTS / f"async-server-{options.what}.json"
+    report.save(path, results)
+
+
+if __name__ == "__main__":
+    main()

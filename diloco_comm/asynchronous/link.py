@@ -1,0 +1,320 @@
+"""A worker's connection to its server: one DEALER socket, requests repeated until answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+from torch import Tensor
+
+from ..errors import SyncError
+from ..wire import Layout, WireFormat
+from . import keys as curve
+from .messages import MAX_BODY, MAX_JSON, Kind, Message, ProtocolError, pack, parse
+from .model import layout_of
+
+# Runs of a version that are asked for and not here yet.
+WINDOW = 8
+RETRY_S, BLOCKED_S = 1.0, 0.02
+
+
+class ServerLost(SyncError):
+    """The server did not answer in time; the worker's parameters are as training left them."""
+
+
+class ServerRefused(SyncError):
+    """The server refused a worker, in one sentence."""
+
+
+class Link:
+    """Talk to one server; blocking, for one thread.
+
+    Args:
+        address: ``tcp://host:port``.
+        worker: The worker's name.
+        sizes, layout: Elements of the fragments and hash of the model.
+        timeout: Seconds without any answer after which ``ServerLost`` is raised.
+        keys, key_name: Folder of CURVE keys and name of the worker's pair in it.
+
+    Attributes:
+        sent_bytes, received_bytes: Of payloads and headers, repeated ones included.
+        last_seq: The worker's newest update that the server knows of.
+        needs_start: The server has no parameters yet.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        worker: str,
+        sizes: list[int],
+        layout: int,
+        *,
+        timeout: float,
+        keys: str | Path | None = None,
+        key_name: str = curve.WORKER,
+    ) -> None:
+        curve.is_loopback(address)
+        self.address, self.worker, self.timeout = address, worker, timeout
+        self._hello = Message(Kind.HELLO, meta={"worker": worker, "sizes": sizes, "layout": layout})
+        self._sizes = sizes
+        self.sent_bytes = self.received_bytes = 0
+        self.last_seq = 0
+        self.needs_start = False
+        self._is_blocked = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 300
+        self._socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
+        # Only to a server that is there: what is sent to none would be sent to its successor.
+        self._socket.immediate = True
+        self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 5_000, 30_000
+        self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 1_000
+        try:
+            if keys is not None:
+                curve.protect_worker(self._socket, Path(keys), key_name)
+            self._socket.connect(address)
+        except (ValueError, zmq.ZMQError):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection, without a word; idempotent."""
+        if not self._context.closed:
+            self._socket.close()
+            self._context.term()
+
+    # --------------------------------------------------------------------------------- messages
+
+    def send(self, message: Message) -> bool:
+        """Send if the server is there and reads; whoever asks repeats itself."""
+        frames = pack(message)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) < 2)
+        except zmq.Again:
+            self._is_blocked = True
+            return False
+        self._is_blocked = False
+        self.sent_bytes += sum(len(frame) for frame in frames)
+        return True
+
+    def _next(self, seconds: float) -> Message | None:
+        """Return the next message, or None if none comes within so many seconds."""
+        if not self._socket.poll(max(0, int(1000 * seconds))):
+            return None
+        frames = self._socket.recv_multipart(copy=False)
+        self.received_bytes += sum(len(frame) for frame in frames)
+        try:
+            return parse([frame.buffer for frame in frames])
+        except ProtocolError:
+            return None
+
+    def _converse(self, ask: Callable[[], None], what: str) -> Iterator[Message]:
+        """Yield what the server says; ask again whenever it is silent for a while.
+
+        Raises:
+            ServerLost: If it is silent for ``timeout``.
+            ServerRefused: If it refuses this worker.
+        """
+        began = heard_at = time.monotonic()
+        ask()
+        asked_at = began
+        while True:
+            message = self._next(BLOCKED_S if self._is_blocked else RETRY_S)
+            now = time.monotonic()
+            if message is not None:
+                heard_at = now
+                if message.kind == Kind.REFUSED:
+                    raise ServerRefused(
+                        f"the server {self.address} refused worker {self.worker}: "
+                        f"{message.meta['reason']}",
+                        stage=what,
+                        seconds=now - began,
+                    )
+                if message.kind == Kind.UNKNOWN:
+                    self.send(self._hello)
+                elif message.kind == Kind.WELCOME:
+                    self._welcomed(message, what)
+                    if what != "hello":
+                        ask()
+                        asked_at = now
+                    yield message
+                else:
+                    yield message
+                # An answer that leads on has been acted upon.
+                if message.kind in (Kind.DATA, Kind.WANT):
+                    asked_at = now
+            if now - asked_at < RETRY_S and not self._is_blocked:
+                continue
+            if now - heard_at > self.timeout:
+                raise ServerLost(
+                    f"the server {self.address} has not answered for {now - heard_at:.1f} s "
+                    f"({what}); the parameters are as training left them",
+                    stage=what,
+                    seconds=now - began,
+                )
+            ask()
+            asked_at = now
+
+    def _welcomed(self, message: Message, what: str) -> None:
+        last = message.number
+        if last < self.last_seq and what != "hello":
+            raise ServerLost(
+                f"the server {self.address} knows {last} updates of worker {self.worker}, which "
+                f"was told of {self.last_seq}: it was restarted without its snapshot",
+                stage=what,
+            )
+        self.last_seq = max(self.last_seq, last)
+        self.needs_start = message.meta["needs_start"]
+
+    # ------------------------------------------------------------------------------ conversations
+
+    def hello(self) -> Message:
+        """Introduce this worker and return the server's WELCOME."""
+        for message in self._converse(lambda: self._ask(self._hello), "hello"):
+            if message.kind == Kind.WELCOME:
+                return message
+        raise AssertionError
+
+    def _ask(self, message: Message) -> None:
+        self.send(message)
+
+    def push(
+        self,
+        seq: int,
+        version: int,
+        payloads: list[Tensor],
+        layouts: list[Layout],
+        *,
+        steps: int,
+        seconds: float,
+        is_start: bool = False,
+    ) -> Message:
+        """Send an update, or the parameters to start from, and return the server's OUTCOME."""
+        wire = layouts[0].wire
+        meta: dict[str, Any] = {
+            "wire": wire.name,
+            "block_size": wire.block_size,
+            "steps": steps,
+            "seconds": seconds,
+            "is_start": is_start,
+        }
+        push = Message(Kind.PUSH, seq, version, meta=meta)
+        for message in self._converse(lambda: self._ask(push), "push"):
+            if message.kind == Kind.OUTCOME and message.number == seq:
+                if not is_start:
+                    self.last_seq = seq
+                return message
+            if message.kind == Kind.WANT and message.number == seq:
+                self._send_run(message, payloads, layouts)
+        raise AssertionError
+
+    def _send_run(self, want: Message, payloads: list[Tensor], layouts: list[Layout]) -> None:
+        if want.fragment >= len(layouts) or want.run >= layouts[want.fragment].num_runs:
+            return
+        size = layouts[want.fragment].run_bytes
+        run = payloads[want.fragment][want.run * size : (want.run + 1) * size]
+        self.send(
+            Message(
+                Kind.RUN,
+                want.number,
+                0,
+                want.fragment,
+                want.run,
+                body=run.numpy().data,
+            )
+        )
+
+    def pull(self, outer: list[Tensor]) -> tuple[int, int]:
+        """Fetch the newest parameters into ``outer``, fp32 [num_elements] for each fragment.
+
+        Returns:
+            Their version, and the inner steps of the round to train from them.
+        """
+        download = _Download(self, outer)
+        for message in self._converse(download.ask, "pull"):
+            download.receive(message)
+            if download.is_complete:
+                assert download.version is not None
+                self.send(Message(Kind.DONE, 0, download.version))
+                return download.version, download.steps
+        raise AssertionError
+
+    def leave(self) -> None:
+        """Tell the server not to wait for this worker."""
+        self.send(Message(Kind.LEAVE))
+
+
+class _Download:
+    """One version on its way."""
+
+    def __init__(self, link: Link, outer: list[Tensor]) -> None:
+        self.link, self.outer = link, outer
+        self.layouts = [layout_of(flat.numel(), WireFormat("fp32")) for flat in outer]
+        self.version: int | None = None
+        self.steps = 0
+        self._wanted: list[tuple[int, int]] = []
+        self._asked: set[tuple[int, int]] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.version is not None and not self._wanted and not self._asked
+
+    def ask(self) -> None:
+        """Ask for a version, or again for the runs of one that have not come."""
+        if self.version is None:
+            self.link.send(Message(Kind.PULL))
+            return
+        for fragment, run in self._asked:
+            self._get(fragment, run)
+
+    def receive(self, message: Message) -> None:
+        if message.kind == Kind.READY and self.version != message.version:
+            self.version, self.steps = message.version, message.meta["steps"]
+            runs = [(f, run) for f, lay in enumerate(self.layouts) for run in range(lay.num_runs)]
+            self._wanted, self._asked = runs[::-1], set()
+        elif message.kind == Kind.GONE and message.version == self.version:
+            self.version = None
+            self.ask()
+        elif message.kind == Kind.DATA and message.version == self.version:
+            self._take(message)
+        while self._wanted and len(self._asked) < WINDOW:
+            position = self._wanted.pop()
+            self._asked.add(position)
+            self._get(*position)
+
+    def _get(self, fragment: int, run: int) -> None:
+        assert self.version is not None
+        self.link.send(Message(Kind.GET, 0, self.version, fragment, run))
+
+    def _take(self, message: Message) -> None:
+        position = (message.fragment, message.run)
+        if position not in self._asked:
+            return
+        begin, end = self.layouts[message.fragment].run_range(message.run)
+        if len(message.body) != 4 * (end - begin):
+            return
+        target = self.outer[message.fragment][begin:end]
+        target.numpy().data.cast("B")[:] = message.body
+        self._asked.discard(position)
+
+
+def read_status(
+    address: str, *, timeout: float = 5.0, keys: str | Path | None = None, key_name: str = "worker"
+) -> dict[str, Any]:
+    """Return the status of a server.
+
+    Raises:
+        ServerLost: If it does not answer in time.
+    """
+    link = Link(address, "status", [1], 0, timeout=timeout, keys=keys, key_name=key_name)
+    try:
+        status = Message(Kind.STATUS)
+        for message in link._converse(lambda: link._ask(status), "status"):
+            if message.kind == Kind.REPORT:
+                return message.meta["status"]
+        raise AssertionError
+    finally:
+        link.close()

@@ -1,0 +1,197 @@
+"""Messages between server and workers: fixed headers, small JSON, raw bytes; nothing is unpickled.
+
+A message is one frame or two. The first is a header of 32 bytes, little endian:
+
+    magic "DCAS", protocol u16, kind u16, number u64, version u64, fragment u32, run u32
+
+and the second, for the kinds that have one, either JSON of at most ``MAX_JSON`` bytes, an object
+with the keys of ``_FIELDS`` and no others, or the bytes of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+PROTOCOL = 1
+MAGIC = b"DCAS"
+HEADER = struct.Struct("<4sHHQQII")
+MAX_JSON = 1 << 16
+MAX_NAME = 64
+MAX_FRAGMENTS = 4096
+# No run is longer: RUN_ELEMENTS of fp32.
+MAX_BODY = 1 << 20
+# Numbers stay such that they survive JSON and arithmetic in 64 bits.
+MAX_NUMBER = 1 << 62
+
+
+class Kind(IntEnum):
+    """What a message says; ``number`` is the update's sequence number where there is one."""
+
+    # From a worker.
+    HELLO = 1  # JSON: who it is and what its model looks like
+    PUSH = 2  # JSON: a round is done, ask me for its update
+    RUN = 3  # bytes: a run of the update
+    PULL = 4  # which parameters do I go on from?
+    GET = 5  # send me a run of this version
+    DONE = 6  # I have all of this version
+    LEAVE = 7
+    STATUS = 8
+    # From the server.
+    WELCOME = 32  # JSON
+    WANT = 33  # send me this run of the update
+    OUTCOME = 34  # JSON: what became of the update
+    READY = 35  # JSON: go on from this version
+    DATA = 36  # bytes: a run of the version
+    GONE = 37  # this version is kept no more, ask again
+    UNKNOWN = 38  # say HELLO first
+    REFUSED = 39  # JSON: one sentence
+    REPORT = 40  # JSON: the status
+    WAIT = 41  # heard you; the answer will come
+
+
+@dataclass(frozen=True)
+class Message:
+    """One parsed message.
+
+    Attributes:
+        meta: The checked JSON object; empty for the kinds without one.
+        body: The bytes of a run; empty likewise.
+    """
+
+    kind: Kind
+    number: int = 0
+    version: int = 0
+    fragment: int = 0
+    run: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+    body: bytes | memoryview = b""
+
+
+class ProtocolError(ValueError):
+    """Bytes that are not a message of this protocol; the text is one sentence."""
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= 1024
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= MAX_NAME and value.isprintable()
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_sizes(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and 1 <= len(value) <= MAX_FRAGMENTS
+        and all(_is_count(size) and size >= 1 for size in value)
+    )
+
+
+def _is_staleness(value: object) -> bool:
+    return value == -1 or _is_count(value)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+_FIELDS = {
+    Kind.HELLO: {"worker": _is_name, "layout": _is_count, "sizes": _is_sizes},
+    Kind.PUSH: {
+        "wire": _is_text,
+        "block_size": _is_count,
+        "steps": _is_count,
+        "seconds": _is_seconds,
+        "is_start": _is_flag,
+    },
+    Kind.WELCOME: {"needs_start": _is_flag, "rule": _is_object, "sync_every": _is_count},
+    Kind.OUTCOME: {"staleness": _is_staleness, "refusal": _is_text, "reason": _is_text},
+    Kind.READY: {"steps": _is_count},
+    Kind.REFUSED: {"reason": _is_text},
+    Kind.REPORT: {"status": _is_object},
+}
+_WITH_BODY = (Kind.RUN, Kind.DATA)
+
+
+def pack(message: Message) -> list[bytes | memoryview]:
+    """Return the frames of a message."""
+    header = HEADER.pack(
+        MAGIC,
+        PROTOCOL,
+        message.kind,
+        message.number,
+        message.version,
+        message.fragment,
+        message.run,
+    )
+    if message.kind in _WITH_BODY:
+        return [header, message.body]
+    if message.kind in _FIELDS:
+        return [header, json.dumps(message.meta, separators=(",", ":")).encode()]
+    return [header]
+
+
+def parse(frames: Sequence[Any]) -> Message:
+    """Turn frames (bytes or buffers) into a message; a body is a view of its frame.
+
+    Raises:
+        ProtocolError: If they are none, whatever the bytes.
+    """
+    if not 1 <= len(frames) <= 2:
+        raise ProtocolError(f"a message has one frame or two, got {len(frames)}")
+    views = [memoryview(frame).cast("B") for frame in frames]
+    if views[0].nbytes != HEADER.size:
+        raise ProtocolError(f"a header has {HEADER.size} bytes, got {views[0].nbytes}")
+    magic, protocol, number_of_kind, number, version, fragment, run = HEADER.unpack(views[0])
+    if magic != MAGIC:
+        raise ProtocolError("this is not a message of diloco_comm")
+    if protocol != PROTOCOL:
+        raise ProtocolError(f"protocol version {protocol} was given, {PROTOCOL} is spoken here")
+    try:
+        kind = Kind(number_of_kind)
+    except ValueError:
+        raise ProtocolError(f"there is no kind of message {number_of_kind}") from None
+    if number >= MAX_NUMBER or version >= MAX_NUMBER:
+        raise ProtocolError("a number in the header is too large")
+    expected = 2 if kind in _WITH_BODY or kind in _FIELDS else 1
+    if len(views) != expected:
+        raise ProtocolError(f"{kind.name} has {expected} frames, got {len(views)}")
+    if kind in _WITH_BODY:
+        if views[1].nbytes > MAX_BODY:
+            raise ProtocolError(f"a run has at most {MAX_BODY} bytes, got {views[1].nbytes}")
+        return Message(kind, number, version, fragment, run, body=views[1])
+    meta = _parse_meta(kind, views[1]) if kind in _FIELDS else {}
+    return Message(kind, number, version, fragment, run, meta)
+
+
+def _parse_meta(kind: Kind, view: memoryview) -> dict[str, Any]:
+    if view.nbytes > MAX_JSON:
+        raise ProtocolError(f"{kind.name} has at most {MAX_JSON} bytes, got {view.nbytes}")
+    try:
+        meta = json.loads(bytes(view))
+    except (ValueError, RecursionError):
+        raise ProtocolError(f"{kind.name} holds no JSON") from None
+    wanted = _FIELDS[kind]
+    if not isinstance(meta, dict) or meta.keys() != wanted.keys():
+        raise ProtocolError(f"{kind.name} needs the fields {', '.join(wanted)}")
+    for name, is_valid in wanted.items():
+        if not is_valid(meta[name]):
+            raise ProtocolError(f"the field {name} of {kind.name} is out of its range")
+    return meta

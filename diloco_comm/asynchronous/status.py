@@ -1,0 +1,82 @@
+"""What a server tells about itself."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from .coordinator import Coordinator
+from .rules import ServerRule
+from .sessions import Sessions
+from .uploads import PayloadMemory
+
+MAX_WORKERS = 200
+MAX_STALENESS = 64
+
+
+@dataclass
+class Status:
+    """Counters of one server process."""
+
+    started_at: float = field(default_factory=time.monotonic)
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    apply_s: float = 0.0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def count_refusal(self, kind: str) -> None:
+        """Count what never became an update: "garbage", "layout", "size" or "stalled"."""
+        self.refused[kind] += 1
+
+    def report(
+        self,
+        coordinator: Coordinator | None,
+        sessions: Sessions,
+        memory: PayloadMemory,
+        rule: ServerRule,
+    ) -> dict[str, Any]:
+        """Return everything as JSON types, small enough for one message."""
+        report: dict[str, Any] = {
+            "uptime_s": round(time.monotonic() - self.started_at, 3),
+            "rule": rule.config(),
+            "connections": len(sessions.all()),
+            "received_bytes": self.received_bytes,
+            "sent_bytes": self.sent_bytes,
+            "payload_bytes": memory.used_bytes,
+            "apply_s": round(self.apply_s, 6),
+            "updates": 0,
+            "parameters": 0,
+            "refused": dict(self.refused),
+            "duplicates": 0,
+            "staleness": {},
+            "workers": {},
+        }
+        if coordinator is not None:
+            report |= self._of(coordinator, sessions)
+        return report
+
+    def _of(self, coordinator: Coordinator, sessions: Sessions) -> dict[str, Any]:
+        counts, model = coordinator.counts, coordinator.model
+        staleness: Counter[str] = Counter()
+        for value, number in counts.staleness.items():
+            staleness[str(value) if value < MAX_STALENESS else f"{MAX_STALENESS}+"] += number
+        workers = {
+            name: {
+                "applied": member.num_applied,
+                "seq": member.last.seq,
+                "speed": coordinator.speeds.by_worker.get(name),
+                "connected": sessions.of(name) is not None,
+            }
+            for name, member in list(coordinator.members.items())[-MAX_WORKERS:]
+        }
+        return {
+            "updates": model.version,
+            "parameters": model.num_elements,
+            "buffer_bytes": model.buffer_bytes,
+            "refused": dict(self.refused + counts.refused),
+            "duplicates": counts.duplicates,
+            "staleness": dict(staleness),
+            "workers": workers,
+        }

@@ -1,0 +1,304 @@
+"""A worker of asynchronous training, attached to an ordinary training loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .. import env
+from ..errors import NonFiniteError
+from ..fragments import FragmentSpec
+from ..hooks import StepHooks, hookable
+from ..settings import choice
+from ..trace import span
+from ..wire import WireFormat, parse
+from .link import Link, ServerLost
+from .local import LocalModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RoundMetrics:
+    """What one round of a worker came to.
+
+    Attributes:
+        seq: Number of the update.
+        started_from, version: Versions of the shared model: what the round began with, and after
+            the update.
+        staleness: Updates of others in between; -1 if it was refused.
+        refusal, reason: "" or why the server refused the update.
+        steps: Inner steps of the round.
+        train_s, encode_s, push_s, pull_s: Seconds of its stages.
+        sent_bytes, received_bytes: Of the stages.
+    """
+
+    seq: int
+    started_from: int
+    version: int
+    staleness: int
+    refusal: str
+    reason: str
+    steps: int
+    train_s: float
+    encode_s: float
+    push_s: float
+    pull_s: float
+    sent_bytes: int
+    received_bytes: int
+
+
+class AsyncDiLoCo:
+    """Train on, send what was learned when a round is done, and go on from the newest model.
+
+    Args:
+        model, optimizer: As in ``DiLoCo``; parameters are written in place only.
+        server: ``tcp://host:port`` of a ``diloco-comm serve`` or an ``AsyncServer``.
+        name: Of this worker, unique; after a restart the same name continues its count of
+            updates. A random one by default.
+        fragments: As in ``DiLoCo``, alike for all workers.
+        wire, block_size, rounding, seed, error_feedback: As in ``DiLoCo``; each worker may have
+            its own.
+        timeout: Seconds that the server may be silent before ``ServerLost`` is raised; the
+            default is the environment's or 1800.
+        keys, key_name: Folder of CURVE keys, and the name of this worker's pair.
+        on_nonfinite: "raise" (default) or "skip" a round whose values are not finite; a skipped
+            round is thrown away, and training goes on from the newest shared model.
+        on_round: Called with ``RoundMetrics`` after every round.
+        impl: Force an implementation of the operators.
+        attach: False leaves it to the user to call ``step()`` after each optimizer step.
+
+    The server says how many inner steps a round has. If it cannot be reached at the end of a
+    round, ``step`` waits; after ``timeout`` it raises, with the parameters as training left them,
+    and the next call tries again with the same update.
+
+    Raises:
+        ValueError, TypeError: For arguments that cannot be.
+        ServerRefused: If the server does not take this worker: its model differs.
+        ServerLost: If no server answers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        server: str,
+        name: str | None = None,
+        fragments: FragmentSpec = 1,
+        wire: str | WireFormat = "int8",
+        block_size: int = 256,
+        rounding: str = "nearest",
+        seed: int = 0,
+        error_feedback: bool = False,
+        timeout: float | None = None,
+        keys: str | Path | None = None,
+        key_name: str = "worker",
+        on_nonfinite: str = "raise",
+        on_round: Callable[[RoundMetrics], None] | None = None,
+        impl: str = "",
+        attach: bool = True,
+    ) -> None:
+        choice("rounding", rounding, ("nearest", "stochastic"))
+        choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
+        seconds = env.timeout_s() if timeout is None else timeout
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        self.name = uuid.uuid4().hex if name is None else name
+        if not 1 <= len(self.name) <= 64 or not self.name.isprintable():
+            raise ValueError(f"name must have 1 to 64 printable characters, got {name!r}")
+        self.on_nonfinite, self.on_round = on_nonfinite, on_round
+        optimizers = hookable(optimizer)
+        self._local = LocalModel(
+            model,
+            optimizers,
+            fragments=fragments,
+            wire=parse(wire, block_size),
+            error_feedback=error_feedback,
+            rounding=rounding,
+            seed=seed,
+            name=self.name,
+            impl=impl,
+        )
+        self._hooks: StepHooks | None = None
+        self._link = Link(
+            server,
+            self.name,
+            self._local.sizes,
+            self._local.layout_hash,
+            timeout=seconds,
+            keys=keys,
+            key_name=key_name,
+        )
+        self.inner_step = self.round_step = 0
+        self._is_encoded = self._is_pushed = False
+        self._sent: tuple[int, int] = (0, 0)
+        try:
+            self._attach()
+        except BaseException:
+            self._link.close()
+            raise
+        if attach:
+            self._hooks = StepHooks(optimizers, self.step)
+
+    # ----------------------------------------------------------------------------------- attach
+
+    def _attach(self) -> None:
+        welcome = self._link.hello()
+        self.seq = welcome.number
+        if self._link.needs_start:
+            payloads, layouts = self._local.encode_parameters()
+            self._link.push(self.seq + 1, 0, payloads, layouts, steps=0, seconds=0.0, is_start=True)
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        """Fetch the newest parameters, write them, and start to count."""
+        self.version, self.round_steps = self._link.pull(self._local.outer)
+        self._local.write()
+        self.round_step = 0
+        self._is_encoded = self._is_pushed = False
+        self._began_at = time.monotonic()
+        self._sent = (self._link.sent_bytes, self._link.received_bytes)
+
+    # ---------------------------------------------------------------------------------- training
+
+    @property
+    def due_in(self) -> int:
+        """Inner steps until the end of the round."""
+        return max(0, self.round_steps - self.round_step)
+
+    def step(self) -> None:
+        """Count one inner step, and at the end of a round exchange.
+
+        Raises:
+            ServerLost: The server was silent for ``timeout``; the next step tries again.
+            NonFiniteError: This worker's values are not finite; nothing was sent.
+        """
+        self.inner_step += 1
+        self.round_step += 1
+        if self.round_step >= self.round_steps:
+            self._exchange()
+
+    def flush(self) -> None:
+        """End the round now, if a step has been taken in it."""
+        if self.round_step:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        times = [time.monotonic()]
+        if not self._is_encoded:
+            # Whatever is repeated after a failure, it is this update and no other.
+            self._trained = (self.round_step, times[0] - self._began_at)
+            with span("encode", 0, self.seq + 1):
+                if not self._local.encode(self.seq + 1):
+                    self._drop()
+                    return
+            self._is_encoded = True
+        times.append(time.monotonic())
+        if not self._is_pushed:
+            self._outcome = self._push()
+            self._is_pushed = True
+        times.append(time.monotonic())
+        started_from, outcome = self.version, self._outcome
+        traffic = self._sent
+        with span("pull", 0, self.seq):
+            self._begin_round()
+        times.append(time.monotonic())
+        self._tell(started_from, outcome.version, outcome.meta, traffic, times)
+
+    def _push(self):  # type: ignore[no-untyped-def]
+        steps, seconds = self._trained
+        with span("push", 0, self.seq + 1):
+            outcome = self._link.push(
+                self.seq + 1,
+                self.version,
+                self._local.payloads,
+                self._local.layouts,
+                steps=steps,
+                seconds=seconds,
+            )
+        self.seq += 1
+        if outcome.meta["refusal"]:
+            logger.warning("%s", outcome.meta["reason"])
+        else:
+            self._local.agreed()
+        return outcome
+
+    def _drop(self) -> None:
+        """Deal with values that are not finite: they are never sent."""
+        if self.on_nonfinite == "raise":
+            raise NonFiniteError(
+                f"worker {self.name}: the parameters of round {self.seq + 1} are not finite; "
+                "nothing was sent"
+            )
+        logger.warning("round %d is not finite and is thrown away", self.seq + 1)
+        self._begin_round()
+
+    def _tell(
+        self,
+        started_from: int,
+        version: int,
+        meta: dict,
+        traffic: tuple[int, int],
+        times: list[float],
+    ) -> None:
+        if self.on_round is None:
+            return
+        steps, seconds = self._trained
+        self.on_round(
+            RoundMetrics(
+                self.seq,
+                started_from,
+                version,
+                meta["staleness"],
+                meta["refusal"],
+                meta["reason"],
+                steps,
+                seconds,
+                times[1] - times[0],
+                times[2] - times[1],
+                times[3] - times[2],
+                self._link.sent_bytes - traffic[0],
+                self._link.received_bytes - traffic[1],
+            )
+        )
+
+    # -------------------------------------------------------------------------------- the end
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """Put the shared parameters that the round began with into the model, to evaluate them."""
+        kept = [t.clone() for fragment in self._local.fragments for t in fragment.tensors()]
+        self._local.write()
+        try:
+            yield
+        finally:
+            tensors = [t for fragment in self._local.fragments for t in fragment.tensors()]
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+
+    def close(self) -> None:
+        """Tell the server, and take the hooks off; what the open round learned is not sent."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+        try:
+            self._link.leave()
+        except ServerLost:
+            pass
+        self._link.close()
+
+    def __enter__(self) -> AsyncDiLoCo:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

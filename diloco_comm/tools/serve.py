@@ -1,0 +1,126 @@
+"""``diloco-comm serve``: host a server of asynchronous training, watch one, make keys for one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..asynchronous.link import read_status
+from ..asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
+from ..asynchronous.server import AsyncServer
+from ..outer import SGD, HeavyBall, Nesterov, OuterOptimizer
+
+RULES = ("delayed", "nesterov", "heavy-ball", "sgd", "buffer")
+
+
+def make_rule(
+    name: str,
+    *,
+    lr: float,
+    momentum: float,
+    period: int,
+    activation: float,
+    discount: float,
+    max_staleness: int | None,
+) -> ServerRule:
+    """Return the rule of a name on the command line.
+
+    Raises:
+        ValueError: If there is none, or a number does not fit.
+    """
+    common: dict[str, Any] = {"discount": discount, "max_staleness": max_staleness}
+    if name == "delayed":
+        return DelayedNesterov(
+            lr=lr, momentum=momentum, period=period, activation=activation, **common
+        )
+    if name == "buffer":
+        return Buffered(period=period, outer=Nesterov(lr, momentum), **common)
+    outers: dict[str, OuterOptimizer] = {
+        "sgd": SGD(lr),
+        "heavy-ball": HeavyBall(lr, momentum),
+        "nesterov": Nesterov(lr, momentum),
+    }
+    if name not in outers:
+        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
+    return Immediate(outer=outers[name], **common)
+
+
+def host_server(server: AsyncServer, announce: Callable[[str], None]) -> str:
+    """Serve until SIGINT or SIGTERM, then write a snapshot; returns the name of the signal."""
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        server.stop_soon()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    announce(server.address)
+    server.serve()
+    return signal.Signals(received[0]).name if received else "stop"
+
+
+def show_status(
+    address: str,
+    *,
+    as_json: bool,
+    watch: bool,
+    keys: Path | None,
+    key_name: str,
+    timeout: float,
+) -> None:
+    """Print a server's status, once or again every second.
+
+    Raises:
+        ServerLost: If the server does not answer.
+    """
+    if as_json:
+        print(json.dumps(read_status(address, timeout=timeout, keys=keys, key_name=key_name)))
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(file=sys.stdout)
+    report = read_status(address, timeout=timeout, keys=keys, key_name=key_name)
+    if not watch:
+        console.print(status_table(address, report))
+        return
+    with Live(status_table(address, report), console=console) as live:
+        while True:
+            time.sleep(1.0)
+            report = read_status(address, timeout=timeout, keys=keys, key_name=key_name)
+            live.update(status_table(address, report))
+
+
+def status_table(address: str, report: dict[str, Any]) -> Any:
+    """Return a rich table of the workers, with the server's numbers around it."""
+    from rich.table import Table
+
+    rule = report["rule"]["name"]
+    title = f"{address}  {rule}  {report['parameters']:,} parameters  {report['updates']} updates"
+    refused = ", ".join(f"{kind} {count}" for kind, count in report["refused"].items()) or "none"
+    staleness = ", ".join(f"{s}: {n}" for s, n in sorted(report["staleness"].items(), key=_order))
+    table = Table(
+        title=title,
+        caption=(
+            f"refused: {refused}; repeated: {report['duplicates']}\n"
+            f"staleness: {staleness or 'none yet'}\n"
+            f"received {report['received_bytes']:,} bytes, sent {report['sent_bytes']:,}, "
+            f"applied in {report['apply_s']:.3f} s, up {report['uptime_s']:.0f} s"
+        ),
+    )
+    for name in ("worker", "connected", "updates", "steps/s"):
+        table.add_column(name, justify="left" if name == "worker" else "right")
+    for name, row in report["workers"].items():
+        speed = "-" if row["speed"] is None else f"{row['speed']:.2f}"
+        table.add_row(name, "yes" if row["connected"] else "no", str(row["applied"]), speed)
+    return table
+
+
+def _order(item: tuple[str, int]) -> int:
+    return int(item[0].rstrip("+"))

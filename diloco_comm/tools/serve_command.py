@@ -1,0 +1,110 @@
+"""The sub-command ``diloco-comm serve`` and its own sub-command ``keygen``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .exits import fail, misuse
+
+serve_app = typer.Typer(help="Host a server of asynchronous training, watch one, make its keys.")
+
+
+@serve_app.callback(invoke_without_command=True)
+def serve(
+    context: typer.Context,
+    address: Annotated[str, typer.Option(help="tcp://host:port; port 0 picks a free one.")] = (
+        "tcp://127.0.0.1:29500"
+    ),
+    rule: Annotated[
+        str, typer.Option(help="delayed, nesterov, heavy-ball, sgd or buffer.")
+    ] = "delayed",
+    lr: Annotated[float, typer.Option(help="Outer learning rate.")] = 0.7,
+    momentum: Annotated[float, typer.Option(help="Outer momentum.")] = 0.9,
+    period: Annotated[int, typer.Option(help="Updates of an outer step (delayed, buffer).")] = 4,
+    activation: Annotated[float, typer.Option(help="c of delayed Nesterov, in [0, 1/N].")] = 0.0,
+    discount: Annotated[float, typer.Option(help="Exponent of the staleness discount.")] = 0.0,
+    max_staleness: Annotated[int | None, typer.Option(help="Refuse staler updates.")] = None,
+    sync_every: Annotated[int, typer.Option(help="Inner steps of a round.")] = 50,
+    dylu: Annotated[bool, typer.Option("--dylu", help="Fewer steps for slower workers.")] = False,
+    grace: Annotated[float, typer.Option(help="Seconds of the grace period.")] = 0.0,
+    snapshot: Annotated[Path | None, typer.Option(help="Folder of snapshot and journal.")] = None,
+    snapshot_every: Annotated[int, typer.Option(help="Updates between two snapshots.")] = 100,
+    keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
+    key_name: Annotated[str, typer.Option(help="Pair of keys for --status.")] = "worker",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen on an open address without keys.")
+    ] = False,
+    status: Annotated[
+        bool, typer.Option("--status", help="Show the server at --address instead.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --status: as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="With --status: every second.")] = False,
+    timeout: Annotated[float, typer.Option(help="With --status: seconds to wait.")] = 5.0,
+) -> None:
+    """Host the shared model for workers that attach with AsyncDiLoCo, until Ctrl-C or SIGTERM."""
+    if context.invoked_subcommand is not None:
+        return
+    from ..asynchronous.link import ServerLost
+    from ..asynchronous.server import AsyncServer
+    from .serve import host_server, make_rule, show_status
+
+    try:
+        if status:
+            show_status(
+                address,
+                as_json=as_json,
+                watch=watch,
+                keys=keys,
+                key_name=key_name,
+                timeout=timeout,
+            )
+            return
+        chosen = make_rule(
+            rule,
+            lr=lr,
+            momentum=momentum,
+            period=period,
+            activation=activation,
+            discount=discount,
+            max_staleness=max_staleness,
+        )
+        server = AsyncServer(
+            chosen,
+            address=address,
+            sync_every=sync_every,
+            dylu=dylu,
+            grace=grace,
+            snapshot=snapshot,
+            snapshot_every=snapshot_every,
+            keys=keys,
+            insecure=insecure,
+        )
+        name = host_server(server, lambda where: print(where, flush=True))
+        print(f"closed by {name}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return
+    except ValueError as error:
+        misuse(str(error))
+    except (OSError, ServerLost) as error:
+        fail(str(error))
+
+
+@serve_app.command()
+def keygen(
+    folder: Annotated[Path, typer.Argument(help="Folder for the keys.")] = Path("keys"),
+    worker: Annotated[
+        list[str] | None, typer.Option(help="Name of a worker's pair; may be repeated.")
+    ] = None,
+) -> None:
+    """Make CURVE keys for a server and its workers."""
+    from ..asynchronous.keys import make_keys
+
+    try:
+        for path in make_keys(folder, worker or None):
+            print(path)
+    except ValueError as error:
+        misuse(str(error))

@@ -1,0 +1,104 @@
+"""A server in a thread and small workers for the tests of asynchronous training."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor, nn
+
+from diloco_comm.asynchronous.link import read_status
+from diloco_comm.asynchronous.messages import Kind, Message, pack, parse
+from diloco_comm.asynchronous.rules import Immediate, ServerRule
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
+from diloco_comm.outer import SGD
+
+PLAIN = Immediate(outer=SGD(1.0))
+
+
+class Flat(nn.Module):
+    """Parameters that a test moves by hand, in two tensors of odd shape."""
+
+    def __init__(self, size: int = 7, value: float = 1.0) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.full((size - 1,), value))
+        self.b = nn.Parameter(torch.full((1,), value))
+
+    def values(self) -> Tensor:
+        return torch.cat([self.a.detach(), self.b.detach()])
+
+    @torch.no_grad()
+    def descend(self, g: Tensor) -> None:
+        """Move so that the pseudo-gradient of the round grows by ``g``."""
+        self.a -= g[:-1]
+        self.b -= g[-1:]
+
+
+def attach(server: str, name: str, size: int = 7, **options: Any) -> tuple[Flat, AsyncDiLoCo]:
+    model = Flat(size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"wire": "fp32", "timeout": 20.0, "attach": False, **options}
+    return model, AsyncDiLoCo(model, optimizer, server=server, name=name, **options)
+
+
+@contextmanager
+def serving(rule: ServerRule = PLAIN, **options: Any):
+    server = AsyncServer(rule, **{"sync_every": 1, **options})
+    with server:
+        yield server
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def status(server: AsyncServer | str) -> dict:
+    return read_status(server if isinstance(server, str) else server.address, timeout=20.0)
+
+
+class Peer:
+    """A hand-driven DEALER: says what it likes."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(address)
+
+    def say(self, message: Message) -> None:
+        self.socket.send_multipart(pack(message))
+
+    def say_raw(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+    def hear(self, seconds: float = 20.0, *, skip: tuple[Kind, ...] = ()) -> Message | None:
+        """Return the next message that is none of those to be skipped."""
+        while self.socket.poll(int(1000 * seconds)):
+            message = parse(self.socket.recv_multipart())
+            if message.kind not in skip:
+                return message
+        return None
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def tcp(address: str) -> socket.socket:
+    host, port = address.removeprefix("tcp://").rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=20)

@@ -1,0 +1,147 @@
+"""A server and workers that are processes of their own, for the tests of faults.
+
+Every update is a vector that names its worker and number, and the rule is plain descent with rate
+one: what was applied can be read off the parameters, exactly, and compared with the workers' logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from async_helpers import Flat
+
+from diloco_comm import SGD
+from diloco_comm.asynchronous.link import ServerLost
+from diloco_comm.asynchronous.rules import Immediate
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.storage import Storage
+from diloco_comm.asynchronous.worker import AsyncDiLoCo, RoundMetrics
+
+HERE = Path(__file__).parent
+
+
+def server_main(options: argparse.Namespace) -> None:
+    """Serve until SIGTERM; print the address."""
+    torch.set_num_threads(1)
+    server = AsyncServer(
+        Immediate(outer=SGD(1.0)),
+        address=options.address,
+        sync_every=1,
+        snapshot=options.folder,
+        snapshot_every=options.snapshot_every,
+        parameters=[torch.zeros(options.size - 1), torch.zeros(1)],
+    )
+    signal.signal(signal.SIGTERM, lambda number, frame: server.stop_soon())
+    print(server.address, flush=True)
+    server.serve()
+
+
+def worker_main(options: argparse.Namespace) -> None:
+    """Send ``updates`` updates, and log each one that the server answered for.
+
+    Worker w adds 1 to element w with each update, so element w of the model ends at minus the
+    number of its updates.
+    """
+    torch.set_num_threads(1)
+    log = Path(options.log).open("a", buffering=1)
+
+    def note(metrics: RoundMetrics) -> None:
+        log.write(json.dumps([metrics.seq, metrics.version, metrics.refusal]) + "\n")
+
+    model = Flat(options.size, 0.0)
+    worker = AsyncDiLoCo(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        server=options.address,
+        name=f"w{options.index}",
+        wire="fp32",
+        fragments=["a", "b"],
+        timeout=60.0,
+        attach=False,
+        on_round=note,
+    )
+    g = torch.zeros(options.size)
+    g[options.index] = 1.0
+    print("attached", flush=True)
+    while worker.seq < options.updates:
+        time.sleep(options.pause)
+        model.descend(g)
+        try:
+            worker.step()
+        except ServerLost as error:
+            log.write(json.dumps(["lost", str(error), ""]) + "\n")
+            raise SystemExit(3) from None
+    worker.close()
+
+
+def spawn(role: str, **options: Any) -> subprocess.Popen[str]:
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "async_processes.py"), role, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def read_log(path: Path) -> list[list[Any]]:
+    """Return the whole lines of a worker's log; a killed worker may leave a torn one."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def check_ledger(folder: Path, logs: dict[int, Path], size: int) -> dict[str, Any]:
+    """Compare the server's ledger and parameters with the workers' logs: nothing lost or doubled.
+
+    The server has ended and written its snapshot.
+    """
+    header, tensors = Storage(folder).load()
+    values = torch.cat([tensors["0/outer"], tensors["1/outer"]])
+    ledger = header["ledger"]
+    applied = {name: row["num_applied"] for name, row in ledger.items()}
+    assert header["model"]["version"] == sum(applied.values())
+    for index, path in logs.items():
+        told = [seq for seq, _, refusal in read_log(path) if seq != "lost" and not refusal]
+        mine = applied.get(f"w{index}", 0)
+        # Told once each, in order; the last one may have been applied and not told.
+        assert told == sorted(set(told)), f"worker {index} was told twice: {told}"
+        assert len(told) <= mine, f"worker {index} was told of {len(told)}, {mine} were applied"
+        assert max(told, default=0) <= mine
+        assert values[index].item() == -float(mine)
+    assert values.sum().item() == -float(sum(applied.values()))
+    assert values.numel() == size
+    return header
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=["server", "worker"])
+    parser.add_argument("--address", default="tcp://127.0.0.1:0")
+    parser.add_argument("--folder")
+    parser.add_argument("--snapshot-every", type=int, default=10)
+    parser.add_argument("--size", type=int, default=1000)
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--log")
+    options = parser.parse_args()
+    server_main(options) if options.role == "server" else worker_main(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Death, restarts and silence of servers and workers that are processes of their own."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from async_helpers import status, tcp, wait_until
+from async_processes import check_ledger, read_log, spawn
+
+SIZE = 300_001
+
+
+class Scene:
+    """One server's folder and address, and the processes around it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[str]] = []
+        self.logs: dict[int, Path] = {}
+        self.address = "tcp://127.0.0.1:0"
+        self.server = self.start_server()
+
+    def start_server(self) -> subprocess.Popen[str]:
+        self.server = spawn(
+            "server", folder=self.folder / "state", address=self.address, size=SIZE,
+            snapshot_every=4,
+        )  # fmt: skip
+        self.processes.append(self.server)
+        self.address = self.server.stdout.readline().strip()
+        assert self.address
+        return self.server
+
+    def worker(self, index: int, updates: int, pause: float = 0.0) -> subprocess.Popen[str]:
+        self.logs[index] = self.folder / f"worker-{index}.log"
+        process = spawn(
+            "worker", address=self.address, index=index, updates=updates, pause=pause, size=SIZE,
+            log=self.logs[index],
+        )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    def finish(self) -> dict:
+        """End the server with SIGTERM and compare its books with the workers'."""
+        self.server.send_signal(signal.SIGTERM)
+        assert self.server.wait(60) == 0
+        return check_ledger(self.folder / "state", self.logs, SIZE)
+
+    def told(self, index: int) -> int:
+        return len(read_log(self.logs[index]))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    one = Scene(tmp_path)
+    yield one
+    for process in one.processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_workers_killed_at_any_moment_come_back(scene: Scene, seed: int) -> None:
+    """Whatever phase a worker dies in, its successor of the same name goes on where it was."""
+    rng = random.Random(seed)
+    steady = scene.worker(0, 60)
+    for _ in range(3):
+        victim = scene.worker(1, 10_000)
+        victim.stdout.readline()
+        time.sleep(rng.uniform(0.05, 0.6))
+        victim.kill()
+        victim.wait()
+    last = scene.worker(2, 5)
+    assert last.wait(60) == 0 and steady.wait(60) == 0
+    header = scene.finish()
+    assert header["ledger"]["w0"]["num_applied"] == 60
+    assert header["ledger"]["w2"]["num_applied"] == 5
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_server_killed_at_any_moment_loses_and_doubles_nothing(scene: Scene, seed: int) -> None:
+    rng = random.Random(seed)
+    workers = [scene.worker(index, 30, pause=0.01) for index in range(3)]
+    for worker in workers:
+        worker.stdout.readline()
+    for _ in range(3):
+        time.sleep(rng.uniform(0.1, 0.5))
+        scene.server.kill()
+        scene.server.wait()
+        scene.start_server()
+    assert [worker.wait(80) for worker in workers] == [0, 0, 0]
+    header = scene.finish()
+    # Every worker was told of each of its 30 updates, and the server knows exactly those.
+    assert [scene.told(index) for index in range(3)] == [30, 30, 30]
+    assert header["model"]["version"] == 90
+
+
+def test_a_stopped_worker_holds_nobody_up_and_goes_on(scene: Scene) -> None:
+    sleeper, steady = scene.worker(0, 40), scene.worker(1, 10_000)
+    wait_until(lambda: scene.told(0) > 3 and scene.told(1) > 3, 60)
+    sleeper.send_signal(signal.SIGSTOP)
+    before = scene.told(1)
+    wait_until(lambda: scene.told(1) > before + 20, 60)
+    sleeper.send_signal(signal.SIGCONT)
+    assert sleeper.wait(60) == 0
+    steady.kill()
+    steady.wait()
+    scene.finish()
+
+
+def test_joining_and_leaving_at_random_leaks_nothing(scene: Scene) -> None:
+    soak(scene, seconds=6.0, num_workers=4, num_connects=300)
+
+
+def soak(scene: Scene, seconds: float, num_workers: int, num_connects: int) -> dict[str, object]:
+    """Start, kill and end workers at random beside one that stays, and knock on the port.
+
+    Returns:
+        What was seen: updates, kills, and the server's memory and descriptors.
+    """
+    rng = random.Random(5)
+    server = psutil.Process(scene.server.pid)
+    steady = scene.worker(0, 1_000_000)
+    steady.stdout.readline()
+    crowd: dict[int, subprocess.Popen[str]] = {}
+    kills = joins = connects = 0
+    first: tuple[int, int] | None = None
+    begin = time.monotonic()
+    while time.monotonic() - begin < seconds:
+        index = rng.randrange(1, num_workers)
+        old = crowd.pop(index, None)
+        if old is None:
+            crowd[index] = scene.worker(index, 1_000_000, pause=rng.uniform(0, 0.05))
+            joins += 1
+        else:
+            old.send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+            old.wait()
+            kills += 1
+        while connects < num_connects * (time.monotonic() - begin) / seconds:
+            with tcp(scene.address) as connection:
+                connection.sendall(rng.randbytes(rng.randrange(40)))
+            connects += 1
+        time.sleep(rng.uniform(0, 0.5))
+        if first is None and time.monotonic() - begin > seconds / 2:
+            first = (server.memory_info().rss, server.num_fds())
+    for process in (*crowd.values(), steady):
+        process.kill()
+        process.wait()
+    before = scene.told(0)
+    assert first is not None and before > 5
+    # Descriptors of dead peers are closed; the process is as large as it was half-way.
+    wait_until(lambda: server.num_fds() <= first[1] + 2, 60)
+    assert server.memory_info().rss < first[0] + 32 * 2**20
+    last = scene.worker(num_workers, 3)
+    assert last.wait(60) == 0
+    report = status(scene.address)
+    seen = {
+        "seconds": seconds,
+        "joins": joins,
+        "kills": kills,
+        "connects": connects,
+        "refused": report["refused"],
+        "rss_mib_half_way": round(first[0] / 2**20, 1),
+        "rss_mib_at_the_end": round(server.memory_info().rss / 2**20, 1),
+        "descriptors_half_way": first[1],
+        "descriptors_at_the_end": server.num_fds(),
+    }
+    header = scene.finish()
+    return {**seen, "updates": header["model"]["version"]}
+
+
+def long_soak(folder: Path, seconds: float = 180.0) -> None:
+    """What the tests above do for seconds, for minutes: ``make soak-async``."""
+    results: dict[str, object] = {}
+    runs: dict[str, Callable[[Scene], object]] = {
+        "8 workers joining and leaving, 10,000 connects": lambda scene: soak(
+            scene, seconds, 8, 10_000
+        ),
+        "a worker stopped for a minute": stopped_for_a_minute,
+    }
+    for name, run in runs.items():
+        place = folder / str(len(results))
+        place.mkdir(parents=True)
+        scene = Scene(place)
+        try:
+            results[name] = run(scene)
+        finally:
+            for process in scene.processes:
+                process.kill()
+                process.wait()
+    print(json.dumps(results, indent=1))
+
+
+def stopped_for_a_minute(scene: Scene) -> dict[str, object]:
+    """SIGSTOP a worker for a minute in the middle of whatever it does, five workers beside it."""
+    sleeper = scene.worker(0, 100_000)
+    others = [scene.worker(index, 100_000, pause=0.05) for index in range(1, 4)]
+    wait_until(lambda: scene.told(0) > 3, 60)
+    sleeper.send_signal(signal.SIGSTOP)
+    told, others_told = scene.told(0), sum(scene.told(i) for i in range(1, 4))
+    time.sleep(60)
+    meanwhile = sum(scene.told(i) for i in range(1, 4)) - others_told
+    sleeper.send_signal(signal.SIGCONT)
+    wait_until(lambda: scene.told(0) > told + 5, 60)
+    for process in (sleeper, *others):
+        process.kill()
+        process.wait()
+    header = scene.finish()
+    return {
+        "updates of the others meanwhile": meanwhile,
+        "updates": header["model"]["version"],
+    }
+
+
+if __name__ == "__main__":
+    import sys
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as place:
+        long_soak(Path(place), float(sys.argv[1]) if len(sys.argv) > 1 else 180.0)

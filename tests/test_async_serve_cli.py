@@ -1,0 +1,92 @@
+"""``diloco-comm serve`` as a process: training through it, status, keys, refusals, signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from async_helpers import attach
+
+CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "serve"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=100)
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [*CLI, "--address", "tcp://127.0.0.1:0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_train_look_stop_and_go_on(tmp_path: Path) -> None:
+    options = (
+        "--rule", "delayed", "--period", "2", "--lr", "0.5", "--sync-every", "1",
+        "--snapshot", str(tmp_path / "s"),
+    )  # fmt: skip
+    with serving(*options) as (process, address):
+        model, worker = attach(address, "w1")
+        for _ in range(3):
+            model.descend(torch.ones(7))
+            worker.step()
+        report = json.loads(run("--status", "--address", address, "--json").stdout)
+        assert report["updates"] == 3 and report["workers"]["w1"]["applied"] == 3
+        shown = run("--status", "--address", address)
+        assert "w1" in shown.stdout and "3 updates" in shown.stdout and shown.returncode == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0 and "closed by SIGTERM" in process.stderr.read()
+    with serving(*options) as (_, other):
+        again, second = attach(other, "w2")
+        assert torch.equal(again.values(), model.values()) and second.version == 3
+        second.close()
+    worker.close()
+
+
+def test_misuse_is_one_sentence_and_status_2(tmp_path: Path) -> None:
+    for arguments, sentence in (
+        (("--address", "tcp://0.0.0.0:0"), "can be reached from other machines"),
+        (("--rule", "magic"), "rule must be one of delayed"),
+        (("--activation", "0.5"), "activation must lie in [0, 1/period]"),
+        (("--address", "here"), "the address must be tcp://host:port"),
+    ):
+        done = run(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1 and sentence in done.stderr
+
+
+def test_keygen_and_a_protected_server(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    made = run("keygen", str(keys), "--worker", "w1")
+    assert made.returncode == 0 and str(keys / "allowed" / "w1.key") in made.stdout
+    again = run("keygen", str(keys), "--worker", "w1")
+    assert again.returncode == 2 and "exists" in again.stderr
+    with serving("--keys", str(keys), "--sync-every", "1", "--rule", "sgd", "--lr", "1") as (
+        _,
+        address,
+    ):
+        model, worker = attach(address, "w1", keys=keys, key_name="w1")
+        model.descend(torch.ones(7))
+        worker.step()
+        assert torch.equal(model.values(), torch.zeros(7))
+        silent = run("--status", "--address", address, "--timeout", "1")
+        assert silent.returncode == 1 and "has not answered" in silent.stderr
+        worker.close()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["keygen", "--help"]])
+def test_help(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0 and "Usage" in done.stdout
