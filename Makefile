@@ -8,7 +8,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup test cpptest kernels demo bench bars lint format sanitize clean
+.PHONY: setup test cpptest kernels demo bench bars soak-async lint format sanitize clean
 
 setup: $(VENV)/.built
 
@@ -44,6 +44,9 @@ bench: setup
 
 bars: setup
 	$(BIN)/python benchmarks/bars.py
+
+soak-async: setup
+	$(BIN)/python tests/test_async_faults.py 180
 
 lint: setup
 	$(BIN)/ruff check .
