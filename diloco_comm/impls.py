@@ -49,8 +49,6 @@ def resolve_impl(impl: str = "", device: str = "cpu") -> str:
     """
     if not impl and env.impl() and not _is_of_another_device(env.impl(), device):
         impl = env.impl()
-    if impl == "triton" and device == "cpu":
-        return impl  # its kernels know whether they are interpreted
     if device not in IMPLEMENTATIONS:
         return impl  # whatever is registered for that kind of device
     names = available_impls(device)

@@ -53,7 +53,9 @@ def _call(name: str, like: Sequence[Tensor], impl: str, *args: object, **kwargs:
     Without autograd: the operators write parameters in place.
     """
     device = like[0].device.type if like else "cpu"
-    impl = resolve_impl(impl, device)
+    # Triton's kernels know whether they are interpreted, and then take CPU tensors too.
+    if impl != "triton" or device != "cpu":
+        impl = resolve_impl(impl, device)
     with torch.no_grad():
         if impl == "reference":
             getattr(importlib.import_module("diloco_comm.reference"), name)(*args, **kwargs)

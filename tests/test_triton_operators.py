@@ -28,7 +28,7 @@ from codec_cases import (
 )
 from test_ops_bounds import test_misaligned_tensors_between_guards as check_guards
 
-from diloco_comm import reference
+from diloco_comm import ops, reference
 from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -216,6 +216,40 @@ def test_the_tile_of_norms_is_the_reference_s() -> None:
     from diloco_comm.kernels.norms import LANES
 
     assert (launching.PROGRAMS["norms"][0], LANES) == (reference.NORM_TILE, reference.NORM_LANES)
+
+
+# More elements than 32 bits can count where there is a GPU to hold them.
+@pytest.mark.parametrize(
+    ("device", "num_elements"),
+    [pytest.param("cuda", (1 << 31) + 70_003, marks=pytest.mark.gpu)]
+    if ON_A_GPU
+    else [("cpu", 70_003)],
+)
+def test_the_last_run_of_a_large_fragment(device: str, num_elements: int) -> None:
+    """What is encoded and applied far behind the beginning is what would be at the beginning."""
+    wire, run = WireFormat("int4", 64), 1 << 16
+    begin = num_elements // run * run
+    count = num_elements - begin
+    form = (run, wire.name, wire.block_size)
+    expected = torch.zeros(wire.run_bytes(run), dtype=torch.uint8)
+    x, local = values(count, "normal", 1), values(count, "normal", 2).bfloat16()
+    reference.encode(x, [local], expected, 0, count, *form)
+    outer = torch.zeros(num_elements, device=device)
+    params = torch.zeros(num_elements, dtype=torch.bfloat16, device=device)
+    outer[begin:], params[begin:] = x.to(device), local.to(device)
+    payload = torch.zeros((begin // run + 1) * wire.run_bytes(run), dtype=torch.uint8)
+    payload = payload.to(device)
+    parts = list(params.split(num_elements // 2 + 1))
+    ops.encode(outer, parts, payload, begin, num_elements, *form, impl="triton")
+    assert_same(payload[-wire.run_bytes(run) :].cpu(), expected, "the last run")
+    assert not payload[: -wire.run_bytes(run)].any()
+    span = ([1.0], begin, num_elements, *form, "sgd", 0.5)
+    ops.outer_step(outer, None, parts, [payload], *span, impl="triton")
+    new, new_local = x.clone(), [local.clone()]
+    reference.outer_step(new, None, new_local, [expected], [1.0], 0, count, *form, "sgd", 0.5)
+    assert_same(outer[begin:].cpu(), new, "outer")
+    assert_same(params[begin:].cpu(), new_local[0], "params")
+    assert not outer[:begin].any()
 
 
 @every_impl

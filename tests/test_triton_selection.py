@@ -78,6 +78,12 @@ def test_cpu_tensors_need_the_interpreter() -> None:
     )
 
 
+def test_no_engine_runs_on_the_interpreter() -> None:
+    """Single operators take CPU tensors there; what resolves a name for the engine refuses it."""
+    with pytest.raises(ValueError, match=r"impl must be one of reference, .*got 'triton'"):
+        ops.resolve_impl("triton")
+
+
 def test_the_default_on_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
     monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: False)
