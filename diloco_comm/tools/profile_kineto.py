@@ -11,7 +11,7 @@ import numpy as np
 
 from . import profile_intervals as intervals
 from .profile_intervals import Array
-from .profile_json import EventReader
+from .profile_json import EventReader, no_garbage_collection
 from .profile_trace import (
     COMMUNICATION,
     COMPUTATION,
@@ -79,7 +79,7 @@ class KinetoTrace:
             OSError: If it cannot be read.
         """
         trace = cls(path)
-        with path.open("rb") as file:
+        with path.open("rb") as file, no_garbage_collection():
             reader = EventReader(path, file)
             try:
                 for events in reader:
