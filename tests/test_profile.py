@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,7 @@ def test_every_truncation_is_found(tmp_path: Path, suffix: str) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(TraceError, match=r"is empty|is truncated|is no Kineto trace"):
             report_of(path)
+        assert gc.isenabled()
 
 
 # ------------------------------------------------------------------------ Nsight Systems

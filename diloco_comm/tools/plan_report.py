@@ -12,6 +12,7 @@ from rich.table import Table
 
 from .plan import TARGETS, WIRES_TRIED
 from .plan_published import MODELS
+from .plan_simulator import GRID_GBPS
 
 NONE_IS_ENOUGH = "> 1000"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
@@ -79,8 +80,15 @@ def _bandwidths(plan: dict[str, Any]) -> Table:
             rows.append((name, entry["step_bandwidth_gbps"]))
     for name, needed in rows:
         cells = (needed[f"{target:g}"] for target in TARGETS)
-        table.add_row(name, *(NONE_IS_ENOUGH if x is None else f"{x:g}" for x in cells))
+        table.add_row(name, *map(_bandwidth, cells))
     return table
+
+
+def _bandwidth(gbps: float | None) -> str:
+    """Show a value of the grid; less than its first one was not tried."""
+    if gbps is None:
+        return NONE_IS_ENOUGH
+    return f"<= {gbps:g}" if gbps <= GRID_GBPS[0] else f"{gbps:g}"
 
 
 def _settings(link: dict[str, Any], request: dict[str, Any]) -> Table:

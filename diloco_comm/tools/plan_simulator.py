@@ -15,6 +15,7 @@ Two granularities of what waits for what:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,13 +133,22 @@ class _Clock:
         self.time = np.zeros_like(gbps)
         self.link_free = np.zeros_like(gbps)
         self.step_idx = 0
+        # Of each coming step: what it waits for.
+        self.due: dict[int, list[Any]] = {}
 
     def rounds(self, count: int) -> Array:
         """Simulate some more rounds and return their seconds."""
-        begin = self.time
+        begin, idle = self.time, 0
         for step in range(count * self.schedule.sync_every):
-            self.step(self.schedule.sends.get(step % self.schedule.sync_every, []))
+            sends = self.schedule.sends.get(step % self.schedule.sync_every, [])
+            if sends or self.step_idx in self.due:
+                self.time = self.time + idle * self.work.step_s
+                idle = 0
+                self.step(sends)
+            else:
+                idle += 1
             self.step_idx += 1
+        self.time = self.time + idle * self.work.step_s
         return self.time - begin
 
     @property
@@ -158,10 +168,7 @@ class _Clock:
 
 
 class _Layers(_Clock):
-    def __init__(self, work: Work, schedule: Schedule, gbps: Array, rtt_s: float) -> None:
-        super().__init__(work, schedule, gbps, rtt_s)
-        # Of each coming step: the layers that wait, and until when.
-        self.due: dict[int, list[tuple[int, Array]]] = {}
+    """What is due is a layer and when its reduction has arrived."""
 
     def step(self, sends: list[list[int]]) -> None:
         done = 0
@@ -178,9 +185,7 @@ class _Layers(_Clock):
 
 
 class _Steps(_Clock):
-    def __init__(self, work: Work, schedule: Schedule, gbps: Array, rtt_s: float) -> None:
-        super().__init__(work, schedule, gbps, rtt_s)
-        self.due: dict[int, list[Array]] = {}
+    """What is due is when a fragment has arrived."""
 
     def step(self, sends: list[list[int]]) -> None:
         backward = self.time + self.node_s * self.num_layers
