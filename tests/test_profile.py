@@ -143,6 +143,29 @@ def test_without_a_gpu_exchanges_are_communication(tmp_path: Path) -> None:
     assert rank["phases"]["exchange"] == {"count": 2, "total_us": 1000.0, "max_us": 700.0}
 
 
+def test_exchanges_over_gloo_are_ours_beside_kernels(tmp_path: Path) -> None:
+    """The total stays that of the kernels, as in Holistic Trace Analysis."""
+    events = [
+        event("diloco_comm::encode fragment=0 round=0", "user_annotation", 100, 5),
+        event("diloco_comm::exchange fragment=0 round=0 us=40", "user_annotation", 200, 0),
+        kernel(GEMM, 110, 10, 7, 1),
+        kernel(NCCL, 300, 10, 7, 2),
+    ]
+    (rank,) = report_of(write_kineto(tmp_path / "a.json", events))["ranks"]
+    assert (rank["ours"]["communication_us"], rank["ours"]["overlapped_us"]) == (40, 10)
+    assert (rank["communication_us"], rank["inner"]["communication_us"]) == (10, 10)
+    (rank,) = report_of(
+        write_kineto(
+            tmp_path / "b.json",
+            [
+                *events,
+                kernel(NCCL, 400, 7, 7, 3, **{"Process Group Description": "diloco_comm/1/0"}),
+            ],
+        )
+    )["ranks"]
+    assert (rank["ours"]["communication_us"], rank["communication_us"]) == (7, 17)
+
+
 def test_slowest_rank_computes_longest(tmp_path: Path) -> None:
     paths = [
         write_kineto(

@@ -111,7 +111,7 @@ def plot_timeline(traces: Sequence[RankTrace], path: Path) -> None:
     origin, span = _extent(traces)
     rows = (
         ("computation", "computation", "#999999"),
-        ("ours", "diloco_comm", "#D55E00"),
+        ("our_traffic", "diloco_comm", "#D55E00"),
         ("inner", "other communication", "#0072B2"),
     )
     for idx, trace in enumerate(traces):
@@ -130,7 +130,7 @@ def plot_timeline(traces: Sequence[RankTrace], path: Path) -> None:
 
 
 def _extent(traces: Sequence[RankTrace]) -> tuple[float, float]:
-    times = [np.concatenate((*t.computation, *t.ours, *t.inner)) for t in traces]
+    times = [np.concatenate((*t.computation, *t.our_traffic, *t.inner)) for t in traces]
     times = [own for own in times if len(own)]
     if not times:
         return 0.0, 1.0

@@ -76,6 +76,8 @@ class RankTrace:
         device: "gpu", or "cpu" for a trace without GPU activities.
         ours: Communication of this library.
         inner: All other communication.
+        exchanges: This library's exchanges as its engine measured them, beside a device's kernels:
+            they are ours where no kernel is, as with gloo between sites.
         phases: Our stages by name.
     """
 
@@ -85,7 +87,13 @@ class RankTrace:
     ours: tuple[Array, Array] = field(default_factory=_none)
     inner: tuple[Array, Array] = field(default_factory=_none)
     computation: tuple[Array, Array] = field(default_factory=_none)
+    exchanges: tuple[Array, Array] = field(default_factory=_none)
     phases: dict[str, Phase] = field(default_factory=dict)
+
+    @property
+    def our_traffic(self) -> tuple[Array, Array]:
+        """Our kernels, or our exchanges where no kernel is ours."""
+        return self.ours if len(self.ours[0]) else self.exchanges
 
 
 def figures(trace: RankTrace) -> dict[str, Any]:
@@ -101,7 +109,7 @@ def figures(trace: RankTrace) -> dict[str, Any]:
         "span_us": float(times.max() - times.min()) if len(times) else 0.0,
         "computation_us": intervals.length(computation),
         **_overlap(intervals.merge(both[0], both[1]), computation),
-        "ours": _overlap(intervals.merge(*trace.ours), computation),
+        "ours": _overlap(intervals.merge(*trace.our_traffic), computation),
         "inner": _overlap(intervals.merge(*trace.inner), computation),
         "phases": {
             stage: {"count": p.count, "total_us": p.total_us, "max_us": p.max_us}
