@@ -39,7 +39,9 @@ class Rows:
         self.add = self._values.extend
 
     def columns(self) -> Any:
-        return np.array(self._values).reshape(-1, self.width).T
+        """Return the columns, views of the rows; none may be added any more."""
+        values = np.frombuffer(self._values) if self._values else np.empty(0)
+        return values.reshape(-1, self.width).T
 
 
 class KinetoTrace:
