@@ -174,7 +174,11 @@ class KinetoTrace:
         return self._trace("cpu", ours, inner, computation)
 
     def _trace(self, device: str, ours: Any, inner: Any, computation: Any) -> RankTrace:
-        return RankTrace(self.path, self.rank, device, ours, inner, computation, phases=self.phases)
+        begin, end = self._exchanges.columns()
+        exchanges = (begin, end)
+        return RankTrace(
+            self.path, self.rank, device, ours, inner, computation, exchanges, self.phases
+        )
 
     def _is_profiled(self, begin: Array, correlation: Any, stream: Any) -> Any:
         steps = np.array(self._steps)
