@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+import devices
 import pytest
 import torch
 from workers import Crew, Pool, Zygote
@@ -57,3 +58,18 @@ def fresh_workers(zygote: Zygote) -> Iterator[Callable[..., Pool]]:
     yield make
     for processes in crews:
         processes.close()
+
+
+@pytest.fixture(scope="module")
+def replicas(zygote: Zygote) -> Iterator[Callable[[int], Pool]]:
+    """Like ``workers``, of one module alone: a stand-in device stays in who has loaded it."""
+    crew = Crew(zygote)
+    yield crew.pool
+    crew.close()
+
+
+@pytest.fixture
+def stand_in(request: pytest.FixtureRequest) -> str:
+    """The library of the stand-in device, or "" where the test runs on a GPU."""
+    on_gpu = request.node.get_closest_marker("gpu") is not None
+    return "" if on_gpu else devices.build_stand_in()

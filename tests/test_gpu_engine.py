@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import devices
@@ -13,26 +12,12 @@ from device_training import METHODS, Replica, train
 from devices import DEVICES
 from problems import equal
 from torch.utils._pytree import tree_map
-from workers import Crew, Pool
 
 import diloco_comm
 from diloco_comm import offload, ops, outer
 from diloco_comm.errors import PeerLeft
 from diloco_comm.streams import current
 from diloco_comm.wire import Layout, WireFormat
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> str:
-    return devices.build_stand_in()
-
-
-@pytest.fixture(scope="module")
-def replicas(zygote) -> Iterator[Callable[[int], Pool]]:
-    """Processes of this module alone: a device of tests stays in those that have loaded it."""
-    crew = Crew(zygote)
-    yield crew.pool
-    crew.close()
 
 
 def against_host(rank: int, world: int, device: str, library: str, names: list[str]) -> list[str]:
@@ -151,6 +136,8 @@ def reduced(rank: int, world: int, device: str, library: str) -> bool:
     for there in (here, torch.device("cpu")):
         generator = torch.Generator().manual_seed(rank)
         tensor = torch.randn(10_007, generator=generator).to(there)
+        for wire in ("int4", "fp16"):
+            diloco_comm.all_reduce(tensor, wire=wire)
         with devices.no_host_wait(there):
             diloco_comm.all_reduce(tensor, wire="int4", weight=rank + 1.0)
             work = diloco_comm.all_reduce(tensor, wire="fp16", async_op=True)
@@ -284,6 +271,7 @@ def replayed(device: torch.device) -> list[torch.Tensor]:
         ops.encode(kept, [param], payload, 0, count, *form, nonfinite=bad)
         ops.outer_step(kept, momentum, [param], *terms, "nesterov", 0.7, mu=0.9, verdict=verdict)
 
+    work()
     replay = devices.capture(work, device)
     replay()
     param.add_(1.0)

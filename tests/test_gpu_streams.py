@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import devices
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from device_training import METHODS, Replica, train
 from problems import equal
-from workers import Crew, Pool
 
 from diloco_comm import streams
 from diloco_comm.errors import NonFiniteError, SyncError
@@ -34,18 +32,6 @@ def cases(*worlds: int) -> list[Any]:
         for world in worlds
         if world <= NCCL_RANKS
     ]
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> str:
-    return devices.build_stand_in()
-
-
-@pytest.fixture(scope="module")
-def replicas(zygote) -> Iterator[Callable[[int], Pool]]:
-    crew = Crew(zygote)
-    yield crew.pool
-    crew.close()
 
 
 def use_streams(rank: int, device: str, library: str) -> torch.device:
