@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -192,6 +193,10 @@ def train_ddp(
             optimizer.zero_grad()
             losses.append(loss.item())
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        # DDP before its group: its destructor holds the interpreter's lock, and would end gloo's
+        # threads under it if it were the last to know the group.
+        del model, optimizer, loss
+        gc.collect()
         return losses, weights.numpy().tobytes()
 
 

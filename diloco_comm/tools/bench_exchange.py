@@ -119,7 +119,7 @@ def describe_link(link: tuple[float, float] | None) -> str:
 
 def make_exchange(settings: Settings) -> Exchange:
     """Make the engine among all ranks; a collective call."""
-    on_device = {"device": "cuda"} if settings.device == "cuda" else {}
+    on_device = {"device": "cuda", "collectives": "nccl"} if settings.device == "cuda" else {}
     exchange = Exchange.from_group(
         None,
         lanes=settings.lanes,
