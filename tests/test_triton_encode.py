@@ -1,0 +1,73 @@
+"""Triton's encode: the reference's bytes, in the interpreter and, where there is one, on a GPU.
+
+The bodies are those of test_ops_*.py. The interpreter takes milliseconds for each tile, so the
+cases are fewer, and chosen: every wire, every block size, every kind of value, every dtype.
+"""
+
+from __future__ import annotations
+
+import pytest
+import test_ops_encode as encoding
+import torch
+from codec_cases import KINDS, SIZES, fragment, values
+
+from diloco_comm.wire import BLOCK_SIZES, WIRES, WireFormat
+
+pytest.importorskip("triton", reason="needs Triton")
+
+ON_A_GPU = torch.cuda.is_available()
+IMPLS = [pytest.param("triton@cuda", marks=pytest.mark.gpu)] if ON_A_GPU else ["triton"]
+every_impl = pytest.mark.parametrize("impl", IMPLS)
+every_wire = pytest.mark.parametrize("wire", WIRES)
+rounding = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+SMALL_SIZES = list(zip(SIZES[:-1], BLOCK_SIZES, strict=True))
+LARGEST_SIZE = SIZES[-1]
+
+
+@every_impl
+@every_wire
+@rounding
+def test_encode_sizes_and_blocks(impl: str, wire: str, stochastic: bool) -> None:
+    for num_elements, block_size in SMALL_SIZES:
+        case = fragment(num_elements, WireFormat(wire, block_size), "good", block_size, num_runs=3)
+        encoding.check(case, impl, stochastic=stochastic, rng_key=-12345)
+
+
+@every_impl
+@every_wire
+@rounding
+def test_encode_kinds_of_values(impl: str, wire: str, stochastic: bool) -> None:
+    for seed, kind in enumerate(KINDS):
+        if ON_A_GPU and seed % 2 == stochastic:
+            continue  # half of them: each combination is compiled
+        case = fragment(900 + seed, WireFormat(wire, 32), kind, seed, with_outer=seed % 3 > 0)
+        residual = values(900 + seed, "normal", seed + 50).to(
+            (torch.float32, torch.bfloat16)[seed % 2]
+        )
+        encoding.check(case, impl, stochastic=stochastic, rng_key=seed << 60, residual=residual)
+
+
+@every_impl
+@pytest.mark.parametrize(("wire", "stochastic"), [("int8", False), ("int4", True)])
+def test_encode_many_tiles(impl: str, wire: str, stochastic: bool) -> None:
+    case = fragment(LARGEST_SIZE, WireFormat(wire), "good", 1, num_runs=2)
+    encoding.check(case, impl, stochastic=stochastic, rng_key=7)
+
+
+@every_impl
+@pytest.mark.parametrize("wire", ["int8", "e3m0", "bf16"])
+def test_encode_in_ranges_and_in_place(impl: str, wire: str) -> None:
+    encoding.test_ranges_add_up_to_the_whole(impl, wire, True)
+    encoding.test_residual_may_be_updated_in_place(impl, wire)
+
+
+@every_impl
+@every_wire
+def test_bad_elements(impl: str, wire: str) -> None:
+    encoding.test_bad_elements_are_counted_and_sent_as_zeros(impl, wire)
+    count = {"fp16": 1}.get(wire, 0)
+    if wire in ("fp16", "bf16", "fp32"):
+        encoding.test_fp16_overflow_is_a_bad_element(impl, wire, count)
