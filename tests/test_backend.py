@@ -193,8 +193,7 @@ def train_ddp(
             optimizer.zero_grad()
             losses.append(loss.item())
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-        # DDP before its group: its destructor holds the interpreter's lock, and would end gloo's
-        # threads under it if it were the last to know the group.
+        # DDP before its group: freed later, it was seen to hang now and then in its destructor.
         del model, optimizer, loss
         gc.collect()
         return losses, weights.numpy().tobytes()
