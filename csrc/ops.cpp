@@ -1,4 +1,4 @@
-// The operators torch.ops.diloco_comm.*: schemas, argument checks, CPU and Meta registrations.
+// The operators torch.ops.diloco_comm.* on the CPU, and the Meta registrations.
 // Every argument is checked once, here; an error is one sentence with what was given and what is
 // expected.
 #include <ATen/Parallel.h>
@@ -9,14 +9,13 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cmath>
-#include <limits>
 #include <string>
 #include <vector>
 
 #include "codec/codec.h"
 #include "codec/floors.h"
 #include "codec/serial.h"
+#include "ops_arguments.h"
 #include "ops_checks.h"
 
 namespace diloco {
@@ -25,15 +24,6 @@ namespace {
 // From here on the data of an operator do not fit in a core's caches: results are stored past them.
 constexpr int64_t kLargeElements = int64_t{1} << 20;
 constexpr int64_t kParallelGrain = int64_t{1} << 18;  // elements: some 100 us of one thread
-
-// Autograd must notice that a tensor it saved was written.
-void mark_written(const Tensor& tensor) {
-    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
-
-void mark_written(TensorList tensors) {
-    for (const Tensor& tensor : tensors) mark_written(tensor);
-}
 
 // Calls body(begin, end) for parts of [begin, end) that start at multiples of `unit`, on the
 // intra-op pool.
@@ -49,6 +39,17 @@ void parallel(int64_t begin, int64_t end, int64_t unit, const Body& body) {
 }
 
 // Operators on CPU tensors.
+
+const codec::Kernels* parse_impl(c10::string_view impl) {
+    const codec::Kernels* kernels = codec::find_kernels(std::string(impl));
+    if (kernels == nullptr) {
+        std::string names;
+        for (const auto* each : codec::available_kernels()) names += std::string(" ") + each->name;
+        TORCH_CHECK_VALUE(false, "impl '", impl,
+                          "' cannot run on this machine's CPU; available:", names);
+    }
+    return kernels;
+}
 
 int64_t run_encode(const codec::EncodeArgs& args, int64_t begin, int64_t end) {
     std::atomic<int64_t> num_bad{0};
@@ -69,20 +70,20 @@ void encode_cpu(const OptionalTensor& outer, TensorList params, const Tensor& pa
     codec::EncodeArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
-    const FragmentView view("params", params);
+    const FragmentView view(c10::kCPU, "params", params);
     args.params = view.get();
     const int64_t num_elements = view.num_elements();
     check_range(args.layout, begin, end, num_elements);
-    check_payload("payload", payload, args.layout, runs_up_to(args.layout, end));
+    check_payload(c10::kCPU, "payload", payload, args.layout, runs_up_to(args.layout, end));
     args.payload = payload.data_ptr<uint8_t>();
     if (outer.has_value()) {
-        check_flat_of("outer", *outer, num_elements);
+        check_flat_of(c10::kCPU, "outer", *outer, num_elements);
         args.outer = outer->const_data_ptr<float>();
     }
-    args.residual_dtype = check_residuals(residual, new_residual, num_elements);
+    args.residual_dtype = check_residuals(c10::kCPU, residual, new_residual, num_elements);
     args.residual = data_or_null(residual);
     args.new_residual = data_or_null(new_residual);
-    check_count("nonfinite", nonfinite);
+    check_count(c10::kCPU, "nonfinite", nonfinite);
     args.is_stochastic = stochastic;
     args.key = static_cast<uint64_t>(rng_key);
     args.is_large = end - begin >= kLargeElements;
@@ -97,31 +98,16 @@ void reduce_cpu(const Tensor& received, const Tensor& result, c10::ArrayRef<doub
     codec::EncodeArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
-    TORCH_CHECK_VALUE(0 <= num_elements && num_elements <= run_elements,
-                      "num_elements must lie in [0, run_elements = ", run_elements, "], got ",
-                      num_elements);
-    TORCH_CHECK_VALUE(index_begin >= 0 && (num_elements == 0 || index_begin % block_size == 0),
-                      "index_begin must be a multiple of block_size ", block_size, ", got ",
-                      index_begin);
-    TORCH_CHECK_VALUE(!weights.empty() && weights.size() <= codec::kMaxTerms,
-                      "weights must hold 1 to ", codec::kMaxTerms, " numbers, got ",
-                      weights.size());
-    const auto num_runs = static_cast<int64_t>(weights.size());
-    check_payload("received", received, args.layout, num_runs);
-    TORCH_CHECK_VALUE(received.numel() == num_runs * run_bytes(args.layout), "received must hold ",
-                      num_runs, " runs, one for each weight, got ", received.numel(), " bytes");
-    check_payload("result", result, args.layout, 1);
-    TermList& terms = thread_terms();
-    const uint8_t* run = received.const_data_ptr<uint8_t>();
-    for (int64_t i = 0; i < num_runs; ++i) terms.add(run + i * run_bytes(args.layout), weights[i]);
+    const TermList& terms =
+        check_runs(c10::kCPU, received, result, weights, num_elements, args.layout, index_begin);
     args.term_payloads = terms.payloads.data();
     args.coefficients = terms.coefficients.data();
     args.num_terms = terms.count;
     args.payload = result.data_ptr<uint8_t>();
-    args.residual_dtype = check_residuals(residual, new_residual, num_elements);
+    args.residual_dtype = check_residuals(c10::kCPU, residual, new_residual, num_elements);
     args.residual = data_or_null(residual);
     args.new_residual = data_or_null(new_residual);
-    check_count("nonfinite", nonfinite);
+    check_count(c10::kCPU, "nonfinite", nonfinite);
     args.is_stochastic = stochastic;
     args.key = static_cast<uint64_t>(rng_key);
     args.index_begin = static_cast<uint64_t>(index_begin);
@@ -133,14 +119,15 @@ void run_step(codec::StepArgs args, const Tensor& outer, const OptionalTensor& m
               const OptionalTensor& second, TensorList params, TensorList payloads,
               c10::ArrayRef<double> coefficients, int64_t begin, int64_t end,
               const OptionalTensor& verdict, const char* second_name = "exp_avg_sq") {
-    const FragmentView view("params", params);
+    const FragmentView view(c10::kCPU, "params", params);
     const int64_t num_elements = view.num_elements();
     check_range(args.layout, begin, end, num_elements);
-    check_flat_of("outer", outer, num_elements);
-    if (momentum.has_value()) check_flat_of("momentum", *momentum, num_elements);
-    if (second.has_value()) check_flat_of(second_name, *second, num_elements);
-    const TermList& terms = check_terms(payloads, coefficients, args.layout, end);
-    if (is_voted_down(verdict)) return;
+    check_flat_of(c10::kCPU, "outer", outer, num_elements);
+    if (momentum.has_value()) check_flat_of(c10::kCPU, "momentum", *momentum, num_elements);
+    if (second.has_value()) check_flat_of(c10::kCPU, second_name, *second, num_elements);
+    const TermList& terms = check_terms(c10::kCPU, payloads, coefficients, args.layout, end);
+    check_count(c10::kCPU, "verdict", verdict);
+    if (verdict.has_value() && *verdict->const_data_ptr<int64_t>() != 0) return;
     args.params = view.get();
     args.term_payloads = terms.payloads.data();
     args.coefficients = terms.coefficients.data();
@@ -154,23 +141,6 @@ void run_step(codec::StepArgs args, const Tensor& outer, const OptionalTensor& m
     mark_written(params);
 }
 
-void set_alpha(codec::StepConstants& constants, double alpha) {
-    constants.alpha = static_cast<float>(alpha);
-    constants.one_minus_alpha = static_cast<float>(1.0 - alpha);
-}
-
-codec::Optimizer parse_optimizer(c10::string_view name, bool has_momentum) {
-    const codec::Optimizer optimizer = name == "sgd"          ? codec::Optimizer::kSgd
-                                       : name == "heavy_ball" ? codec::Optimizer::kHeavyBall
-                                       : name == "nesterov"   ? codec::Optimizer::kNesterov
-                                                              : codec::Optimizer::kAdam;
-    TORCH_CHECK_VALUE(optimizer != codec::Optimizer::kAdam,
-                      "optimizer must be sgd, heavy_ball or nesterov, got '", name, "'");
-    TORCH_CHECK_VALUE(optimizer == codec::Optimizer::kSgd || has_momentum, "optimizer ", name,
-                      " needs a momentum tensor, got None");
-    return optimizer;
-}
-
 void outer_step_cpu(const Tensor& outer, const OptionalTensor& momentum, TensorList params,
                     TensorList payloads, c10::ArrayRef<double> coefficients, int64_t begin,
                     int64_t end, int64_t run_elements, c10::string_view wire, int64_t block_size,
@@ -179,15 +149,7 @@ void outer_step_cpu(const Tensor& outer, const OptionalTensor& momentum, TensorL
     codec::StepArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
-    args.constants.optimizer = parse_optimizer(optimizer, momentum.has_value());
-    TORCH_CHECK_VALUE(clip > 0.0, "clip must be positive, got ", clip);
-    args.constants.lr = static_cast<float>(lr);
-    args.constants.mu = static_cast<float>(mu);
-    // Schemas cannot say inf: a bound that fp32 cannot hold is none.
-    constexpr float kLargest = std::numeric_limits<float>::max();
-    args.constants.clip =
-        clip > kLargest ? std::numeric_limits<float>::infinity() : static_cast<float>(clip);
-    set_alpha(args.constants, alpha);
+    args.constants = step_constants(optimizer, momentum.has_value(), lr, mu, alpha, clip);
     const bool needs_momentum = args.constants.optimizer != codec::Optimizer::kSgd;
     run_step(args, outer, needs_momentum ? momentum : OptionalTensor(), OptionalTensor(), params,
              payloads, coefficients, begin, end, verdict);
@@ -202,18 +164,7 @@ void outer_step_adam_cpu(const Tensor& outer, const Tensor& exp_avg, const Tenso
     codec::StepArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
-    TORCH_CHECK_VALUE(step >= 1, "step counts from 1, got ", step);
-    codec::StepConstants& constants = args.constants;
-    constants.optimizer = codec::Optimizer::kAdam;
-    const auto exponent = static_cast<double>(step);
-    constants.lr = static_cast<float>(lr / (1.0 - std::pow(beta1, exponent)));
-    constants.mu = static_cast<float>(beta1);
-    constants.one_minus_beta1 = static_cast<float>(1.0 - beta1);
-    constants.beta2 = static_cast<float>(beta2);
-    constants.one_minus_beta2 = static_cast<float>(1.0 - beta2);
-    constants.sqrt_correction = static_cast<float>(std::sqrt(1.0 - std::pow(beta2, exponent)));
-    constants.eps = static_cast<float>(eps);
-    set_alpha(constants, alpha);
+    args.constants = adam_constants(lr, beta1, beta2, eps, step, alpha);
     run_step(args, outer, exp_avg, exp_avg_sq, params, payloads, coefficients, begin, end, verdict);
 }
 
@@ -249,10 +200,10 @@ void decode_cpu(TensorList payloads, c10::ArrayRef<double> coefficients, TensorL
     codec::DecodeArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
-    const FragmentView view("outs", outs);
+    const FragmentView view(c10::kCPU, "outs", outs);
     args.outs = view.get();
     check_range(args.layout, begin, end, view.num_elements());
-    const TermList& terms = check_terms(payloads, coefficients, args.layout, end);
+    const TermList& terms = check_terms(c10::kCPU, payloads, coefficients, args.layout, end);
     args.term_payloads = terms.payloads.data();
     args.coefficients = terms.coefficients.data();
     args.num_terms = terms.count;
@@ -265,9 +216,9 @@ void decode_cpu(TensorList payloads, c10::ArrayRef<double> coefficients, TensorL
 void merge_cpu(const Tensor& outer, TensorList params, double alpha, c10::string_view impl) {
     codec::MergeArgs args{};
     args.kernels = parse_impl(impl);
-    const FragmentView view("params", params);
+    const FragmentView view(c10::kCPU, "params", params);
     args.params = view.get();
-    check_flat_of("outer", outer, view.num_elements());
+    check_flat_of(c10::kCPU, "outer", outer, view.num_elements());
     args.outer = outer.const_data_ptr<float>();
     args.alpha = static_cast<float>(alpha);
     args.one_minus_alpha = static_cast<float>(1.0 - alpha);
@@ -282,14 +233,14 @@ void norms_cpu(const OptionalTensor& outer, TensorList params, const Tensor& out
                c10::string_view impl) {
     codec::NormsArgs args{};
     args.kernels = parse_impl(impl);
-    const FragmentView view("params", params);
+    const FragmentView view(c10::kCPU, "params", params);
     args.params = view.get();
     const int64_t num_elements = view.num_elements();
     if (outer.has_value()) {
-        check_flat_of("outer", *outer, num_elements);
+        check_flat_of(c10::kCPU, "outer", *outer, num_elements);
         args.outer = outer->const_data_ptr<float>();
     }
-    check_flat("out", out, at::kDouble);
+    check_flat(c10::kCPU, "out", out, at::kDouble);
     TORCH_CHECK_VALUE(out.numel() == 2, "out must have two elements, got ", out.numel());
     static thread_local std::vector<codec::Norms> chunk_storage;
     std::vector<codec::Norms>& chunks = chunk_storage;
@@ -321,7 +272,7 @@ void floor_cpu(c10::string_view kind, TensorList buffers) {
     TORCH_CHECK_VALUE(buffers.size() <= pointers.size(), "at most ", pointers.size(),
                       " buffers, got ", buffers.size());
     for (size_t i = 0; i < buffers.size(); ++i) {
-        check_cpu("buffers", buffers[i]);
+        check_device(c10::kCPU, "buffers", buffers[i]);
         TORCH_CHECK_VALUE(buffers[i].is_contiguous(), "buffers must be contiguous");
         pointers[i] = {static_cast<uint8_t*>(buffers[i].data_ptr()), buffers[i].nbytes()};
     }
@@ -361,43 +312,12 @@ struct Fake<void (*)(Args...)> {
 
 TORCH_LIBRARY(diloco_comm, m) {
     m.set_python_module("diloco_comm.ops");
-    m.def(
-        "encode(Tensor? outer, Tensor[] params, Tensor(a!) payload, int begin, int end, int "
-        "run_elements, str wire, "
-        "int block_size, bool stochastic=False, int rng_key=0, Tensor? residual=None, Tensor(b!)? "
-        "new_residual=None, "
-        "Tensor(c!)? nonfinite=None, str impl='') -> ()");
-    m.def(
-        "reduce(Tensor received, Tensor(a!) result, float[] weights, int num_elements, int "
-        "run_elements, str wire, "
-        "int block_size, bool stochastic=False, int rng_key=0, int index_begin=0, Tensor? "
-        "residual=None, "
-        "Tensor(b!)? new_residual=None, Tensor(c!)? nonfinite=None, str impl='') -> ()");
-    m.def(
-        "outer_step(Tensor(a!) outer, Tensor(b!)? momentum, Tensor(c!)[] params, Tensor[] "
-        "payloads, "
-        "float[] coefficients, int begin, int end, int run_elements, str wire, int block_size, str "
-        "optimizer, float lr, "
-        "float mu=0., float alpha=0., float clip=1e308, Tensor? verdict=None, str impl='') -> ()");
-    m.def(
-        "outer_step_adam(Tensor(a!) outer, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)[] "
-        "params, "
-        "Tensor[] payloads, float[] coefficients, int begin, int end, int run_elements, str wire, "
-        "int block_size, "
-        "float lr, float beta1, float beta2, float eps, int step, float alpha=0., Tensor? "
-        "verdict=None, str impl='') "
-        "-> ()");
+    for (const char* schema : diloco::kSchemas) m.def(schema);
     m.def(
         "outer_step_delayed(Tensor(a!) outer, Tensor(b!)? momentum, Tensor(c!)? pending, Tensor[] "
         "payloads, float[] coefficients, int begin, int end, int run_elements, str wire, int "
         "block_size, float lr, float mu=0., float direct=1., float ahead=0., float behind=0., bool "
         "first=False, bool last=False, Tensor? verdict=None, str impl='') -> ()");
-    m.def(
-        "decode(Tensor[] payloads, float[] coefficients, Tensor(a!)[] outs, int begin, int end, "
-        "int run_elements, "
-        "str wire, int block_size, str impl='') -> ()");
-    m.def("merge(Tensor outer, Tensor(a!)[] params, float alpha=0., str impl='') -> ()");
-    m.def("norms(Tensor? outer, Tensor[] params, Tensor(a!) out, str impl='') -> ()");
     m.def("_floor(str kind, Tensor(a!)[] buffers) -> ()");
     m.def("_cpu_impls() -> str[]", &diloco::cpu_impls);
     m.def("_floors() -> str[]", &diloco::codec::floor_names);

@@ -1,5 +1,6 @@
 // Argument checks of the operators: each tensor and number is looked at once, and an error is one
-// sentence with what was given and what is expected. Included by ops.cpp alone.
+// sentence with what was given and what is expected. Included by ops.cpp and ops_cuda.cpp alone.
+// `device` is where an operator's tensors lie.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,17 +44,6 @@ codec::RunLayout parse_layout(c10::string_view wire, int64_t block_size, int64_t
     return {format, static_cast<int>(block_size), run_elements};
 }
 
-const codec::Kernels* parse_impl(c10::string_view impl) {
-    const codec::Kernels* kernels = codec::find_kernels(std::string(impl));
-    if (kernels == nullptr) {
-        std::string names;
-        for (const auto* each : codec::available_kernels()) names += std::string(" ") + each->name;
-        TORCH_CHECK_VALUE(false, "impl '", impl,
-                          "' cannot run on this machine's CPU; available:", names);
-    }
-    return kernels;
-}
-
 DType parse_dtype(const char* name, const Tensor& tensor) {
     switch (tensor.scalar_type()) {
         case at::kFloat:
@@ -68,13 +58,13 @@ DType parse_dtype(const char* name, const Tensor& tensor) {
     }
 }
 
-void check_cpu(const char* name, const Tensor& tensor) {
-    TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, " must be on the CPU like the others, got ",
-                      tensor.device());
+void check_device(c10::Device device, const char* name, const Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.device() == device, name, " must be on ", device,
+                      " like the others, got ", tensor.device());
 }
 
-void check_flat(const char* name, const Tensor& tensor, at::ScalarType dtype) {
-    check_cpu(name, tensor);
+void check_flat(c10::Device device, const char* name, const Tensor& tensor, at::ScalarType dtype) {
+    check_device(device, name, tensor);
     TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be ", dtype, ", got ",
                      tensor.scalar_type());
     TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.is_contiguous(), name,
@@ -82,8 +72,9 @@ void check_flat(const char* name, const Tensor& tensor, at::ScalarType dtype) {
                       " strides ", tensor.strides());
 }
 
-void check_flat_of(const char* name, const Tensor& tensor, int64_t num_elements) {
-    check_flat(name, tensor, at::kFloat);
+void check_flat_of(c10::Device device, const char* name, const Tensor& tensor,
+                   int64_t num_elements) {
+    check_flat(device, name, tensor, at::kFloat);
     TORCH_CHECK_VALUE(tensor.numel() == num_elements, name, " must have ", num_elements,
                       " elements like the fragment, got ", tensor.numel());
 }
@@ -92,11 +83,12 @@ void check_flat_of(const char* name, const Tensor& tensor, int64_t num_elements)
 // in steady state.
 class FragmentView {
   public:
-    FragmentView(const char* name, TensorList tensors) : storage_(thread_storage()) {
+    FragmentView(c10::Device device, const char* name, TensorList tensors)
+        : storage_(thread_storage()) {
         storage_.clear();
         int64_t begin = 0;
         for (const Tensor& tensor : tensors) {
-            check_cpu(name, tensor);
+            check_device(device, name, tensor);
             const DType dtype = parse_dtype(name, tensor);
             TORCH_CHECK_VALUE(tensor.is_contiguous() || tensor.is_non_overlapping_and_dense(), name,
                               " must fill their memory without gaps, got shape ", tensor.sizes(),
@@ -131,9 +123,9 @@ int64_t run_bytes(const codec::RunLayout& layout) {
     return wire::run_bytes(layout.format, layout.run_elements, layout.block_size);
 }
 
-void check_payload(const char* name, const Tensor& payload, const codec::RunLayout& layout,
-                   int64_t num_runs) {
-    check_flat(name, payload, at::kByte);
+void check_payload(c10::Device device, const char* name, const Tensor& payload,
+                   const codec::RunLayout& layout, int64_t num_runs) {
+    check_flat(device, name, payload, at::kByte);
     const int64_t bytes = run_bytes(layout);
     TORCH_CHECK_VALUE(payload.numel() % bytes == 0 && payload.numel() / bytes >= num_runs, name,
                       " must hold at least ", num_runs, " whole runs of ", bytes, " bytes, got ",
@@ -162,8 +154,9 @@ TermList& thread_terms() {
     return terms;
 }
 
-const TermList& check_terms(TensorList payloads, c10::ArrayRef<double> coefficients,
-                            const codec::RunLayout& layout, int64_t end) {
+const TermList& check_terms(c10::Device device, TensorList payloads,
+                            c10::ArrayRef<double> coefficients, const codec::RunLayout& layout,
+                            int64_t end) {
     TORCH_CHECK_VALUE(!payloads.empty() && payloads.size() <= codec::kMaxTerms,
                       "payloads must hold 1 to ", codec::kMaxTerms, " tensors, got ",
                       payloads.size());
@@ -172,26 +165,50 @@ const TermList& check_terms(TensorList payloads, c10::ArrayRef<double> coefficie
                       " and ", coefficients.size());
     TermList& terms = thread_terms();
     for (size_t i = 0; i < payloads.size(); ++i) {
-        check_payload("payloads", payloads[i], layout, runs_up_to(layout, end));
+        check_payload(device, "payloads", payloads[i], layout, runs_up_to(layout, end));
         terms.add(payloads[i].const_data_ptr<uint8_t>(), coefficients[i]);
     }
     return terms;
 }
 
-void check_count(const char* name, const OptionalTensor& count) {
+// The runs that `reduce` sums, as terms.
+const TermList& check_runs(c10::Device device, const Tensor& received, const Tensor& result,
+                           c10::ArrayRef<double> weights, int64_t num_elements,
+                           const codec::RunLayout& layout, int64_t index_begin) {
+    TORCH_CHECK_VALUE(0 <= num_elements && num_elements <= layout.run_elements,
+                      "num_elements must lie in [0, run_elements = ", layout.run_elements,
+                      "], got ", num_elements);
+    TORCH_CHECK_VALUE(
+        index_begin >= 0 && (num_elements == 0 || index_begin % layout.block_size == 0),
+        "index_begin must be a multiple of block_size ", layout.block_size, ", got ", index_begin);
+    TORCH_CHECK_VALUE(!weights.empty() && weights.size() <= codec::kMaxTerms,
+                      "weights must hold 1 to ", codec::kMaxTerms, " numbers, got ",
+                      weights.size());
+    const auto num_runs = static_cast<int64_t>(weights.size());
+    check_payload(device, "received", received, layout, num_runs);
+    TORCH_CHECK_VALUE(received.numel() == num_runs * run_bytes(layout), "received must hold ",
+                      num_runs, " runs, one for each weight, got ", received.numel(), " bytes");
+    check_payload(device, "result", result, layout, 1);
+    TermList& terms = thread_terms();
+    const uint8_t* run = received.const_data_ptr<uint8_t>();
+    for (int64_t i = 0; i < num_runs; ++i) terms.add(run + i * run_bytes(layout), weights[i]);
+    return terms;
+}
+
+void check_count(c10::Device device, const char* name, const OptionalTensor& count) {
     if (!count.has_value()) return;
-    check_flat(name, *count, at::kLong);
+    check_flat(device, name, *count, at::kLong);
     TORCH_CHECK_VALUE(count->numel() == 1, name, " must have one element, got ", count->numel());
 }
 
 // Both residuals share the dtype; either may be missing.
-DType check_residuals(const OptionalTensor& residual, const OptionalTensor& new_residual,
-                      int64_t num_elements) {
+DType check_residuals(c10::Device device, const OptionalTensor& residual,
+                      const OptionalTensor& new_residual, int64_t num_elements) {
     DType dtype = DType::kFp32;
     for (const OptionalTensor* each : {&residual, &new_residual}) {
         if (!each->has_value()) continue;
         const Tensor& tensor = **each;
-        check_cpu("residual", tensor);
+        check_device(device, "residual", tensor);
         TORCH_CHECK_TYPE(
             tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16,
             "residual must be float32 or bfloat16, got ", tensor.scalar_type());
@@ -211,11 +228,6 @@ DType check_residuals(const OptionalTensor& residual, const OptionalTensor& new_
 
 void* data_or_null(const OptionalTensor& tensor) {
     return tensor.has_value() ? tensor->data_ptr() : nullptr;
-}
-
-bool is_voted_down(const OptionalTensor& verdict) {
-    check_count("verdict", verdict);
-    return verdict.has_value() && *verdict->const_data_ptr<int64_t>() != 0;
 }
 
 }  // namespace

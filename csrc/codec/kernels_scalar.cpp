@@ -1,5 +1,6 @@
 // The scalar definition of every kernel: one element at a time, straight from csrc/wire.
 #include "codec/kernels.h"
+#include "codec/step_rule.h"
 #include "wire/codes.h"
 #include "wire/stochastic.h"
 
@@ -153,21 +154,8 @@ void decode_format(const DecodeSpan& span) {
 
 void merge_element(void* params, DType dtype, int64_t i, float outer, float alpha,
                    float one_minus_alpha) {
-    if (alpha != 0.0f) outer = alpha * load(params, dtype, i) + one_minus_alpha * outer;
+    if (alpha != 0.0f) outer = merged(load(params, dtype, i), outer, alpha, one_minus_alpha);
     store(params, dtype, i, outer);
-}
-
-float adam_update(const StepConstants& c, float& m, float& v, float g) {
-    m = c.mu * m + c.one_minus_beta1 * g;
-    v = c.beta2 * v + (c.one_minus_beta2 * g) * g;
-    return (c.lr * m) / (__builtin_sqrtf(v) / c.sqrt_correction + c.eps);
-}
-
-float momentum_update(const StepConstants& c, float& m, float g) {
-    m = c.mu * m + g;
-    m = -c.clip > m ? -c.clip : m;
-    m = c.clip < m ? c.clip : m;
-    return c.lr * (c.optimizer == Optimizer::kNesterov ? g + c.mu * m : m);
 }
 
 // One element of an arrival; see simd_step.h.

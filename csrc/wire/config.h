@@ -8,8 +8,14 @@
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #define DILOCO_HD __host__ __device__ static inline
+#define DILOCO_DEVICE __device__ __forceinline__
+#define DILOCO_UNROLL _Pragma("unroll")
+#define DILOCO_UNROLL_8 _Pragma("unroll 8")
 #else
 #define DILOCO_HD [[maybe_unused]] static inline
+#define DILOCO_DEVICE inline
+#define DILOCO_UNROLL
+#define DILOCO_UNROLL_8
 #endif
 
 namespace diloco::wire {

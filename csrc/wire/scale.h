@@ -4,7 +4,7 @@
 // with a larger element or a NaN is "bad" and is sent as zeros with the smallest scale.
 #pragma once
 
-#include "wire/config.h"
+#include "wire/exact.h"
 
 namespace diloco::wire {
 
@@ -17,7 +17,7 @@ DILOCO_HD bool is_bad(float x) { return (float_bits(x) & kMagnitudeMask) > kLarg
 
 // The bf16 bits of the scale of a block whose largest magnitude is `absmax` (finite, not negative).
 DILOCO_HD uint16_t scale_of(float absmax, float qmax) {
-    uint32_t bits = (float_bits(absmax / qmax) + 0xFFFFu) & 0xFFFF0000u;
+    uint32_t bits = (float_bits(div(absmax, qmax)) + 0xFFFFu) & 0xFFFF0000u;
     bits = bits < kSmallestScaleBits ? kSmallestScaleBits : bits;
     return static_cast<uint16_t>(bits >> 16);
 }

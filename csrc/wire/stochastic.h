@@ -25,7 +25,7 @@ namespace diloco::wire {
 DILOCO_HD float uniform_of(uint32_t r) { return static_cast<float>(2 * r + 1) * 0x1p-17f; }
 
 DILOCO_HD int32_t integer_stochastic(float y, int32_t limit, uint32_t r) {
-    const int32_t code = static_cast<int32_t>(__builtin_floorf(y + uniform_of(r)));
+    const int32_t code = static_cast<int32_t>(__builtin_floorf(add(y, uniform_of(r))));
     return code > limit ? limit : code < -limit ? -limit : code;
 }
 
@@ -56,8 +56,8 @@ DILOCO_HD uint32_t minifloat_stochastic(float y, uint32_t r) {
     const uint32_t bits = float_bits(y), magnitude = bits & kMagnitudeMask;
     uint32_t code;
     if (magnitude < L::kSmallestNormalBits) {
-        const float grid = bits_float(magnitude) * bits_float(L::kSubnormalScaleBits);
-        code = static_cast<uint32_t>(__builtin_floorf(grid + grid_uniform_of<L::kShift>(r)));
+        const float grid = mul(bits_float(magnitude), bits_float(L::kSubnormalScaleBits));
+        code = static_cast<uint32_t>(__builtin_floorf(add(grid, grid_uniform_of<L::kShift>(r))));
     } else {
         code = ((magnitude + dropped_bits<L::kShift>(r)) >> L::kShift) - L::kRebias;
     }

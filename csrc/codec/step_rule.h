@@ -1,0 +1,32 @@
+// The outer optimizers and the merge, one element at a time; in C++ and in CUDA alike.
+#pragma once
+
+#include "codec/kernels.h"
+#include "wire/exact.h"
+
+namespace diloco::codec {
+
+// m' = beta1 m + (1 - beta1) g;  v' = beta2 v + ((1 - beta2) g) g;  returns lr m' / (sqrt(v') /
+// correction + eps), with lr and correction as StepConstants has them.
+DILOCO_HD float adam_update(const StepConstants& c, float& m, float& v, float g) {
+    using wire::add, wire::div, wire::mul;
+    m = add(mul(c.mu, m), mul(c.one_minus_beta1, g));
+    v = add(mul(c.beta2, v), mul(mul(c.one_minus_beta2, g), g));
+    return div(mul(c.lr, m), add(div(wire::root(v), c.sqrt_correction), c.eps));
+}
+
+// m' = clip(mu m + g);  returns lr m', or lr (g + mu m') for Nesterov.
+DILOCO_HD float momentum_update(const StepConstants& c, float& m, float g) {
+    using wire::add, wire::mul;
+    m = add(mul(c.mu, m), g);
+    m = -c.clip > m ? -c.clip : m;
+    m = c.clip < m ? c.clip : m;
+    return mul(c.lr, c.optimizer == Optimizer::kNesterov ? add(g, mul(c.mu, m)) : m);
+}
+
+// alpha local + (1 - alpha) outer; callers take outer itself when alpha is zero.
+DILOCO_HD float merged(float local, float outer, float alpha, float one_minus_alpha) {
+    return wire::add(wire::mul(alpha, local), wire::mul(one_minus_alpha, outer));
+}
+
+}  // namespace diloco::codec

@@ -1,0 +1,101 @@
+// Operator arguments that are not tensors, and the operators' schemas: the same on every device.
+// Included by ops.cpp and ops_cuda.cpp alone.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <limits>
+
+#include "codec/kernels.h"
+
+namespace diloco {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+
+// Autograd must notice that a tensor it saved was written.
+void mark_written(const Tensor& tensor) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+void mark_written(TensorList tensors) {
+    for (const Tensor& tensor : tensors) mark_written(tensor);
+}
+
+void set_alpha(codec::StepConstants& constants, double alpha) {
+    constants.alpha = static_cast<float>(alpha);
+    constants.one_minus_alpha = static_cast<float>(1.0 - alpha);
+}
+
+codec::Optimizer parse_optimizer(c10::string_view name, bool has_momentum) {
+    const codec::Optimizer optimizer = name == "sgd"          ? codec::Optimizer::kSgd
+                                       : name == "heavy_ball" ? codec::Optimizer::kHeavyBall
+                                       : name == "nesterov"   ? codec::Optimizer::kNesterov
+                                                              : codec::Optimizer::kAdam;
+    TORCH_CHECK_VALUE(optimizer != codec::Optimizer::kAdam,
+                      "optimizer must be sgd, heavy_ball or nesterov, got '", name, "'");
+    TORCH_CHECK_VALUE(optimizer == codec::Optimizer::kSgd || has_momentum, "optimizer ", name,
+                      " needs a momentum tensor, got None");
+    return optimizer;
+}
+
+codec::StepConstants step_constants(c10::string_view optimizer, bool has_momentum, double lr,
+                                    double mu, double alpha, double clip) {
+    codec::StepConstants constants{};
+    constants.optimizer = parse_optimizer(optimizer, has_momentum);
+    TORCH_CHECK_VALUE(clip > 0.0, "clip must be positive, got ", clip);
+    constants.lr = static_cast<float>(lr);
+    constants.mu = static_cast<float>(mu);
+    // Schemas cannot say inf: a bound that fp32 cannot hold is none.
+    constexpr float kLargest = std::numeric_limits<float>::max();
+    constants.clip =
+        clip > kLargest ? std::numeric_limits<float>::infinity() : static_cast<float>(clip);
+    set_alpha(constants, alpha);
+    return constants;
+}
+
+codec::StepConstants adam_constants(double lr, double beta1, double beta2, double eps, int64_t step,
+                                    double alpha) {
+    TORCH_CHECK_VALUE(step >= 1, "step counts from 1, got ", step);
+    codec::StepConstants constants{};
+    constants.optimizer = codec::Optimizer::kAdam;
+    const auto exponent = static_cast<double>(step);
+    constants.lr = static_cast<float>(lr / (1.0 - std::pow(beta1, exponent)));
+    constants.mu = static_cast<float>(beta1);
+    constants.one_minus_beta1 = static_cast<float>(1.0 - beta1);
+    constants.beta2 = static_cast<float>(beta2);
+    constants.one_minus_beta2 = static_cast<float>(1.0 - beta2);
+    constants.sqrt_correction = static_cast<float>(std::sqrt(1.0 - std::pow(beta2, exponent)));
+    constants.eps = static_cast<float>(eps);
+    set_alpha(constants, alpha);
+    return constants;
+}
+
+constexpr const char* kSchemas[] = {
+    "encode(Tensor? outer, Tensor[] params, Tensor(a!) payload, int begin, int end, int "
+    "run_elements, str wire, int block_size, bool stochastic=False, int rng_key=0, Tensor? "
+    "residual=None, Tensor(b!)? new_residual=None, Tensor(c!)? nonfinite=None, str impl='') "
+    "-> ()",
+    "reduce(Tensor received, Tensor(a!) result, float[] weights, int num_elements, int "
+    "run_elements, str wire, int block_size, bool stochastic=False, int rng_key=0, int "
+    "index_begin=0, Tensor? residual=None, Tensor(b!)? new_residual=None, Tensor(c!)? "
+    "nonfinite=None, str impl='') -> ()",
+    "outer_step(Tensor(a!) outer, Tensor(b!)? momentum, Tensor(c!)[] params, Tensor[] "
+    "payloads, float[] coefficients, int begin, int end, int run_elements, str wire, int "
+    "block_size, str optimizer, float lr, float mu=0., float alpha=0., float clip=1e308, "
+    "Tensor? verdict=None, str impl='') -> ()",
+    "outer_step_adam(Tensor(a!) outer, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
+    "Tensor(d!)[] params, Tensor[] payloads, float[] coefficients, int begin, int end, int "
+    "run_elements, str wire, int block_size, float lr, float beta1, float beta2, float eps, "
+    "int step, float alpha=0., Tensor? verdict=None, str impl='') -> ()",
+    "decode(Tensor[] payloads, float[] coefficients, Tensor(a!)[] outs, int begin, int end, "
+    "int run_elements, str wire, int block_size, str impl='') -> ()",
+    "merge(Tensor outer, Tensor(a!)[] params, float alpha=0., str impl='') -> ()",
+    "norms(Tensor? outer, Tensor[] params, Tensor(a!) out, str impl='') -> ()",
+};
+
+}  // namespace
+}  // namespace diloco
