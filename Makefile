@@ -8,7 +8,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup test cpptest kernels demo bench bars soak-async lint format sanitize clean
+.PHONY: setup emulated test cpptest cuda kernels demo bench bars soak-async lint format sanitize clean
 
 setup: $(VENV)/.built
 
@@ -23,14 +23,24 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
+# In the folder where setup built the extension, whose object files these share.
+BUILD = export PATH="$(abspath $(BIN)):$$PATH" && cd build/editable-* && cmake --build .
+
+# What the tests of the CUDA operators need: their emulation, and with nvcc the kernels of sm_90.
+emulated: setup
+	$(BUILD) --target cuda_tests
+
 # Two files at a time: half of the tests wait for processes, the other half compute.
-test: setup
+test: setup emulated
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
-# In the folder where setup built the extension, whose object files they share.
 cpptest: setup
-	export PATH="$(abspath $(BIN)):$$PATH" && cd build/editable-* && \
-	  cmake --build . --target cpp_tests && ctest --output-on-failure
+	$(BUILD) --target cpp_tests && ctest --output-on-failure
+
+# The CUDA kernels for every architecture that nvcc can, checked for spills.
+cuda: emulated
+	$(BUILD) --target diloco_cuda
+	$(BIN)/pytest tests/test_cuda_build.py
 
 # Every specialisation of Triton's kernels for sm_80, sm_90 and gfx942: registers, spills, arithmetic.
 kernels: setup

@@ -56,6 +56,8 @@ class CMakeBuild(build_ext):
             "CMAKE_MAKE_PROGRAM": find_tool("ninja"),
             "Python_EXECUTABLE": sys.executable,
             "DILOCO_WERROR": os.environ.get("DILOCO_WERROR", "OFF"),
+            "DILOCO_CUDA": os.environ.get("DILOCO_CUDA", "AUTO"),
+            "DILOCO_CUDA_ARCHS": os.environ.get("DILOCO_CUDA_ARCHS", ""),
         }
         flags = [f"-D{key}={value}" for key, value in options.items()]
         cmake = find_tool("cmake")

@@ -1,0 +1,127 @@
+// What the kernels are given, by value, as kernel parameters. Fragments, payloads and runs are
+// those of docs/wire-formats.md; indices count elements of the fragment.
+//
+// The lists of tensors and of terms lie in the parameters up to some length, so that a launch
+// needs nothing but itself; longer ones lie in device memory (kernels.h, upload).
+#pragma once
+
+#include <cstdint>
+
+#include "codec/kernels.h"
+#include "wire/format.h"
+
+namespace diloco::cuda {
+
+using codec::DType;
+
+// One tensor. `origin` is the address that the fragment's element 0 would have if the tensor went
+// on before its begin; begin and dtype share a word. A list ends with an entry whose begin is the
+// fragment's end.
+struct Segment {
+    uint64_t origin;
+    int64_t begin_and_dtype;
+
+    DILOCO_HD Segment of(const void* data, DType dtype, int64_t begin) {
+        const int64_t size = dtype == DType::kFp32 ? 4 : 2;
+        return {reinterpret_cast<uint64_t>(data) - static_cast<uint64_t>(begin * size),
+                begin * 4 + static_cast<int64_t>(dtype)};
+    }
+};
+
+struct Term {
+    const uint8_t* payload;
+    float coefficient;
+};
+
+// More than 4 KiB of kernel parameters need CUDA 12.1.
+constexpr int kInlineSegments = 320;
+constexpr int kInlineTerms = 32;
+
+struct Segments {
+    const Segment* in_memory;  // null: the list is inlined
+    int32_t count;
+    Segment inlined[kInlineSegments + 1];
+};
+
+struct Terms {
+    const Term* in_memory;
+    int32_t count;
+    Term inlined[kInlineTerms];
+};
+
+// Elements of a tile of encode and reduce, and of all other operators.
+constexpr int kEncodeTile = 1024;
+constexpr int kStepTile = 512;
+
+// The runs of elements [begin, end), cut into tiles, of which none crosses the end of a run.
+struct Runs {
+    int64_t begin;
+    int64_t end;
+    int64_t run_elements;
+    int64_t first_run;
+    int64_t run_bytes;
+    int64_t code_offset;
+    int32_t block_size;
+    int32_t block_shift;
+    uint32_t tiles_per_run;
+    uint32_t num_tiles;
+};
+
+struct EncodeTarget {
+    Runs runs;
+    uint8_t* payload;
+    const void* residual;  // or null
+    void* new_residual;    // or null
+    DType residual_dtype;
+    int64_t* nonfinite;    // or null
+    uint64_t index_begin;  // index in the fragment of element 0
+    uint64_t key;
+};
+
+struct EncodeArgs {
+    EncodeTarget target;
+    const float* outer;  // or null
+    Segments params;
+};
+
+// Element 0 of the run is element 0 here.
+struct ReduceArgs {
+    EncodeTarget target;
+    Terms terms;
+};
+
+struct StepArgs {
+    Runs runs;
+    codec::StepConstants constants;
+    const int64_t* verdict;  // or null; nothing is done when it is not zero
+    float* outer;
+    float* momentum;  // unused by SGD; Adam's first moment
+    float* second;    // Adam's second moment
+    Segments params;
+    Terms terms;
+};
+
+struct DecodeArgs {
+    Runs runs;
+    Segments outs;
+    Terms terms;
+};
+
+struct MergeArgs {
+    Runs runs;
+    const float* outer;
+    float alpha;
+    float one_minus_alpha;
+    Segments params;
+};
+
+struct NormsArgs {
+    int64_t num_elements;
+    const float* outer;  // or null
+    double* squares;     // one a chunk of kNormChunk elements
+    int64_t* counts;     // likewise
+    double* out;         // [2]
+    Segments params;
+};
+
+}  // namespace diloco::cuda

@@ -1,0 +1,99 @@
+// decode, merge, norms, and the upload of long lists.
+#include <cstring>
+
+#include "cuda/by_format.h"
+#include "cuda/launch.cuh"
+#include "cuda/norms_tile.h"
+#include "cuda/step_tile.h"
+
+namespace diloco::cuda {
+namespace {
+
+// outs = sum_i c_i decode(payload_i). Reads n + n / 128 bytes a term (int8, blocks of 256), writes
+// 4n (fp32). One warp per 512 elements.
+template <Format kFormat>
+__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ DecodeArgs args) {
+    __shared__ __align__(16) float stages[kWarps][kStepTile];
+    const WarpLanes lanes(stages[warp_in_block()]);
+    for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
+        decode_tile<kFormat>(lanes, args, i);
+    }
+}
+
+// params = alpha params + (1 - alpha) outer. Reads 4n bytes, 8n with alpha, writes 4n (fp32). One
+// warp per 512 elements.
+__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeArgs args) {
+    __shared__ __align__(16) float stages[kWarps][kStepTile];
+    const WarpLanes lanes(stages[warp_in_block()]);
+    for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
+        merge_tile(lanes, args, i);
+    }
+}
+
+int64_t num_norm_warps(const NormsArgs& args) {
+    const int64_t elements = kChunksPerWarp * codec::kNormChunk;
+    return (args.num_elements + elements - 1) / elements;
+}
+
+// The partial sums of each chunk. Reads 8n bytes. One half of a warp per 65536 elements: the order
+// of a sum is fixed, so a chunk's 16 partial sums are all there is to do at a time.
+__global__ void __launch_bounds__(kThreads) norms_kernel(const __grid_constant__ NormsArgs args) {
+    const WarpLanes lanes(nullptr);
+    const int64_t elements = kChunksPerWarp * codec::kNormChunk;
+    const int64_t num_warps = (args.num_elements + elements - 1) / elements;
+    for (int64_t i = first_warp(); i < num_warps; i += grid_warps()) norms_tile(lanes, args, i);
+}
+
+// The sum over the chunks, in order. Reads 16 bytes a chunk. One warp.
+__global__ void __launch_bounds__(kThreads) total_kernel(const __grid_constant__ NormsArgs args) {
+    __shared__ __align__(16) float stage[4 * kLanes];
+    if (first_warp() == 0) norms_total(WarpLanes(stage), args);
+}
+
+struct Packet {
+    static constexpr size_t kBytes = 3584;
+    uint4* target;
+    uint32_t count;
+    uint4 words[kBytes / sizeof(uint4)];
+};
+
+__global__ void __launch_bounds__(kThreads) upload_kernel(const __grid_constant__ Packet packet) {
+    for (uint32_t i = threadIdx.x; i < packet.count; i += kThreads) {
+        packet.target[i] = packet.words[i];
+    }
+}
+
+}  // namespace
+
+void decode(const DecodeArgs& args, Format format, Queue queue) {
+    by_format(format, [&](auto constant) {
+        static ResidentBlocks fits{};
+        launch<DecodeArgs>(decode_kernel<decltype(constant)::value>, fits, args,
+                           args.runs.num_tiles, queue);
+    });
+}
+
+void merge(const MergeArgs& args, Queue queue) {
+    static ResidentBlocks fits{};
+    launch<MergeArgs>(merge_kernel, fits, args, args.runs.num_tiles, queue);
+}
+
+void norms(const NormsArgs& args, Queue queue) {
+    static ResidentBlocks fits{}, fits_total{};
+    launch<NormsArgs>(norms_kernel, fits, args, num_norm_warps(args), queue);
+    launch<NormsArgs>(total_kernel, fits_total, args, 1, queue);
+}
+
+void upload(void* target, const void* data, size_t num_bytes, Queue queue) {
+    static ResidentBlocks fits{};
+    for (size_t at = 0; at < num_bytes; at += Packet::kBytes) {
+        const size_t size = num_bytes - at < Packet::kBytes ? num_bytes - at : Packet::kBytes;
+        Packet packet;
+        packet.target = reinterpret_cast<uint4*>(static_cast<char*>(target) + at);
+        packet.count = static_cast<uint32_t>(size / sizeof(uint4));
+        std::memcpy(packet.words, static_cast<const char*>(data) + at, size);
+        launch<Packet>(upload_kernel, fits, packet, 1, queue);
+    }
+}
+
+}  // namespace diloco::cuda

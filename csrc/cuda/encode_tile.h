@@ -1,0 +1,261 @@
+// Encoding of one tile: a block's largest magnitude is found among the lanes that hold it, so each
+// element is read once.
+#pragma once
+
+#include "cuda/tiles.h"
+#include "wire/stochastic.h"
+
+namespace diloco::cuda {
+
+constexpr int kEncodeQuads = kEncodeTile / (kQuad * kLanes);
+static_assert(kEncodeTile == wire::kMaxBlockSize && kEncodeTile <= kStageFloats);
+
+struct PerQuad {
+    uint32_t magnitude[kEncodeQuads];
+    float scale[kEncodeQuads];
+    float inverse[kEncodeQuads];
+};
+
+struct RandomWords {
+    uint32_t own[2];
+    uint32_t other[2];
+};
+
+// Fills in the magnitudes of quads and adds the bad elements to `bad`.
+template <class Lanes>
+DILOCO_DEVICE void find_magnitudes(const Lanes& lanes,
+                                   const typename Lanes::template Of<Quads<kEncodeQuads>>& x,
+                                   typename Lanes::template Of<PerQuad>& quads,
+                                   typename Lanes::template Of<int>& bad) {
+    lanes.each([&](int lane) {
+        DILOCO_UNROLL
+        for (int j = 0; j < kEncodeQuads; ++j) {
+            uint32_t largest = 0;
+            DILOCO_UNROLL
+            for (int i = 0; i < kQuad; ++i) {
+                const uint32_t m = wire::float_bits(x[lane].q[j].v[i]) & wire::kMagnitudeMask;
+                largest = m > largest ? m : largest;
+            }
+            quads[lane].magnitude[j] = largest;
+            if (largest <= wire::kLargestGoodBits) continue;
+            DILOCO_UNROLL
+            for (int i = 0; i < kQuad; ++i) bad[lane] += wire::is_bad(x[lane].q[j].v[i]);
+        }
+    });
+}
+
+// Turns the magnitudes of quads into those of their blocks, then into scales. Only the first quad
+// of a block that spans several is worked on; the others take its result.
+template <Format kFormat, class Lanes>
+DILOCO_DEVICE void find_scales(const Lanes& lanes, const Runs& runs, const Tile& tile,
+                               uint8_t* payload, typename Lanes::template Of<PerQuad>& quads) {
+    const int block = runs.block_size;
+    constexpr int kRow = kQuad * kLanes;
+    const int stride = block > kRow ? block / kRow : 1;  // quads of a lane in a block
+    const int num_lanes = block < kRow ? block / kQuad : kLanes;
+    const bool is_aligned = reinterpret_cast<uint64_t>(payload) % wire::kAlignment == 0;
+    DILOCO_UNROLL
+    for (int n = 1; n < kEncodeQuads; n *= 2) {
+        if (n >= stride) break;
+        lanes.each([&](int lane) {
+            DILOCO_UNROLL
+            for (int j = 0; j < kEncodeQuads; j += 2 * n) {
+                const uint32_t upper = quads[lane].magnitude[j + n];
+                uint32_t& lower = quads[lane].magnitude[j];
+                lower = upper > lower ? upper : lower;
+            }
+        });
+    }
+    DILOCO_UNROLL
+    for (int j = 0; j < kEncodeQuads; ++j) {
+        if ((j & (stride - 1)) != 0) continue;
+        lanes.max_over(num_lanes, [&](int lane) -> uint32_t& { return quads[lane].magnitude[j]; });
+        lanes.each([&](int lane) {
+            const uint32_t bits = quads[lane].magnitude[j];
+            const uint16_t scale =
+                bits > wire::kLargestGoodBits
+                    ? wire::kSmallestScale
+                    : wire::scale_of(wire::bits_float(bits), wire::qmax(kFormat));
+            quads[lane].scale[j] = wire::scale_value(scale);
+            quads[lane].inverse[j] = wire::div(1.0f, quads[lane].scale[j]);
+            const int at = quad_at(lane, j);
+            if ((lane & (num_lanes - 1)) == 0 && at < tile.size) {
+                store_scale(payload + tile.scales + 2 * (at >> runs.block_shift), scale,
+                            is_aligned);
+            }
+        });
+    }
+    DILOCO_UNROLL
+    for (int n = kEncodeQuads / 2; n >= 1; n /= 2) {
+        if (n >= stride) continue;
+        lanes.each([&](int lane) {
+            DILOCO_UNROLL
+            for (int j = 0; j < kEncodeQuads; j += 2 * n) {
+                quads[lane].magnitude[j + n] = quads[lane].magnitude[j];
+                quads[lane].scale[j + n] = quads[lane].scale[j];
+                quads[lane].inverse[j + n] = quads[lane].inverse[j];
+            }
+        });
+    }
+}
+
+// The random words of quads j and j + 1 of each lane. One Philox block serves the quads of two
+// neighbouring lanes: the even lane computes that of j, the odd one that of j + 1, and they swap.
+template <class Lanes>
+DILOCO_DEVICE void draw(const Lanes& lanes, const EncodeTarget& target, const Tile& tile, int j,
+                        typename Lanes::template Of<RandomWords>& words) {
+    lanes.each([&](int lane) {
+        const bool is_odd = lane % 2 != 0;
+        const uint64_t element = target.index_begin + static_cast<uint64_t>(tile.first) +
+                                 static_cast<uint64_t>(quad_at(lane, is_odd ? j + 1 : j));
+        const wire::PhiloxBlock block =
+            wire::philox(element / wire::kElementsPerPhilox, target.key);
+        DILOCO_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            words[lane].own[i] = is_odd ? block.word[2 + i] : block.word[i];
+            words[lane].other[i] = is_odd ? block.word[i] : block.word[2 + i];
+        }
+    });
+    lanes.swap([&](int lane) -> uint32_t& { return words[lane].other[0]; });
+    lanes.swap([&](int lane) -> uint32_t& { return words[lane].other[1]; });
+}
+
+// The code of element i of quad j, x being its value and `quads` its block's scale.
+template <Format kFormat, bool kStochastic>
+DILOCO_DEVICE uint32_t code_of(float x, const PerQuad& quads, int j, uint32_t random) {
+    if constexpr (wire::has_scales(kFormat)) {
+        if (quads.magnitude[j] > wire::kLargestGoodBits) return 0;
+        x = wire::mul(x, quads.inverse[j]);
+    } else {
+        if (wire::is_bad(x)) return 0;
+    }
+    if constexpr (kStochastic) {
+        return wire::encode_stochastic<kFormat>(x, random);
+    } else {
+        return wire::encode_nearest<kFormat>(x);
+    }
+}
+
+// Encodes quad j of a lane and writes its codes; leaves in x what the encoding lost if it is
+// wanted.
+template <Format kFormat, bool kStochastic>
+DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bool keeps_rest,
+                               Quad& x, const PerQuad& quads, int j, const uint32_t* words,
+                               int& bad) {
+    CodeQuad<kFormat> codes{};
+    DILOCO_UNROLL
+    for (int i = 0; i < kQuad; ++i) {
+        const uint32_t random = kStochastic ? (words[i / 2] >> (16 * (i % 2))) & 0xFFFFu : 0;
+        uint32_t code = code_of<kFormat, kStochastic>(x.v[i], quads, j, random);
+        if constexpr (kFormat == Format::kFp16) {
+            const bool is_bad = wire::is_code_bad<kFormat>(code);
+            bad += is_bad;
+            code = is_bad ? 0 : code;
+        }
+        codes.put(i, i < count ? code : 0);
+        if (!keeps_rest) continue;
+        float value = wire::code_value<kFormat>(code);
+        if constexpr (wire::has_scales(kFormat)) value = wire::mul(value, quads.scale[j]);
+        x.v[i] = wire::sub(x.v[i], value);
+    }
+    if (count > 0) store_codes<kFormat>(codes_at, codes, count, is_aligned);
+}
+
+// Encodes x + residual; adds the bad elements to `bad`.
+template <Format kFormat, bool kStochastic, class Lanes>
+DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
+                                typename Lanes::template Of<Quads<kEncodeQuads>>& x,
+                                typename Lanes::template Of<int>& bad) {
+    using DT = DType;
+    uint8_t* payload = target.payload;
+    if (target.residual != nullptr) {
+        typename Lanes::template Of<Quads<kEncodeQuads>> residual;
+        const Segment array = whole(target.residual, target.residual_dtype);
+        if (target.residual_dtype == DT::kFp32) {
+            load_inside<DT::kFp32, kEncodeQuads>(lanes, array, tile, residual);
+        } else {
+            load_inside<DT::kBf16, kEncodeQuads>(lanes, array, tile, residual);
+        }
+        lanes.each([&](int lane) {
+            DILOCO_UNROLL
+            for (int j = 0; j < kEncodeQuads; ++j) {
+                DILOCO_UNROLL
+                for (int i = 0; i < kQuad; ++i) {
+                    float& value = x[lane].q[j].v[i];
+                    value = wire::add(value, residual[lane].q[j].v[i]);
+                }
+            }
+        });
+    }
+    typename Lanes::template Of<PerQuad> quads;
+    find_magnitudes(lanes, x, quads, bad);
+    if constexpr (wire::has_scales(kFormat)) {
+        find_scales<kFormat>(lanes, target.runs, tile, payload, quads);
+    }
+    const bool is_aligned = reinterpret_cast<uint64_t>(payload) % wire::kAlignment == 0;
+    DILOCO_UNROLL
+    for (int pair = 0; pair < kEncodeQuads; pair += 2) {
+        typename Lanes::template Of<RandomWords> words;
+        if constexpr (kStochastic) draw(lanes, target, tile, pair, words);
+        lanes.each([&](int lane) {
+            DILOCO_UNROLL
+            for (int j = pair; j < pair + 2; ++j) {
+                const bool is_own = (j - pair) == lane % 2;
+                uint32_t random[2] = {0, 0};
+                if constexpr (kStochastic) {
+                    random[0] = is_own ? words[lane].own[0] : words[lane].other[0];
+                    random[1] = is_own ? words[lane].own[1] : words[lane].other[1];
+                }
+                encode_quad<kFormat, kStochastic>(
+                    payload + tile.codes + quad_at(lane, j) * wire::code_bits(kFormat) / 8,
+                    is_aligned, tile.count(lane, j), target.new_residual != nullptr, x[lane].q[j],
+                    quads[lane], j, random, bad[lane]);
+            }
+        });
+    }
+    if (target.new_residual != nullptr) {
+        const Segment array = whole(target.new_residual, target.residual_dtype);
+        if (target.residual_dtype == DT::kFp32) {
+            store_inside<DT::kFp32, kEncodeQuads>(lanes, array, tile, x);
+        } else {
+            store_inside<DT::kBf16, kEncodeQuads>(lanes, array, tile, x);
+        }
+    }
+}
+
+// payload <- Q(outer - params + residual), or Q(params + residual).
+template <Format kFormat, bool kStochastic, class Lanes>
+DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, uint32_t index,
+                               typename Lanes::template Of<int>& bad) {
+    const Tile tile = tile_at<kFormat, kEncodeQuads>(args.target.runs, index);
+    typename Lanes::template Of<Quads<kEncodeQuads>> x, outer;
+    if (args.outer != nullptr) {
+        load_inside<DType::kFp32, kEncodeQuads>(lanes, whole(args.outer, DType::kFp32), tile,
+                                                outer);
+    }
+    load_tile<kEncodeQuads>(lanes, args.params, tile, x);
+    if (args.outer != nullptr) {
+        lanes.each([&](int lane) {
+            DILOCO_UNROLL
+            for (int j = 0; j < kEncodeQuads; ++j) {
+                DILOCO_UNROLL
+                for (int i = 0; i < kQuad; ++i) {
+                    x[lane].q[j].v[i] = wire::sub(outer[lane].q[j].v[i], x[lane].q[j].v[i]);
+                }
+            }
+        });
+    }
+    encode_quads<kFormat, kStochastic>(lanes, args.target, tile, x, bad);
+}
+
+// result <- Q(sum of coefficient * decoded run + residual).
+template <Format kFormat, bool kStochastic, class Lanes>
+DILOCO_DEVICE void reduce_tile(const Lanes& lanes, const ReduceArgs& args, uint32_t index,
+                               typename Lanes::template Of<int>& bad) {
+    const Tile tile = tile_at<kFormat, kEncodeQuads>(args.target.runs, index);
+    typename Lanes::template Of<Quads<kEncodeQuads>> x;
+    sum_terms<kFormat, kEncodeQuads>(lanes, args.target.runs, args.terms, tile, x);
+    encode_quads<kFormat, kStochastic>(lanes, args.target, tile, x, bad);
+}
+
+}  // namespace diloco::cuda

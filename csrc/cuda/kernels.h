@@ -1,0 +1,29 @@
+// The CUDA operators, torch-free: each enqueues one kernel on `stream` (a cudaStream_t) of `device`
+// and returns; `norms` enqueues two. Nothing is allocated, nothing waits. An error of the driver is
+// a std::runtime_error with its text.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/arguments.h"
+#include "wire/format.h"
+
+namespace diloco::cuda {
+
+struct Queue {
+    int device;
+    void* stream;
+};
+
+void encode(const EncodeArgs& args, wire::Format format, bool is_stochastic, Queue queue);
+void reduce(const ReduceArgs& args, wire::Format format, bool is_stochastic, Queue queue);
+void outer_step(const StepArgs& args, wire::Format format, Queue queue);
+void decode(const DecodeArgs& args, wire::Format format, Queue queue);
+void merge(const MergeArgs& args, Queue queue);
+void norms(const NormsArgs& args, Queue queue);
+
+// Copies host data to device memory through kernel parameters, so that nothing refers to the host's
+// memory afterwards, also in a captured graph. The size is a multiple of 16 bytes.
+void upload(void* target, const void* data, size_t num_bytes, Queue queue);
+
+}  // namespace diloco::cuda

@@ -1,0 +1,56 @@
+// Launching: a persistent grid that fills the device, each warp taking every n-th tile.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/kernels.h"
+#include "cuda/lanes.h"
+
+namespace diloco::cuda {
+
+constexpr int kWarps = 4;  // of a block
+constexpr int kThreads = kWarps * kLanes;
+
+inline void check(cudaError_t status, const char* what) {
+    if (status == cudaSuccess) return;
+    throw std::runtime_error(std::string("CUDA could not ") + what + ": " +
+                             cudaGetErrorString(status));
+}
+
+// Blocks of `kernel` that the device runs at a time.
+template <class Kernel>
+int resident_blocks(Kernel kernel, int device) {
+    int per_multiprocessor = 0, multiprocessors = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, kThreads, 0),
+          "tell how many blocks fit");
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+          "tell the number of multiprocessors");
+    return per_multiprocessor * multiprocessors;
+}
+
+// Enqueues `kernel` for `num_warps` pieces of work. `fits` keeps resident_blocks of each device.
+using ResidentBlocks = std::array<std::atomic<int>, 64>;
+template <class Args>
+void launch(void (*kernel)(Args), ResidentBlocks& fits, const Args& args, int64_t num_warps,
+            Queue queue) {
+    if (num_warps == 0) return;
+    check(cudaSetDevice(queue.device), "select the device");
+    std::atomic<int>& cached = fits[static_cast<size_t>(queue.device) % fits.size()];
+    if (cached.load() == 0) cached = resident_blocks(kernel, queue.device);
+    const int64_t wanted = (num_warps + kWarps - 1) / kWarps;
+    const auto blocks = static_cast<unsigned>(wanted < cached.load() ? wanted : cached.load());
+    kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(queue.stream)>>>(args);
+    check(cudaGetLastError(), "launch a kernel");
+}
+
+// The warp's place in the grid.
+DILOCO_DEVICE uint32_t warp_in_block() { return threadIdx.x / kLanes; }
+DILOCO_DEVICE uint32_t first_warp() { return blockIdx.x * kWarps + warp_in_block(); }
+DILOCO_DEVICE uint32_t grid_warps() { return gridDim.x * kWarps; }
+
+}  // namespace diloco::cuda

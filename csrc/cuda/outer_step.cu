@@ -1,0 +1,37 @@
+#include "cuda/by_format.h"
+#include "cuda/launch.cuh"
+#include "cuda/step_tile.h"
+
+namespace diloco::cuda {
+namespace {
+
+// g = sum_i c_i decode(payload_i);  the optimizer's update of outer and its state;  params <-
+// alpha params + (1 - alpha) outer.
+// Nesterov, int8, fp32 parameters: reads 9n bytes and writes 12n; Adam 4n more each. alpha reads
+// the parameters, too: 4n. One warp per 512 elements, in a grid that fills the device.
+template <Format kFormat, bool kIsAdam>
+__global__ void __launch_bounds__(kThreads, 4) step_kernel(const __grid_constant__ StepArgs args) {
+    if (args.verdict != nullptr && *args.verdict != 0) return;
+    __shared__ __align__(16) float stages[kWarps][kStepTile];
+    const WarpLanes lanes(stages[warp_in_block()]);
+    for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
+        step_tile<kFormat, kIsAdam>(lanes, args, i);
+    }
+}
+
+}  // namespace
+
+void outer_step(const StepArgs& args, Format format, Queue queue) {
+    by_format(format, [&](auto constant) {
+        constexpr Format kFormat = decltype(constant)::value;
+        static ResidentBlocks fits{}, fits_adam{};
+        if (args.constants.optimizer == codec::Optimizer::kAdam) {
+            launch<StepArgs>(step_kernel<kFormat, true>, fits_adam, args, args.runs.num_tiles,
+                             queue);
+        } else {
+            launch<StepArgs>(step_kernel<kFormat, false>, fits, args, args.runs.num_tiles, queue);
+        }
+    });
+}
+
+}  // namespace diloco::cuda

@@ -1,0 +1,138 @@
+// The CUDA operators without a GPU: the code of every tile, with the lanes of a warp run one after
+// the other. Linked with ops_cuda.cpp in place of csrc/cuda/*.cu, for tests.
+#include <algorithm>
+#include <cstring>
+
+#include "codec/fp_environment.h"
+#include "cuda/by_format.h"
+#include "cuda/encode_tile.h"
+#include "cuda/kernels.h"
+#include "cuda/norms_tile.h"
+#include "cuda/step_tile.h"
+
+namespace diloco::cuda {
+namespace {
+
+class EmulatedLanes {
+  public:
+    template <class T>
+    struct Of {
+        T values[kLanes];
+        T& operator[](int lane) { return values[lane]; }
+        const T& operator[](int lane) const { return values[lane]; }
+    };
+
+    // What a lane finds on the stage without having been written there is seen in the result.
+    EmulatedLanes() { std::fill_n(memory_, kStageFloats, 12345.0f); }
+
+    template <class F>
+    void each(F&& f) const {
+        for (int lane = 0; lane < kLanes; ++lane) f(lane);
+    }
+    template <class At>
+    void max_over(int num_lanes, At&& at) const {
+        for (int first = 0; first < kLanes; first += num_lanes) {
+            uint32_t largest = 0;
+            for (int i = first; i < first + num_lanes; ++i) {
+                if (at(i) > largest) largest = at(i);
+            }
+            for (int i = first; i < first + num_lanes; ++i) at(i) = largest;
+        }
+    }
+    template <class At>
+    void swap(At&& at) const {
+        for (int lane = 0; lane < kLanes; lane += 2) std::swap(at(lane), at(lane + 1));
+    }
+    template <class At>
+    void add_upper(int n, At&& at) const {
+        for (int lane = 0; lane + n < kLanes; ++lane) at(lane) += at(lane + n);
+    }
+    void sync() const {}
+    template <class At>
+    void count(int64_t* to, At&& of) const {
+        for (int lane = 0; lane < kLanes; ++lane) *to += of(lane);
+    }
+
+    float* const stage = memory_;
+
+  private:
+    alignas(16) float memory_[kStageFloats];
+};
+
+template <class Run>
+void encode_tiles(const EncodeTarget& target, Run&& run) {
+    const codec::IeeeScope ieee;
+    EmulatedLanes lanes;
+    EmulatedLanes::Of<int> bad{};
+    for (uint32_t i = 0; i < target.runs.num_tiles; ++i) run(lanes, i, bad);
+    if (target.nonfinite != nullptr) {
+        lanes.count(target.nonfinite, [&](int lane) { return bad[lane]; });
+    }
+}
+
+template <class Run>
+void tiles(const Runs& runs, Run&& run) {
+    const codec::IeeeScope ieee;
+    EmulatedLanes lanes;
+    for (uint32_t i = 0; i < runs.num_tiles; ++i) run(lanes, i);
+}
+
+}  // namespace
+
+void encode(const EncodeArgs& args, Format format, bool is_stochastic, Queue) {
+    by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
+        encode_tiles(args.target, [&](const auto& lanes, uint32_t i, auto& bad) {
+            encode_tile<decltype(constant)::value, decltype(stochastic)::value>(lanes, args, i,
+                                                                                bad);
+        });
+    });
+}
+
+void reduce(const ReduceArgs& args, Format format, bool is_stochastic, Queue) {
+    by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
+        encode_tiles(args.target, [&](const auto& lanes, uint32_t i, auto& bad) {
+            reduce_tile<decltype(constant)::value, decltype(stochastic)::value>(lanes, args, i,
+                                                                                bad);
+        });
+    });
+}
+
+void outer_step(const StepArgs& args, Format format, Queue) {
+    if (args.verdict != nullptr && *args.verdict != 0) return;
+    by_format(format, [&](auto constant) {
+        constexpr Format kFormat = decltype(constant)::value;
+        tiles(args.runs, [&](const auto& lanes, uint32_t i) {
+            if (args.constants.optimizer == codec::Optimizer::kAdam) {
+                step_tile<kFormat, true>(lanes, args, i);
+            } else {
+                step_tile<kFormat, false>(lanes, args, i);
+            }
+        });
+    });
+}
+
+void decode(const DecodeArgs& args, Format format, Queue) {
+    by_format(format, [&](auto constant) {
+        tiles(args.runs, [&](const auto& lanes, uint32_t i) {
+            decode_tile<decltype(constant)::value>(lanes, args, i);
+        });
+    });
+}
+
+void merge(const MergeArgs& args, Queue) {
+    tiles(args.runs, [&](const auto& lanes, uint32_t i) { merge_tile(lanes, args, i); });
+}
+
+void norms(const NormsArgs& args, Queue) {
+    const codec::IeeeScope ieee;
+    EmulatedLanes lanes;
+    const int64_t elements = kChunksPerWarp * codec::kNormChunk;
+    for (int64_t i = 0; i * elements < args.num_elements; ++i) norms_tile(lanes, args, i);
+    norms_total(lanes, args);
+}
+
+void upload(void* target, const void* data, size_t num_bytes, Queue) {
+    std::memcpy(target, data, num_bytes);
+}
+
+}  // namespace diloco::cuda

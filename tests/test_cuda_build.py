@@ -1,0 +1,188 @@
+"""CUDA builds without a GPU: kernels compile without spills, and the extension still loads.
+
+``make test`` builds build/cuda where nvcc is: the extension with CUDA for sm_90, and nvcc's report
+of registers, stack frames and spills of each kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import diloco_comm._C
+from diloco_comm import ops
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILT = sorted((ROOT / "build/cuda").glob("_C*.so"))
+needs_build = pytest.mark.skipif(not BUILT, reason="build/cuda is not built: it needs nvcc")
+
+# Kernels of each file: 8 wires, of which 7 round stochastically, too; Adam and the others; decode,
+# merge, norms, their total, and the upload of long lists.
+NUM_KERNELS = {"encode": 15, "reduce": 15, "outer_step": 16, "decode": 12}
+FACTS = re.compile(
+    r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'\s+"
+    r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads\s+ptxas info\s*: Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+def check_reports(folder: Path, archs: list[str]) -> dict[str, list[int]]:
+    """Check every kernel of every report, and return the registers of each file's kernels."""
+    registers: dict[str, list[int]] = {}
+    for name, num_kernels in NUM_KERNELS.items():
+        text = (folder / f"{name}.ptxas").read_text()
+        kernels = [match.groupdict() for match in FACTS.finditer(text)]
+        assert Counter(kernel["arch"] for kernel in kernels) == dict.fromkeys(archs, num_kernels)
+        for kernel in kernels:
+            spilled = (kernel["stack"], kernel["stores"], kernel["loads"])
+            assert spilled == ("0", "0", "0"), f"{kernel['name']}: stack, stores, loads {spilled}"
+        registers[name] = sorted(int(kernel["registers"]) for kernel in kernels)
+    return registers
+
+
+@needs_build
+@pytest.mark.parametrize("folder", ["sm_90", "all"])
+def test_no_kernel_spills(folder: str) -> None:
+    """Of the kernels for sm_90, and of those of every architecture after ``make cuda``."""
+    reports = ROOT / "build/cuda" / folder
+    if not (reports / "decode.ptxas").exists():
+        pytest.skip(f"build/cuda/{folder} is not built: make cuda builds it")
+    text = (reports / "decode.ptxas").read_text()
+    archs = sorted(set(re.findall(r"for '(sm_\w+)'", text)))
+    assert "sm_90" in archs and (folder == "sm_90" or "sm_80" in archs)
+    for name, counts in check_reports(reports, archs).items():
+        print(f"{name}, {archs}: {len(counts)} kernels, {counts[0]} to {counts[-1]} registers")
+
+
+@needs_build
+def test_the_extension_with_cuda_loads_without_a_gpu() -> None:
+    program = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('diloco_comm._C', {str(BUILT[-1])!r})\n"
+        "module = sys.modules['diloco_comm._C'] = importlib.util.module_from_spec(spec)\n"
+        "import torch, torch.distributed\n"
+        "spec.loader.exec_module(module)\n"
+        "import diloco_comm.ops as ops\n"
+        "out = torch.zeros(3)\n"
+        "ops.merge(torch.arange(3.0), [out])\n"
+        "print(out.tolist(), ops.available_impls('cuda')[-1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[0.0, 1.0, 2.0] cuda"
+
+
+@needs_build
+def test_the_extension_with_cuda_links_no_library_of_cuda() -> None:
+    """The runtime is inside; torch's own libraries are asked through the dispatcher."""
+    content = BUILT[-1].read_bytes()
+    assert b".nv_fatbin" in content
+    for library in (b"libcudart.so", b"libc10_cuda", b"libtorch_cuda"):
+        assert library not in content
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_a_torch_without_cuda_gets_no_cuda_code() -> None:
+    assert "cuda" not in ops.available_impls("cuda")
+    content = Path(diloco_comm._C.__file__).read_bytes()
+    for sign in (b".nv_fatbin", b"cudaLaunchKernel", b"libcudart"):
+        assert sign not in content
+
+
+NVCC = """#!/bin/sh
+case "$1" in
+--version) echo "Cuda compilation tools, release {version}, V{version}.1" ;;
+--list-gpu-code) echo sm_90 ;;
+*) echo "#$ TOP={top}" >&2 ;;
+esac
+"""
+
+
+@pytest.fixture
+def decide(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """``decide("13.0", TORCH_CUDA="13.0")``: what CMake says with that nvcc and that torch."""
+    header = tmp_path / "include/c10/core/impl/DeviceGuardImplInterface.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("virtual void* getStreamNativeHandle(const Stream) const;")
+
+    def run(nvcc: str | None, *, has_runtime: bool = True, **options: str) -> tuple[int, str]:
+        values = {"DILOCO_NVCC": "DILOCO_NVCC-NOTFOUND", "TORCH_VERSION": "2.13.0"}
+        values |= {"TORCH_INCLUDES": str(tmp_path / "include"), "TORCH_CUDA": ""}
+        if nvcc is None:
+            values["CMAKE_FIND_USE_CMAKE_SYSTEM_PATH"] = "OFF"
+        else:
+            (tmp_path / "lib64").mkdir(exist_ok=True)
+            if has_runtime:
+                (tmp_path / "lib64/libcudart_static.a").touch()
+            script = tmp_path / "nvcc"
+            script.write_text(NVCC.format(version=nvcc, top=tmp_path))
+            script.chmod(0o755)
+            values["DILOCO_NVCC"] = str(script)
+        flags = [f"-D{key}={value}" for key, value in (values | options).items()]
+        beside = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+        cmake = shutil.which("cmake", path=beside)
+        assert cmake is not None
+        # Nothing of this machine's toolkit is on the way of a machine without one.
+        done = subprocess.run(
+            [cmake, *flags, "-P", str(ROOT / "csrc/cuda/decide.cmake")],
+            capture_output=True, text=True, timeout=60,
+            env={"PATH": str(tmp_path), "CMAKE_IGNORE_PREFIX_PATH": ""},
+        )  # fmt: skip
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    return run
+
+
+BUILT_FOR = "CUDA kernels: built (nvcc 13.0, torch's CUDA 13.0)"
+NO_CUDA = "CUDA kernels: not built (torch 2.13.0 is built without CUDA)"
+CHOICES = [
+    ("13.0", {"DILOCO_CUDA": "AUTO", "TORCH_CUDA": "13.0"}, 0, BUILT_FOR),
+    ("13.0", {"DILOCO_CUDA": "AUTO"}, 0, NO_CUDA),
+    ("13.0", {"DILOCO_CUDA": "auto", "TORCH_CUDA": "12.8"}, 0,
+     "CUDA kernels: not built (nvcc 13.0 does not fit torch's CUDA 12.8)"),
+    ("13.0", {"DILOCO_CUDA": "ON"}, 0, "CUDA kernels: built (DILOCO_CUDA=ON, nvcc 13.0)"),
+    ("13.0", {"DILOCO_CUDA": "OFF", "TORCH_CUDA": "13.0"}, 0,
+     "CUDA kernels: not built (DILOCO_CUDA=OFF)"),
+    ("13.0", {"DILOCO_CUDA": "maybe"}, 1, "DILOCO_CUDA must be AUTO, ON or OFF, got 'maybe'"),
+    ("11.8", {"DILOCO_CUDA": "AUTO", "TORCH_CUDA": "11.8"}, 0,
+     "CUDA kernels: not built (nvcc 11.8 is older than 12.1)"),
+    ("13.0", {"DILOCO_CUDA": "AUTO", "TORCH_CUDA": "13.0", "TORCH_INCLUDES": "/nowhere"}, 0,
+     "CUDA kernels: not built (torch 2.13.0 does not hand out its streams)"),
+    (None, {"DILOCO_CUDA": "AUTO", "TORCH_CUDA": "13.0"}, 0,
+     "CUDA kernels: not built (there is no nvcc)"),
+    (None, {"DILOCO_CUDA": "ON", "TORCH_CUDA": "13.0"}, 1,
+     "DILOCO_CUDA=ON cannot be satisfied: there is no nvcc"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nvcc", "options", "status", "sentence"), CHOICES)
+def test_the_choice_and_its_reason_are_said_once(
+    decide: Callable[..., tuple[int, str]],
+    nvcc: str | None,
+    options: dict[str, str],
+    status: int,
+    sentence: str,
+) -> None:
+    code, text = decide(nvcc, **options)
+    assert (code != 0) == bool(status), text
+    assert text.count(sentence) == 1, text
+
+
+def test_a_toolkit_without_the_static_runtime_is_an_obstacle(
+    decide: Callable[..., tuple[int, str]],
+) -> None:
+    code, text = decide("13.0", has_runtime=False, DILOCO_CUDA="ON")
+    assert code != 0
+    assert "cannot be satisfied: nvcc 13.0 comes without libcudart_static" in text
