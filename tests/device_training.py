@@ -39,6 +39,14 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+# Those to run with so many replicas: three have a reduction, and residuals of it.
+NAMES = {
+    1: ["diloco", "eager"],
+    2: ["diloco", "fedavg", "streaming", "co2"],
+    3: ["streaming", "delayed", "eager", "adam"],
+}
+
+
 class Tensors(nn.Module):
     """Parameters of odd sizes and mixed dtypes, and a buffer that is averaged."""
 

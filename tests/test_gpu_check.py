@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -95,23 +96,34 @@ def test_a_trace_of_an_overlapped_run(tmp_path: Path) -> None:
     assert "overlap" in document["summary"]
 
 
-def test_training_with_and_without_exchange(tmp_path: Path) -> None:
-    path = tmp_path / "training.json"
-    options = ["--device", "cpu", "--model", "tiny", "-n", "24", "-w", "2", "--sync_every", "6"]
-    done = run("gpu_training.py", *options, "--json", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(path.read_text())["results"]
-    first, second = results["eager_int4"]
-    assert first["outer_hash"] == second["outer_hash"]
-    assert first["num_syncs"] >= 12 and first["sent_bytes"] > 0
-    assert "outer_hash" not in results["alone"][0]
-    assert first["last_loss"] < first["first_loss"]
+def trained(rank: int, world: int) -> list[dict[str, Any]]:
+    import gpu_training
+
+    args = argparse.Namespace(device="cpu", model="tiny", iters=24, warmup_iters=2, sync_every=6)
+    return [gpu_training.train(args, rank, world, with_diloco) for with_diloco in (False, True)]
 
 
-def test_operators_for_the_sanitizer() -> None:
-    done = run("gpu_operators.py", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal True") == 16
+def test_training_with_and_without_exchange(workers, checks) -> None:
+    import gpu_training
+
+    results = workers(2).run(trained)
+    alone, eager = ([result[i] for result in results] for i in range(2))
+    report = gpu_training.report_on(alone, eager)
+    assert report["is_passed"] and "Eager int4" in report["summary"]
+    assert eager[0]["num_syncs"] >= 12 and eager[0]["sent_bytes"] > 0
+    assert "outer_hash" not in alone[0]
+    assert eager[0]["last_loss"] < eager[0]["first_loss"]
+    for name, value in (("outer_hash", ""), ("is_finite", False)):
+        spoiled = [eager[0], {**eager[1], name: value}]
+        assert not gpu_training.report_on(alone, spoiled)["is_passed"]
+
+
+def test_operators_for_the_sanitizer(checks, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    import gpu_operators
+
+    monkeypatch.setattr(sys, "argv", ["gpu_operators.py", "--device", "cpu"])
+    assert gpu_operators.main() == 0
+    assert capsys.readouterr().out.count("equal True") == 16
 
 
 PARTS = [

@@ -8,7 +8,7 @@ import devices
 import pytest
 import torch
 import torch.distributed as dist
-from device_training import METHODS, Replica, train
+from device_training import METHODS, NAMES, Replica, train
 from devices import DEVICES
 from problems import equal
 from torch.utils._pytree import tree_map
@@ -36,8 +36,7 @@ def against_host(rank: int, world: int, device: str, library: str, names: list[s
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_methods_equal_those_in_host_memory(device: str, world: int, replicas, stand_in) -> None:
-    names = ["diloco", "eager"] if world == 1 else list(METHODS)
-    assert replicas(world).run(against_host, device, stand_in, names) == [[]] * world
+    assert replicas(world).run(against_host, device, stand_in, NAMES[world]) == [[]] * world
 
 
 def resumed(rank: int, world: int, device: str, library: str, name: str) -> list[bool]:
