@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..exchange import empty_pages
 from ..wire import Layout, WireFormat
 from .garbage import find_garbage
 from .model import SharedModel, layout_of
@@ -294,7 +295,7 @@ def encode(values: Tensor, layout: Layout, *, base: Tensor | None = None, impl: 
 
 def decode(payload: Tensor, layout: Layout, *, impl: str = "") -> Tensor:
     """Return the fp32 [num_elements] that a payload stands for."""
-    values = torch.empty(layout.num_elements)
+    values = empty_pages((layout.num_elements,), torch.float32)
     wire = (layout.wire.name, layout.wire.block_size)
     numbers = (0, layout.num_elements, layout.run_elements)
     ops.decode([payload], [1.0], [values], *numbers, *wire, impl=impl)

@@ -47,6 +47,7 @@ class SharedModel:
     Args:
         sizes: Elements of each fragment.
         rule: What an arrival does.
+        outers: The parameters themselves, fp32 [num_elements] each, which are kept.
         impl: Force an implementation of the operators.
 
     Attributes:
@@ -54,15 +55,23 @@ class SharedModel:
         is_initialised: The parameters have been given.
     """
 
-    def __init__(self, sizes: Sequence[int], rule: ServerRule, *, impl: str = "") -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        rule: ServerRule,
+        *,
+        outers: Sequence[Tensor] | None = None,
+        impl: str = "",
+    ) -> None:
         if not sizes or min(sizes) < 1:
             raise ValueError(f"every fragment must have at least 1 element, got {list(sizes)}")
         self.rule, self.impl = rule, ops.resolve_impl(impl)
-        self.states: list[RuleState] = [
-            rule.make_state(empty_pages((size,), torch.float32)) for size in sizes
-        ]
+        is_given = outers is not None
+        if outers is None:
+            outers = [empty_pages((size,), torch.float32) for size in sizes]
+        self.states: list[RuleState] = [rule.make_state(outer) for outer in outers]
         self.sizes = tuple(sizes)
-        self.is_initialised = False
+        self.is_initialised = is_given
         self.version = 0
         self._folded = 0
         self._log: deque[_Applied] = deque()
@@ -82,21 +91,6 @@ class SharedModel:
         """Set the parameters: one fp32 [num_elements] for each fragment."""
         for state, flat in zip(self.states, flats, strict=True):
             state.outer.copy_(flat)
-        self.is_initialised = True
-
-    def set_start(self, fragment: int, payload: Tensor, layout: Layout) -> None:
-        """Set a fragment's parameters to what a payload stands for."""
-        ops.decode(
-            [payload],
-            [1.0],
-            [self.states[fragment].outer],
-            0,
-            layout.num_elements,
-            layout.run_elements,
-            layout.wire.name,
-            layout.wire.block_size,
-            impl=self.impl,
-        )
         self.is_initialised = True
 
     def layouts(self, wire: WireFormat) -> list[Layout]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..trace import span
 from ..wire import WireFormat
 from . import keys as curve
-from .coordinator import Coordinator, Outcome, Update
+from .coordinator import Coordinator, Outcome, Update, decode
 from .garbage import find_garbage
 from .keys import is_loopback
 from .link import WINDOW
@@ -39,6 +39,10 @@ STALL_S = 20.0
 # A whole download may keep others waiting for so long, if memory is short, this many times.
 PATIENCE_S, MAX_EVICTIONS = 30.0, 2
 MAX_READERS = 8
+# What a process with sockets and threads takes beside its tensors.
+OVERHEAD_BYTES = 32 * 2**20
+# Updates on their way get at least this much: beside a small model the process itself is large.
+SMALL_BYTES = 8 * 2**20
 _POLL_MS = 100
 
 
@@ -106,6 +110,7 @@ class AsyncServer:
         self.coordinator: Coordinator | None = None
         self._layout: int | None = None
         self._memory = PayloadMemory(0)
+        self._max_readers = MAX_READERS
         self._uploads: dict[str, Upload] = {}
         self._queue: dict[str, Message] = {}
         self._sessions = Sessions()
@@ -158,12 +163,19 @@ class AsyncServer:
 
     # --------------------------------------------------------------------------------- the model
 
-    def _open_model(self, sizes: Sequence[int], layout: int | None) -> None:
-        model = SharedModel(sizes, self.rule, impl=self.impl)
+    def _open_model(
+        self, sizes: Sequence[int], layout: int | None, outers: Sequence[Tensor] | None = None
+    ) -> None:
+        model = SharedModel(sizes, self.rule, outers=outers, impl=self.impl)
         self.coordinator = Coordinator(model, **self._numbers)  # type: ignore[arg-type]
         self._layout = layout
-        room = int(self._model_sizes * 4 * model.num_elements) - model.buffer_bytes
-        self._memory.budget_bytes = max(0, room)
+        model_bytes = 4 * model.num_elements
+        # Runs on their way to readers take a quarter of a model, or one reader's window.
+        self._max_readers = min(MAX_READERS, max(1, model_bytes // 4 // (WINDOW * MAX_BODY)))
+        replies = min(model_bytes // 4, self._max_readers * WINDOW * MAX_BODY)
+        room = int(self._model_sizes * model_bytes) - model.buffer_bytes - replies
+        room -= OVERHEAD_BYTES
+        self._memory.budget_bytes = max(SMALL_BYTES, room)
 
     @property
     def _model(self) -> SharedModel:
@@ -553,9 +565,12 @@ class AsyncServer:
                 self._send(session.peer, Message(Kind.REFUSED, meta={"reason": reason}))
                 self._memory.give_back(upload.payloads)
                 return
-            self._open_model(session.sizes, session.layout)
-            for index, (payload, layout) in enumerate(pairs):
-                self._model.set_start(index, payload, layout)
+            outers = [decode(payload, layout) for payload, layout in pairs]
+            # The rule's buffers take the place of what was sent.
+            self._memory.give_back(upload.payloads)
+            pairs.clear()
+            upload.payloads.clear()
+            self._open_model(session.sizes, session.layout, outers)
             self._save()
         self._memory.give_back(upload.payloads)
         self._tell(session, Outcome(upload.seq, self._version, 0))
@@ -613,7 +628,7 @@ class AsyncServer:
     def _ready(self, session: Session) -> None:
         assert session.held is not None
         readers = [s for s in self._sessions.all() if s.is_reading]
-        if session.is_reading or len(readers) < MAX_READERS:
+        if session.is_reading or len(readers) < self._max_readers:
             session.is_reading = True
             meta = {"steps": session.steps}
             self._send(session.peer, Message(Kind.READY, 0, session.held, meta=meta))
