@@ -15,8 +15,9 @@ from typing import Any
 import common
 import torch
 import torch.distributed as dist
-from exchange import transmitted_bytes
 from torch import nn
+
+from diloco_comm.tools.bench_exchange import transmitted_bytes
 
 
 def make_model() -> nn.Sequential:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -217,6 +218,8 @@ def test_examples_of_run_are_understood(
         return subprocess.CompletedProcess(command, 5)
 
     monkeypatch.setattr(profile_command.subprocess, "run", run)
+    # torchrun lies beside this Python, which may not be on the path.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     ended = run_cli(*arguments)
     if "--nsys" in arguments:
         assert (ended.status, started) == (0, [])
