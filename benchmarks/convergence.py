@@ -76,8 +76,9 @@ def plan(args: argparse.Namespace) -> list[Run]:
         # Seed by seed, so that an interrupted sweep has all methods of the seeds it reached.
         for seed in args.seeds:
             runs += [Run(task, "train", row.name, seed) for row in rows]
-        if task == "text":
-            runs += [Run(task, "link", row.name, 0) for row in rows]
+    # What is timed comes last, so that all before it may share the machine with other work.
+    if "text" in args.tasks:
+        runs += [Run("text", "link", row.name, 0) for row in rows]
     return runs
 
 
@@ -221,7 +222,7 @@ class Tuned:
 
 def sweep(args: argparse.Namespace) -> None:
     """Work through the plan in every worker; rank 0 knows what is done and writes the files."""
-    rank, _ = common.init_workers(timeout_s=300.0)
+    rank, _ = common.init_workers(timeout_s=1800.0)
     sizes = SMOKE if args.smoke else SIZES
     tuned = Tuned()
     runs = plan(args)
