@@ -281,7 +281,7 @@ def main() -> int:
     add("--tasks", type=lambda t: t.split(","), default=list(TASKS), help="text,digits")
     add("--rows", type=parse_rows, default=[row.name for row in ROWS], help="methods, a comma list")
     add("--seeds", type=lambda t: [int(s) for s in t.split(",")], default=[0, 1, 2])
-    add("--folder", type=Path, default=common.ROOT / "build" / "convergence", help="one JSON a run")
+    add("--folder", type=Path, default=common.RESULTS / "convergence", help="one JSON a run")
     add("--smoke", action="store_true", help="eight steps a run: shows that it works, no figures")
     add("--timeout", type=float, default=7200.0, help="seconds for all of it")
     add("--plot", default="", metavar="PNG", help="draw the table")
