@@ -37,7 +37,7 @@ class Settings:
     """Settings common to all rows; every row starts from the same weights and data order."""
 
     num_replicas: int = 4
-    num_steps: int = 500
+    num_steps: int = 450
     sync_every: int = 50
     batch_size: int = 8
     inner_lr: float = 2e-3
