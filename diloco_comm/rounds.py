@@ -115,9 +115,19 @@ class Rounds:
             raise refusal from error
         # When it died after the last step, the round whose verdict was open does.
         if refusal is not None and not (late and isinstance(refusal, SyncError)):
-            raise refusal
+            raise self._cause(refusal)
         if late is not None:
             raise late from refusal
+
+    def _cause(self, error: Exception) -> Exception:
+        """Return why a part could not be sent: a round under way that ended the epoch says more."""
+        if isinstance(error, SyncError) and error.stage == "start":
+            for flight in [flight for part in self.parts for flight in part.in_flight]:
+                try:
+                    flight.wait()
+                except SyncError as cause:
+                    return cause
+        return error
 
     def flush(self, inner_step: int, num_skipped: int) -> None:
         """Apply all that is in flight, and what was trained since; a collective call."""

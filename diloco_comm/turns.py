@@ -66,14 +66,6 @@ class Turns(Rounds):
         if first is not None:
             raise self._cause(first)
 
-    def _cause(self, error: Exception) -> Exception:
-        """Return why a part could not be sent: a round under way that ended the epoch says more."""
-        if not isinstance(error, SyncError) or error.stage != "start":
-            return error
-        flights = [(part, flight) for part in self.parts for flight in part.in_flight]
-        arrivals = [self._wait(part, flight)[0] for part, flight in flights]
-        return next((arrival for arrival in arrivals if isinstance(arrival, SyncError)), error)
-
     def _is_due(self, part: Part) -> bool:
         return len(part.in_flight) >= self.settings.overlap.rounds
 

@@ -94,19 +94,16 @@ def wait_for(pool: Pool, keys: list[str], timeout: float = 30.0) -> None:
 
 @dataclass
 class State:
-    """Bytes of everything a failed exchange must leave alone."""
+    """Bytes of everything that a failed exchange of a fragment must leave alone."""
 
-    outer: list[Tensor]
-    momentum: list[Tensor]
-    local: list[Tensor]
+    round: int
+    tensors: list[Tensor]
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, State)
-        mine = [*self.outer, *self.momentum, *self.local]
-        theirs = [*other.outer, *other.momentum, *other.local]
-        return all(
+        return self.round == other.round and all(
             torch.equal(a.view(torch.int32), b.view(torch.int32))
-            for a, b in zip(mine, theirs, strict=True)
+            for a, b in zip(self.tensors, other.tensors, strict=True)
         )
 
 
@@ -144,7 +141,7 @@ class Replica:
         self.model = make_model()
         self.optimizer = make_optimizer(self.model)
         self.before_exchange: Callable[[], None] = lambda: None
-        self.before: State | None = None
+        self.before: list[State] = []
         self.optimizer.register_step_post_hook(self._remember)
         self.store = connect(address)
         self.diloco = DiLoCo(
@@ -166,12 +163,24 @@ class Replica:
         self.before_exchange()
         self.before = self.state()
 
-    def state(self) -> State:
-        parts = [part.state for part in self.diloco._parameter_parts()]
-        return State(
-            [state.outer.clone() for state in parts],
-            [state.momentum.clone() for state in parts],
-            [param.detach().clone() for param in self.model.parameters()],
+    def state(self) -> list[State]:
+        """Copy what each fragment has: outer parameters, momentum and local parameters."""
+        return [
+            State(
+                part.round,
+                [
+                    tensor.detach().clone()
+                    for tensor in (part.state.outer, part.state.momentum, *part.tensors())
+                ],
+            )
+            for part in self.diloco._parameter_parts()
+        ]
+
+    def is_state_kept(self, failed: int) -> bool:
+        """Whether the failed fragment is as before this step, and each other one or a round on."""
+        return all(
+            now == before or (part != failed and now.round == before.round + 1)
+            for part, (before, now) in enumerate(zip(self.before, self.state(), strict=True))
         )
 
     def step(self) -> None:
@@ -238,7 +247,7 @@ def describe(error: SyncError, replica: Replica, elapsed_s: float) -> Failure:
         **{name: getattr(error, name) for name in known},
         elapsed_s=elapsed_s,
         inner_step=replica.diloco.inner_step,
-        is_state_kept=replica.before == replica.state(),
+        is_state_kept=replica.is_state_kept(error.fragment),
         details={k: v for k, v in vars(error).items() if k not in known},
     )
 
