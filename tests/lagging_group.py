@@ -15,6 +15,10 @@ from torch import Tensor
 from diloco_comm.streams import current
 
 
+# The device may still be in one of them when its group is gone.
+_CALLBACKS: list[Any] = []
+
+
 class StreamWork:
     def __init__(self, done: torch.Event, device: torch.device) -> None:
         self.done, self.device = done, device
@@ -40,7 +44,6 @@ class LaggingGroup:
         self.stream = torch.Stream(device)
         self.is_aborted = False
         self.calls = []
-        self._kept: list[Any] = []
 
     def alltoall_base(
         self, out: Tensor, given: Tensor, out_splits: list[int], in_splits: list[int]
@@ -74,7 +77,7 @@ class LaggingGroup:
 
         self.calls.append(name)
         callback = ctypes.CFUNCTYPE(None)(run)
-        self._kept.append(callback)
+        _CALLBACKS.append(callback)
         before, after = torch.Event(self.device), torch.Event(self.device)
         before.record(torch.accelerator.current_stream(self.device))
         self.stream.wait_event(before)

@@ -385,20 +385,21 @@ def test_a_torn_record_is_cut_off(tmp_path: Path) -> None:
     options = {"snapshot": tmp_path, "snapshot_every": 100}
     server = AsyncServer(PLAIN, sync_every=1, **options).start()
     model, worker = attach(server.address, "a")
-    values = []
+    values, sizes = [], []
     for value in (1.0, 0.5):
         model.descend(torch.full((7,), value))
         worker.step()
         values.append(model.values())
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        sizes.append(len(files["journal-0"]))
     worker.close()
     server.stop()
-    whole = len(files["journal-0"])
-    for cut, expected in ((0, 1), (1, 0), (whole // 2, 0), (whole - 5, -1)):
+    one, both = sizes
+    for size, expected in ((both, 1), (both - 1, 0), (one, 0), (one - 1, -1), (5, -1)):
         for path in tmp_path.iterdir():
             path.unlink()
         (tmp_path / "snapshot").write_bytes(files["snapshot"])
-        (tmp_path / "journal-0").write_bytes(files["journal-0"][: whole - cut])
+        (tmp_path / "journal-0").write_bytes(files["journal-0"][:size])
         back = AsyncServer(PLAIN, snapshot=tmp_path)
         truth = values[expected] if expected >= 0 else torch.ones(7)
         assert torch.equal(back.parameters()[0], truth)
