@@ -381,6 +381,24 @@ def test_the_journal_brings_back_what_the_snapshot_lacks(tmp_path: Path) -> None
     del journal
 
 
+def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MAX_READERS": 1, "PAUSE_S": 0.1, "STALL_S": 1e6}.items():
+        monkeypatch.setattr(f"diloco_comm.asynchronous.server.{name}", value)
+    with (
+        serving(parameters=[torch.ones(7)]) as server,
+        Peer(server.address) as first,
+        Peer(server.address) as second,
+    ):
+        start_by_hand(first, server)
+        first.say(Message(Kind.PULL))
+        assert first.hear().kind == Kind.READY
+        second.say(Message(Kind.HELLO, meta={**HELLO, "worker": "second"}))
+        second.say(Message(Kind.PULL))
+        assert [second.hear().kind for _ in range(3)] == [Kind.WELCOME, Kind.WAIT, Kind.READY]
+        first.say(Message(Kind.GET, 0, 0, 0, 0))
+        assert first.hear().kind == Kind.GONE
+
+
 def test_a_torn_record_is_cut_off(tmp_path: Path) -> None:
     options = {"snapshot": tmp_path, "snapshot_every": 100}
     server = AsyncServer(PLAIN, sync_every=1, **options).start()
@@ -535,7 +553,7 @@ def test_memory_is_bounded_by_credit_not_by_workers(monkeypatch: pytest.MonkeyPa
             while not done.wait(0.002):
                 peak = max(peak, server._memory.used_bytes)
 
-        watcher = threading.Thread(target=watch)
+        watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
 
         def work(index: int) -> None:
@@ -545,7 +563,7 @@ def test_memory_is_bounded_by_credit_not_by_workers(monkeypatch: pytest.MonkeyPa
                 worker.step()
             worker.close()
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:

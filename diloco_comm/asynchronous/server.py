@@ -38,10 +38,13 @@ logger = logging.getLogger(__name__)
 STALL_S = 20.0
 # A whole download may keep others waiting for so long, if memory is short, this many times.
 PATIENCE_S, MAX_EVICTIONS = 30.0, 2
+# A reader that asks for nothing for so long makes room for others that wait, as often.
+PAUSE_S = 3.0
 MAX_READERS = 8
 # What a process with sockets and threads takes beside its tensors.
 OVERHEAD_BYTES = 32 * 2**20
-# Updates on their way get at least this much: beside a small model the process itself is large.
+# Updates on their way get at least this much, and replies twice as much: beside a small model the
+# process itself is large.
 SMALL_BYTES = 8 * 2**20
 _POLL_MS = 100
 
@@ -170,11 +173,12 @@ class AsyncServer:
         self.coordinator = Coordinator(model, **self._numbers)  # type: ignore[arg-type]
         self._layout = layout
         model_bytes = 4 * model.num_elements
-        # Runs on their way to readers take a quarter of a model, or one reader's window.
-        self._max_readers = min(MAX_READERS, max(1, model_bytes // 4 // (WINDOW * MAX_BODY)))
-        replies = min(model_bytes // 4, self._max_readers * WINDOW * MAX_BODY)
-        room = int(self._model_sizes * model_bytes) - model.buffer_bytes - replies
-        room -= OVERHEAD_BYTES
+        # A reader has one window of runs on their way; all together take a quarter of a model.
+        window = min(WINDOW * MAX_BODY, max(1, model_bytes))
+        quarter = max(model_bytes // 4, 2 * SMALL_BYTES)
+        self._max_readers = min(MAX_READERS, max(1, quarter // window))
+        room = int(self._model_sizes * model_bytes) - model.buffer_bytes - OVERHEAD_BYTES
+        room -= self._max_readers * window
         self._memory.budget_bytes = max(SMALL_BYTES, room)
 
     @property
@@ -682,15 +686,15 @@ class AsyncServer:
             if now - upload.last_seen > STALL_S:
                 self._drop_upload(upload.worker)
                 self.status.count_refusal("stalled")
-        for session in self._sessions.all():
-            if session.held is None:
-                continue
-            is_slow = (
-                bool(self._queue)
-                and now - session.held_at > PATIENCE_S
-                and session.evictions < MAX_EVICTIONS
-            )
-            if now - max(session.seen_at, session.held_at) > STALL_S or is_slow:
+        holders = [session for session in self._sessions.all() if session.held is not None]
+        is_full = any(not session.is_reading for session in holders)
+        for session in holders:
+            silent_s = now - max(session.seen_at, session.held_at)
+            is_in_the_way = bool(self._queue) or (is_full and session.is_reading)
+            is_slow = bool(self._queue) and now - session.held_at > PATIENCE_S
+            is_slow |= is_in_the_way and silent_s > PAUSE_S
+            is_slow &= session.evictions < MAX_EVICTIONS
+            if silent_s > STALL_S or is_slow:
                 session.evictions += is_slow
                 session.let_go(self.coordinator)
         self._sessions.forget_silent(now)
