@@ -63,7 +63,8 @@ def main() -> None:
     options = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (store.port, options.steps, options.plot)
-    mp.spawn(replica_main, arguments, nprocs=NUM_REPLICAS)
+    mp.set_forkserver_preload(["torch", "diloco_comm"])  # they start at once
+    mp.start_processes(replica_main, arguments, NUM_REPLICAS, start_method="forkserver")
 
 
 def replica_main(replica: int, store_port: int, num_steps: int, plot: Path) -> None:

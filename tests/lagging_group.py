@@ -14,7 +14,6 @@ from torch import Tensor
 
 from diloco_comm.streams import current
 
-
 # The device may still be in one of them when its group is gone.
 _CALLBACKS: list[Any] = []
 

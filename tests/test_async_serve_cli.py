@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from async_helpers import attach
+from cli_helpers import check_misuse, run_cli
 
 CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "serve"]
 
@@ -44,8 +45,8 @@ def test_train_look_stop_and_go_on(tmp_path: Path) -> None:
             worker.step()
         report = json.loads(run("--status", "--address", address, "--json").stdout)
         assert report["updates"] == 3 and report["workers"]["w1"]["applied"] == 3
-        shown = run("--status", "--address", address)
-        assert "w1" in shown.stdout and "3 updates" in shown.stdout and shown.returncode == 0
+        shown = run_cli("serve", "--status", "--address", address)
+        assert "w1" in shown.out and "3 updates" in shown.out and shown.status == 0
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0 and "closed by SIGTERM" in process.stderr.read()
     with serving(*options) as (_, other):
@@ -62,17 +63,14 @@ def test_misuse_is_one_sentence_and_status_2(tmp_path: Path) -> None:
         (("--activation", "0.5"), "activation must lie in [0, 1/period]"),
         (("--address", "here"), "the address must be tcp://host:port"),
     ):
-        done = run(*arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.count("\n") == 1 and sentence in done.stderr
+        check_misuse(run_cli("serve", *arguments), sentence)
 
 
 def test_keygen_and_a_protected_server(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     made = run("keygen", str(keys), "--worker", "w1")
     assert made.returncode == 0 and str(keys / "allowed" / "w1.key") in made.stdout
-    again = run("keygen", str(keys), "--worker", "w1")
-    assert again.returncode == 2 and "exists" in again.stderr
+    check_misuse(run_cli("serve", "keygen", keys, "--worker", "w1"), "exists")
     with serving("--keys", str(keys), "--sync-every", "1", "--rule", "sgd", "--lr", "1") as (
         _,
         address,
@@ -81,12 +79,12 @@ def test_keygen_and_a_protected_server(tmp_path: Path) -> None:
         model.descend(torch.ones(7))
         worker.step()
         assert torch.equal(model.values(), torch.zeros(7))
-        silent = run("--status", "--address", address, "--timeout", "1")
-        assert silent.returncode == 1 and "has not answered" in silent.stderr
+        silent = run_cli("serve", "--status", "--address", address, "--timeout", "1")
+        assert silent.status == 1 and "has not answered" in silent.err
         worker.close()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["keygen", "--help"]])
 def test_help(arguments: list[str]) -> None:
-    done = run(*arguments)
-    assert done.returncode == 0 and "Usage" in done.stdout
+    done = run_cli("serve", *arguments)
+    assert done.status == 0 and "Usage" in done.out

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from cli_helpers import check_misuse, run_cli
 from workers import Pool
 
 from diloco_comm import SGD, DiLoCo
@@ -94,12 +95,9 @@ def test_store_listens_on_its_address_alone(store: tuple[subprocess.Popen[str], 
 def test_taken_port_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [*CLI, "store", "--port", str(port)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1
-    assert (
-        ended.stderr == f"diloco-comm: cannot listen on 127.0.0.1:{port}: Address already in use\n"
-    )
+        ended = run_cli("store", "--port", port)
+    assert ended.status == 1
+    assert ended.err == f"diloco-comm: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
 
 @pytest.mark.parametrize(
@@ -111,9 +109,7 @@ def test_taken_port_is_one_sentence() -> None:
     ],
 )
 def test_wrong_command_line_is_one_sentence(arguments: list[str], named: str) -> None:
-    ended = subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert re.fullmatch(rf"diloco-comm: [^\n]*{named}[^\n]*\n", ended.stderr)
+    check_misuse(run_cli(*arguments), named)
 
 
 @pytest.mark.parametrize("module", ["typer", "rich"])

@@ -32,7 +32,7 @@ def test_train_plain_learns(num_replicas: int, tmp_path: Path) -> None:
 
 
 def test_optimizers_fills_its_table(tmp_path: Path) -> None:
-    output = run([sys.executable, str(EXAMPLES / "optimizers.py"), "--steps", "20"], tmp_path)
+    output = run([sys.executable, str(EXAMPLES / "optimizers.py"), "--steps", "10"], tmp_path)
     header, *rows = output.splitlines()[:4]
     assert header.split()[-5:] == ["alone", "SGD", "HeavyBall", "Nesterov", "Adam"]
     for row in rows:
