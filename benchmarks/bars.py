@@ -143,6 +143,11 @@ def loopback() -> Iterator[Figure]:
         value = row_of(sweeps[world], wire, biggest)["vs_reference"]
         name = f"all-reduce 128MiB over loopback, W={world}, {wire}, x gloo fp32"
         yield Figure(11, name, value, must, aim11[wire])
+    for world in (2, 4):
+        floors = run_script("loopback_floor.py", "-g", world, "-e", biggest, "-n", 15)
+        for wire, value in floors.items():
+            name = f"read, send and write alone, W={world}, {wire}, x gloo fp32"
+            yield Figure(11, name, value, None, None)
     for world, rows in sweeps.items():
         ours = [row for row in rows if row["wire"] == "int8"]
         for floor, must, aim in (("1M", 1.0, None), ("64K", None, 1.0)):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from workers import Pool
 
 from diloco_comm import reference
 from diloco_comm.wire import WIRES, Layout, WireFormat
@@ -160,6 +161,33 @@ def test_check_counts_wrong_elements_and_disagreeing_ranks(
     assert methods.count_wrong(result, exact, bound) == 2
     monkeypatch.setattr(methods, "same_on_all_ranks", lambda tensor: False)
     assert methods.count_wrong(result, exact, bound) == 1000
+
+
+def floor_of_an_all_reduce(rank: int, world: int, wire: str, count: int) -> tuple[int, bool]:
+    sys.path.insert(0, str(BENCHMARKS))
+    import loopback_floor
+
+    floor = loopback_floor.Floor(wire)
+    floor.prepare(count)
+    floor.load(torch.ones(count))
+    floor.sent.fill_(1 + rank)
+    floor.run()
+    # From each peer as many bytes as went to it, and the whole tensor is written.
+    halves = floor.received.view(world - 1, -1) == torch.tensor(
+        [[1 + peer] for peer in range(world) if peer != rank]
+    )
+    return floor.phases * floor.sent.numel(), bool(halves.all()) and not floor.tensor.any()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_the_floor_moves_the_bytes_of_the_engine(
+    wire: str, world: int, workers: Callable[[int], Pool]
+) -> None:
+    size = Layout.plan(5000, world, 1, WireFormat(wire, 256)).payload_bytes
+    expected = size if world == 2 else 2 * (world - 1) * (size // world)
+    result = workers(world).run(floor_of_an_all_reduce, wire, 5000)
+    assert result == [(expected, True)] * world
 
 
 def test_bars_verdicts(scripts: None) -> None:
