@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ HERE = Path(__file__).parent
 
 
 def server_main(options: argparse.Namespace) -> None:
-    """Serve until SIGTERM; print the address."""
+    """Serve until SIGTERM; print the address. With size 0 a worker gives the first parameters."""
     torch.set_num_threads(1)
     server = AsyncServer(
         Immediate(outer=SGD(1.0)),
@@ -38,15 +39,17 @@ def server_main(options: argparse.Namespace) -> None:
         sync_every=1,
         snapshot=options.folder,
         snapshot_every=options.snapshot_every,
-        parameters=[torch.zeros(options.size - 1), torch.zeros(1)],
+        parameters=[torch.zeros(options.size - 1), torch.zeros(1)] if options.size else None,
     )
     signal.signal(signal.SIGTERM, lambda number, frame: server.stop_soon())
     print(server.address, flush=True)
     server.serve()
 
 
-def worker_main(options: argparse.Namespace) -> None:
-    """Send ``updates`` updates, and log each one that the server answered for.
+def worker_main(
+    options: argparse.Namespace, is_done: Callable[[AsyncDiLoCo], bool] | None = None
+) -> None:
+    """Send ``updates`` updates, or until ``is_done``; log each one that the server answered for.
 
     Worker w adds 1 to element w with each update, so element w of the model ends at minus the
     number of its updates.
@@ -72,7 +75,7 @@ def worker_main(options: argparse.Namespace) -> None:
     g = torch.zeros(options.size)
     g[options.index] = 1.0
     print("attached", flush=True)
-    while worker.seq < options.updates:
+    while not (is_done(worker) if is_done else worker.seq >= options.updates):
         time.sleep(options.pause)
         model.descend(g)
         try:

@@ -66,42 +66,6 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         process.wait()
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_workers_killed_at_any_moment_come_back(scene: Scene, seed: int) -> None:
-    """Whatever phase a worker dies in, its successor of the same name goes on where it was."""
-    rng = random.Random(seed)
-    steady = scene.worker(0, 60)
-    for _ in range(3):
-        victim = scene.worker(1, 10_000)
-        victim.stdout.readline()
-        time.sleep(rng.uniform(0.05, 0.6))
-        victim.kill()
-        victim.wait()
-    last = scene.worker(2, 5)
-    assert last.wait(60) == 0 and steady.wait(60) == 0
-    header = scene.finish()
-    assert header["ledger"]["w0"]["num_applied"] == 60
-    assert header["ledger"]["w2"]["num_applied"] == 5
-
-
-@pytest.mark.parametrize("seed", [1])
-def test_a_server_killed_at_any_moment_loses_and_doubles_nothing(scene: Scene, seed: int) -> None:
-    rng = random.Random(seed)
-    workers = [scene.worker(index, 30, pause=0.01) for index in range(3)]
-    for worker in workers:
-        worker.stdout.readline()
-    for _ in range(3):
-        time.sleep(rng.uniform(0.1, 0.5))
-        scene.server.kill()
-        scene.server.wait()
-        scene.start_server()
-    assert [worker.wait(80) for worker in workers] == [0, 0, 0]
-    header = scene.finish()
-    # Every worker was told of each of its 30 updates, and the server knows exactly those.
-    assert [scene.told(index) for index in range(3)] == [30, 30, 30]
-    assert header["model"]["version"] == 90
-
-
 def test_a_stopped_worker_holds_nobody_up_and_goes_on(scene: Scene) -> None:
     sleeper, steady = scene.worker(0, 40), scene.worker(1, 10_000)
     wait_until(lambda: scene.told(0) > 3 and scene.told(1) > 3, 60)
