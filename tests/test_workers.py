@@ -30,7 +30,11 @@ def fail_on(rank: int, world: int, bad: int) -> int:
 
 
 def die_on(rank: int, world: int, bad: int) -> int:
+    # The others may still be making connections, and need this one for it.
+    store = dist.PrefixStore("die_on", dist.distributed_c10d._get_default_store())
+    store.set(str(rank), "")
     if rank == bad:
+        store.wait([str(peer) for peer in range(world)])
         os.kill(os.getpid(), signal.SIGKILL)
     return rank
 
