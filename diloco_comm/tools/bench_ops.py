@@ -25,8 +25,8 @@ Seconds = dict[str, list[float]]
 NUM_RUNS = 4  # the shards that `reduce` sums
 BLOCK = 256
 PATTERN = 1 << 20  # elements after which the random data repeat
-# Buffers exactly 2^29 bytes apart were read at two thirds of the speed on one processor, and encoded
-# at half; a model's tensors do not lie like that.
+# Buffers exactly 2^29 bytes apart were read at two thirds of the speed on one processor, and
+# encoded at half; a model's tensors do not lie like that.
 _STAGGER_BYTES = 260 << 10
 
 
