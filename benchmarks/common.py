@@ -38,6 +38,7 @@ __all__ = [
     "WorkerError",
     "command_line",
     "commit",
+    "finish",
     "format_size",
     "free_port",
     "init_workers",
@@ -63,3 +64,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 def relaunch(world: int, **options: object) -> None:
     """Run this very command as `world` local workers (the meaning of ``-g N``)."""
     run_workers([sys.executable, *sys.argv], world, **options)  # type: ignore[arg-type]
+
+
+def finish(report: Report, results: object, path: str) -> None:
+    """Save what was measured, where a file was asked for, and leave the group; on every worker."""
+    if path and not report.quiet:
+        report.save(path, results)
+    leave_workers()

@@ -163,9 +163,7 @@ def main() -> int:
         report.print(f"{name:>12} {figures['median'] * 1e3:9.2f} ms")
     ratio = honesty(seconds)
     report.print(f"# sync over the sum of its parts: {ratio:.2f} (honest up to {HONEST})")
-    if args.json and rank == 0:
-        report.save(args.json, results | {"honesty": ratio})
-    common.leave_workers()
+    common.finish(report, results | {"honesty": ratio}, args.json)
     return 0 if ratio <= HONEST else 1
 
 

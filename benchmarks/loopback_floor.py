@@ -76,9 +76,7 @@ def main() -> int:
         results[wire] = common.median_ratio(gloo, seconds)
         ms = 1e3 * common.summary(seconds)["median"]
         report.print(f"{wire:>8}  {ms:8.2f} ms  {results[wire]:6.3f} x gloo fp32")
-    if args.json and rank == 0:
-        report.save(args.json, results)
-    common.leave_workers()
+    common.finish(report, results, args.json)
     return 0
 
 

@@ -249,9 +249,7 @@ def main() -> int:
         report.print(f"#               {results['resident_sizes']:.2f} between rounds")
     else:
         results = report_comparison(report, compare(args))
-    if args.json and rank == 0:
-        report.save(args.json, results)
-    common.leave_workers()
+    common.finish(report, results, args.json)
     return 0
 
 

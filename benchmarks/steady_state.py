@@ -142,9 +142,7 @@ def main() -> int:
         values = [once[name] for once in syncs]
         results[name] = {"mean": sum(values) / len(values), "max": max(values)}
         report.print(f" {name:>22} {results[name]['mean']:8.2f} {results[name]['max']:6d}")
-    if args.json and rank == 0:
-        report.save(args.json, results)
-    common.leave_workers()
+    common.finish(report, results, args.json)
     return 0
 
 

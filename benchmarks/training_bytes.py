@@ -78,9 +78,7 @@ def main() -> int:
     for name in ("ddp", "diloco"):
         report.print(f" {name:>8} {results[name]:>14.0f} bytes on the interface")
     report.print(f"# DDP sends {results['ratio']:.1f} x the bytes of DiLoCo")
-    if args.json and rank == 0:
-        report.save(args.json, results)
-    common.leave_workers()
+    common.finish(report, results, args.json)
     return 0
 
 
