@@ -57,10 +57,16 @@ def run(device: torch.device, wire: str, stochastic: bool) -> list[Tensor]:
     ends: Any = (params, [payload, payload], [0.5, 0.25], 0, count, *form)
     ops.outer_step(outer, momentum, *ends, "nesterov", 0.7, mu=0.9, alpha=0.5, verdict=verdict)
     ops.outer_step_adam(outer, momentum, second, *ends, 0.1, 0.9, 0.95, 0.1, 1, verdict=verdict)
+    pending = torch.ones_like(outer)
+    arrival: Any = (outer, momentum, pending, *ends[1:])
+    for last in (False, True):
+        ops.outer_step_delayed(
+            *arrival, 0.7, mu=0.9, ahead=0.6, behind=0.3, last=last, verdict=verdict
+        )
     ops.merge(outer, params, 0.25)
     squared = torch.zeros(2, dtype=torch.float64, device=device)
     ops.norms(outer, params, squared)
-    written = [payload, result, decoded, outer, momentum, second, lost, bad, *params]
+    written = [payload, result, decoded, outer, momentum, second, pending, lost, bad, *params]
     return [tensor.cpu() for tensor in written]
 
 

@@ -138,6 +138,18 @@ def adam_case(data: Data, wire: str, layout: str) -> Case:
     return Case("outer_step adam", wire, layout, run, traffic, data.outer, is_pure=False)
 
 
+def arrival_case(data: Data, wire: str) -> Case:
+    args = ([data.payloads[wire]], [1.0], 0, data.num_elements, *data.form(wire))
+    options: dict[str, Any] = {"lr": 1e-6, "mu": 0.9, "ahead": 0.9, "last": True}
+
+    def run(impl: str) -> None:
+        state = (data.outer, data.momentum, data.second)
+        ops.outer_step_delayed(*state, *args, impl=impl, **options)
+
+    traffic = 20 + WireFormat(wire, BLOCK).bits_per_element / 8
+    return Case("outer_step delayed", wire, "one", run, traffic, data.outer, is_pure=False)
+
+
 def decode_case(data: Data, wire: str, layout: str) -> Case:
     outs = list(data.rest.split(split(data.num_elements, layout)))
     args = ([data.payloads[wire]], [1.0], outs, 0, data.num_elements, *data.form(wire))
@@ -177,6 +189,7 @@ def cases(data: Data, wires: Sequence[str]) -> list[Case]:
         found.append(encode_case(data, wire, "one", "+feedback"))
         found.append(step_case(data, wire, "one", 3))
         found.append(adam_case(data, wire, "one"))
+        found.append(arrival_case(data, wire))
     outer, params = data.outer, data.tensors("mixed")
 
     def merge(impl: str) -> None:

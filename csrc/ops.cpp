@@ -178,17 +178,8 @@ void outer_step_delayed_cpu(const Tensor& outer, const OptionalTensor& momentum,
     codec::StepArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
-    TORCH_CHECK_VALUE((first && last) || pending.has_value(),
-                      "an arrival that is not both first and last needs a pending tensor, got "
-                      "None");
-    codec::StepConstants& constants = args.constants;
-    constants.optimizer = last ? codec::Optimizer::kCommit : codec::Optimizer::kAccumulate;
-    constants.lr = static_cast<float>(lr);
-    constants.mu = static_cast<float>(mu);
-    constants.direct = static_cast<float>(direct);
-    constants.ahead = static_cast<float>(ahead);
-    constants.behind = static_cast<float>(behind);
-    constants.is_first = first;
+    args.constants =
+        arrival_constants(pending.has_value(), lr, mu, direct, ahead, behind, first, last);
     // The driver walks over outer, where the other operators walk over parameters.
     run_step(args, outer, last ? momentum : OptionalTensor(), pending, outer, payloads,
              coefficients, begin, end, verdict, "pending");
@@ -313,11 +304,6 @@ struct Fake<void (*)(Args...)> {
 TORCH_LIBRARY(diloco_comm, m) {
     m.set_python_module("diloco_comm.ops");
     for (const char* schema : diloco::kSchemas) m.def(schema);
-    m.def(
-        "outer_step_delayed(Tensor(a!) outer, Tensor(b!)? momentum, Tensor(c!)? pending, Tensor[] "
-        "payloads, float[] coefficients, int begin, int end, int run_elements, str wire, int "
-        "block_size, float lr, float mu=0., float direct=1., float ahead=0., float behind=0., bool "
-        "first=False, bool last=False, Tensor? verdict=None, str impl='') -> ()");
     m.def("_floor(str kind, Tensor(a!)[] buffers) -> ()");
     m.def("_cpu_impls() -> str[]", &diloco::cpu_impls);
     m.def("_floors() -> str[]", &diloco::codec::floor_names);

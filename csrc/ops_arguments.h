@@ -74,6 +74,22 @@ codec::StepConstants adam_constants(double lr, double beta1, double beta2, doubl
     return constants;
 }
 
+codec::StepConstants arrival_constants(bool has_pending, double lr, double mu, double direct,
+                                       double ahead, double behind, bool first, bool last) {
+    TORCH_CHECK_VALUE((first && last) || has_pending,
+                      "an arrival that is not both first and last needs a pending tensor, got "
+                      "None");
+    codec::StepConstants constants{};
+    constants.optimizer = last ? codec::Optimizer::kCommit : codec::Optimizer::kAccumulate;
+    constants.lr = static_cast<float>(lr);
+    constants.mu = static_cast<float>(mu);
+    constants.direct = static_cast<float>(direct);
+    constants.ahead = static_cast<float>(ahead);
+    constants.behind = static_cast<float>(behind);
+    constants.is_first = first;
+    return constants;
+}
+
 constexpr const char* kSchemas[] = {
     "encode(Tensor? outer, Tensor[] params, Tensor(a!) payload, int begin, int end, int "
     "run_elements, str wire, int block_size, bool stochastic=False, int rng_key=0, Tensor? "
@@ -91,6 +107,10 @@ constexpr const char* kSchemas[] = {
     "Tensor(d!)[] params, Tensor[] payloads, float[] coefficients, int begin, int end, int "
     "run_elements, str wire, int block_size, float lr, float beta1, float beta2, float eps, "
     "int step, float alpha=0., Tensor? verdict=None, str impl='') -> ()",
+    "outer_step_delayed(Tensor(a!) outer, Tensor(b!)? momentum, Tensor(c!)? pending, Tensor[] "
+    "payloads, float[] coefficients, int begin, int end, int run_elements, str wire, int "
+    "block_size, float lr, float mu=0., float direct=1., float ahead=0., float behind=0., bool "
+    "first=False, bool last=False, Tensor? verdict=None, str impl='') -> ()",
     "decode(Tensor[] payloads, float[] coefficients, Tensor(a!)[] outs, int begin, int end, "
     "int run_elements, str wire, int block_size, str impl='') -> ()",
     "merge(Tensor outer, Tensor(a!)[] params, float alpha=0., str impl='') -> ()",

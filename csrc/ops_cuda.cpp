@@ -202,13 +202,14 @@ void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<dou
 void run_step(Call& call, const codec::RunLayout& layout, const codec::StepConstants& constants,
               const Tensor& outer, const OptionalTensor& momentum, const OptionalTensor& second,
               TensorList params, TensorList payloads, c10::ArrayRef<double> coefficients,
-              int64_t begin, int64_t end, const OptionalTensor& verdict) {
+              int64_t begin, int64_t end, const OptionalTensor& verdict,
+              const char* second_name = "exp_avg_sq") {
     const FragmentView view(call.device, "params", params);
     const int64_t num_elements = view.num_elements();
     check_range(layout, begin, end, num_elements);
     check_flat_of(call.device, "outer", outer, num_elements);
     if (momentum.has_value()) check_flat_of(call.device, "momentum", *momentum, num_elements);
-    if (second.has_value()) check_flat_of(call.device, "exp_avg_sq", *second, num_elements);
+    if (second.has_value()) check_flat_of(call.device, second_name, *second, num_elements);
     const TermList& terms = check_terms(call.device, payloads, coefficients, layout, end);
     check_count(call.device, "verdict", verdict);
     if (begin == end) return;
@@ -249,6 +250,22 @@ void outer_step_adam_cuda(const Tensor& outer, const Tensor& exp_avg, const Tens
     run_step(call, parse_layout(wire, block_size, run_elements),
              adam_constants(lr, beta1, beta2, eps, step, alpha), outer, exp_avg, exp_avg_sq, params,
              payloads, coefficients, begin, end, verdict);
+}
+
+void outer_step_delayed_cuda(const Tensor& outer, const OptionalTensor& momentum,
+                             const OptionalTensor& pending, TensorList payloads,
+                             c10::ArrayRef<double> coefficients, int64_t begin, int64_t end,
+                             int64_t run_elements, c10::string_view wire, int64_t block_size,
+                             double lr, double mu, double direct, double ahead, double behind,
+                             bool first, bool last, const OptionalTensor& verdict,
+                             c10::string_view impl) {
+    Call call(impl, outer);
+    const codec::StepConstants constants =
+        arrival_constants(pending.has_value(), lr, mu, direct, ahead, behind, first, last);
+    // The fragment is outer alone: parameters are not written.
+    run_step(call, parse_layout(wire, block_size, run_elements), constants, outer,
+             last ? momentum : OptionalTensor(), pending, outer, payloads, coefficients, begin, end,
+             verdict, "pending");
 }
 
 void decode_cuda(TensorList payloads, c10::ArrayRef<double> coefficients, TensorList outs,
@@ -320,6 +337,7 @@ constexpr char kEncode[] = "diloco_comm_triton::encode";
 constexpr char kReduce[] = "diloco_comm_triton::reduce";
 constexpr char kOuterStep[] = "diloco_comm_triton::outer_step";
 constexpr char kOuterStepAdam[] = "diloco_comm_triton::outer_step_adam";
+constexpr char kOuterStepDelayed[] = "diloco_comm_triton::outer_step_delayed";
 constexpr char kDecode[] = "diloco_comm_triton::decode";
 constexpr char kMerge[] = "diloco_comm_triton::merge";
 constexpr char kNorms[] = "diloco_comm_triton::norms";
@@ -339,6 +357,8 @@ TORCH_LIBRARY_IMPL(DILOCO_LIBRARY, DILOCO_KEY, m) {
     m.impl("outer_step", &diloco::OrTriton<diloco::kOuterStep, &diloco::outer_step_cuda>::run);
     m.impl("outer_step_adam",
            &diloco::OrTriton<diloco::kOuterStepAdam, &diloco::outer_step_adam_cuda>::run);
+    m.impl("outer_step_delayed",
+           &diloco::OrTriton<diloco::kOuterStepDelayed, &diloco::outer_step_delayed_cuda>::run);
     m.impl("decode", &diloco::OrTriton<diloco::kDecode, &diloco::decode_cuda>::run);
     m.impl("merge", &diloco::OrTriton<diloco::kMerge, &diloco::merge_cuda>::run);
     m.impl("norms", &diloco::OrTriton<diloco::kNorms, &diloco::norms_cuda>::run);

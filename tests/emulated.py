@@ -15,7 +15,16 @@ import pytest
 import torch
 
 LIBRARY = Path(__file__).resolve().parent.parent / "build/emulated/libdiloco_emulated.so"
-OPERATORS = ("encode", "reduce", "outer_step", "outer_step_adam", "decode", "merge", "norms")
+OPERATORS = (
+    "encode",
+    "reduce",
+    "outer_step",
+    "outer_step_adam",
+    "outer_step_delayed",
+    "decode",
+    "merge",
+    "norms",
+)
 REASON = "build/emulated is not built: make test builds it"
 
 needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason=REASON)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import test_async_operator as arrivals
 import test_ops_bounds as bounds
 import test_ops_encode as encoding
 import test_ops_errors as errors
@@ -163,6 +164,24 @@ def test_steps_of_every_size(impl: str, optimizer: str) -> None:
 def test_any_step(impl: str, optimizer: str) -> None:
     """Ranges, terms, alpha, clip, and a verdict that forbids the step."""
     stepping.test_any_step(impl, optimizer)
+
+
+@every_impl
+@pytest.mark.parametrize(("first", "last"), arrivals.MODES)
+def test_arrivals_of_every_size(impl: str, first: bool, last: bool) -> None:
+    for num_elements in SIZES:
+        arrivals.test_sizes(impl, first, last, num_elements)
+
+
+@every_impl
+@every_wire
+def test_arrivals_of_every_wire(impl: str, wire: str) -> None:
+    arrivals.test_wires_blocks_terms_and_numbers(impl, wire)
+
+
+@every_impl
+def test_an_arrival_that_is_refused(impl: str) -> None:
+    arrivals.test_a_set_verdict_means_no_step(impl)
 
 
 @every_impl

@@ -55,12 +55,18 @@ def sync(place: Place, wire: str, n: int, block_size: int, impl: str) -> list[Te
         outer, momentum, second, params, *terms,
         lr=0.3, beta1=0.9, beta2=0.95, eps=0.1, step=1, impl=impl,
     )  # fmt: skip
+    pending = place(values(n, "normal", 8))
+    for last in (False, True):
+        ops.outer_step_delayed(
+            outer, momentum, pending, *terms, lr=0.7, mu=0.9, ahead=0.63, behind=0.27, last=last,
+            impl=impl,
+        )  # fmt: skip
     ops.decode(*terms[:2], outs, *terms[2:], impl=impl)
     ops.merge(outer, params, 0.5, impl=impl)
     norms = place(torch.zeros(2, dtype=torch.float64))
     ops.norms(outer, params, norms, impl=impl)
     return [
-        payload, result, new_residual, outer, momentum, second, *params, *outs, norms,
+        payload, result, new_residual, outer, momentum, second, pending, *params, *outs, norms,
     ]  # fmt: skip
 
 

@@ -158,7 +158,7 @@ void merge_element(void* params, DType dtype, int64_t i, float outer, float alph
     store(params, dtype, i, outer);
 }
 
-// One element of an arrival; see simd_step.h.
+// One element of an arrival: it is added to what is pending, and with the last comes the step.
 void arrive(const StepSpan& span, int64_t i, float g) {
     const StepConstants& c = *span.constants;
     const float d = c.is_first ? g : span.second[i] + g;
@@ -166,18 +166,9 @@ void arrive(const StepSpan& span, int64_t i, float g) {
         span.second[i] = d;
         return;
     }
-    float step = c.direct * d;
-    if (span.momentum != nullptr) {
-        const float old = span.momentum[i];
-        span.momentum[i] = c.mu * old + d;
-        step = step + c.ahead * span.momentum[i];
-        if (c.behind != 0.0f) step = step + c.behind * old;
-    }
-    span.outer[i] -= c.lr * step;
-}
-
-bool is_arrival(Optimizer optimizer) {
-    return optimizer == Optimizer::kAccumulate || optimizer == Optimizer::kCommit;
+    float none = 0.0f;
+    const bool has_momentum = span.momentum != nullptr;
+    span.outer[i] -= commit_update(c, has_momentum, has_momentum ? span.momentum[i] : none, d);
 }
 
 template <Format kFormat>

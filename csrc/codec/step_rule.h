@@ -24,6 +24,24 @@ DILOCO_HD float momentum_update(const StepConstants& c, float& m, float g) {
     return mul(c.lr, c.optimizer == Optimizer::kNesterov ? add(g, mul(c.mu, m)) : m);
 }
 
+DILOCO_HD bool is_arrival(Optimizer optimizer) {
+    return optimizer == Optimizer::kAccumulate || optimizer == Optimizer::kCommit;
+}
+
+// The step that ends a period of arrivals, d being what was added up: m' = mu m + d; returns
+// lr (direct d + ahead m' + behind m). Without a momentum, m is neither read nor written.
+DILOCO_HD float commit_update(const StepConstants& c, bool has_momentum, float& m, float d) {
+    using wire::add, wire::mul;
+    float step = mul(c.direct, d);
+    if (has_momentum) {
+        const float old = m;
+        m = add(mul(c.mu, old), d);
+        step = add(step, mul(c.ahead, m));
+        if (c.behind != 0.0f) step = add(step, mul(c.behind, old));
+    }
+    return mul(c.lr, step);
+}
+
 // alpha local + (1 - alpha) outer; callers take outer itself when alpha is zero.
 DILOCO_HD float merged(float local, float outer, float alpha, float one_minus_alpha) {
     return wire::add(wire::mul(alpha, local), wire::mul(one_minus_alpha, outer));

@@ -95,9 +95,9 @@ struct StepArgs {
     codec::StepConstants constants;
     const int64_t* verdict;  // or null; nothing is done when it is not zero
     float* outer;
-    float* momentum;  // unused by SGD; Adam's first moment
-    float* second;    // Adam's second moment
-    Segments params;
+    float* momentum;  // unused by SGD; Adam's first moment; arrivals: or null
+    float* second;    // Adam's second moment; what is pending of arrivals, or null
+    Segments params;  // unused by arrivals
     Terms terms;
 };
 

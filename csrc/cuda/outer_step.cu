@@ -19,13 +19,30 @@ __global__ void __launch_bounds__(kThreads, 4) step_kernel(const __grid_constant
     }
 }
 
+// d = pending + g: pending <- d, or with the last arrival m' = mu m + d and outer -= lr (direct d +
+// ahead m' + behind m). int8, blocks of 256: reads 5n bytes and writes 4n; the last one reads 13n
+// and writes 8n. One warp per 512 elements.
+template <Format kFormat>
+__global__ void __launch_bounds__(kThreads, 4)
+    arrival_kernel(const __grid_constant__ StepArgs args) {
+    if (args.verdict != nullptr && *args.verdict != 0) return;
+    __shared__ __align__(16) float stages[kWarps][kStepTile];
+    const WarpLanes lanes(stages[warp_in_block()]);
+    for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
+        arrival_tile<kFormat>(lanes, args, i);
+    }
+}
+
 }  // namespace
 
 void outer_step(const StepArgs& args, Format format, Queue queue) {
     by_format(format, [&](auto constant) {
         constexpr Format kFormat = decltype(constant)::value;
-        static ResidentBlocks fits{}, fits_adam{};
-        if (args.constants.optimizer == codec::Optimizer::kAdam) {
+        static ResidentBlocks fits{}, fits_adam{}, fits_arrival{};
+        if (codec::is_arrival(args.constants.optimizer)) {
+            launch<StepArgs>(arrival_kernel<kFormat>, fits_arrival, args, args.runs.num_tiles,
+                             queue);
+        } else if (args.constants.optimizer == codec::Optimizer::kAdam) {
             launch<StepArgs>(step_kernel<kFormat, true>, fits_adam, args, args.runs.num_tiles,
                              queue);
         } else {

@@ -80,6 +80,37 @@ DILOCO_DEVICE void step_tile(const Lanes& lanes, const StepArgs& args, uint32_t 
     merge_into(lanes, args.params, tile, c.alpha, c.one_minus_alpha, outer);
 }
 
+// d = pending + g, or g; pending <- d, or with the last arrival outer -= step(d).
+template <Format kFormat, class Lanes>
+DILOCO_DEVICE void arrival_tile(const Lanes& lanes, const StepArgs& args, uint32_t index) {
+    const codec::StepConstants& c = args.constants;
+    const Tile tile = tile_at<kFormat, kStepQuads>(args.runs, index);
+    const bool commits = c.optimizer == codec::Optimizer::kCommit;
+    const bool has_momentum = commits && args.momentum != nullptr;
+    StepQuads<Lanes> d, pending, outer, m;
+    if (!c.is_first) load_flat(lanes, args.second, tile, pending);
+    if (commits) load_flat(lanes, args.outer, tile, outer);
+    if (has_momentum) load_flat(lanes, args.momentum, tile, m);
+    sum_terms<kFormat, kStepQuads>(lanes, args.runs, args.terms, tile, d);
+    if (!c.is_first) {
+        each_element(lanes, [&](int lane, int j, int i) {
+            float& value = d[lane].q[j].v[i];
+            value = wire::add(pending[lane].q[j].v[i], value);
+        });
+    }
+    if (!commits) {
+        store_flat(lanes, args.second, tile, d);
+        return;
+    }
+    each_element(lanes, [&](int lane, int j, int i) {
+        const float step =
+            codec::commit_update(c, has_momentum, m[lane].q[j].v[i], d[lane].q[j].v[i]);
+        outer[lane].q[j].v[i] = wire::sub(outer[lane].q[j].v[i], step);
+    });
+    if (has_momentum) store_flat(lanes, args.momentum, tile, m);
+    store_flat(lanes, args.outer, tile, outer);
+}
+
 // outs <- sum of coefficient * decoded payload.
 template <Format kFormat, class Lanes>
 DILOCO_DEVICE void decode_tile(const Lanes& lanes, const DecodeArgs& args, uint32_t index) {

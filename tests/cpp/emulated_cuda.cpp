@@ -102,7 +102,9 @@ void outer_step(const StepArgs& args, Format format, Queue) {
     by_format(format, [&](auto constant) {
         constexpr Format kFormat = decltype(constant)::value;
         tiles(args.runs, [&](const auto& lanes, uint32_t i) {
-            if (args.constants.optimizer == codec::Optimizer::kAdam) {
+            if (codec::is_arrival(args.constants.optimizer)) {
+                arrival_tile<kFormat>(lanes, args, i);
+            } else if (args.constants.optimizer == codec::Optimizer::kAdam) {
                 step_tile<kFormat, true>(lanes, args, i);
             } else {
                 step_tile<kFormat, false>(lanes, args, i);
