@@ -193,7 +193,7 @@ def measure_trips(report: common.Report, size: int, rounds: int) -> dict:
         )
         results[f"{num_workers} workers, {wire}"] = {
             "trips_s": trips, "reduces_s": reduces, "ratio": ratio,
-            "apply_s": server.status.apply_s, "updates": num_workers * (rounds + 1),
+            "apply_s": server.state.status.apply_s, "updates": num_workers * (rounds + 1),
         }  # fmt: skip
     return results
 

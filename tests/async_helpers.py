@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import zmq
 from torch import Tensor, nn
@@ -20,6 +21,10 @@ from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm.outer import SGD
 
 PLAIN = Immediate(outer=SGD(1.0))
+
+# What a worker of the model Flat says when it is driven by hand.
+HELLO = {"worker": "peer", "layout": 5, "sizes": [7]}
+PUSH = {"wire": "fp32", "block_size": 256, "steps": 1, "seconds": 0.1, "is_start": False}
 
 
 class Flat(nn.Module):
@@ -102,3 +107,24 @@ class Peer:
 def tcp(address: str) -> socket.socket:
     host, port = address.removeprefix("tcp://").rsplit(":", 1)
     return socket.create_connection((host, int(port)), timeout=20)
+
+
+def start_by_hand(peer: Peer) -> None:
+    """Attach by hand to a server with parameters."""
+    peer.say(Message(Kind.HELLO, meta=HELLO))
+    assert peer.hear().kind == Kind.WELCOME
+
+
+def push_by_hand(peer: Peer, body: bytes, seq: int = 1, version: int = 0) -> Message:
+    peer.say(Message(Kind.PUSH, seq, version, meta=PUSH))
+    # Who is done with a round is told by itself what to go on from.
+    answer = peer.hear(skip=(Kind.READY,))
+    if answer.kind != Kind.WANT:
+        return answer
+    peer.say(Message(Kind.RUN, seq, 0, 0, 0, body=body))
+    return peer.hear(skip=(Kind.READY,))
+
+
+def payload(values: list[float]) -> bytes:
+    """One run of 1024 elements on the fp32 wire."""
+    return np.array([*values, *[0.0] * (1024 - len(values))], np.float32).tobytes()

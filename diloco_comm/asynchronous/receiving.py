@@ -1,0 +1,212 @@
+"""Updates on their way to the server: asked for run by run, applied when whole, told to workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..trace import span
+from ..wire import WireFormat
+from .coordinator import Outcome, Update, decode
+from .garbage import find_garbage
+from .messages import Kind, Message, ProtocolError
+from .sessions import Session
+from .state import ServerState
+from .uploads import Upload
+
+# Who neither sends nor fetches for so long while memory is kept for it loses that memory.
+STALL_S = 20.0
+
+Send = Callable[[bytes, Message], bool]
+
+
+class Receiver:
+    """Take in what workers send.
+
+    Args:
+        state: What the server knows.
+        send: Sends a message to a connection; False if it could not.
+    """
+
+    def __init__(self, state: ServerState, send: Send) -> None:
+        self.state, self._send = state, send
+        self._uploads: dict[str, Upload] = {}
+        self._queue: dict[str, Message] = {}
+
+    @property
+    def is_anyone_waiting(self) -> bool:
+        """An update waits for memory."""
+        return bool(self._queue)
+
+    def forget(self, worker: str) -> None:
+        """Drop what a worker has begun to send, or waits to send."""
+        self._drop_upload(worker)
+        self._queue.pop(worker, None)
+
+    def drop_stalled(self, now: float) -> None:
+        """Take the memory back from who has not sent for long."""
+        for upload in list(self._uploads.values()):
+            if now - upload.last_seen > STALL_S:
+                self._drop_upload(upload.worker)
+                self.state.status.count_refusal("stalled")
+
+    def push(self, session: Session, message: Message) -> None:
+        """A worker has an update, or says so again."""
+        worker, meta = session.worker, message.meta
+        upload = self._uploads.get(worker)
+        if upload is not None and upload.seq == message.number:
+            for fragment, run in list(upload.asked):
+                self._want(session, upload, fragment, run)
+            return
+        if meta["is_start"]:
+            if self.state.coordinator is not None:
+                self._tell(session, Outcome(message.number, self.state.version, 0))
+            elif any(u.is_start for u in self._uploads.values()):
+                self._send(session.peer, Message(Kind.WAIT))
+            else:
+                self._admit(session, message)
+            return
+        if self.state.coordinator is None:
+            self._send(session.peer, Message(Kind.UNKNOWN))
+            return
+        known = self.state.coordinator.outcome_of(worker, message.number)
+        if known is None:
+            known = self.state.coordinator.refusal(worker, message.number, message.version)
+            if known is not None:
+                self._refuse(session, message, known)
+                return
+        if known is not None:
+            self._tell(session, known)
+        elif not self._admit(session, message):
+            self._queue[worker] = message
+            self._send(session.peer, Message(Kind.WAIT))
+
+    def _refuse(self, session: Session, message: Message, outcome: Outcome) -> None:
+        assert self.state.coordinator is not None
+        self.state.coordinator.finish(session.worker, outcome, time.monotonic())
+        self.state.log_update(session.worker, message.version, message.meta, outcome, [])
+        self._tell(session, outcome)
+
+    def _admit(self, session: Session, message: Message) -> bool:
+        """Ask for an update if there is memory for it."""
+        meta = message.meta
+        try:
+            wire = WireFormat(meta["wire"], meta["block_size"])
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        if meta["is_start"] and wire.name != "fp32":
+            raise ProtocolError(f"parameters are sent as fp32, got {wire.name}")
+        layouts = session.layouts(wire)
+        self._drop_upload(session.worker)
+        payloads = self.state.memory.take(layout.payload_bytes for layout in layouts)
+        if payloads is None:
+            return False
+        self._queue.pop(session.worker, None)
+        upload = Upload(
+            session.worker,
+            message.number,
+            message.version,
+            meta["steps"],
+            meta["seconds"],
+            meta["is_start"],
+            layouts,
+            payloads,
+            time.monotonic(),
+        )
+        self._uploads[session.worker] = upload
+        for fragment, run in upload.ask():
+            self._want(session, upload, fragment, run)
+        return True
+
+    def _want(self, session: Session, upload: Upload, fragment: int, run: int) -> None:
+        self._send(session.peer, Message(Kind.WANT, upload.seq, 0, fragment, run))
+
+    def run_came(self, session: Session, message: Message) -> None:
+        upload = self._uploads.get(session.worker)
+        if upload is None or upload.seq != message.number:
+            return
+        position = (message.fragment, message.run)
+        if position not in upload.asked:
+            return  # It was asked for twice.
+        wrong = upload.put(*position, message.body, time.monotonic())
+        if wrong:
+            self.state.status.count_refusal("size")
+            self._send(session.peer, Message(Kind.REFUSED, meta={"reason": wrong}))
+            return
+        for fragment, run in upload.ask():
+            self._want(session, upload, fragment, run)
+        if upload.is_complete:
+            del self._uploads[session.worker]
+            self._complete(session, upload)
+
+    def _complete(self, session: Session, upload: Upload) -> None:
+        if upload.is_start:
+            self._take_start(session, upload)
+            return
+        assert self.state.coordinator is not None
+        update = Update(
+            upload.worker,
+            upload.seq,
+            upload.version,
+            upload.steps,
+            upload.seconds,
+            upload.payloads,
+            upload.layouts,
+        )
+        begin = time.perf_counter()
+        with span("arrive", 0, self.state.version):
+            outcome = self.state.coordinator.arrive(
+                update, time.monotonic(), lambda: self.state.memory.give_back(upload.payloads)
+            )
+        self.state.status.apply_s += time.perf_counter() - begin
+        wire = upload.layouts[0].wire
+        meta = {
+            "wire": wire.name,
+            "block_size": wire.block_size,
+            "steps": upload.steps,
+            "seconds": upload.seconds,
+        }
+        # The buffers are untouched until the next update is asked for, whoever has them.
+        self.state.log_update(upload.worker, upload.version, meta, outcome, upload.payloads)
+        self._tell(session, outcome)
+        self.admit_waiting()
+
+    def _take_start(self, session: Session, upload: Upload) -> None:
+        pairs = list(zip(upload.payloads, upload.layouts, strict=True))
+        if self.state.coordinator is None:
+            if any(find_garbage(payload, layout) for payload, layout in pairs):
+                self.state.status.count_refusal("non-finite")
+                reason = "the worker's parameters are not finite"
+                self._send(session.peer, Message(Kind.REFUSED, meta={"reason": reason}))
+                self.state.memory.give_back(upload.payloads)
+                return
+            outers = [decode(payload, layout) for payload, layout in pairs]
+            # The rule's buffers take the place of what was sent.
+            self.state.memory.give_back(upload.payloads)
+            pairs.clear()
+            upload.payloads.clear()
+            self.state.open_model(session.sizes, session.layout, outers)
+            self.state.save()
+        self.state.memory.give_back(upload.payloads)
+        self._tell(session, Outcome(upload.seq, self.state.version, 0))
+
+    def _tell(self, session: Session, outcome: Outcome) -> None:
+        meta = {
+            "staleness": outcome.staleness,
+            "refusal": outcome.refusal,
+            "reason": outcome.reason,
+        }
+        self._send(session.peer, Message(Kind.OUTCOME, outcome.seq, outcome.version, meta=meta))
+
+    def _drop_upload(self, worker: str) -> None:
+        upload = self._uploads.pop(worker, None)
+        if upload is not None:
+            self.state.memory.give_back(upload.payloads)
+
+    def admit_waiting(self) -> None:
+        for worker, message in list(self._queue.items()):
+            session = self.state.sessions.of(worker)
+            if session is None:
+                del self._queue[worker]
+            elif not self._admit(session, message):
+                return

@@ -1,0 +1,210 @@
+"""What a server knows: the model, its workers, the memory for updates, and all of it on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..wire import WireFormat
+from .coordinator import Coordinator, Outcome, Update
+from .link import WINDOW
+from .messages import MAX_BODY, ProtocolError
+from .model import SharedModel
+from .rules import ServerRule
+from .sessions import Sessions
+from .status import Status
+from .storage import Storage
+from .uploads import PayloadMemory
+
+logger = logging.getLogger(__name__)
+
+MAX_READERS = 8
+# What a process with sockets and threads takes beside its tensors.
+OVERHEAD_BYTES = 32 * 2**20
+# Updates on their way get at least this much, and replies twice as much: beside a small model the
+# process itself is large.
+SMALL_BYTES = 8 * 2**20
+
+
+class ServerState:
+    """A server without its socket.
+
+    Args:
+        rule, snapshot, snapshot_every, model_sizes, impl: See ``AsyncServer``.
+        numbers: The further arguments of ``Coordinator``.
+
+    Attributes:
+        coordinator: None until there are parameters.
+        max_readers: Workers that fetch parameters at a time.
+        saved_version: Of the snapshot; -1 without one.
+    """
+
+    def __init__(
+        self,
+        rule: ServerRule,
+        numbers: dict[str, Any],
+        *,
+        snapshot: str | Path | None,
+        snapshot_every: int,
+        model_sizes: float,
+        impl: str,
+    ) -> None:
+        if snapshot_every < 1:
+            raise ValueError(f"snapshot_every must be at least 1, got {snapshot_every}")
+        if snapshot is not None and rule.compensation:
+            raise ValueError("delay compensation cannot be restarted: give no snapshot with it")
+        Coordinator(SharedModel([1], rule), **numbers)
+        self.rule, self.impl, self.numbers = rule, impl, numbers
+        self.snapshot_every, self._model_sizes = snapshot_every, model_sizes
+        self.coordinator: Coordinator | None = None
+        self.layout: int | None = None
+        self.memory = PayloadMemory(0)
+        self.max_readers = MAX_READERS
+        self.sessions = Sessions()
+        self.status = Status()
+        self.storage = None if snapshot is None else Storage(Path(snapshot))
+        self.saved_version = -1
+
+    @property
+    def model(self) -> SharedModel:
+        assert self.coordinator is not None
+        return self.coordinator.model
+
+    @property
+    def version(self) -> int:
+        return 0 if self.coordinator is None else self.coordinator.model.version
+
+    def begin(self, parameters: Sequence[Tensor] | None) -> None:
+        """Take up the snapshot if there is one, else the parameters if there are some."""
+        if self.storage is not None and self.storage.exists:
+            self._restore(self.storage)
+        elif parameters is not None:
+            flats = [p.detach().flatten().float() for p in parameters]
+            self.open_model([flat.numel() for flat in flats], None)
+            self.model.initialise(flats)
+            self.save()
+
+    def open_model(
+        self, sizes: Sequence[int], layout: int | None, outers: Sequence[Tensor] | None = None
+    ) -> None:
+        model = SharedModel(sizes, self.rule, outers=outers, impl=self.impl)
+        self.coordinator = Coordinator(model, **self.numbers)
+        self.layout = layout
+        model_bytes = 4 * model.num_elements
+        # A reader has one window of runs on their way; all together take a quarter of a model.
+        window = min(WINDOW * MAX_BODY, max(1, model_bytes))
+        quarter = max(model_bytes // 4, 2 * SMALL_BYTES)
+        self.max_readers = min(MAX_READERS, max(1, quarter // window))
+        room = int(self._model_sizes * model_bytes) - model.buffer_bytes - OVERHEAD_BYTES
+        room -= self.max_readers * window
+        self.memory.budget_bytes = max(SMALL_BYTES, room)
+
+    def check_layout(self, sizes: list[int], layout: int) -> None:
+        assert self.coordinator is not None
+        own = list(self.coordinator.model.sizes)
+        if sizes != own:
+            self.status.count_refusal("layout")
+            raise ProtocolError(
+                f"the model has {sum(sizes)} parameters in fragments of {_shown(sizes)}, the "
+                f"server's has {sum(own)} in {_shown(own)}"
+            )
+        if self.layout is None:
+            self.layout = layout
+        if layout != self.layout:
+            self.status.count_refusal("layout")
+            raise ProtocolError(
+                "the model has as many parameters as the server's, but other names, shapes or "
+                "dtypes"
+            )
+
+    def _restore(self, storage: Storage) -> None:
+        header, tensors = storage.load()
+        if header["rule"] != self.rule.config():
+            raise ValueError(
+                f"the snapshot was made with the rule {header['rule']}, this one is "
+                f"{self.rule.config()}"
+            )
+        self.open_model(header["sizes"], header["layout"])
+        assert self.coordinator is not None
+        self.coordinator.model.load(tensors, header["model"])
+        self.coordinator.load_ledger(header["ledger"])
+        self.saved_version = self.coordinator.model.version
+        for record, body in storage.replay(self.saved_version):
+            self._replay(record, body)
+        logger.info("restored version %d", self.coordinator.model.version)
+
+    def _replay(self, record: dict[str, Any], body: Tensor) -> None:
+        assert self.coordinator is not None
+        outcome = Outcome(**record["outcome"])
+        if outcome.refusal:
+            self.coordinator.finish(record["worker"], outcome, 0.0)
+        else:
+            layouts = self.coordinator.model.layouts(
+                WireFormat(record["wire"], record["block_size"])
+            )
+            payloads = list(body.split([layout.payload_bytes for layout in layouts]))
+            update = Update(
+                record["worker"],
+                outcome.seq,
+                record["version"],
+                record["steps"],
+                record["seconds"],
+                payloads,
+                layouts,
+            )
+            self.coordinator.arrive(update, 0.0)
+        self.coordinator.leave(record["worker"])
+
+    def save(self) -> None:
+        if self.storage is None or self.coordinator is None:
+            return
+        model = self.coordinator.model
+        header = {
+            "rule": self.rule.config(),
+            "sizes": list(model.sizes),
+            "layout": self.layout,
+            "model": model.scalars(),
+            "ledger": self.coordinator.ledger(),
+        }
+        self.storage.save(model.version, header, model.tensors())
+        self.saved_version = model.version
+
+    def save_if_due(self) -> None:
+        """Write a snapshot if it is time to and nobody reads an old version."""
+        if self.storage is None or self.coordinator is None:
+            return
+        is_due = self.version - max(0, self.saved_version) >= self.snapshot_every
+        if is_due and self.model.is_folded:
+            self.save()
+
+    def report(self) -> dict[str, Any]:
+        """Return the status as JSON types."""
+        return self.status.report(self.coordinator, self.sessions, self.memory, self.rule)
+
+    def log_update(
+        self,
+        worker: str,
+        version: int,
+        meta: dict[str, Any],
+        outcome: Outcome,
+        payloads: Sequence[Tensor],
+    ) -> None:
+        """Write an update down before its worker learns of it."""
+        if self.storage is None or outcome.refusal in ("out of order", "from the future"):
+            return
+        record = {
+            "worker": worker,
+            "version": version,
+            "outcome": outcome.__dict__,
+            **{name: meta[name] for name in ("wire", "block_size", "steps", "seconds")},
+        }
+        self.storage.append(record, [] if outcome.refusal else payloads)
+
+
+def _shown(sizes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sizes[:4]))
+    return f"[{shown}, ...]" if len(sizes) > 4 else f"[{shown}]"

@@ -1,0 +1,204 @@
+"""What a server refuses, and that whatever comes to its port changes nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from async_helpers import (
+    HELLO,
+    PLAIN,
+    Flat,
+    Peer,
+    attach,
+    payload,
+    push_by_hand,
+    serving,
+    start_by_hand,
+    status,
+    tcp,
+)
+
+from diloco_comm import NonFiniteError
+from diloco_comm.asynchronous.link import ServerRefused
+from diloco_comm.asynchronous.messages import Kind, Message
+from diloco_comm.asynchronous.rules import Immediate
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
+
+
+def test_stale_updates_are_refused_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    rule = Immediate(outer=PLAIN.outer, max_staleness=1)
+    with serving(rule) as server, caplog.at_level(logging.WARNING):
+        (one, a), (two, b) = attach(server.address, "a"), attach(server.address, "b")
+        for _ in range(2):
+            one.descend(torch.ones(7))
+            a.step()
+        two.descend(torch.ones(7))
+        b.step()
+        assert "its staleness is 2, and at most 1 is allowed" in caplog.text
+        assert torch.equal(two.values(), torch.full((7,), -1.0)) and b.seq == 1
+        report = status(server)
+        assert report["refused"] == {"stale": 1} and report["updates"] == 2
+        two.descend(torch.ones(7))
+        b.step()
+        assert status(server)["updates"] == 3
+        a.close()
+        b.close()
+
+
+def test_values_that_are_not_finite_are_never_sent() -> None:
+    with serving() as server:
+        model, worker = attach(server.address, "a")
+        model.descend(torch.full((7,), float("nan")))
+        with pytest.raises(NonFiniteError, match="not finite"):
+            worker.step()
+        worker.on_nonfinite = "skip"
+        worker.step()
+        assert torch.equal(model.values(), torch.ones(7)) and worker.seq == 0
+        worker.close()
+        bad = Flat()
+        bad.descend(torch.full((7,), float("inf")))
+    with serving() as server, pytest.raises(ServerRefused, match="parameters are not finite"):
+        AsyncDiLoCo(
+            bad, torch.optim.SGD(bad.parameters(), lr=1.0), server=server.address, timeout=20.0
+        )
+
+
+def test_hostile_updates_are_refused_in_a_sentence() -> None:
+    with serving(parameters=[torch.ones(7)]) as server, Peer(server.address) as peer:
+        start_by_hand(peer)
+        nan = push_by_hand(peer, payload([float("nan")]))
+        assert nan.meta["refusal"] == "non-finite" and "not finite" in nan.meta["reason"]
+        again = push_by_hand(peer, b"")
+        assert again.meta == nan.meta
+        future = push_by_hand(peer, b"", seq=2, version=50)
+        assert future.meta["refusal"] == "from the future"
+        order = push_by_hand(peer, b"", seq=9)
+        assert order.meta["refusal"] == "out of order"
+        assert "where 2 was expected" in order.meta["reason"]
+        short = push_by_hand(peer, b"123", seq=2)
+        assert short.kind == Kind.REFUSED and "has 4096 bytes, got 3" in short.meta["reason"]
+        # The update is still wanted, and the right bytes complete it.
+        peer.say(Message(Kind.RUN, 2, 0, 0, 0, body=payload([0.5])))
+        good = peer.hear(skip=(Kind.READY,))
+        assert good.kind == Kind.OUTCOME and good.meta["refusal"] == "" and good.version == 1
+        report = status(server)
+        assert report["refused"] == {
+            "non-finite": 1, "from the future": 1, "out of order": 1, "size": 1,
+        }  # fmt: skip
+        assert report["updates"] == 1 and report["payload_bytes"] == 0
+    assert server.parameters()[0].tolist() == [0.5, *[1.0] * 6]
+
+
+def test_an_update_is_applied_once_whatever_is_repeated() -> None:
+    with serving(parameters=[torch.ones(7)]) as server, Peer(server.address) as peer:
+        start_by_hand(peer)
+        first = push_by_hand(peer, payload([1.0]))
+        for _ in range(3):
+            again = push_by_hand(peer, payload([1.0]))
+            assert (again.number, again.version, again.meta) == (1, 1, first.meta)
+        peer.say(Message(Kind.RUN, 1, 0, 0, 0, body=payload([1.0])))
+        assert push_by_hand(peer, payload([1.0]), seq=2).version == 2
+        report = status(server)
+        assert report["updates"] == 2 and report["duplicates"] == 3
+    assert server.parameters()[0][0].item() == -1.0
+
+
+@pytest.mark.parametrize(
+    ("meta", "sentence"),
+    [
+        ({"sizes": [8]}, "8 parameters in fragments of \\[8\\], the server's has 7"),
+        ({"sizes": [3, 4]}, "fragments of \\[3, 4\\]"),
+        ({"layout": 6}, "other names, shapes or dtypes"),
+        ({"sizes": [1 << 60]}, "this server takes"),
+    ],
+)
+def test_other_models_are_refused(meta: dict, sentence: str) -> None:
+    with serving(parameters=[torch.ones(7)]) as server, Peer(server.address) as peer:
+        start_by_hand(peer)
+        peer.say(Message(Kind.HELLO, meta={**HELLO, "worker": "other", **meta}))
+        answer = peer.hear()
+        assert answer.kind == Kind.REFUSED
+        assert __import__("re").search(sentence, answer.meta["reason"])
+
+
+def test_questions_before_hello_and_about_nothing() -> None:
+    with serving(parameters=[torch.ones(7)]) as server, Peer(server.address) as peer:
+        for kind in (Kind.PULL, Kind.GET, Kind.DONE):
+            peer.say(Message(kind))
+            assert peer.hear().kind == Kind.UNKNOWN
+        start_by_hand(peer)
+        peer.say(Message(Kind.GET, 0, 99))
+        assert peer.hear().kind == Kind.GONE
+        peer.say(Message(Kind.PULL))
+        assert peer.hear().kind == Kind.READY
+        peer.say(Message(Kind.GET, 0, 0, 5, 0))
+        assert "no run 0 of fragment 5" in peer.hear().meta["reason"]
+        peer.say(Message(Kind.GET, 0, 0, 0, 1 << 31))
+        assert peer.hear().kind == Kind.REFUSED
+        peer.say(Message(Kind.READY, meta={"steps": 1}))
+        assert "not for a server" in peer.hear().meta["reason"]
+        peer.say(Message(Kind.GET, 0, 0))
+        assert np.frombuffer(peer.hear().body, np.float32).tolist() == [1.0] * 7
+
+
+def test_garbage_on_the_port_changes_nothing() -> None:
+    with serving(parameters=[torch.ones(7)]) as server:
+        model, worker = attach(server.address, "a")
+        rng = np.random.default_rng(0)
+        sockets = []
+        for index in range(120):
+            connection = tcp(server.address)
+            # Random bytes; the beginning of ZeroMQ's own greeting; nothing at all.
+            greeting = bytes.fromhex("ff00000000000000017f0300")[: index % 13]
+            connection.sendall(greeting if index % 3 else rng.bytes(index))
+            sockets.append(connection)
+            if index % 2:
+                connection.close()
+        with Peer(server.address) as peer:
+            for index in range(100):
+                peer.say_raw(*[rng.bytes(int(rng.integers(0, 80))) for _ in range(index % 5 + 1)])
+            peer.say_raw(b"x" * (2 << 20))
+            model.descend(torch.ones(7))
+            worker.step()
+        for connection in sockets:
+            connection.close()
+        assert torch.equal(model.values(), torch.zeros(7))
+        assert status(server)["refused"]["garbage"] >= 100
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": "nonsense"}, "the address must be tcp://host:port"),
+        ({"address": "tcp://127.0.0.1:99999"}, "the address must be tcp://host:port"),
+        ({"sync_every": 0}, "sync_every must be"),
+        ({"grace": -1.0}, "grace must be"),
+        ({"min_steps": 0}, "min_steps must be"),
+        ({"snapshot_every": 0}, "snapshot_every must be"),
+    ],
+)
+def test_bad_server_arguments(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AsyncServer(PLAIN, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout": 0.0}, "timeout must be"),
+        ({"name": "x" * 65}, "name must have"),
+        ({"rounding": "up"}, "rounding must be"),
+        ({"wire": "int9"}, "unknown wire"),
+        ({"server": "tcp://nowhere"}, "the address must be"),
+    ],
+)
+def test_bad_worker_arguments(options: dict, message: str) -> None:
+    model = Flat()
+    options = {"server": "tcp://127.0.0.1:1", **options}
+    with pytest.raises(ValueError, match=message):
+        AsyncDiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)

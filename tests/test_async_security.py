@@ -1,0 +1,60 @@
+"""CURVE keys, and addresses that other machines reach."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from async_helpers import (
+    PLAIN,
+    attach,
+    serving,
+)
+
+from diloco_comm.asynchronous.keys import make_keys
+from diloco_comm.asynchronous.link import ServerLost, read_status
+from diloco_comm.asynchronous.server import AsyncServer
+
+
+def test_keys_let_in_the_allowed_and_nobody_else(tmp_path: Path) -> None:
+    make_keys(tmp_path, ["one", "two"])
+    (tmp_path / "allowed" / "two.key").unlink()
+    with serving(keys=tmp_path, parameters=[torch.ones(7)]) as server:
+        model, worker = attach(server.address, "a", keys=tmp_path, key_name="one")
+        model.descend(torch.ones(7))
+        worker.step()
+        assert torch.equal(model.values(), torch.zeros(7))
+        with pytest.raises(ServerLost):
+            attach(server.address, "b", keys=tmp_path, key_name="two", timeout=1.0)
+        with pytest.raises(ServerLost):
+            attach(server.address, "c", timeout=1.0)
+        report = read_status(server.address, keys=tmp_path, key_name="one", timeout=20.0)
+        assert list(report["workers"]) == ["a"]
+        worker.close()
+
+
+def test_keys_are_private_files(tmp_path: Path) -> None:
+    written = make_keys(tmp_path / "keys")
+    names = sorted(path.relative_to(tmp_path / "keys").as_posix() for path in written)
+    assert names == [
+        "allowed/worker.key", "server.key", "server.key_secret", "worker.key", "worker.key_secret",
+    ]  # fmt: skip
+    for path in written:
+        if path.name.endswith("_secret"):
+            assert os.stat(path).st_mode & 0o077 == 0
+    with pytest.raises(ValueError, match="exists: remove it"):
+        make_keys(tmp_path / "keys")
+    for name in ("../x", "server", ""):
+        with pytest.raises(ValueError, match="plain name"):
+            make_keys(tmp_path / "keys", [name])
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://192.0.2.1:5"])
+def test_an_open_address_needs_keys_or_a_word(address: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="can be reached from other machines"):
+        AsyncServer(PLAIN, address=address)
+    with pytest.raises(ValueError, match="there is no key"):
+        AsyncServer(PLAIN, address="tcp://0.0.0.0:0", keys=tmp_path)
+    AsyncServer(PLAIN, address="tcp://0.0.0.0:0", insecure=True).stop()

@@ -1,0 +1,130 @@
+"""Snapshots and the journal: servers that come back, and servers that do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from async_helpers import (
+    PLAIN,
+    attach,
+    serving,
+)
+
+from diloco_comm.asynchronous.link import ServerLost
+from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate
+from diloco_comm.asynchronous.server import AsyncServer
+
+
+def test_a_restarted_server_takes_its_workers_back(tmp_path: Path) -> None:
+    options = {"snapshot": tmp_path / "s", "snapshot_every": 2}
+    rule = DelayedNesterov(lr=0.5, period=3, activation=0.1)
+    stream = torch.randn(11, 7, generator=torch.Generator().manual_seed(1))
+    with serving(rule) as whole:
+        truth, worker = attach(whole.address, "a")
+        for g in stream:
+            truth.descend(g)
+            worker.step()
+        worker.close()
+    with serving(rule, **options) as server:
+        address = server.address
+        model, worker = attach(address, "a")
+        for g in stream[:5]:
+            model.descend(g)
+            worker.step()
+    for g in stream[5:]:
+        with serving(rule, address=address, **options) as server:
+            model.descend(g)
+            worker.step()
+    worker.close()
+    assert torch.equal(model.values(), truth.values()) and worker.seq == 11
+
+
+def test_the_journal_brings_back_what_the_snapshot_lacks(tmp_path: Path) -> None:
+    """Copies of the folder, made while the server runs, are what a SIGKILL would leave."""
+    folder = tmp_path / "s"
+    options = {"snapshot": folder, "snapshot_every": 100}
+    with serving(**options) as server:
+        model, worker = attach(server.address, "a", wire="int8")
+        for value in (1.0, 0.5, 0.25):
+            model.descend(torch.full((7,), value))
+            worker.step()
+        copy = tmp_path / "copy"
+        copy.mkdir()
+        for path in folder.iterdir():
+            (copy / path.name).write_bytes(path.read_bytes())
+        worker.close()
+    journal = copy / "journal-0"
+    back = AsyncServer(PLAIN, snapshot=copy)
+    assert torch.equal(back.parameters()[0], model.values())
+    back.stop()
+    # stop() has written a snapshot; the journal again, with its last record torn.
+    for path in copy.iterdir():
+        path.unlink()
+    for path in folder.glob("journal-*"):
+        assert path.name == "journal-3"
+    del journal
+
+
+def test_a_torn_record_is_cut_off(tmp_path: Path) -> None:
+    options = {"snapshot": tmp_path, "snapshot_every": 100}
+    server = AsyncServer(PLAIN, sync_every=1, **options).start()
+    model, worker = attach(server.address, "a")
+    values, sizes = [], []
+    for value in (1.0, 0.5):
+        model.descend(torch.full((7,), value))
+        worker.step()
+        values.append(model.values())
+        files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        sizes.append(len(files["journal-0"]))
+    worker.close()
+    server.stop()
+    one, both = sizes
+    for size, expected in ((both, 1), (both - 1, 0), (one, 0), (one - 1, -1), (5, -1)):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        (tmp_path / "snapshot").write_bytes(files["snapshot"])
+        (tmp_path / "journal-0").write_bytes(files["journal-0"][:size])
+        back = AsyncServer(PLAIN, snapshot=tmp_path)
+        truth = values[expected] if expected >= 0 else torch.ones(7)
+        assert torch.equal(back.parameters()[0], truth)
+        assert back.state.coordinator.ledger().get("a", {"seq": 0})["seq"] == expected + 1
+        back.stop()
+
+
+def test_snapshots_that_do_not_fit(tmp_path: Path) -> None:
+    with serving(parameters=[torch.ones(7)], snapshot=tmp_path / "s"):
+        pass
+    with pytest.raises(ValueError, match="was made with the rule"):
+        AsyncServer(Buffered(period=2), snapshot=tmp_path / "s")
+    (tmp_path / "s" / "snapshot").write_bytes(b"garbage")
+    with pytest.raises(ValueError, match="is not a snapshot"):
+        AsyncServer(PLAIN, snapshot=tmp_path / "s")
+    with pytest.raises(ValueError, match="delay compensation cannot be restarted"):
+        AsyncServer(Immediate(compensation=1.0), snapshot=tmp_path / "t")
+
+
+def test_a_server_without_its_snapshot_is_not_taken_for_the_old_one() -> None:
+    with serving() as server:
+        model, worker = attach(server.address, "a")
+        model.descend(torch.ones(7))
+        worker.step()
+    with serving(address=server.address, parameters=[torch.ones(7)]):
+        model.descend(torch.ones(7))
+        with pytest.raises(ServerLost, match="restarted without its snapshot"):
+            worker.step()
+    assert torch.equal(model.values(), torch.full((7,), -1.0))
+    worker.close()
+
+
+def test_a_lost_server_is_a_clear_error_and_the_weights_are_kept() -> None:
+    with serving() as server:
+        model, worker = attach(server.address, "a", timeout=1.0)
+    model.descend(torch.ones(7))
+    with pytest.raises(ServerLost, match="has not answered for"):
+        worker.step()
+    assert torch.equal(model.values(), torch.zeros(7))
+    worker.close()
+    with pytest.raises(ServerLost, match="hello"):
+        attach(server.address, "b", timeout=0.5)
