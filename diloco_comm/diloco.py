@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -32,9 +32,10 @@ from .overlap import Overlap
 from .parts import BufferPart, ParameterPart, Part
 from .rounds import Rounds, Weight
 from .settings import Config, choice, merge
-from .shard_group import ShardGroup, SharedFragment
+from .shard_group import ShardGroup
 from .turns import Turns
 from .wire import WireFormat
+from .workmates import Workmates
 
 
 class DiLoCo:
@@ -159,6 +160,9 @@ class DiLoCo:
         self._model, self._optimizers = model, optimizers
         self._shard_group = None if shard_group is None else ShardGroup(shard_group)
         self._make_parts(model, optimizers)
+        self._workmates = self._shard_group or Workmates.of(self._parameters())
+        if self._workmates is not None:
+            self._meet(self._workmates, norms)
         self.impl = ops.resolve_impl(impl, self.device.type)
         store = handshake.connected_store(store, seconds)
         group = handshake.replica_group(group, mesh, store)
@@ -189,9 +193,10 @@ class DiLoCo:
             weight=weight,
             norms=norms,
             impl=self.impl,
+            workmates=self._workmates,
         )
         try:
-            with self._writing(self.parts):
+            with self._together(self.parts):
                 self._start(model, group, init)
         except BaseException:
             self.exchange.close()
@@ -235,9 +240,6 @@ class DiLoCo:
         self._description = describe_parameters(fragments)
         self._layout = layout_hash(fragments, self.schedule)
         self._saved_layout = layout_hash(fragments, self.schedule, whole=True)
-        if self._shard_group is not None:
-            views = {"the model": describe_parameters(fragments, whole=True)}
-            self._shard_group.check_alike({**views, **settings.as_json()})
         if settings.average_buffers:
             buffers = BufferPart(len(fragments), model)
             self.parts.append(buffers)
@@ -262,6 +264,15 @@ class DiLoCo:
             for part in self._parameter_parts():
                 part.read_local()
 
+    def _meet(self, workmates: Workmates, norms: bool) -> None:
+        """Compare model and settings with the replica's other workers; agree on who counts what."""
+        model = describe_parameters([p.fragment for p in self._parameter_parts()], whole=True)
+        workmates.check_alike({"the model": model, **self.settings.as_json(), "norms": norms})
+        if self._shard_group is None:
+            is_counted = iter(workmates.counted(self._parameters()))
+            for part in self._parameter_parts():
+                part.count([next(is_counted) for _ in part.fragment.params])
+
     def _agree(self) -> None:
         """Compare model and settings with the other replicas."""
         shown = {"number of fragments": self._num_fragments, **self.settings.shared()}
@@ -276,6 +287,9 @@ class DiLoCo:
     def _fix_weight(self) -> None:
         """Tell the replicas a weight that will not change."""
         self.exchange.fix_weight(None if callable(self._weight) else float(self._weight))
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [param for part in self._parameter_parts() for param in part.fragment.params]
 
     def _parameter_parts(self) -> list[ParameterPart]:
         return [part for part in self.parts if isinstance(part, ParameterPart)]
@@ -297,7 +311,7 @@ class DiLoCo:
         self.inner_step += 1
         self._skipped.observe()
         due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
-        with self._writing(self._written(), is_idle=not due):
+        with self._together(self._written(), is_idle=not due):
             if due:
                 self._refuse_new_parameters()
             due = [part for part in due if part.slot is not None]
@@ -313,14 +327,18 @@ class DiLoCo:
         saved = self._saved_writes.pop(self.inner_step, set())
         return [self.parts[index] for index in sorted({*self.schedule.due(sent), *saved})]
 
-    def _writing(
-        self, parts: Iterable[Part], *, is_idle: bool = False
-    ) -> AbstractContextManager[None]:
-        """Enter a block that writes local parameters of these parts, see ``ShardGroup.writing``."""
+    @contextmanager
+    def _together(self, parts: Iterable[Part], *, is_idle: bool = False) -> Iterator[None]:
+        """Enter a block that writes local parameters of these parts, with the replica's workers."""
         fragments = [part.fragment for part in parts if isinstance(part, ParameterPart)]
-        if self._shard_group is None or (is_idle and not fragments):
-            return nullcontext()
-        return self._shard_group.writing([f for f in fragments if isinstance(f, SharedFragment)])
+        if self._workmates is None or (is_idle and not fragments):
+            yield
+            return
+        with self._workmates.together(fragments):
+            try:
+                yield
+            finally:
+                self._rounds.post_norms()
 
     def flush(self) -> None:
         """Share what was trained since the last send, and apply it; every replica calls this.
@@ -329,7 +347,7 @@ class DiLoCo:
         replica has trained since its last send is left alone.
         """
         self._refuse_if_swapped()
-        with self._writing(self.parts):
+        with self._together(self.parts):
             self._rounds.flush(self.inner_step, self._skipped.count)
 
     def _refuse_new_parameters(self) -> None:
@@ -359,7 +377,8 @@ class DiLoCo:
         local = [[tensor.clone() for tensor in part.fragment.local()] for part in parts]
         self._is_swapped = True
         try:
-            with self._writing(parts):
+            # With shards of their own, workmates need nothing from each other here.
+            with nullcontext() if self._shard_group is None else self._together(parts):
                 for part, outer in zip(parts, outers, strict=True):
                     ops.merge(outer.to(self.device), part.tensors(), impl=self.impl)
             yield
@@ -480,7 +499,7 @@ class DiLoCo:
             SyncError: If the members did not all come, or are more than one round apart.
         """
         self._refuse_if_swapped()
-        with self._writing(self.parts):
+        with self._together(self.parts):
             with suppress(SyncError):
                 self._rounds.settle_verdicts(self.inner_step)
             last_rounds = {part.index: part.round - 1 for part in self.parts}

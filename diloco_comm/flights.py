@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,6 +11,9 @@ from .exchange import Header, Outcome, Pending
 from .memory import Reading
 from .slot import Kind, Terms
 from .wire import Layout
+
+if TYPE_CHECKING:
+    from .shared_norms import SharedReading
 
 
 @dataclass
@@ -66,7 +70,7 @@ class Flight:
     own: Tensor | None
     layout: Layout
     norm: float = float("nan")
-    reading: Reading | None = None
+    reading: Reading | SharedReading | None = None
     coefficient: float = 0.0
     is_local_kept: bool = False
     pending: Pending | None = None

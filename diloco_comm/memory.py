@@ -132,4 +132,16 @@ class Reading:
         if self._event is not None:
             self._event.synchronize()
             self._event = None
-        return math.sqrt(self._host[0].item())
+        return rounded_norm(self._host[0].item())
+
+
+def rounded_norm(squared: float) -> float:
+    """Return the root, rounded to the 24 bits of fp32.
+
+    The last bits of a sum of squares depend on how it is divided among workers; these are gone.
+    """
+    norm = math.sqrt(squared)
+    if not math.isfinite(norm):
+        return norm
+    mantissa, exponent = math.frexp(norm)
+    return math.ldexp(round(math.ldexp(mantissa, 24)), exponent - 24)

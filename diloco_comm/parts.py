@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isnan
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from . import _C, ops
+from . import _C, ops, shards
 from .exchange import Exchange, Slot, Terms
 from .flights import Flight
 from .fragments import DTYPES, Fragment, is_dense, is_served, memory_order, unwrap_model
@@ -22,7 +22,9 @@ from .overlap import Own
 from .wire import Layout, WireFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from .shared_norms import SharedReading
 
 
 @dataclass
@@ -33,7 +35,7 @@ class OuterStep:
         terms: Payloads and coefficients; none means that no step is taken.
         own: This replica's payload, when it was sent at an earlier step than this one.
         alpha, clip: See ``outer.Update``.
-        norm: Measure the step.
+        measured: Takes the squared norm of the step, if it is to be measured.
         verdict: See ``outer.Update``.
     """
 
@@ -44,7 +46,7 @@ class OuterStep:
     alpha: float = 0.0
     clip: float = inf
     own: Tensor | None = None
-    norm: bool = False
+    measured: Callable[[Tensor], Reading | SharedReading] | None = None
     verdict: Tensor | None = None
 
 
@@ -78,32 +80,36 @@ class Part(ABC):
         self.corrections: list[Own] = []
         self.weight_sum = 0.0
         self._step_norm = 0.0
-        self._reading: Reading | None = None
+        self._readings: list[Reading | SharedReading] = []
         self._largest_norm = 0.0
         self.slot: Slot | None = None
 
     @property
     def step_norm(self) -> float:
-        self._read_norm()
+        self._read_norms()
         return self._step_norm
 
     @step_norm.setter
     def step_norm(self, value: float) -> None:
-        self._step_norm, self._reading = value, None
+        self._step_norm = value
+        self._readings.clear()
 
     @property
     def largest_norm(self) -> float:
-        self._read_norm()
+        self._read_norms()
         return self._largest_norm
 
     @largest_norm.setter
     def largest_norm(self, value: float) -> None:
         self._largest_norm = value
 
-    def _read_norm(self) -> None:
-        if self._reading is not None:
-            self._step_norm, self._reading = self._reading.norm(), None
-            self._largest_norm = max(self._largest_norm, self._step_norm)
+    def _read_norms(self) -> None:
+        for reading in self._readings:
+            norm = reading.norm()
+            # A worker of the replica could not take that step: all go on with what they had.
+            if not isnan(norm):
+                self._step_norm, self._largest_norm = norm, max(self._largest_norm, norm)
+        self._readings.clear()
 
     @property
     def takes_verdict(self) -> bool:
@@ -138,7 +144,12 @@ class Part(ABC):
 
 
 class ParameterPart(Part):
-    """A fragment's parameters, its outer parameters, and their optimizer's buffers."""
+    """A fragment's parameters, its outer parameters, and their optimizer's buffers.
+
+    Attributes:
+        counted: Ranges of elements that count in norms of the replica; None: all of them. Others
+            are counted by another worker, who has them too.
+    """
 
     def __init__(
         self,
@@ -160,6 +171,7 @@ class ParameterPart(Part):
         else:
             pages = page_locked((self.num_elements,), torch.float32)
         self.state = optimizer.make_state(pages)
+        self.counted: list[tuple[int, int]] | None = None
         if loader is not None:
             self.state.offload(loader)
 
@@ -172,6 +184,17 @@ class ParameterPart(Part):
     @property
     def takes_verdict(self) -> bool:
         return self.state.takes_verdict
+
+    def count(self, is_counted: Sequence[bool]) -> None:
+        """Say which of the parameters count in norms of the replica."""
+        if all(is_counted):
+            return
+        self.counted, begin = [], 0
+        for param, counts in zip(self.fragment.params, is_counted, strict=True):
+            end = begin + shards.local(param).numel()
+            if counts:
+                self.counted.append((begin, end))
+            begin = end
 
     def read_local(self) -> None:
         """Set the outer parameters to the local ones."""
@@ -201,7 +224,7 @@ class ParameterPart(Part):
         if not step.terms:
             self.write_local(step.impl)
             return
-        before = self.on_device(copy=True) if step.norm else None
+        before = self.on_device(copy=True) if step.measured else None
         self.state.step(
             Update(
                 step.terms,
@@ -214,9 +237,21 @@ class ParameterPart(Part):
                 verdict=step.verdict,
             )
         )
-        if before is not None:
-            self._read_norm()
-            self._reading = Reading(squared_norm(before, [self.on_device()], step.impl))
+        if before is not None and step.measured is not None:
+            squared = self._squared_norm(before, [self.on_device()], step.impl)
+            self._readings.append(step.measured(squared))
+
+    def squared_norm(self, impl: str) -> Tensor:
+        """Return fp64 [2] on the device: of outer minus local parameters, see ``ops.norms``."""
+        return self._squared_norm(self.on_device(), self.tensors(), impl)
+
+    def _squared_norm(self, outer: Tensor, tensors: list[Tensor], impl: str) -> Tensor:
+        if self.counted is None:
+            return squared_norm(outer, tensors, impl)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for begin, end in self.counted:
+            total += squared_norm(outer[begin:end], slices(tensors, begin, end), impl)
+        return total
 
     def decode(self, payload: Tensor, layout: Layout, impl: str) -> Tensor:
         """Decode a payload to fp32 [num_elements]."""

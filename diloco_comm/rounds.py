@@ -16,16 +16,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from . import handshake
 from .errors import NonFiniteError, SyncError
 from .exchange import Exchange, Header, Outcome, Pending, Repair, Slot
 from .flights import Arrival, Flight
-from .memory import Reading
 from .metrics import Recorder, SyncMetrics, overlap_fraction
 from .parts import OuterStep, ParameterPart, Part, squared_norm
 from .settings import Settings
+from .shared_norms import SharedNorms
 from .slot import Kind
 from .trace import exchanged, span
+from .workmates import Workmates
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class Rounds:
         layout: Hash of names, shapes, fragments and schedule, equal on all replicas.
         weight: This replica's weight, or what returns it at each step that sends.
         norms: Measure each pseudo-gradient's norm.
+        workmates: Those who have the rest of this replica's elements; None: nobody.
 
     Attributes:
         leaves_verdicts: The device may decide whether a round counts, and the host look later.
@@ -72,6 +76,7 @@ class Rounds:
         weight: Weight,
         norms: bool,
         impl: str,
+        workmates: Workmates | None = None,
     ) -> None:
         self.exchange = exchange
         self.parts = parts
@@ -81,6 +86,7 @@ class Rounds:
         self.weight = weight
         self.norms = norms
         self.impl = impl
+        self._norms = SharedNorms(workmates, parts, settings.overlap, sent=norms)
         self._has_warned_of_skips = False
         self._open: list[_Open] = []
 
@@ -106,6 +112,7 @@ class Rounds:
                 self.send(part, inner_step, num_skipped, weight, kind)
         except Exception as error:
             refusal = error
+        self._norms.post_sent()
         try:
             self.receive(inner_step)
         except Exception as error:
@@ -192,7 +199,7 @@ class Rounds:
             inner_step=inner_step - num_skipped,
             gap=policy.gap_for(part.step_norm, part.largest_norm),
         )
-        reading = self._norm(part) if self.norms else None
+        reading = self._norms.of_sent(part, self._squared_norm(part)) if self.norms else None
         with span("encode", part.index, number):
             pending = self._start(part, slot, header)
         delay = 0 if kind == "flush" else policy.steps()
@@ -452,9 +459,14 @@ class Rounds:
         if outcome is not None:
             self._warn_of_skipped_steps(outcome)
 
-    def _norm(self, part: Part) -> Reading:
-        outer = part.on_device() if isinstance(part, ParameterPart) else None
-        return Reading(squared_norm(outer, part.tensors(), self.impl))
+    def _squared_norm(self, part: Part) -> Tensor:
+        if isinstance(part, ParameterPart):
+            return part.squared_norm(self.impl)
+        return squared_norm(None, part.tensors(), self.impl)
+
+    def post_norms(self) -> None:
+        """Let the workmates have what was measured; each block that they enter ends with it."""
+        self._norms.post_all()
 
     def _warn_of_skipped_steps(self, outcome: Outcome) -> None:
         steps = [header.inner_step for header in outcome.headers]

@@ -8,23 +8,19 @@ parameters that it has written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import ReplicaMismatch, SyncError
 from .fragments import Fragment, memory_order
 from .shards import is_sharded
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from .workmates import Workmates
 
 
-class ShardGroup:
+class ShardGroup(Workmates):
     """The workers of one replica.
 
     Args:
@@ -41,11 +37,7 @@ class ShardGroup:
                 "shard_group must be a ProcessGroup or a one-dimensional DeviceMesh of which this "
                 f"worker is a member, got {group!r}"
             )
-        self.group = group
-        self.rank, self.size = group.rank(), group.size()
-        kinds = [kind.type for kind in group._device_types]
-        # Where small messages travel: NCCL takes none from host memory.
-        self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])
+        super().__init__(group)
 
     @property
     def worker(self) -> str:
@@ -76,45 +68,10 @@ class ShardGroup:
             if len(same) > 1 and owner != self.rank:
                 torch._foreach_copy_(same, list(flat.split([t.numel() for t in same])))
 
-    def check_alike(self, views: dict[str, Any]) -> None:
-        """Compare model and settings of the workmates.
-
-        Raises:
-            ReplicaMismatch: Naming the first one that differs.
-        """
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, views, group=self.group)
-        for rank, theirs in enumerate(everyone):
-            for name, value in everyone[0].items():
-                if theirs[name] != value:
-                    raise ReplicaMismatch(
-                        f"{name} differs between the workers of a replica: {value!r} on worker 0 "
-                        f"of shard_group, {theirs[name]!r} on worker {rank}"
-                    )
-
-    @contextmanager
-    def writing(self, fragments: Sequence[SharedFragment]) -> Iterator[None]:
-        """Give the workmates what this worker writes to its ranges in the block; all enter it.
-
-        Raises:
-            SyncError: On the workers that succeeded, when another one raised.
-        """
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            # The workmates wait for us: what was applied is theirs, whatever failed beside it.
-            failure = error
-        failed = torch.tensor([self.rank if failure is not None else -1], device=self.device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
+    def hand_out(self, fragments: Sequence[Fragment]) -> None:
         for fragment in fragments:
+            assert isinstance(fragment, SharedFragment)
             fragment.give()
-        if failure is not None:
-            raise failure
-        if failed.item() >= 0:
-            raise SyncError(
-                f"worker {int(failed)} of this replica's shard_group failed; what it says tells why"
-            )
 
 
 @dataclass(frozen=True)

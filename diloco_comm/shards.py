@@ -92,12 +92,41 @@ def worker(tensors: Sequence[Tensor]) -> str:
     Meshes of different size are those of parameters that some workers have in common; the largest
     one tells all workers apart.
     """
-    meshes: list[Any] = [t.device_mesh for t in tensors if is_sharded(t)]  # type: ignore[attr-defined]
-    mesh = max(meshes, key=lambda one: one.size(), default=None)
+    mesh = _largest_mesh(tensors)
     if mesh is None or mesh.size() == 1:
         return ""
     ranks = mesh.mesh.flatten().tolist()
     return f"{ranks.index(dist.get_rank())}of{len(ranks)}"
+
+
+def _largest_mesh(tensors: Sequence[Tensor]) -> Any:
+    meshes: list[Any] = [t.device_mesh for t in tensors if is_sharded(t)]  # type: ignore[attr-defined]
+    return max(meshes, key=lambda one: one.size(), default=None)
+
+
+def workers_group(tensors: Sequence[Tensor]) -> dist.ProcessGroup | None:
+    """Return a group of all workers that hold the shards of a replica; None without DTensors.
+
+    A mesh of several dimensions has no group of all its members: one is made, which is a
+    collective call.
+    """
+    mesh = _largest_mesh(tensors)
+    if mesh is None:
+        return None
+    wide = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    if len(wide) <= 1:
+        return mesh.get_group(wide[0] if wide else 0)
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc="diloco_comm/replica")
+
+
+def held_part(tensor: Tensor) -> Any:
+    """Return what is equal on workers that hold the same elements of a tensor, of plain values."""
+    if not is_sharded(tensor):
+        return None
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    where = zip(mesh.get_coordinate() or [], tensor.placements, strict=False)  # type: ignore[attr-defined]
+    return [None if placement.is_replicate() else place for place, placement in where]
 
 
 def spanned_ranks(tensors: Sequence[Tensor]) -> set[int]:

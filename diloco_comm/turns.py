@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 from . import consensus, handshake
@@ -58,6 +59,7 @@ class Turns(Rounds):
                 moves.append((part, flight, fresh, exposed_s))
             except Exception as error:
                 first = first or error
+        self._norms.post_sent()
         for part, flight, fresh, exposed_s in moves:
             try:
                 self._advance(part, flight, fresh, inner_step, exposed_s)
@@ -161,7 +163,7 @@ class Turns(Rounds):
             (flight if added is None or fresh is None else fresh).lr * inner_lr,
             self.impl,
             clip=math.inf if policy.clip is None else policy.clip,
-            norm=policy.measures_steps,
+            measured=partial(self._norms.of_step, part) if policy.measures_steps else None,
         )
 
     def flush(self, inner_step: int, num_skipped: int) -> None:

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from problems import Regression, batch, equal
+from sharded_runs import POLICIES, norms_of, resolved
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from diloco_comm import SGD, DiLoCo, Eager, Nesterov, ReplicaMismatch, Streaming
+from diloco_comm import SGD, DiLoCo, Nesterov, ReplicaMismatch, Streaming
 
 # It divides by neither number of shards; the head has one row, so all but one shard lack it.
 WIDTH = 25
@@ -27,12 +28,21 @@ def make_mesh(world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
 
 
+def make_hybrid_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "copy", "shard"))
+
+
+def inside(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the workers of a replica."""
+    return mesh["shard"] if mesh.ndim == 2 else mesh["copy", "shard"]
+
+
 def make_model(mesh: DeviceMesh | None, **policy: Any) -> nn.Module:
     model = Regression(width=WIDTH)
     if mesh is None:
         return model
     for module in [*model.layers, model]:
-        fully_shard(module, mesh=mesh["shard"], **policy)
+        fully_shard(module, mesh=inside(mesh), **policy)
         # One worker has the replica's batch, so that the sum over workers is exact.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -43,7 +53,8 @@ def attach(
     model: nn.Module, mesh: DeviceMesh, **arguments: Any
 ) -> tuple[torch.optim.Optimizer, DiLoCo]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    settings = {"sync_every": 2, "fragments": FRAGMENTS, "wire": "fp32", **arguments}
+    settings = {"sync_every": 2, "fragments": FRAGMENTS, "wire": "fp32"}
+    settings |= resolved(arguments, optimizer)
     return optimizer, DiLoCo(model, optimizer, mesh=mesh["replica"], **settings)
 
 
@@ -51,7 +62,7 @@ def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: range
 ) -> None:
     """Train on the replica's batches, which are the first worker's where parameters are sharded."""
-    is_mine = not has_shards(model) or mesh["shard"].get_local_rank() == 0
+    is_mine = not has_shards(model) or not any(inside(mesh).get_coordinate())
     for step in steps:
         x, y = batch(mesh["replica"].get_local_rank(), step, WIDTH)
         (nn.functional.mse_loss(model(x).float(), y) * float(is_mine)).backward()
@@ -85,29 +96,29 @@ def run_both(mesh: DeviceMesh, **arguments: Any) -> list[list[Tensor]]:
         model = make_model(shard_mesh)
         optimizer, diloco = attach(model, mesh, **copy.deepcopy(arguments))
         with diloco:
-            train(model, optimizer, mesh, range(5))
+            train(model, optimizer, mesh, range(7))
             results.append(everything(model, diloco))
             diloco.flush()
-            results.append(everything(model, diloco))
+            results.append([*everything(model, diloco), norms_of(diloco)])
     return results
 
 
-def equals_unsharded(rank: int, world: int) -> list[bool]:
-    mesh = make_mesh(world)
-    policies = [None, Streaming(delay=1, alpha=0.5), Eager()]
+def equals_unsharded(rank: int, world: int, chosen: list[int]) -> list[bool]:
+    mesh = make_mesh(world) if world < 8 else make_hybrid_mesh()
     matches = []
-    for policy in policies:
-        before, flushed, sharded, sharded_flushed = run_both(
-            mesh, overlap=policy, outer=Nesterov(0.5)
-        )
+    for policy in [POLICIES[index] for index in chosen]:
+        arguments = {"outer": Nesterov(0.5), **policy}
+        before, flushed, sharded, sharded_flushed = run_both(mesh, **arguments)
         matches += [equal(before, sharded), equal(flushed, sharded_flushed)]
         matches.append(not equal(before, flushed))
     return matches
 
 
-@pytest.mark.parametrize("world", [4, 6])
-def test_the_run_is_that_of_whole_parameters(world: int, workers) -> None:
-    assert workers(world).run(equals_unsharded) == [[True] * 9] * world
+@pytest.mark.parametrize(("world", "chosen"), [(4, [0, 1, 2, 3, 4, 5, 6]), (6, [4, 5]), (8, [5])])
+def test_the_run_is_that_of_whole_parameters(world: int, chosen: list[int], workers) -> None:
+    """With 8 workers each replica has two copies of its shards (HSDP)."""
+    expected = [True] * 3 * len(chosen)
+    assert workers(world).run(equals_unsharded, chosen) == [expected] * world
 
 
 def one_round_apart(rank: int, world: int) -> tuple[float, float, float]:

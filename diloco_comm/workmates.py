@@ -1,0 +1,133 @@
+"""The workers of one replica: who they are, and that a failure of one is that of all.
+
+They take the same steps, so each block that sends or applies something ends with the same few
+small collectives, whatever became of a worker's own rounds in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import shards
+from .errors import PeerLeft, ReplicaMismatch, SyncError
+
+if TYPE_CHECKING:
+    from .fragments import Fragment
+
+
+class Workmates:
+    """The workers of one replica, as a process group.
+
+    Args:
+        group: Of this worker and its workmates.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        kinds = [kind.type for kind in group._device_types]
+        # Where small messages travel: NCCL takes none from host memory.
+        self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor]) -> Workmates | None:
+        """Find those that hold the shards of DTensors; None when nobody else does."""
+        group = shards.workers_group(params)
+        return None if group is None or group.size() == 1 else cls(group)
+
+    # ------------------------------------------------------------------------ at construction
+
+    def check_alike(self, views: dict[str, Any]) -> None:
+        """Compare model and settings of the workmates.
+
+        Raises:
+            ReplicaMismatch: Naming the first one that differs.
+        """
+        everyone = self._gather_objects(views)
+        for rank, theirs in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if theirs[name] != value:
+                    raise ReplicaMismatch(
+                        f"{name} differs between the workers of a replica: {value!r} on its "
+                        f"worker 0, {theirs[name]!r} on worker {rank}"
+                    )
+
+    def counted(self, params: Sequence[Tensor]) -> list[bool]:
+        """Say of which of the parameters this worker is the first to hold what it holds."""
+        keys = [shards.held_part(param) for param in params]
+        before = self._gather_objects(keys)[: self.rank]
+        return [all(keys[i] != theirs[i] for theirs in before) for i in range(len(params))]
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, value, group=self.group)
+        return everyone
+
+    # --------------------------------------------------------------------------- failures
+
+    @contextmanager
+    def together(self, fragments: Sequence[Fragment] = ()) -> Iterator[None]:
+        """Run a block in which the failure of one worker is that of all; all of them enter it.
+
+        Args:
+            fragments: Whose parameters are written in the block.
+
+        Raises:
+            SyncError: On the workers that succeeded, when another one raised: what that one says.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            # The workmates wait for us: what was applied is theirs, whatever failed beside it.
+            failure = error
+        try:
+            others = self._hear(failure)
+            self.hand_out(fragments)
+        except SyncError:
+            raise
+        except RuntimeError as error:
+            raise self._gone(error) from (failure or error)
+        if failure is not None:
+            raise failure
+        if others is not None:
+            raise others
+
+    def hand_out(self, fragments: Sequence[Fragment]) -> None:
+        """Give the workmates what this worker has written, also when something failed beside it."""
+
+    def _hear(self, failure: Exception | None) -> SyncError | None:
+        """Tell the workmates of a failure, and return one of theirs."""
+        failed = torch.tensor([self.rank if failure is not None else -1], device=self.device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
+        if (worker := int(failed.item())) < 0:
+            return None
+        reports: list[Any] = [_report(failure) if self.rank == worker else None]
+        dist.broadcast_object_list(reports, group=self.group, group_src=worker)
+        message, attributes = reports[0]
+        return SyncError(f"worker {worker} of this replica failed: {message}", **attributes)
+
+    def _gone(self, error: RuntimeError) -> SyncError:
+        text = str(error).strip().splitlines()
+        return SyncError(
+            f"another worker of this replica is gone, and the replica cannot go on without it: "
+            f"{text[0] if text else type(error).__name__}",
+            stage="replica",
+        )
+
+
+def _report(failure: Exception | None) -> tuple[str, dict[str, Any]]:
+    """Put an error into plain values that ``SyncError`` takes."""
+    if not isinstance(failure, SyncError):
+        return f"{type(failure).__name__}: {failure}", {}
+    names = ("fragment", "round", "stage", "seconds", "missing")
+    attributes = {name: getattr(failure, name) for name in names}
+    if isinstance(failure, PeerLeft):
+        attributes["missing"] = failure.missing or failure.replicas
+    return str(failure), attributes
