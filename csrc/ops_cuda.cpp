@@ -9,7 +9,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -30,13 +29,30 @@
 #define DILOCO_KEY CUDA
 #endif
 
+#if !defined(DILOCO_EMULATED)
+// Of torch's stable C interface, in libtorch_cuda; null where torch was built without CUDA. Returns
+// zero when it could.
+extern "C" __attribute__((weak, visibility("default"))) int32_t
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+#endif
+
 namespace diloco {
 namespace {
 
 #if defined(DILOCO_EMULATED)
 constexpr const char* kImpl = "emulated";
+
+void* current_stream(c10::Device) { return nullptr; }
 #else
 constexpr const char* kImpl = "cuda";
+
+void* current_stream(c10::Device device) {
+    void* stream = nullptr;
+    TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
+                    aoti_torch_get_current_cuda_stream(device.index(), &stream) == 0,
+                "this torch does not hand out its current stream of ", device);
+    return stream;
+}
 #endif
 
 // One call of an operator: its device, the queue, and device memory for lists that are too long for
@@ -46,11 +62,7 @@ class Call {
     Call(c10::string_view impl, const Tensor& tensor) : device(tensor.device()), guard_(device) {
         TORCH_CHECK_VALUE(impl.empty() || impl == kImpl, "impl '", impl,
                           "' does not run on tensors of ", device, "; available: ", kImpl);
-        queue_.device = device.index();
-#if !defined(DILOCO_EMULATED)
-        const c10::impl::VirtualGuardImpl streams(device.type());
-        queue_.stream = streams.getStream(device).native_handle();
-#endif
+        queue_ = {device.index(), current_stream(device)};
     }
 
     cuda::Queue queue() const { return queue_; }

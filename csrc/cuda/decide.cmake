@@ -1,5 +1,5 @@
-# Decides whether the CUDA kernels are built, from DILOCO_CUDA and what is found. Takes TORCH_VERSION,
-# TORCH_CUDA (torch's CUDA version, or empty) and TORCH_INCLUDES; sets
+# Decides whether the CUDA kernels are built, from DILOCO_CUDA and what is found. Takes TORCH_VERSION
+# and TORCH_CUDA (torch's CUDA version, or empty); sets
 #   DILOCO_HAS_CUDA     whether the extension gets them, and cuda_reason: why, or why not
 #   can_compile_cuda    whether they could be built at all
 # Also runs alone, as a script: cmake -D TORCH_VERSION=... -P csrc/cuda/decide.cmake
@@ -29,18 +29,6 @@ elseif(NOT DILOCO_CUDART)
   set(cuda_obstacle "nvcc ${nvcc_version} comes without libcudart_static")
 endif()
 
-# The operators ask torch for the handle of its current stream.
-set(stream_handle "")
-foreach(directory ${TORCH_INCLUDES})
-  if(EXISTS ${directory}/c10/core/impl/DeviceGuardImplInterface.h)
-    file(STRINGS ${directory}/c10/core/impl/DeviceGuardImplInterface.h stream_handle
-      REGEX getStreamNativeHandle)
-    break()
-  endif()
-endforeach()
-if(NOT cuda_obstacle AND NOT stream_handle)
-  set(cuda_obstacle "torch ${TORCH_VERSION} does not hand out its streams")
-endif()
 set(can_compile_cuda TRUE)
 if(cuda_obstacle)
   set(can_compile_cuda FALSE)
