@@ -41,10 +41,11 @@ cpptest: setup
 cuda: emulated
 	$(BUILD) --target diloco_cuda
 	$(BIN)/pytest tests/test_cuda_build.py
+	$(BIN)/python tests/cuda_reports.py $(ARGS)
 
 # Every specialisation of Triton's kernels for sm_80, sm_90 and gfx942: registers, spills, arithmetic.
 kernels: setup
-	$(BIN)/python tests/triton_specialisations.py --all --jobs $(or $(JOBS),2)
+	$(BIN)/python tests/triton_specialisations.py --all --jobs $(or $(JOBS),2) $(ARGS)
 
 demo: setup
 	$(BIN)/diloco-comm demo $(if $(QUICK),--quick) $(ARGS)

@@ -7,14 +7,13 @@ of registers, stack frames and spills of each kernel.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import cuda_reports
 import pytest
 import torch
 
@@ -25,30 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILT = sorted((ROOT / "build/cuda").glob("_C*.so"))
 needs_build = pytest.mark.skipif(not BUILT, reason="build/cuda is not built: it needs nvcc")
 
-# Kernels of each file: 8 wires, of which 7 round stochastically, too; Adam, arrivals and the other
-# steps; decode, merge, norms, their total, and the upload of long lists.
-NUM_KERNELS = {"encode": 15, "reduce": 15, "outer_step": 24, "decode": 12}
-FACTS = re.compile(
-    r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'\s+"
-    r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-    r"(?P<loads>\d+) bytes spill loads\s+ptxas info\s*: Used (?P<registers>\d+) registers",
-    re.DOTALL,
-)
-
-
-def check_reports(folder: Path, archs: list[str]) -> dict[str, list[int]]:
-    """Check every kernel of every report, and return the registers of each file's kernels."""
-    registers: dict[str, list[int]] = {}
-    for name, num_kernels in NUM_KERNELS.items():
-        text = (folder / f"{name}.ptxas").read_text()
-        kernels = [match.groupdict() for match in FACTS.finditer(text)]
-        assert Counter(kernel["arch"] for kernel in kernels) == dict.fromkeys(archs, num_kernels)
-        for kernel in kernels:
-            spilled = (kernel["stack"], kernel["stores"], kernel["loads"])
-            assert spilled == ("0", "0", "0"), f"{kernel['name']}: stack, stores, loads {spilled}"
-        registers[name] = sorted(int(kernel["registers"]) for kernel in kernels)
-    return registers
-
 
 @needs_build
 @pytest.mark.parametrize("folder", ["sm_90", "all"])
@@ -57,11 +32,9 @@ def test_no_kernel_spills(folder: str) -> None:
     reports = ROOT / "build/cuda" / folder
     if not (reports / "decode.ptxas").exists():
         pytest.skip(f"build/cuda/{folder} is not built: make cuda builds it")
-    text = (reports / "decode.ptxas").read_text()
-    archs = sorted(set(re.findall(r"for '(sm_\w+)'", text)))
-    assert "sm_90" in archs and (folder == "sm_90" or "sm_80" in archs)
-    for name, counts in check_reports(reports, archs).items():
-        print(f"{name}, {archs}: {len(counts)} kernels, {counts[0]} to {counts[-1]} registers")
+    archs = ("sm_90",) if folder == "sm_90" else cuda_reports.known_archs()
+    for row in cuda_reports.table(cuda_reports.check(reports, archs)):
+        print(row)
 
 
 @needs_build

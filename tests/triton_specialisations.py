@@ -3,7 +3,7 @@
 The specialisations are those of real calls: the operators are called with CPU tensors, and what
 they would launch is recorded instead. Run it without TRITON_INTERPRET:
 
-    python tests/triton_specialisations.py [--all]
+    python tests/triton_specialisations.py [--all] [--json FILE]
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from diloco_comm.kernels import launching, operators
+from diloco_comm.tools import measuring
 from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
 
 TARGETS = {
@@ -349,10 +350,26 @@ def _examine_slice(choice: str, part: int, parts: int) -> list[Report]:
     return [examine(launch, target) for launch, target in work[part::parts]]
 
 
+def _table(reports: list[Report]) -> list[dict[str, object]]:
+    """Count the kernels of each target and name, with their registers and faults."""
+    rows = []
+    named = [(report.target, report.label.split()[0], report) for report in reports]
+    for target, name in sorted({(target, name) for target, name, _ in named}):
+        ours = [report for *key, report in named if key == [target, name]]
+        registers = [report.registers for report in ours]
+        row = {"target": target, "kernel": name, "count": len(ours)}
+        row |= {"least_registers": min(registers), "most_registers": max(registers)}
+        rows.append(row | {"at_fault": sum(bool(report.faults) for report in ours)})
+    return rows
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--all", action="store_true", help="every specialisation, not a selection")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="also write a table of the figures to this file")
     arguments = parser.parse_args()
     choice = "all" if arguments.all else "representative"
     with ProcessPoolExecutor(arguments.jobs) as pool:
@@ -366,6 +383,9 @@ def main() -> int:
                 reports.append(report)
     faulty = [report for report in reports if report.faults]
     print(f"{len(reports)} kernels compiled, {len(faulty)} at fault")
+    if arguments.json:
+        saved = measuring.Report("Triton kernels, compiled", quiet=True, triton=triton.__version__)
+        saved.save(arguments.json, _table(reports))
     return 1 if faulty or not reports else 0
 
 

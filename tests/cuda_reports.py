@@ -1,0 +1,108 @@
+"""What nvcc's assembler says about the CUDA kernels: registers, stack frames and spills of each.
+
+CMake leaves a report of each file in build/cuda/sm_90 (``make test``) and build/cuda/all
+(``make cuda``), which runs this file:
+
+    python tests/cuda_reports.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_comm.tools.measuring import Report
+
+REPORTS = Path(__file__).resolve().parent.parent / "build/cuda"
+WANTED = ("sm_80", "sm_90", "sm_100", "sm_120")
+
+# Kernels of each file: 8 wires, of which 7 round stochastically, too; Adam, arrivals and the other
+# steps; decode, merge, norms, their total, and the upload of long lists.
+NUM_KERNELS = {"encode": 15, "reduce": 15, "outer_step": 24, "decode": 12}
+_FACTS = re.compile(
+    r"Compiling entry function '\w*?\d(?P<name>[a-z]+_kernel)\w*' for '(?P<arch>\w+)'\s+"
+    r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads\s+ptxas info\s*: Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel for one architecture."""
+
+    name: str
+    arch: str
+    registers: int
+    stack_bytes: int
+    spilled_bytes: int
+
+
+def read(file: Path) -> list[Kernel]:
+    """List the kernels of one report."""
+    found = [match.groupdict() for match in _FACTS.finditer(file.read_text())]
+    return [
+        Kernel(
+            each["name"],
+            each["arch"],
+            int(each["registers"]),
+            int(each["stack"]),
+            int(each["stores"]) + int(each["loads"]),
+        )
+        for each in found
+    ]
+
+
+def known_archs() -> tuple[str, ...]:
+    """Name the architectures that are wanted and that this nvcc can compile for."""
+    done = subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True, check=True)
+    return tuple(arch for arch in WANTED if arch in done.stdout.split())
+
+
+def check(folder: Path, archs: tuple[str, ...]) -> list[Kernel]:
+    """List the kernels of all reports; raise AssertionError where one is missing or spills."""
+    kernels = []
+    for name, count in NUM_KERNELS.items():
+        of_file = read(folder / f"{name}.ptxas")
+        counts = Counter(kernel.arch for kernel in of_file)
+        assert counts == dict.fromkeys(archs, count), f"kernels of {name}: {dict(counts)}"
+        kernels += of_file
+    for kernel in kernels:
+        assert (kernel.stack_bytes, kernel.spilled_bytes) == (0, 0), f"stack or spills: {kernel}"
+    return kernels
+
+
+def table(kernels: list[Kernel]) -> list[dict[str, object]]:
+    """Count the kernels of each architecture and name, with their registers."""
+    rows = []
+    for arch, name in sorted({(kernel.arch, kernel.name) for kernel in kernels}):
+        registers = [k.registers for k in kernels if (k.arch, k.name) == (arch, name)]
+        row = {"target": arch, "kernel": name, "count": len(registers)}
+        rows.append(row | {"least_registers": min(registers), "most_registers": max(registers)})
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+    done = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True)
+    report = Report("CUDA kernels, compiled", nvcc=done.stdout.split("\n")[3])
+    kernels = check(REPORTS / "all", known_archs())
+    rows = table(kernels)
+    for row in rows:
+        registers = f"{row['least_registers']:4} to {row['most_registers']:3} registers"
+        report.print(f"{row['target']:8}{row['kernel']:16}{row['count']:4} kernels{registers}")
+    report.print(f"{len(kernels)} kernels compiled, none with a stack frame or spills")
+    if arguments.json:
+        report.save(arguments.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
