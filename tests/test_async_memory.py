@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +13,22 @@ from async_helpers import (
     HELLO,
     Peer,
     attach,
+    payload,
+    push_by_hand,
     serving,
     start_by_hand,
     status,
 )
 
+from diloco_comm import Adam, HeavyBall
+from diloco_comm.asynchronous.coordinator import encode
 from diloco_comm.asynchronous.messages import Kind, Message
+from diloco_comm.asynchronous.model import RUN_ELEMENTS, SharedModel, layout_of
+from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
+from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.spool import spool
+from diloco_comm.outer import make_outer
+from diloco_comm.wire import WireFormat
 
 
 def test_memory_is_bounded_by_credit_not_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +87,94 @@ def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.Monk
         assert [second.hear().kind for _ in range(3)] == [Kind.WELCOME, Kind.WAIT, Kind.READY]
         first.say(Message(Kind.GET, 0, 0, 0, 0))
         assert first.hear().kind == Kind.GONE
+
+
+# Two whole runs and a short one.
+SIZE = 2 * RUN_ELEMENTS + 1001
+RULES = {
+    "delayed": DelayedNesterov(lr=0.5, period=3, activation=0.2),
+    "heavy ball": Immediate(outer=HeavyBall(0.5, 0.9)),
+    "buffer": Buffered(period=2),
+    "Adam": Immediate(outer=Adam(0.1)),
+    "buffered Adam": Buffered(period=2, outer=Adam(0.1)),
+    "torch": Immediate(outer=make_outer(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_updates_in_a_file_do_what_those_in_memory_do(name: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(SIZE, generator=generator)
+    models = [SharedModel([SIZE], RULES[name]) for _ in range(2)]
+    for model in models:
+        model.initialise([start])
+    for wire in ("fp32", "int8", "fp32", "bf16"):
+        layout = layout_of(SIZE, WireFormat(wire))
+        payload = encode(torch.randn(SIZE, generator=generator), layout)
+        (file,) = spool(None, [layout.payload_bytes])
+        file.write(0, payload[:5].numpy().data)
+        file.write(5, payload[5:].numpy().data)
+        assert torch.equal(file[:], payload) and torch.equal(file[7:99], payload[7:99])
+        models[0].apply([payload], [layout], 0.7)
+        models[1].apply([file], [layout], 0.7)
+        assert torch.equal(models[0].read_all()[0], models[1].read_all()[0])
+    saved = [model.tensors() for model in models]
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def test_updates_larger_than_the_budget_go_through_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two workers on the fp32 wire with no memory for their updates, snapshot and journal too."""
+    rule, start = DelayedNesterov(lr=0.5, period=3), torch.linspace(-1, 1, SIZE)
+
+    def run(folder: Path, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        with serving(rule, parameters=[start], snapshot=folder, **options) as server:
+            pair = [attach(server.address, name, size=SIZE) for name in "ab"]
+            for index in range(4):
+                model, worker = pair[index % 2]
+                model.descend(torch.full((SIZE,), 0.1 * (index + 1)))
+                worker.step()
+            for path in folder.iterdir():
+                (tmp_path / "copy").mkdir(exist_ok=True)
+                (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
+            for _, worker in pair:
+                worker.close()
+        back = AsyncServer(rule, snapshot=tmp_path / "copy")
+        back.stop()
+        return server.parameters()[0], back.parameters()[0]
+
+    roomy = run(tmp_path / "roomy")
+    shutil.rmtree(tmp_path / "copy")
+    spooled = []
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
+    monkeypatch.setattr(
+        "diloco_comm.asynchronous.state.spool",
+        lambda folder, sizes: spooled.append(sizes) or spool(folder, sizes),
+    )
+    tight = run(tmp_path / "tight")
+    assert len(spooled) == 4
+    assert torch.equal(tight[0], roomy[0]) and torch.equal(tight[1], roomy[0])
+
+
+def test_no_room_for_a_file_is_said_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: object, sizes: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.spool", full)
+    with serving(parameters=[torch.ones(7)]) as server, Peer(server.address) as peer:
+        start_by_hand(peer)
+        answer = push_by_hand(peer, payload([1.0]))
+        assert answer.kind == Kind.REFUSED and "no room for an update of 4096" in str(answer.meta)
+        assert status(server)["refused"] == {"no room": 1, "garbage": 1}
+
+
+@pytest.mark.parametrize(
+    ("rule", "sizes", "least"),
+    [(RULES["buffered Adam"], 4.0, "4.5"), (RULES["delayed"], 3.0, "3.5")],
+)
+def test_rules_that_leave_no_room_are_refused(rule: ServerRule, sizes: float, least: str) -> None:
+    with pytest.raises(ValueError, match=f"must be at least {least}"):
+        AsyncServer(rule, model_sizes=sizes)
+    AsyncServer(rule, model_sizes=float(least)).stop()

@@ -20,6 +20,7 @@ from ..wire import Layout, WireFormat
 from .garbage import find_garbage
 from .model import SharedModel, layout_of
 from .scheduling import GracePeriod, Speeds
+from .spool import Payload
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Update:
         version: Of the parameters that it started from.
         steps, seconds: Inner steps of the round and how long they took.
         payloads, layouts: The encoded pseudo-gradient of each fragment.
+        garbage: What is wrong with the payloads, "" if nothing is; None if nobody has looked.
     """
 
     worker: str
@@ -39,8 +41,9 @@ class Update:
     version: int
     steps: int
     seconds: float
-    payloads: Sequence[Tensor] = field(repr=False)
+    payloads: Sequence[Payload] = field(repr=False)
     layouts: Sequence[Layout] = field(repr=False)
+    garbage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -200,11 +203,11 @@ class Coordinator:
         self.grace.arrive(worker, now)
 
     def _garbage(self, update: Update) -> Outcome | None:
-        for payload, layout in zip(update.payloads, update.layouts, strict=True):
-            found = find_garbage(payload, layout)
-            if found:
-                return self._refused(update.seq, "non-finite", found)
-        return None
+        found = update.garbage
+        if found is None:
+            pairs = zip(update.payloads, update.layouts, strict=True)
+            found = next(filter(None, (find_garbage(*pair) for pair in pairs)), "")
+        return self._refused(update.seq, "non-finite", found) if found else None
 
     def _apply(self, update: Update, release: Callable[[], None]) -> Outcome:
         staleness = self.model.version - update.version
@@ -224,13 +227,13 @@ class Coordinator:
         """Return g + lambda*g*g*(theta_now - theta_then), encoded in fp32."""
         started = self.join(update.worker).started
         if started is None:
-            return list(update.payloads), list(update.layouts)
+            return [payload[:] for payload in update.payloads], list(update.layouts)
         payloads, layouts = [], []
         now = self.model.read_all()
         for encoded, layout, then, theta in zip(
             update.payloads, update.layouts, started, now, strict=True
         ):
-            g = decode(encoded, layout)
+            g = decode(encoded[:], layout)
             g += self.model.rule.compensation * g * g * (theta - then)
             layouts.append(layout_of(g.numel(), WireFormat("fp32")))
             payloads.append(encode(g, layouts[-1]))

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..wire import SCALE_BYTES, Layout
+from .spool import Payload
 
 HUGE = 2.0**126
 
 
-def find_garbage(payload: Tensor, layout: Layout) -> str:
+def find_garbage(payload: Payload, layout: Layout) -> str:
     """Say what is wrong with a payload, uint8 [payload_bytes]; "" if nothing is."""
     run_bytes = layout.run_bytes
     for run in range(layout.num_runs):

@@ -19,6 +19,7 @@ from .. import ops
 from ..exchange import empty_pages
 from ..wire import Layout, WireFormat
 from .rules import RuleState, ServerRule
+from .spool import Payload
 
 # Elements of a run: what travels in one message, 1 MiB of fp32.
 RUN_ELEMENTS = 1 << 18
@@ -35,7 +36,7 @@ def layout_of(num_elements: int, wire: WireFormat) -> Layout:
 class _Applied:
     """An update that is applied, or will be as soon as nobody reads an older version."""
 
-    payloads: Sequence[Tensor]
+    payloads: Sequence[Payload]
     layouts: Sequence[Layout]
     weight: float
     release: Callable[[], None]
@@ -84,8 +85,7 @@ class SharedModel:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the parameters and of what the rule keeps."""
-        tensors = [t for state in self.states for t in (state.outer, *state.tensors().values())]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(state.num_bytes for state in self.states)
 
     def initialise(self, flats: Sequence[Tensor]) -> None:
         """Set the parameters: one fp32 [num_elements] for each fragment."""
@@ -101,7 +101,7 @@ class SharedModel:
 
     def apply(
         self,
-        payloads: Sequence[Tensor],
+        payloads: Sequence[Payload],
         layouts: Sequence[Layout],
         weight: float,
         release: Callable[[], None] = lambda: None,
@@ -201,12 +201,14 @@ class SharedModel:
         return {"version": self.version, "states": [state.scalars() for state in self.states]}
 
     def load(self, tensors: dict[str, Tensor], scalars: dict) -> None:
-        """Take over what ``tensors`` and ``scalars`` gave."""
+        """Take over what ``tensors`` and ``scalars`` gave; the tensors may be the own ones."""
         assert self.is_folded and not self._readers
         for index, state in enumerate(self.states):
             prefix = f"{index}/"
             own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            state.outer.copy_(own.pop("outer"))
+            saved = own.pop("outer")
+            if saved is not state.outer:
+                state.outer.copy_(saved)
             state.load(own, scalars["states"][index])
         self.version = self._folded = int(scalars["version"])
         self.is_initialised = True

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from ..trace import span
 from ..wire import WireFormat
 from .coordinator import Outcome, Update, decode
-from .garbage import find_garbage
 from .messages import Kind, Message, ProtocolError
 from .sessions import Session
 from .state import ServerState
@@ -98,7 +97,15 @@ class Receiver:
             raise ProtocolError(f"parameters are sent as fp32, got {wire.name}")
         layouts = session.layouts(wire)
         self._drop_upload(session.worker)
-        payloads = self.state.memory.take(layout.payload_bytes for layout in layouts)
+        sizes = [layout.payload_bytes for layout in layouts]
+        try:
+            # Where there are no parameters yet there is nothing else in memory.
+            payloads = self.state.memory.take(sizes, may_spool=not meta["is_start"])
+        except OSError as error:
+            self.state.status.count_refusal("no room")
+            raise ProtocolError(
+                f"there is no room for an update of {sum(sizes)} bytes: {error.strerror}"
+            ) from None
         if payloads is None:
             return False
         self._queue.pop(session.worker, None)
@@ -152,6 +159,7 @@ class Receiver:
             upload.seconds,
             upload.payloads,
             upload.layouts,
+            upload.garbage,
         )
         begin = time.perf_counter()
         with span("arrive", 0, self.state.version):
@@ -174,13 +182,13 @@ class Receiver:
     def _take_start(self, session: Session, upload: Upload) -> None:
         pairs = list(zip(upload.payloads, upload.layouts, strict=True))
         if self.state.coordinator is None:
-            if any(find_garbage(payload, layout) for payload, layout in pairs):
+            if upload.garbage:
                 self.state.status.count_refusal("non-finite")
                 reason = "the worker's parameters are not finite"
                 self._send(session.peer, Message(Kind.REFUSED, meta={"reason": reason}))
                 self.state.memory.give_back(upload.payloads)
                 return
-            outers = [decode(payload, layout) for payload, layout in pairs]
+            outers = [decode(payload[:], layout) for payload, layout in pairs]
             # The rule's buffers take the place of what was sent.
             self.state.memory.give_back(upload.payloads)
             pairs.clear()

@@ -21,6 +21,7 @@ from .. import ops
 from ..exchange import empty_pages
 from ..outer import (
     SGD,
+    FromTorch,
     HeavyBall,
     LearningRate,
     Nesterov,
@@ -31,6 +32,7 @@ from ..outer import (
     name_of,
 )
 from ..wire import Layout, WireFormat
+from .spool import Payload, Spooled, pieces
 
 _FP32 = WireFormat("fp32")
 
@@ -197,9 +199,27 @@ class RuleState(ABC):
         """Arrivals since the last outer step."""
         return self.num_arrivals % self.period
 
-    @abstractmethod
-    def arrive(self, payload: Tensor, layout: Layout, weight: float, impl: str = "") -> None:
+    def arrive(self, payload: Payload, layout: Layout, weight: float, impl: str = "") -> None:
         """Add weight * decode(payload), and take the outer step if it is the period's last."""
+        for part, its_layout, begin, end in pieces(payload, layout):
+            self._add(part, its_layout, weight, begin, end, impl)
+        self._added(impl)
+        self.num_arrivals += 1
+
+    @abstractmethod
+    def _add(
+        self, payload: Tensor, layout: Layout, weight: float, begin: int, end: int, impl: str
+    ) -> None:
+        """Take in elements [begin, end) of an arrival."""
+
+    @abstractmethod
+    def _added(self, impl: str) -> None:
+        """Do what needs the whole arrival."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.outer.nbytes + sum(tensor.nbytes for tensor in self.tensors().values())
 
     def visible(self, begin: int = 0, end: int | None = None) -> Tensor:
         """Return elements [begin, end) of the shared model as workers see it, fp32.
@@ -253,11 +273,13 @@ class FusedState(RuleState):
         lr = self.optimizer.lr
         return float(lr(self.num_arrivals // self.period) if callable(lr) else lr)
 
-    def arrive(self, payload: Tensor, layout: Layout, weight: float, impl: str = "") -> None:
+    def _add(
+        self, payload: Tensor, layout: Layout, weight: float, begin: int, end: int, impl: str
+    ) -> None:
         ops.outer_step_delayed(
-            self.outer,
-            self.momentum,
-            self.pending,
+            self.outer[begin:end],
+            None if self.momentum is None else self.momentum[begin:end],
+            None if self.pending is None else self.pending[begin:end],
             [payload],
             [weight],
             0,
@@ -274,7 +296,9 @@ class FusedState(RuleState):
             last=self.num_pending == self.period - 1,
             impl=impl,
         )
-        self.num_arrivals += 1
+
+    def _added(self, impl: str) -> None:
+        pass
 
     def visible(self, begin: int = 0, end: int | None = None) -> Tensor:
         outer = self.outer[begin:end]
@@ -306,39 +330,66 @@ class PlainState(RuleState):
     def __init__(self, outer: Tensor, period: int, optimizer: OuterOptimizer) -> None:
         super().__init__(outer, period, optimizer)
         self._state: OuterState = optimizer.make_state(outer)
-        # The sum is handed to the optimizer as a payload of the fp32 wire.
-        count, block = outer.numel(), _FP32.block_size
-        self._layout = Layout(count, 1, max(block, -(-count // block) * block), _FP32)
-        self._payload = empty_pages((self._layout.payload_bytes,), torch.uint8)
-        self.pending = self._payload.view(torch.float32)[:count]
+        self.pending: Tensor | None = None
+        if period > 1:
+            # The sum is handed to the optimizer as a payload of the fp32 wire.
+            count, block = outer.numel(), _FP32.block_size
+            self._layout = Layout(count, 1, max(block, -(-count // block) * block), _FP32)
+            self._payload = empty_pages((self._layout.payload_bytes,), torch.uint8)
+            self.pending = self._payload.view(torch.float32)[:count]
 
-    def arrive(self, payload: Tensor, layout: Layout, weight: float, impl: str = "") -> None:
-        numbers = (0, layout.num_elements, layout.run_elements)
-        wire = (layout.wire.name, layout.wire.block_size)
-        ops.outer_step_delayed(
-            self.outer,
-            None,
-            self.pending,
-            [payload],
-            [weight],
-            *numbers,
-            *wire,
-            0.0,
-            first=self.num_pending == 0,
-            impl=impl,
-        )
-        if self.num_pending == self.period - 1:
-            self._step(impl)
-        self.num_arrivals += 1
+    def arrive(self, payload: Payload, layout: Layout, weight: float, impl: str = "") -> None:
+        # What an optimizer of torch does with a part of the parameters is not known.
+        if isinstance(payload, Spooled) and isinstance(self.optimizer, FromTorch):
+            payload = payload[:]
+        super().arrive(payload, layout, weight, impl)
 
-    def _step(self, impl: str) -> None:
+    def _add(
+        self, payload: Tensor, layout: Layout, weight: float, begin: int, end: int, impl: str
+    ) -> None:
+        if self.pending is not None:
+            numbers = (0, layout.num_elements, layout.run_elements)
+            wire = (layout.wire.name, layout.wire.block_size)
+            ops.outer_step_delayed(
+                self.outer[begin:end],
+                None,
+                self.pending[begin:end],
+                [payload],
+                [weight],
+                *numbers,
+                *wire,
+                0.0,
+                first=self.num_pending == 0,
+                impl=impl,
+            )
+        elif end - begin == self.outer.numel():
+            self._step(payload, layout, weight, impl)
+        else:
+            part = self.part(begin, end)
+            part._step(payload, layout, weight, impl)
+            self.outer[begin:end] = part.outer
+            for name, tensor in self._state.tensors().items():
+                tensor[begin:end] = part._state.tensors()[name]
+
+    def _added(self, impl: str) -> None:
+        if self.pending is None:
+            self._state.num_steps = self.num_arrivals + 1
+        elif self.num_pending == self.period - 1:
+            self._step(self._payload, self._layout, 1.0, impl)
+
+    @property
+    def num_bytes(self) -> int:
+        # An optimizer of torch wants a gradient.
+        is_torch = isinstance(self.optimizer, FromTorch)
+        return super().num_bytes + is_torch * self.outer.nbytes
+
+    def _step(self, payload: Tensor, layout: Layout, weight: float, impl: str) -> None:
         lr = self.optimizer.lr_at(self._state.num_steps, self._state)
-        terms = [(self._payload, 1.0)]
-        self._state.step(Update(terms, [self.outer], self._layout, lr, impl=impl))
+        self._state.step(Update([(payload, weight)], [self.outer], layout, lr, impl=impl))
 
     def tensors(self) -> dict[str, Tensor]:
         own = {f"optimizer/{name}": tensor for name, tensor in self._state.tensors().items()}
-        return {"pending": self.pending, **own}
+        return own if self.pending is None else {"pending": self.pending, **own}
 
     def scalars(self) -> dict[str, Any]:
         # Tensors here are such as Adam's step count of one element.
@@ -349,7 +400,8 @@ class PlainState(RuleState):
 
     def load(self, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
         self.num_arrivals = int(scalars["num_arrivals"])
-        self.pending.copy_(tensors["pending"])
+        if self.pending is not None:
+            self.pending.copy_(tensors["pending"])
         self._state.num_steps = int(scalars["num_steps"])
         own = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k != "pending"}
         extra = {

@@ -16,6 +16,7 @@ from .messages import MAX_BODY, ProtocolError
 from .model import SharedModel
 from .rules import ServerRule
 from .sessions import Sessions
+from .spool import Payload, Spooled, spool
 from .status import Status
 from .storage import Storage
 from .uploads import PayloadMemory
@@ -28,6 +29,8 @@ OVERHEAD_BYTES = 32 * 2**20
 # Updates on their way get at least this much, and replies twice as much: beside a small model the
 # process itself is large.
 SMALL_BYTES = 8 * 2**20
+# Beside what a rule keeps, in models: what is on its way to workers, and what comes from them.
+MIN_ROOM = 0.5
 
 
 class ServerState:
@@ -58,15 +61,22 @@ class ServerState:
         if snapshot is not None and rule.compensation:
             raise ValueError("delay compensation cannot be restarted: give no snapshot with it")
         Coordinator(SharedModel([1], rule), **numbers)
+        sizes = _sizes_of(rule)
+        if sizes + MIN_ROOM > model_sizes:
+            raise ValueError(
+                f"model_sizes is {model_sizes:g}, and the rule {type(rule).__name__} keeps "
+                f"{sizes:g} models: it must be at least {sizes + MIN_ROOM:g}"
+            )
+        folder = None if snapshot is None else Path(snapshot)
         self.rule, self.impl, self.numbers = rule, impl, numbers
         self.snapshot_every, self._model_sizes = snapshot_every, model_sizes
         self.coordinator: Coordinator | None = None
         self.layout: int | None = None
-        self.memory = PayloadMemory(0)
+        self.memory = PayloadMemory(0, lambda sizes: spool(folder, sizes))
         self.max_readers = MAX_READERS
         self.sessions = Sessions()
         self.status = Status()
-        self.storage = None if snapshot is None else Storage(Path(snapshot))
+        self.storage = None if folder is None else Storage(folder)
         self.saved_version = -1
 
     @property
@@ -122,22 +132,26 @@ class ServerState:
             )
 
     def _restore(self, storage: Storage) -> None:
-        header, tensors = storage.load()
-        if header["rule"] != self.rule.config():
-            raise ValueError(
-                f"the snapshot was made with the rule {header['rule']}, this one is "
-                f"{self.rule.config()}"
-            )
-        self.open_model(header["sizes"], header["layout"])
+        header, tensors = storage.load(self._tensors_for)
         assert self.coordinator is not None
-        self.coordinator.model.load(tensors, header["model"])
+        self.model.load(tensors, header["model"])
         self.coordinator.load_ledger(header["ledger"])
         self.saved_version = self.coordinator.model.version
         for record, body in storage.replay(self.saved_version):
             self._replay(record, body)
         logger.info("restored version %d", self.coordinator.model.version)
 
-    def _replay(self, record: dict[str, Any], body: Tensor) -> None:
+    def _tensors_for(self, header: dict[str, Any]) -> dict[str, Tensor]:
+        """Make the buffers that a snapshot is read into: there is no room for copies."""
+        if header["rule"] != self.rule.config():
+            raise ValueError(
+                f"the snapshot was made with the rule {header['rule']}, this one is "
+                f"{self.rule.config()}"
+            )
+        self.open_model(header["sizes"], header["layout"])
+        return self.model.tensors()
+
+    def _replay(self, record: dict[str, Any], body: Spooled) -> None:
         assert self.coordinator is not None
         outcome = Outcome(**record["outcome"])
         if outcome.refusal:
@@ -146,7 +160,7 @@ class ServerState:
             layouts = self.coordinator.model.layouts(
                 WireFormat(record["wire"], record["block_size"])
             )
-            payloads = list(body.split([layout.payload_bytes for layout in layouts]))
+            payloads = body.split([layout.payload_bytes for layout in layouts])
             update = Update(
                 record["worker"],
                 outcome.seq,
@@ -191,7 +205,7 @@ class ServerState:
         version: int,
         meta: dict[str, Any],
         outcome: Outcome,
-        payloads: Sequence[Tensor],
+        payloads: Sequence[Payload],
     ) -> None:
         """Write an update down before its worker learns of it."""
         if self.storage is None or outcome.refusal in ("out of order", "from the future"):
@@ -203,6 +217,11 @@ class ServerState:
             **{name: meta[name] for name in ("wire", "block_size", "steps", "seconds")},
         }
         self.storage.append(record, [] if outcome.refusal else payloads)
+
+
+def _sizes_of(rule: ServerRule) -> float:
+    """Return how many models a rule keeps, the model included."""
+    return SharedModel([1], rule).buffer_bytes / 4
 
 
 def _shown(sizes: Sequence[int]) -> str:

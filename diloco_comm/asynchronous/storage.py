@@ -12,12 +12,14 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+
+from .spool import Payload, Spooled, blocks
 
 _MAGIC = b"DCASv1\0\0"
 _LENGTH = struct.Struct("<QII")  # bytes that follow the header, of the header, its CRC-32
@@ -28,13 +30,14 @@ def _view(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().view(torch.uint8).numpy().data
 
 
-def _write_record(file: BinaryIO, header: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+def _write_record(file: BinaryIO, header: dict[str, Any], payloads: Sequence[Payload]) -> None:
     text = json.dumps(header).encode()
-    size = sum(tensor.nbytes for tensor in tensors)
+    size = sum(payload.nbytes for payload in payloads)
     file.write(_LENGTH.pack(size, len(text), zlib.crc32(text)))
     file.write(text)
-    for tensor in tensors:
-        file.write(_view(tensor))
+    for payload in payloads:
+        for block in blocks(payload):
+            file.write(_view(block))
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int] | None:
@@ -91,41 +94,51 @@ class Storage:
         self.close()
         self._journal = self._journal_path(version).open(mode, buffering=0)  # type: ignore[assignment]
 
-    def load(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the header and the tensors (fp32) of the snapshot."""
+    def load(
+        self, make: Callable[[dict[str, Any]], dict[str, Tensor]]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Read the snapshot and return its header and tensors.
+
+        Args:
+            make: Called with the header; returns the fp32 tensors to be filled, by name.
+        """
         with self._path.open("rb") as file:
             found = _read_header(file) if file.read(len(_MAGIC)) == _MAGIC else None
             if found is None:
                 raise ValueError(f"{self._path} is not a snapshot of this version of diloco_comm")
             header, _ = found
-            tensors = {}
-            for name, count in header["tensors"].items():
-                tensors[name] = torch.empty(int(count))
-                if file.readinto(_view(tensors[name])) < 4 * int(count):
+            tensors = make(header)
+            if {name: tensor.numel() for name, tensor in tensors.items()} != header["tensors"]:
+                raise ValueError(f"{self._path} holds other tensors than its rule keeps")
+            for name in header["tensors"]:
+                if file.readinto(_view(tensors[name])) < tensors[name].nbytes:
                     raise ValueError(f"{self._path} is cut short")
         return header, tensors
 
-    def append(self, header: dict[str, Any], payloads: Sequence[Tensor]) -> None:
+    def append(self, header: dict[str, Any], payloads: Sequence[Payload]) -> None:
         """Write an update to the journal; the operating system has it when this returns."""
         assert self._journal is not None
         _write_record(self._journal, header, payloads)
 
-    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], Spooled]]:
         """Yield what the journal of this version holds, and go on appending after it.
+
+        Payloads stay in the file until they are asked for, and are valid until the next.
 
         A record that was not written whole is cut off: its worker was told nothing yet.
         """
         path = self._journal_path(version)
         whole = 0
         if path.exists():
+            length = path.stat().st_size
             with path.open("rb") as file:
                 while (found := _read_header(file)) is not None:
                     header, size = found
-                    body = torch.empty(size, dtype=torch.uint8)
-                    if size and file.readinto(_view(body)) < size:
+                    begin = file.tell()
+                    if begin + size > length:
                         break
-                    whole = file.tell()
-                    yield header, body
+                    yield header, Spooled(file, begin, size)
+                    whole = file.seek(begin + size)
             os.truncate(path, whole)
         self._open_journal(version, "ab")
 

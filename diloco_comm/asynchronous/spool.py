@@ -1,0 +1,98 @@
+"""Payloads in a file, for updates that the memory set aside for them does not hold."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..wire import Layout
+
+_COPY_BYTES = 1 << 20
+
+
+class Spooled:
+    """Bytes of a file, read like a 1-D uint8 tensor: ``spooled[begin:end]`` is a copy in memory."""
+
+    def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
+        self._file, self._offset, self.nbytes = file, offset, nbytes
+
+    def __getitem__(self, wanted: slice) -> Tensor:
+        begin, end, _ = wanted.indices(self.nbytes)
+        part = torch.empty(max(0, end - begin), dtype=torch.uint8)
+        view, done = part.numpy().data, 0
+        while done < part.nbytes:
+            count = os.preadv(self._file.fileno(), [view[done:]], self._offset + begin + done)
+            if count == 0:
+                raise OSError("a file with an update on its way was cut short")
+            done += count
+        return part
+
+    def split(self, sizes: Sequence[int]) -> list[Spooled]:
+        """Cut it into payloads of these sizes."""
+        offsets = [self._offset + sum(sizes[:index]) for index in range(len(sizes))]
+        return [Spooled(self._file, *at) for at in zip(offsets, sizes, strict=True)]
+
+    def write(self, begin: int, body: memoryview | bytes) -> None:
+        """Set the bytes from ``begin`` on."""
+        view, done = memoryview(body), 0
+        while done < len(view):
+            done += os.pwrite(self._file.fileno(), view[done:], self._offset + begin + done)
+
+
+Payload = Tensor | Spooled
+
+
+def spool(folder: Path | None, sizes: Sequence[int]) -> list[Spooled]:
+    """Return room for payloads of these sizes in one file, which has no name and ends with them.
+
+    Args:
+        folder: Where; None for the folder of temporary files.
+
+    Raises:
+        OSError: If there is no room.
+    """
+    file = tempfile.TemporaryFile(dir=folder, buffering=0)
+    total = sum(sizes)
+    if total:
+        os.posix_fallocate(file.fileno(), 0, total)
+    return Spooled(file, 0, total).split(sizes)
+
+
+def write_run(payload: Payload, begin: int, body: memoryview | bytes) -> None:
+    """Set the bytes of a payload from ``begin`` on."""
+    if isinstance(payload, Spooled):
+        payload.write(begin, body)
+    else:
+        payload[begin : begin + len(body)].numpy().data[:] = body
+
+
+def pieces(payload: Payload, layout: Layout) -> Iterator[tuple[Tensor, Layout, int, int]]:
+    """Cut a payload into what may be in memory at a time: all of it, or its runs if it is spooled.
+
+    Yields:
+        The bytes, how they are laid out, and the first and last element plus one.
+    """
+    if isinstance(payload, Tensor):
+        yield payload, layout, 0, layout.num_elements
+        return
+    size = layout.run_bytes
+    for run in range(layout.num_runs):
+        begin, end = layout.run_range(run)
+        if begin < end:
+            part = payload[run * size : (run + 1) * size]
+            yield part, Layout(end - begin, 1, layout.run_elements, layout.wire), begin, end
+
+
+def blocks(payload: Payload) -> Iterator[Tensor]:
+    """Cut a payload into pieces to be copied."""
+    if isinstance(payload, Tensor):
+        yield payload
+        return
+    for begin in range(0, payload.nbytes, _COPY_BYTES):
+        yield payload[begin : begin + _COPY_BYTES]
