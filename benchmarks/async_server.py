@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diloco_comm import Nesterov
+from diloco_comm import Adam, Nesterov
 from diloco_comm.asynchronous.coordinator import Coordinator, Update
 from diloco_comm.asynchronous.model import SharedModel
 from diloco_comm.asynchronous.rules import DelayedNesterov, Immediate, ServerRule
@@ -43,6 +43,7 @@ RULES: dict[str, ServerRule] = {
     "nesterov": Immediate(outer=Nesterov(0.1, 0.9)),
     "delayed, N=4": DelayedNesterov(lr=0.1, period=4),
 }
+MORE_RULES: dict[str, ServerRule] = {**RULES, "adam": Immediate(outer=Adam(0.01))}
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -209,6 +210,11 @@ def measure_memory(report: common.Report, size: int, rounds: int) -> dict:
         ("nesterov", 8, "int8"),
         ("delayed, N=4", 1, "int8"),
         ("delayed, N=4", 8, "int8"),
+        ("delayed, N=4", 1, "fp32"),
+        ("delayed, N=4", 8, "fp32"),
+        ("nesterov", 8, "fp32"),
+        ("adam", 8, "int8"),
+        ("adam", 8, "fp32"),
     ):  # fmt: skip
         command = [
             sys.executable, __file__, "memory-one", f"--rule={rule_name}",
@@ -228,7 +234,7 @@ def measure_memory(report: common.Report, size: int, rounds: int) -> dict:
 def memory_one(options: argparse.Namespace) -> None:
     """Serve in this process and watch its own resident memory."""
     torch.set_num_threads(1)
-    with AsyncServer(RULES[options.rule], sync_every=1):
+    with AsyncServer(MORE_RULES[options.rule], sync_every=1):
         pass
     process = psutil.Process()
     idle = process.memory_info().rss
@@ -240,7 +246,7 @@ def memory_one(options: argparse.Namespace) -> None:
         while not done.wait(0.002):
             peak = max(peak, process.memory_info().rss)
 
-    with AsyncServer(RULES[options.rule], sync_every=1) as server:
+    with AsyncServer(MORE_RULES[options.rule], sync_every=1) as server:
         watcher = threading.Thread(target=watch)
         watcher.start()
         run_workers(server, options.workers, options.elements, options.rounds, options.wire)
