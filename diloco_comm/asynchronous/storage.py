@@ -52,6 +52,10 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int] | None:
     return json.loads(text), size
 
 
+def _fresh(header: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.empty(int(count)) for name, count in header["tensors"].items()}
+
+
 class Storage:
     """A folder with one snapshot and one journal.
 
@@ -95,7 +99,7 @@ class Storage:
         self._journal = self._journal_path(version).open(mode, buffering=0)  # type: ignore[assignment]
 
     def load(
-        self, make: Callable[[dict[str, Any]], dict[str, Tensor]]
+        self, make: Callable[[dict[str, Any]], dict[str, Tensor]] = _fresh
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Read the snapshot and return its header and tensors.
 
