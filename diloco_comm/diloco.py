@@ -436,6 +436,11 @@ class DiLoCo:
     def state_dict(self, *, shared: bool = False) -> dict[str, Any]:
         """Return what a resumed run needs besides the model and the inner optimizer.
 
+        **With** ``shard_group`` **this is a collective call**: it gathers the workers' ranges, so all
+        workers of the replica must call it, also when only one of them writes the file
+        (``if rank == 0: torch.save(diloco.state_dict(), ...)`` hangs). Otherwise, under FSDP2 too,
+        it calls no collective.
+
         Tensors are views of the live buffers, under the parameters' names, fp32. What differs
         between replicas is keyed ``replica_<r>``: every replica must save its own. Waits for rounds
         under way, and applies nothing: they are part of the state. A round that failed is not: the

@@ -6,6 +6,7 @@ small collectives, whatever became of a worker's own rounds in it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -114,10 +115,11 @@ class Workmates:
         return SyncError(f"worker {worker} of this replica failed: {message}", **attributes)
 
     def _gone(self, error: RuntimeError) -> SyncError:
-        text = str(error).strip().splitlines()
+        # Of gloo's text, without the place in its source and the advice that follows.
+        text = re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).split(". ")[0].split("\n")[0]
         return SyncError(
-            f"another worker of this replica is gone, and the replica cannot go on without it: "
-            f"{text[0] if text else type(error).__name__}",
+            "another worker of this replica is gone, and the replica cannot go on without it: "
+            f"{text or type(error).__name__}",
             stage="replica",
         )
 

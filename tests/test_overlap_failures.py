@@ -4,69 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from fault_replicas import Replica, Setup, check_sentence, describe
-from torch import Tensor
+from ledger import Ledger
 from workers import Pool
 
 from diloco_comm import CO2, Delayed, Eager, HeavyBall, Streaming, SyncError
-from diloco_comm.flights import Flight
-from diloco_comm.parts import Part
 
 H = 4
 LR = 0.5
-
-
-@dataclass
-class Ledger:
-    """What each fragment had to send, what it sent and what became of it, in float64."""
-
-    replica: Replica
-    learned: list[Tensor] = field(default_factory=list)
-    applied: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        rounds = self.replica.diloco._rounds
-        parts = self.replica.diloco.parts
-        self.learned = [torch.zeros(part.num_elements, dtype=torch.float64) for part in parts]
-        self.applied = [torch.zeros(part.num_elements, dtype=torch.float64) for part in parts]
-        self.send, self.commit, self.repair = rounds.send, rounds._commit, rounds._repair
-        rounds.send = self._send  # type: ignore[method-assign]
-        rounds._commit = self._commit  # type: ignore[method-assign]
-        rounds._repair = self._repair  # type: ignore[method-assign]
-
-    def _send(self, part: Part, *arguments: Any) -> Flight:
-        progress = part.progress().double()
-        flight = self.send(part, *arguments)
-        self.learned[part.index] += progress
-        return flight
-
-    def _commit(self, part: Part, flight: Flight, arrival: Any) -> None:
-        self.applied[part.index] += part.decode(flight.own, flight.layout, "").double()
-        self.commit(part, flight, arrival)
-
-    def _repair(self, part: Part, repair: Any, flight: Flight, inner_step: int) -> None:
-        self.learned[part.index] += part.progress().double()
-        self.applied[part.index] += part.decode(flight.own, flight.layout, "").double()
-        self.repair(part, repair, flight, inner_step)
-
-    def error(self) -> float:
-        """Largest of learned - (applied + in flight + owed), over the largest learned."""
-        worst = 0.0
-        for part, learned, applied in zip(
-            self.replica.diloco.parts, self.learned, self.applied, strict=True
-        ):
-            known = applied.clone()
-            for flight in part.in_flight:
-                known += part.decode(flight.own, flight.layout, "").double()
-            if part.slot.residuals.added is not None:
-                known += part.slot.residuals.added.double()
-            worst = max(worst, ((learned - known).abs().max() / learned.abs().max()).item())
-        return worst
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -92,7 +41,7 @@ def live_on(
 ) -> dict[str, Any]:
     """The last replica dies at a stage while fragments are under way; the others go on."""
     replica = start(address, rank, range(world), name)
-    ledger = Ledger(replica) if POLICIES[name]["overlap"].rounds else None
+    ledger = Ledger(replica.diloco) if POLICIES[name]["overlap"].rounds else None
     replica.train_to(3 * H + 1)
     in_flight = sum(len(part.in_flight) for part in replica.diloco.parts)
     # Nobody is ahead by steps that the others would have to take after the death.
@@ -224,7 +173,7 @@ def save_after_failure(
     results = []
     for name in names:
         replica = start(address, rank, range(world), name)
-        ledger = Ledger(replica)
+        ledger = Ledger(replica.diloco)
         replica.train_to(2 * H + 1)
         replica.diloco.exchange.exchange_objects(b"")
         if rank == 1:
