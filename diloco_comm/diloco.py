@@ -436,8 +436,8 @@ class DiLoCo:
     def state_dict(self, *, shared: bool = False) -> dict[str, Any]:
         """Return what a resumed run needs besides the model and the inner optimizer.
 
-        **With** ``shard_group`` **this is a collective call**: it gathers the workers' ranges, so all
-        workers of the replica must call it, also when only one of them writes the file
+        **With** ``shard_group`` **this is a collective call**: it gathers what its workers own, so
+        all of them must call it, also when only one of them writes the file
         (``if rank == 0: torch.save(diloco.state_dict(), ...)`` hangs). Otherwise, under FSDP2 too,
         it calls no collective.
 
