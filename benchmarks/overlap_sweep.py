@@ -57,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure the cells that the results file does not have yet; it is written after each."""
     path = Path(args.json or common.RESULTS / "overlap.json")
     done: list[dict[str, Any]] = json.loads(path.read_text())["results"] if path.exists() else []
+    if any("cell" not in entry for entry in done):
+        print(f"error: {path} has results of one cell, not of a sweep: give another --json")
+        return 2
     report = common.Report("overlap", link="in each cell", variants="in each cell")
     with common.stoppable():
         for cell in cells(args):

@@ -125,6 +125,8 @@ def test_sweep_measures_only_what_the_results_file_lacks(
     assert overlap_sweep.run(args) == 0
     assert Path(args.plot).stat().st_size > 10_000
     assert len(measured) == len(overlap_sweep.cells(args)) - 3
+    path.write_text(json.dumps({"results": [row]}))
+    assert overlap_sweep.run(args) == 2
 
 
 # --------------------------------------------------------------------------------- torchft
