@@ -30,6 +30,7 @@ def test_every_case_runs_and_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     command = [sys.executable, str(BENCHMARKS / "kernels_gpu.py"), "--device", "cpu", "-n", "2"]
     command += ["--size", "1M", "--wires", "int8,int4", "--no-compile", "--json", str(path)]
+    command += ["--jobs", "1"]
     done = subprocess.run(
         [*command, "--impl", ",".join(IMPLS)], capture_output=True, text=True, timeout=100
     )
@@ -39,7 +40,7 @@ def test_every_case_runs_and_is_reported(tmp_path: Path) -> None:
     assert (document["device"], document["impls"]) == ("cpu", IMPLS)
     rows = document["results"]["rows"]
     table = [line.split() for line in document["output"] if not line.startswith("#")]
-    assert len(rows) == len(table) == len(IMPLS) * (3 * 2 * 3 + 2 + 4 + 2)
+    assert len(rows) == len(table) == len(IMPLS) * (3 * 2 * 3 + 2 + 5 + 2)
     assert all(row["is_same"] for row in rows)
     for row, line in zip(rows, table, strict=True):
         assert row["share_percent"] > 0 and row["seconds"]["samples"] == 2

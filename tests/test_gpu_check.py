@@ -126,6 +126,33 @@ def test_operators_for_the_sanitizer(checks, monkeypatch: pytest.MonkeyPatch, ca
     assert capsys.readouterr().out.count("equal True") == 16
 
 
+SAMPLE = """
+import pytest
+
+@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
+def test_one(device, number):
+    assert number != {broken}
+"""
+
+
+def test_shares_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every marked test runs once in all; one that fails is shown."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n gpu\n")
+    for broken, expected in ((9, "7 passed"), (5, "6 passed, 1 failed")):
+        sample = tmp_path / "test_sample.py"
+        sample.write_text(SAMPLE.format(broken=broken))
+        options = ["--logs", str(tmp_path), "--processes", "2", "--mark", "slow", str(sample)]
+        done = run("gpu_tests.py", *options)
+        assert done.stdout.splitlines()[-1] == expected, done.stdout
+        assert done.returncode == int(broken == 5), done.stdout
+        assert ("test_one[cuda-5]" in done.stdout) == (broken == 5)
+    nothing = run("gpu_tests.py", "--logs", str(tmp_path), "--processes", "1", str(sample))
+    assert (nothing.returncode, nothing.stdout) == (1, "nothing\n")
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["0.log", "1.log"]
+
+
 PARTS = [
     {"part": "build", "status": 0, "seconds": 31, "limit": 110},
     {"part": "nccl_two_ranks", "status": 1, "seconds": 9, "limit": 30},
@@ -137,7 +164,11 @@ PARTS = [
     ("more", "status", "shown"),
     [
         ([], 0, "all parts passed"),
-        ([{"part": "tests", "status": 1, "seconds": 3, "limit": 9}], 1, "not proven: tests"),
+        (
+            [{"part": "kernel_tests", "status": 1, "seconds": 3, "limit": 9}],
+            1,
+            "not proven: kernel_t",
+        ),
         ([{"part": "kernels", "status": 124, "seconds": 9, "limit": 9}], 1, "timed out"),
         ([{"part": "racecheck", "status": None, "reason": "no CUDA device"}], 1, "no CUDA device"),
     ],
@@ -176,8 +207,10 @@ def test_the_check_up_to_the_first_cuda_call(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     parts = {p["part"]: p for p in map(json.loads, (out / "parts.jsonl").read_text().splitlines())}
     assert [parts[name]["status"] for name in ("versions", "build", "first_call")] == [0, 0, 1]
-    skipped = ["nccl_two_ranks", "tests", "memcheck", "racecheck", "kernels", "trace", "training"]
-    assert list(parts)[3:] == skipped
+    assert list(parts)[3:] == [
+        "nccl_two_ranks", "kernel_tests", "kernels", "engine_tests", "trace", "training",
+        "memcheck", "racecheck",
+    ]  # fmt: skip
     assert "no CUDA device" in (out / "first_call.log").read_text()
     assert json.loads((out / "versions.log").read_text())["torch"]
     assert (out / "summary.txt").read_text() in done.stdout
@@ -187,7 +220,7 @@ def test_the_parts_fit_in_ten_minutes() -> None:
     lines = (BENCHMARKS / "gpu_check.sh").read_text().splitlines()
     words = [line.split() for line in lines if line.strip().startswith("part ")]
     limits = [2 * int(w[2]) if w[1] == '"$tool"' else int(w[2]) for w in words]
-    assert sum(limits) <= 600 and len(words) == 9
+    assert sum(limits) <= 600 and len(words) == 10
     assert shutil.which("bash")
 
 
