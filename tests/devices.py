@@ -31,7 +31,8 @@ DEVICES = ["lagging", GPU]
 def build_stand_in() -> str:
     """Compile the stand-in unless that was done before; return the path of the library."""
     facts = f"{torch.__version__} {cpp_extension.include_paths()}".encode()
-    key = hashlib.sha256(SOURCE.read_bytes() + facts).hexdigest()[:16]
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("lagging_*")))
+    key = hashlib.sha256(sources + facts).hexdigest()[:16]
     folder = ROOT / "build"
     folder.mkdir(exist_ok=True)
     library = folder / f"lagging-{key}.so"

@@ -4,7 +4,8 @@
 //
 // What a GPU forgives by luck fails here. Memory that is freed is overwritten in the order of the
 // stream that allocated it. Tensors of the host cannot stand in for those of the device. Whatever
-// makes the host wait is written down: torch.ops.lagging.host_waits() lists it.
+// makes the host wait is written down: torch.ops.lagging.host_waits() lists it; tasks() lists what
+// was enqueued, where, and after what.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -16,256 +17,20 @@
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <pthread.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <condition_variable>
-#include <cstring>
-#include <deque>
-#include <map>
-#include <mutex>
-#include <random>
-#include <set>
-#include <thread>
+#include "lagging_memory.h"
+#include "lagging_streams.h"
 
+namespace lagging {
 namespace {
 
 using c10::Device;
 using c10::DeviceIndex;
 using c10::Stream;
-using c10::StreamId;
-
-constexpr auto kType = c10::DeviceType::PrivateUse1;
-const Device kDevice(kType, 0);
-
-std::atomic<int64_t> lag_us{0};
-std::atomic<int64_t> num_allocations{0};
-std::atomic<bool> is_failed{false};
-
-// ------------------------------------------------------------------------------------- records
-
-struct Record {
-    std::mutex mutex;
-    std::vector<std::string> waits;
-    std::vector<std::string> tasks;
-};
-
-Record& record() {
-    static auto* one = new Record;
-    return *one;
-}
-
-void note_wait(const std::string& what) {
-    char thread[16] = {};
-    pthread_getname_np(pthread_self(), thread, sizeof(thread));
-    std::lock_guard<std::mutex> lock(record().mutex);
-    record().waits.push_back(what + " in " + thread);
-}
-
-// ------------------------------------------------------------------------------------- streams
-
-class Lane {
-  public:
-    explicit Lane(StreamId id) : id_(id), random_(static_cast<unsigned>(id) + 1) {
-        std::thread([this] { loop(); }).detach();
-    }
-
-    void enqueue(std::string name, std::function<void()> task) {
-        {
-            std::lock_guard<std::mutex> lock(record().mutex);
-            record().tasks.push_back(std::to_string(id_) + " " + name);
-        }
-        std::lock_guard<std::mutex> lock(mutex_);
-        tasks_.push_back(std::move(task));
-        ++num_enqueued_;
-        changed_.notify_all();
-    }
-
-    void synchronize() {
-        std::unique_lock<std::mutex> lock(mutex_);
-        const uint64_t goal = num_enqueued_;
-        changed_.wait(lock, [&] { return num_done_ >= goal; });
-    }
-
-    bool is_idle() {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return num_done_ == num_enqueued_;
-    }
-
-  private:
-    void loop() {
-        std::unique_lock<std::mutex> lock(mutex_);
-        while (true) {
-            changed_.wait(lock, [this] { return !tasks_.empty(); });
-            const auto task = std::move(tasks_.front());
-            tasks_.pop_front();
-            lock.unlock();
-            if (const int64_t most = lag_us.load()) {
-                const auto pause = static_cast<int64_t>(random_() % static_cast<uint64_t>(most));
-                std::this_thread::sleep_for(std::chrono::microseconds(pause));
-            }
-            try {
-                task();
-            } catch (const std::exception& error) {
-                is_failed = true;
-                std::fprintf(stderr, "lagging device: %s\n", error.what());
-            }
-            lock.lock();
-            ++num_done_;
-            changed_.notify_all();
-        }
-    }
-
-    const StreamId id_;
-    std::minstd_rand random_;
-    std::mutex mutex_;
-    std::condition_variable changed_;
-    std::deque<std::function<void()>> tasks_;
-    uint64_t num_enqueued_ = 0;
-    uint64_t num_done_ = 0;
-};
-
-struct Lanes {
-    std::mutex mutex;
-    std::map<StreamId, Lane*> by_id;
-    StreamId next = 1;
-};
-
-Lanes& lanes() {
-    static auto* all = new Lanes;
-    return *all;
-}
-
-Lane& lane(StreamId id) {
-    std::lock_guard<std::mutex> lock(lanes().mutex);
-    Lane*& one = lanes().by_id[id];
-    if (one == nullptr) one = new Lane(id);
-    return *one;
-}
-
-thread_local StreamId current = 0;
-
-void synchronize_all() {
-    std::vector<Lane*> all;
-    {
-        std::lock_guard<std::mutex> lock(lanes().mutex);
-        for (const auto& [id, one] : lanes().by_id) all.push_back(one);
-    }
-    for (Lane* one : all) one->synchronize();
-}
-
-struct Point {
-    std::mutex mutex;
-    std::condition_variable changed;
-    uint64_t recorded = 0;
-    uint64_t reached = 0;
-};
-using PointPtr = std::shared_ptr<Point>;
-
-void record_point(const PointPtr& point, StreamId stream) {
-    uint64_t version = 0;
-    {
-        std::lock_guard<std::mutex> lock(point->mutex);
-        version = ++point->recorded;
-    }
-    lane(stream).enqueue("record", [point, version] {
-        std::lock_guard<std::mutex> lock(point->mutex);
-        point->reached = std::max(point->reached, version);
-        point->changed.notify_all();
-    });
-}
-
-void wait_for(const PointPtr& point, uint64_t version) {
-    std::unique_lock<std::mutex> lock(point->mutex);
-    point->changed.wait(lock, [&] { return point->reached >= version; });
-}
-
-// -------------------------------------------------------------------------------------- memory
-
-struct Block {
-    void* memory;
-    size_t num_bytes;
-    StreamId stream;
-    std::set<StreamId> users;
-};
-
-// As the caching allocator: the memory is the allocating stream's again, in its own order, when the
-// other streams that were named are done with it.
-void free_block(void* context) {
-    auto* block = static_cast<Block*>(context);
-    for (const StreamId user : block->users) {
-        auto point = std::make_shared<Point>();
-        record_point(point, user);
-        lane(block->stream).enqueue("wait to free", [point] { wait_for(point, 1); });
-    }
-    lane(block->stream).enqueue("free", [block] {
-        std::memset(block->memory, 0xcd, block->num_bytes);
-        std::free(block->memory);
-        delete block;
-    });
-}
-
-class DeviceAllocator final : public c10::Allocator {
-  public:
-    c10::DataPtr allocate(size_t num_bytes) override {
-        ++num_allocations;
-        void* memory = nullptr;
-        if (posix_memalign(&memory, 64, std::max<size_t>(num_bytes, 64)) != 0) std::abort();
-        auto* block = new Block{memory, num_bytes, current, {}};
-        return {memory, block, &free_block, kDevice};
-    }
-    c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-    void copy_data(void* to, const void* from, size_t count) const override {
-        std::memcpy(to, from, count);
-    }
-};
 
 DeviceAllocator device_allocator;
 REGISTER_ALLOCATOR(kType, &device_allocator);
-
-struct Pinned {
-    std::mutex mutex;
-    std::map<const char*, size_t> blocks;
-};
-
-Pinned& pinned() {
-    static auto* one = new Pinned;
-    return *one;
-}
-
-bool is_pinned(const void* data) {
-    const auto* at = static_cast<const char*>(data);
-    std::lock_guard<std::mutex> lock(pinned().mutex);
-    auto next = pinned().blocks.upper_bound(at);
-    if (next == pinned().blocks.begin()) return false;
-    --next;
-    return at < next->first + next->second;
-}
-
-class PinnedAllocator final : public c10::Allocator {
-  public:
-    c10::DataPtr allocate(size_t num_bytes) override {
-        void* memory = nullptr;
-        if (posix_memalign(&memory, 64, std::max<size_t>(num_bytes, 64)) != 0) std::abort();
-        std::lock_guard<std::mutex> lock(pinned().mutex);
-        pinned().blocks[static_cast<char*>(memory)] = num_bytes;
-        return {memory, memory, &release, Device(c10::DeviceType::CPU)};
-    }
-    c10::DeleterFnPtr raw_deleter() const override { return &release; }
-    void copy_data(void* to, const void* from, size_t count) const override {
-        std::memcpy(to, from, count);
-    }
-
-  private:
-    static void release(void* memory) {
-        std::lock_guard<std::mutex> lock(pinned().mutex);
-        pinned().blocks.erase(static_cast<char*>(memory));
-        std::free(memory);
-    }
-};
-
-PinnedAllocator pinned_allocator;
 
 // --------------------------------------------------------------------------------------- guards
 
@@ -302,7 +67,8 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
             std::lock_guard<std::mutex> lock(point->mutex);
             version = point->recorded;
         }
-        lane(on.id()).enqueue("wait", [point, version] { wait_for(point, version); });
+        lane(on.id()).enqueue("wait " + name_of(*point, version),
+                              [point, version] { wait_for(point, version); });
     }
     bool queryEvent(void* event) const override {
         if (event == nullptr) return true;
@@ -535,8 +301,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 }
 
 TORCH_LIBRARY_IMPL(diloco_comm, PrivateUse1, m) {
-    for (const char* name :
-         {"encode", "reduce", "outer_step", "outer_step_adam", "decode", "merge", "norms"}) {
+    for (const char* name : {"encode", "reduce", "outer_step", "outer_step_adam",
+                             "outer_step_delayed", "decode", "merge", "norms"}) {
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>());
     }
 }
@@ -554,8 +320,10 @@ void host_function(int64_t address) {
 }
 
 }  // namespace
+}  // namespace lagging
 
 TORCH_LIBRARY(lagging, m) {
+    using namespace lagging;
     m.def("set_lag(int us) -> ()", [](int64_t us) { lag_us = us; });
     m.def("host_waits() -> str[]", [] { return take(&Record::waits); });
     m.def("tasks() -> str[]", [] { return take(&Record::tasks); });

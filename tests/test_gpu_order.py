@@ -1,0 +1,141 @@
+"""What on a device waits for what: chunks overlap where they may, and never where they must not.
+
+The stand-in writes down what was enqueued on which stream, and which events a stream waited for.
+From that follows, whatever the speeds, what comes before what.
+"""
+
+from __future__ import annotations
+
+import devices
+import torch
+from device_training import METHODS, Replica
+from test_gpu_streams import on_streams, use_streams
+
+import diloco_comm
+from diloco_comm import outer
+
+CHUNK_ELEMENTS = 4096
+
+
+class Order:
+    """The tasks of all streams in the order in which the host enqueued them."""
+
+    def __init__(self, tasks: list[str]) -> None:
+        self.streams, self.names = zip(*(task.split(" ", 1) for task in tasks), strict=True)
+        self.causes: list[list[int]] = []
+        last: dict[str, int] = {}
+        records: dict[str, int] = {}
+        for i, (stream, name) in enumerate(zip(self.streams, self.names, strict=True)):
+            kind, _, event = name.partition(" ")
+            waits_for = [records[event]] if kind == "wait" and event in records else []
+            self.causes.append(waits_for + ([last[stream]] if stream in last else []))
+            last[stream] = i
+            if kind == "record":
+                records[event] = i
+
+    def find(self, name: str, begin: int = 0) -> list[int]:
+        return [i for i, own in enumerate(self.names) if own == name and i >= begin]
+
+    def comes_after(self, later: int, earlier: int) -> bool:
+        """Whether a task cannot begin before another one has ended."""
+        seen, todo = set(), [later]
+        while todo:
+            todo = [cause for i in todo for cause in self.causes[i] if cause not in seen]
+            seen.update(todo)
+        return earlier in seen
+
+
+def tasks_of(replica: Replica) -> list[str]:
+    """What a round enqueues, with nothing under way before."""
+    torch.accelerator.synchronize()
+    torch.ops.lagging.tasks()
+    replica.steps(5, 8)
+    torch.accelerator.synchronize()
+    return torch.ops.lagging.tasks()
+
+
+def on_a_side_stream(rank: int, world: int, library: str) -> tuple[list[str], list[str]]:
+    here = use_streams(rank, "lagging", library)
+    replica = Replica(rank, here, **on_streams(METHODS["diloco"]))
+    replica.steps(0, 5)
+    calls = replica.diloco.exchange._driver.group.calls
+    calls.clear()
+    tasks = tasks_of(replica)
+    replica.diloco.close()
+    return tasks, list(calls)
+
+
+def test_chunks_are_reduced_while_the_next_ones_travel(replicas, stand_in) -> None:
+    tasks, calls = replicas(3).run(on_a_side_stream, stand_in)[0]
+    order = Order(tasks)
+    collectives = dict(zip(order.find("host function"), calls, strict=True))
+    exchanges = [i for i, call in collectives.items() if call == "alltoall"]
+    *gathers, vote = [i for i, call in collectives.items() if call == "allgather"]
+    encodes, reduces = (order.find(f"diloco_comm::{name}") for name in ("encode", "reduce"))
+    (step,) = order.find("diloco_comm::outer_step")
+    after = order.comes_after
+    assert len(exchanges) == len(gathers) == len(encodes) == len(reduces) > 5
+    for k, reduce in enumerate(reduces):
+        assert after(exchanges[k], encodes[k]) and after(reduce, exchanges[k])
+        assert after(gathers[k], reduce) and after(step, gathers[k]) and after(vote, reduce)
+    (verdict,) = order.find("sum")
+    assert after(verdict, vote) and after(step, verdict)
+    for k in range(len(reduces) - 1):
+        assert not after(exchanges[k], encodes[k + 1])  # leaves before all is encoded
+        assert not after(exchanges[k + 1], reduces[k])
+    for k in range(len(reduces) - 2):
+        assert after(exchanges[k + 2], reduces[k])  # into the same buffer
+
+
+def in_pieces(rank: int, world: int, library: str) -> list[str]:
+    here = devices.use("lagging", library)
+    tensor = torch.ones(9 << 20, device=here)  # pieces are of four million elements
+    torch.accelerator.synchronize()
+    torch.ops.lagging.tasks()
+    diloco_comm.all_reduce(tensor, wire="int4")
+    torch.accelerator.synchronize()
+    tasks = torch.ops.lagging.tasks()
+    diloco_comm.shutdown()
+    return tasks
+
+
+def test_pieces_leave_the_device_while_others_are_encoded(replicas, stand_in) -> None:
+    order = Order(replicas(2).run(in_pieces, stand_in)[0])
+    encodes = order.find("diloco_comm::encode")
+    copies = order.find("copy out")[: len(encodes)]
+    assert len(encodes) == 3
+    for k, copy in enumerate(copies):
+        assert order.comes_after(copy, encodes[k])
+        assert all(not order.comes_after(copy, later) for later in encodes[k + 1 :])
+        assert all(copy < later for later in encodes[k + 1 :])
+
+
+def from_host_memory(rank: int, world: int, library: str) -> list[str]:
+    here = devices.use("lagging", library)
+    before = outer.chunks_of.__defaults__
+    outer.chunks_of.__defaults__ = (CHUNK_ELEMENTS,)  # type: ignore[attr-defined]
+    replica = Replica(rank, here, offload="cpu", **METHODS["diloco"])
+    replica.steps(0, 5)
+    tasks = tasks_of(replica)
+    replica.diloco.close()
+    outer.chunks_of.__defaults__ = before  # type: ignore[attr-defined]
+    return tasks
+
+
+def test_offloaded_chunks_come_and_go_behind_the_steps(replicas, stand_in) -> None:
+    """Two buffers: a chunk comes while the step works on the one before, which then leaves."""
+    order = Order(replicas(2).run(from_host_memory, stand_in)[0])
+    steps = order.find("diloco_comm::outer_step")
+    stores = order.find("copy out", steps[0])[1::2]  # of outer and momentum, the second
+    stream = order.streams[stores[0]]
+    loads = [i for i in order.find("copy in", order.find("diloco_comm::encode")[-1])
+             if order.streams[i] != stream][-2 * len(steps) :][1::2]  # fmt: skip
+    after = order.comes_after
+    assert len(steps) == len(stores) == len(loads) > 3
+    for k, step in enumerate(steps):
+        assert after(step, loads[k]) and after(stores[k], step)
+    for k in range(len(steps) - 1):
+        assert not after(loads[k + 1], steps[k]) and not after(loads[k + 1], stores[k])
+        assert not after(steps[k + 1], stores[k])
+    for k in range(len(steps) - 2):
+        assert after(loads[k + 2], stores[k])
