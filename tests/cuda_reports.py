@@ -36,6 +36,7 @@ _FACTS = re.compile(
 class Kernel:
     """One kernel for one architecture."""
 
+    file: str
     name: str
     arch: str
     registers: int
@@ -48,6 +49,7 @@ def read(file: Path) -> list[Kernel]:
     found = [match.groupdict() for match in _FACTS.finditer(file.read_text())]
     return [
         Kernel(
+            file.stem,
             each["name"],
             each["arch"],
             int(each["registers"]),
@@ -78,11 +80,14 @@ def check(folder: Path, archs: tuple[str, ...]) -> list[Kernel]:
 
 
 def table(kernels: list[Kernel]) -> list[dict[str, object]]:
-    """Count the kernels of each architecture and name, with their registers."""
+    """Count the kernels of each architecture, file and name, with their registers."""
+    by_key: dict[tuple[str, str, str], list[int]] = {}
+    for kernel in kernels:
+        key = (kernel.arch, kernel.file, kernel.name)
+        by_key.setdefault(key, []).append(kernel.registers)
     rows = []
-    for arch, name in sorted({(kernel.arch, kernel.name) for kernel in kernels}):
-        registers = [k.registers for k in kernels if (k.arch, k.name) == (arch, name)]
-        row = {"target": arch, "kernel": name, "count": len(registers)}
+    for (arch, file, name), registers in sorted(by_key.items()):
+        row = {"target": arch, "file": f"{file}.cu", "kernel": name, "count": len(registers)}
         rows.append(row | {"least_registers": min(registers), "most_registers": max(registers)})
     return rows
 
@@ -97,7 +102,8 @@ def main() -> int:
     rows = table(kernels)
     for row in rows:
         registers = f"{row['least_registers']:4} to {row['most_registers']:3} registers"
-        report.print(f"{row['target']:8}{row['kernel']:16}{row['count']:4} kernels{registers}")
+        names = f"{row['target']:8}{row['file']:15}{row['kernel']:15}"
+        report.print(f"{names}{row['count']:4} kernels{registers}")
     report.print(f"{len(kernels)} kernels compiled, none with a stack frame or spills")
     if arguments.json:
         report.save(arguments.json, rows)

@@ -1,35 +1,9 @@
-#include "cuda/by_format.h"
-#include "cuda/encode_tile.h"
-#include "cuda/launch.cuh"
+#include "cuda/encode_kernel.cuh"
 
 namespace diloco::cuda {
-namespace {
-
-// x = outer - params + residual;  scale = absmax / qmax;  code = round(x / scale), by blocks.
-// Reads 8n bytes (fp32 parameters), writes n + n / 128 (int8, blocks of 256); error feedback reads
-// and writes 4n more each. One warp per 1024 elements, in a grid that fills the device.
-template <Format kFormat, bool kStochastic>
-__global__ void __launch_bounds__(kThreads, 3)
-    encode_kernel(const __grid_constant__ EncodeArgs args) {
-    __shared__ __align__(16) float stages[kWarps][kEncodeTile];
-    const WarpLanes lanes(stages[warp_in_block()]);
-    WarpLanes::Of<int> bad{0};
-    for (uint32_t i = first_warp(); i < args.target.runs.num_tiles; i += grid_warps()) {
-        encode_tile<kFormat, kStochastic>(lanes, args, i, bad);
-    }
-    if (args.target.nonfinite != nullptr) {
-        lanes.count(args.target.nonfinite, [&](int lane) { return bad[lane]; });
-    }
-}
-
-}  // namespace
 
 void encode(const EncodeArgs& args, Format format, bool is_stochastic, Queue queue) {
-    by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
-        static ResidentBlocks fits{};
-        launch<EncodeArgs>(encode_kernel<decltype(constant)::value, decltype(stochastic)::value>,
-                           fits, args, args.target.runs.num_tiles, queue);
-    });
+    launch_encode(args, format, is_stochastic, queue);
 }
 
 }  // namespace diloco::cuda

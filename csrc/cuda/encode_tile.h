@@ -250,7 +250,7 @@ DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, uint3
 
 // result <- Q(sum of coefficient * decoded run + residual).
 template <Format kFormat, bool kStochastic, class Lanes>
-DILOCO_DEVICE void reduce_tile(const Lanes& lanes, const ReduceArgs& args, uint32_t index,
+DILOCO_DEVICE void encode_tile(const Lanes& lanes, const ReduceArgs& args, uint32_t index,
                                typename Lanes::template Of<int>& bad) {
     const Tile tile = tile_at<kFormat, kEncodeQuads>(args.target.runs, index);
     typename Lanes::template Of<Quads<kEncodeQuads>> x;

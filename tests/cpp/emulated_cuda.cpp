@@ -59,12 +59,18 @@ class EmulatedLanes {
     alignas(16) float memory_[kStageFloats];
 };
 
-template <class Run>
-void encode_tiles(const EncodeTarget& target, Run&& run) {
+template <class Args>
+void encode_tiles(const Args& args, Format format, bool is_stochastic) {
+    const EncodeTarget& target = args.target;
     const codec::IeeeScope ieee;
     EmulatedLanes lanes;
     EmulatedLanes::Of<int> bad{};
-    for (uint32_t i = 0; i < target.runs.num_tiles; ++i) run(lanes, i, bad);
+    by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
+        for (uint32_t i = 0; i < target.runs.num_tiles; ++i) {
+            encode_tile<decltype(constant)::value, decltype(stochastic)::value>(lanes, args, i,
+                                                                                bad);
+        }
+    });
     if (target.nonfinite != nullptr) {
         lanes.count(target.nonfinite, [&](int lane) { return bad[lane]; });
     }
@@ -80,21 +86,11 @@ void tiles(const Runs& runs, Run&& run) {
 }  // namespace
 
 void encode(const EncodeArgs& args, Format format, bool is_stochastic, Queue) {
-    by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
-        encode_tiles(args.target, [&](const auto& lanes, uint32_t i, auto& bad) {
-            encode_tile<decltype(constant)::value, decltype(stochastic)::value>(lanes, args, i,
-                                                                                bad);
-        });
-    });
+    encode_tiles(args, format, is_stochastic);
 }
 
 void reduce(const ReduceArgs& args, Format format, bool is_stochastic, Queue) {
-    by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
-        encode_tiles(args.target, [&](const auto& lanes, uint32_t i, auto& bad) {
-            reduce_tile<decltype(constant)::value, decltype(stochastic)::value>(lanes, args, i,
-                                                                                bad);
-        });
-    });
+    encode_tiles(args, format, is_stochastic);
 }
 
 void outer_step(const StepArgs& args, Format format, Queue) {

@@ -1,0 +1,40 @@
+// The kernel of encode and of reduce, which differ in where a tile's values come from.
+#pragma once
+
+#include "cuda/by_format.h"
+#include "cuda/encode_tile.h"
+#include "cuda/launch.cuh"
+
+namespace diloco::cuda {
+namespace {
+
+// x = outer - params + residual, or the weighted sum of runs + residual;  scale = absmax / qmax;
+// code = round(x / scale), by blocks.
+// int8, blocks of 256, fp32 parameters: encode reads 8n bytes, reduce W (n + n / 128); both write
+// n + n / 128; error feedback reads and writes 4n more each. One warp per 1024 elements, in a grid
+// that fills the device.
+template <Format kFormat, bool kStochastic, class Args>
+__global__ void __launch_bounds__(kThreads, 3) encode_kernel(const __grid_constant__ Args args) {
+    __shared__ __align__(16) float stages[kWarps][kEncodeTile];
+    const WarpLanes lanes(stages[warp_in_block()]);
+    WarpLanes::Of<int> bad{0};
+    for (uint32_t i = first_warp(); i < args.target.runs.num_tiles; i += grid_warps()) {
+        encode_tile<kFormat, kStochastic>(lanes, args, i, bad);
+    }
+    if (args.target.nonfinite != nullptr) {
+        lanes.count(args.target.nonfinite, [&](int lane) { return bad[lane]; });
+    }
+}
+
+template <class Args>
+void launch_encode(const Args& args, Format format, bool is_stochastic, Queue queue) {
+    by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
+        constexpr Format kFormat = decltype(constant)::value;
+        static ResidentBlocks fits{};
+        launch<Args>(encode_kernel<kFormat, decltype(stochastic)::value, Args>, fits, args,
+                     args.target.runs.num_tiles, queue);
+    });
+}
+
+}  // namespace
+}  // namespace diloco::cuda
