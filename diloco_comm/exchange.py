@@ -208,6 +208,7 @@ class Exchange:
             error_feedback=error_feedback,
             residual_dtype=residual_dtype,
             carries=carries,
+            num_under_way=self.num_under_way,
             device=device,
             is_streamed=self.collectives == "nccl" and device.type != "cpu",
         )
@@ -270,6 +271,7 @@ class Exchange:
             sending = Sending(outer, params, [], stochastic, keys[0], keys[1], loader)
             return self._start_on_streams(slot, round, sending)
         residuals = slot.residuals
+        reduce_residual, new_reduce_residual = residuals.reduction(header.round)
         job = self._begin(
             self._engine.start,
             of=header,
@@ -283,8 +285,8 @@ class Exchange:
             reduce_key=keys[1],
             residual=residuals.added,
             new_residual=residuals.new,
-            reduce_residual=residuals.reduce,
-            new_reduce_residual=residuals.new_reduce,
+            reduce_residual=reduce_residual,
+            new_reduce_residual=new_reduce_residual,
             bad=round.own.bad_host,
             staging=self._staging(slot, round, loader),
         )

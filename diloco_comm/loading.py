@@ -11,7 +11,7 @@ import torch
 from . import saved_flights
 from .parts import ParameterPart, Part
 from .saved_flights import Saved
-from .state import VERSION, Scope, set_numbers
+from .state import VERSION, Scope, chain_key, set_numbers
 
 
 def restore(
@@ -122,11 +122,13 @@ def _plan_residuals(
     if slot is None or slot.residual is None:
         return []
     saved = None if own is None else own.get("residual") or None
-    shard = None if own is None else own.get("reduce_residual", {}).get(scope.key(part))
-    own_shard = slot.reduce_residual
+    reduced = {} if own is None else own.get("reduce_residual", {})
+    count = len(slot.residuals.reductions())
+    shards = [reduced.get(chain_key(scope.key(part), chain)) for chain in range(count)]
     has_saved = saved is not None and part.fragment.has_own(saved)
-    fits = has_saved and (
-        own_shard is None or (shard is not None and own_shard.shape == shard.shape)
+    fits = has_saved and all(
+        shard is not None and shard.shape == mine.shape
+        for shard, mine in zip(shards, slot.residuals.reductions(), strict=True)
     )
     if fits and saved is not None:
         part.fragment.check_own(saved)
@@ -144,11 +146,11 @@ def _plan_residuals(
             part.fragment.load_own(slot.residual, saved)
         else:
             slot.residual.zero_()
-        if slot.reduce_residual is not None:
+        for shard, mine in zip(shards, slot.residuals.reductions(), strict=True):
             if fits and shard is not None:
-                slot.reduce_residual.copy_(shard)
+                mine.copy_(shard)
             else:
-                slot.reduce_residual.zero_()
+                mine.zero_()
 
     return [load]
 

@@ -2,11 +2,13 @@
 
 Either a lost round stays in the parameters, which the next encoding sees again: then residuals go
 on when a round is agreed on. Or the caller moves the parameters at each send and gives a lost round
-back by ``owe`` (``carries``): then they go on when a round is encoded, and several rounds may be
-under way.
+back by ``owe`` (``carries``): then that of the encoding goes on when a round is encoded, and
+several rounds may be under way.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,19 +16,38 @@ from torch import Tensor
 from .memory import CPU, persistent
 
 
+@dataclass
+class Residual:
+    """What one chain of encodings lost so far, and the buffer that the next one writes."""
+
+    value: Tensor
+    new: Tensor
+
+    @classmethod
+    def zero(cls, count: int, dtype: torch.dtype, device: torch.device) -> Residual:
+        return cls(persistent(count, dtype, device), persistent(count, dtype, device))
+
+    def swap(self) -> None:
+        self.value, self.new = self.new, self.value
+
+
 class Residuals:
     """Residuals of the encoding and of the reduction of one fragment.
+
+    A reduction adds what an earlier one lost, and counts only if its round is agreed on. So that no
+    round starts from one that may still be voted down, there are as many chains of reductions as
+    rounds may be under way: each takes every ``num_under_way``-th round.
 
     Args:
         error_feedback: Keep what encoding loses.
         dtype: Of what is kept, fp32 or bf16.
         carries: See above.
+        num_under_way: Rounds that may be under way at a time.
         device, reduces_on: Of the fragment, and where the reduction is done.
 
     Attributes:
         value: Of the encoding, [num_elements], or None.
-        reduce: Of the reduction of the runs that this rank owns, or None.
-        new, new_reduce: What the next round writes.
+        new: What the next encoding writes.
         owed: fp32 [num_elements] that the next encoding adds, or None; with error feedback,
             ``value`` holds it.
     """
@@ -38,24 +59,18 @@ class Residuals:
         error_feedback: bool,
         dtype: torch.dtype,
         carries: bool,
+        num_under_way: int = 1,
         device: torch.device = CPU,
         reduces_on: torch.device = CPU,
     ) -> None:
         self.num_elements, self.device, self.reduces_on = num_elements, device, reduces_on
         self.error_feedback, self.dtype, self.carries = error_feedback, dtype, carries
+        self.num_chains = num_under_way
         self.value = persistent(num_elements, dtype, device) if error_feedback else None
         self.new = persistent(num_elements, dtype, device) if error_feedback else None
-        self.reduce: Tensor | None = None
-        self.new_reduce: Tensor | None = None
         self.owed: Tensor | None = None
+        self._reductions: list[Residual] = []
         self._spent: Tensor | None = None
-        self._is_reduction_stale = False
-
-    def plan_reduction(self, count: int) -> None:
-        """Start anew with ``count`` elements to reduce; 0 for none."""
-        is_kept = self.error_feedback and count
-        self.reduce = persistent(count, self.dtype, self.reduces_on) if is_kept else None
-        self.new_reduce = persistent(count, self.dtype, self.reduces_on) if is_kept else None
 
     @property
     def added(self) -> Tensor | None:
@@ -79,14 +94,33 @@ class Residuals:
         parameters, so that the next encoding sees the same values again."""
         assert self.carries
         if self.error_feedback:
-            self.value, self.new = self.new, self.value
+            self._swap()
         else:
             self.owed, self._spent = self._spent, None
 
     def forget(self) -> None:
         """Owe nothing; a saved state brings what is owed."""
         self.owed = self._spent = None
-        self._is_reduction_stale = False
+
+    # ----------------------------------------------------------------------- of the reduction
+
+    def plan_reduction(self, count: int) -> None:
+        """Start anew with ``count`` elements to reduce; 0 for none."""
+        num_chains = self.num_chains if self.error_feedback and count else 0
+        self._reductions = [
+            Residual.zero(count, self.dtype, self.reduces_on) for _ in range(num_chains)
+        ]
+
+    def reduction(self, number: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return what the reduction of a round adds, and where it writes what it loses."""
+        if not self._reductions:
+            return None, None
+        chain = self._reductions[number % self.num_chains]
+        return chain.value, chain.new
+
+    def reductions(self) -> list[Tensor]:
+        """List what was lost by the reductions, one tensor a chain."""
+        return [chain.value for chain in self._reductions]
 
     # ------------------------------------------------------------------- what becomes of a round
 
@@ -94,38 +128,14 @@ class Residuals:
         """A round is encoded and under way."""
         if self.carries:
             self._spent, self.owed = self.owed, None
-            self.swap()
+            self._swap()
 
-    def agreed(self) -> None:
-        """A round is agreed on: what its encodings lost is owed to the next one."""
-        if self.carries:
-            self._is_reduction_stale = False
-        else:
-            self.swap()
-
-    def dropped(self, *, is_last: bool) -> None:
-        """A round is voted down, or its group died before the vote.
-
-        Args:
-            is_last: No later round is under way.
-        """
+    def turn(self, number: int) -> None:
+        """A round is agreed on, so what its encodings lost is owed; or, again, it never was."""
         if not self.carries:
-            return
-        # The reduction of a later round under way started from this one's residual. If that round
-        # is lost as well, two steps back lead to the buffer in use.
-        if is_last and not self._is_reduction_stale:
-            self._swap_reduce()
-        self._is_reduction_stale = not is_last
+            self._swap()
+        if self._reductions:
+            self._reductions[number % self.num_chains].swap()
 
-    def given_up(self, num_rounds: int) -> None:
-        """With ``carries``: the group is no more, and so many rounds under way with it."""
-        if (num_rounds + self._is_reduction_stale) % 2:
-            self._swap_reduce()
-        self._is_reduction_stale = False
-
-    def swap(self) -> None:
+    def _swap(self) -> None:
         self.value, self.new = self.new, self.value
-        self._swap_reduce()
-
-    def _swap_reduce(self) -> None:
-        self.reduce, self.new_reduce = self.new_reduce, self.reduce

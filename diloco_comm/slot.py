@@ -208,7 +208,7 @@ class Pending:
             return
         round.state = "agreed"
         round.terms = self._slot.terms_of(round, job.weights)
-        self._slot.residuals.agreed()
+        self._slot.residuals.turn(round.header.round)
         counters = dict(job.counters)
         self._outcome = Outcome(
             terms=round.terms,
@@ -251,6 +251,7 @@ class Slot:
         error_feedback: bool = False,
         residual_dtype: torch.dtype = torch.float32,
         carries: bool = False,
+        num_under_way: int = 1,
         device: torch.device = CPU,
         is_streamed: bool = False,
     ) -> None:
@@ -266,14 +267,15 @@ class Slot:
             error_feedback=error_feedback,
             dtype=residual_dtype,
             carries=carries,
+            num_under_way=num_under_way,
             device=device,
             reduces_on=device if is_streamed else CPU,
         )
         self._owner: tuple[int, Layout] | None = None
-        self._latest: Round | None = None
         self._owns: list[Payload] = []
         self._results: list[Payload] = []
         self.rounds: list[Round] = []
+        self._owed: list[Round] = []
         self._pendings: list[Pending] = []
 
     def plan(
@@ -287,7 +289,7 @@ class Slot:
     ) -> None:
         """Lay the fragment out for a group.
 
-        ``reduce_residual`` goes on if this rank owns the same runs as before, else it is zero.
+        Residuals of reductions go on if this rank owns the same runs as before, else they are zero.
         """
         block, wire = self.wire.block_size, self.wire
         payload = Layout.plan(self.num_elements, world_size, 1, wire).payload_bytes
@@ -328,10 +330,6 @@ class Slot:
     def residual(self) -> Tensor | None:
         return self.residuals.value
 
-    @property
-    def reduce_residual(self) -> Tensor | None:
-        return self.residuals.reduce
-
     def open_round(self, header: Header) -> Round:
         """Choose buffers for a new round: none that an earlier round still needs.
 
@@ -342,7 +340,7 @@ class Slot:
         is_unsure = self.error_feedback and not self.residuals.carries
         if is_unsure and any(r.state == "started" for r in self.rounds):
             raise RuntimeError("with error feedback, wait() for a round before the next start()")
-        own = self._take(self._owns, [r.own for r in self.rounds])
+        own = self._take(self._owns, [r.own for r in (*self.rounds, *self._owed)])
         result = None
         if self.world_size > 1:
             result = self._take(self._results, [r.result for r in self.rounds])
@@ -350,7 +348,6 @@ class Slot:
 
     def add_round(self, round: Round, pending: Pending) -> None:
         self.rounds.append(round)
-        self._latest = round
         self._pendings = [p for p in self._pendings if not p._outcome and not p._error]
         self._pendings.append(pending)
         self.residuals.encoded()
@@ -363,14 +360,21 @@ class Slot:
     def forget(self) -> None:
         """Drop all rounds and what is owed; no exchange of theirs may be under way."""
         self._resolve_done()
-        self.rounds, self._latest, self._pendings = [], None, []
+        self.rounds, self._owed, self._pendings = [], [], []
         self.residuals.forget()
 
     def drop(self, round: Round) -> None:
-        """A round is voted down, or its group died before the vote."""
-        is_last = round is self.rounds[-1]
+        """A round is voted down, or its group died before the vote.
+
+        With ``carries`` nobody else has what it held: the payload stays until ``release``.
+        """
         self.rounds.remove(round)
-        self.residuals.dropped(is_last=is_last)
+        if self.residuals.carries:
+            self._owed.append(round)
+
+    def release(self, own: Tensor) -> None:
+        """Say that what the own payload of a dropped round held is owed: its buffer is free."""
+        self._owed = [round for round in self._owed if round.own.tensor is not own]
 
     def commit(self) -> None:
         """Say that the oldest round agreed on is applied: its buffers are free.
@@ -408,20 +412,11 @@ class Slot:
         No exchange of theirs may be under way.
         """
         self._resolve_done()
-        last = self._latest
-        if self.residuals.carries:
-            given_up = [r for r in self.rounds if r not in applied and not r.is_adopted]
-            self.residuals.given_up(len(given_up))
-            self.rounds, self._latest = [], None
-            return
-        # What encoding lost is owed to the next round if, and only if, the last one is applied.
-        if (
-            last is not None
-            and last in self.rounds
-            and (last.state == "voted") == (last in applied)
-        ):
-            self.residuals.swap()
-        self.rounds, self._latest = [], None
+        for round in self.rounds:
+            # What encoding lost is owed to the next round if, and only if, this one is applied.
+            if not round.is_adopted and (round.state == "agreed") != (round in applied):
+                self.residuals.turn(round.header.round)
+        self.rounds, self._owed = [], []
 
     def terms_of(self, round: Round, weights: list[float]) -> Terms:
         own = round.own.tensor

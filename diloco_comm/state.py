@@ -9,7 +9,7 @@ The layout of a saved state (a ``torch.distributed.checkpoint`` Stateful):
     buffers/<buffer>/<parameter>            momentum and the like, fp32
     flights/<fragment>/<k>/<term>           payloads of rounds under way
     replica_<r>/residual/<parameter>        only with error feedback
-    replica_<r>/reduce_residual/<fragment>
+    replica_<r>/reduce_residual/<fragment>  <fragment>.1 for odd rounds when two may be under way
     replica_<r>/own/<fragment>              own numbers of rounds under way and lost
     replica_<r>/payloads/<fragment>/<k>, corrected/<fragment>/<i>, owed/<parameter>
 
@@ -179,8 +179,8 @@ def _collect_own(part: Part, view: _View, scope: Scope, own: dict[str, Any]) -> 
         own["residual"].update(
             part.fragment.own_views(slot.residual if view.added is None else view.added)
         )
-    if slot.reduce_residual is not None:
-        own["reduce_residual"][key] = slot.reduce_residual
+    for chain, residual in enumerate(slot.residuals.reductions()):
+        own["reduce_residual"][chain_key(key, chain)] = residual
     if not scope.overlap.rounds:
         return slot.residual is not None
     numbers, payloads = saved_flights.pack_own(view.flights, slot, scope.members, scope.depth)
@@ -202,6 +202,11 @@ def _collect_own(part: Part, view: _View, scope: Scope, own: dict[str, Any]) -> 
     if corrected:
         own["corrected"][key] = corrected
     return bool(slot.residual is not None or view.flights or view.owes or has_owed)
+
+
+def chain_key(key: str, chain: int) -> str:
+    """Name what the reductions of a part lost; see ``Residuals``."""
+    return f"{key}.{chain}" if chain else key
 
 
 # ------------------------------------------------------------------------------------- numbers

@@ -234,14 +234,15 @@ class StreamDriver:
 
     def _reduce(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
         assert round.result is not None and round.own.ballot is not None
-        layout, residuals = slot.layout, slot.residuals
+        layout = slot.layout
+        residual, new_residual = slot.residuals.reduction(round.header.round)
         begin, end = layout.run_range(chunk * self.size + self.rank)
         if begin == end:
             return
 
-        def part(residual: Tensor | None) -> Tensor | None:
+        def part(values: Tensor | None) -> Tensor | None:
             first = chunk * layout.run_elements
-            return None if residual is None else residual[first : first + end - begin]
+            return None if values is None else values[first : first + end - begin]
 
         ops.reduce(
             self._received(slot, chunk),
@@ -254,8 +255,8 @@ class StreamDriver:
             stochastic=sending.stochastic,
             rng_key=sending.reduce_key,
             index_begin=begin,
-            residual=part(residuals.reduce),
-            new_residual=part(residuals.new_reduce),
+            residual=part(residual),
+            new_residual=part(new_residual),
             nonfinite=round.own.ballot.bad,
             impl=self.impl,
         )

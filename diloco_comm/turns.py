@@ -239,14 +239,14 @@ class Turns(Rounds):
         assert part.slot is not None
         if flight.is_local_kept:
             part.slot.residuals.rewind()
-            return
-        if flight.own is None:
-            return
-        part.slot.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
-        part.owes = True
-        if flight.coefficient:
-            own = Own(flight.own.clone(), flight.coefficient, flight.layout)
-            part.corrections.append(_laid_out(own, part.slot.layout))
+        elif flight.own is not None:
+            part.slot.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
+            part.owes = True
+            if flight.coefficient:
+                own = Own(flight.own.clone(), flight.coefficient, flight.layout)
+                part.corrections.append(_laid_out(own, part.slot.layout))
+        if flight.own is not None:
+            part.slot.release(flight.own)
 
     def settle(self, repairs: Sequence[Repair], inner_step: int) -> None:
         super().settle(repairs, inner_step)
@@ -276,6 +276,6 @@ def _clean_residuals(part: Part) -> None:
     if part.slot is None:
         return
     limit = 6e4 if part.slot.wire.name == "fp16" else 2.0**126
-    for residual in (part.slot.residual, part.slot.reduce_residual):
+    for residual in (part.slot.residual, *part.slot.residuals.reductions()):
         if residual is not None:
             residual.masked_fill_(~(residual.abs() <= limit), 0.0)

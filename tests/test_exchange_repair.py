@@ -97,13 +97,13 @@ def _regroup(rank: int, world: int, address: tuple[str, int]) -> Any:
     ex, slot = _connect(address, rank, world)
     sync(ex, slot, [values(0, rank, N)], round=0)
     slot.commit()
-    owed = [r.clone() for r in (slot.residual, slot.reduce_residual) if r is not None]
+    owed = [r.clone() for r in (slot.residual, *slot.residuals.reductions()) if r is not None]
     assert all(r.abs().sum() > 0 for r in owed)
     with pytest.raises(NonFiniteError):
         sync(ex, slot, [torch.full((N,), float("nan") if rank == 0 else 1.0)], round=1)
     sync(ex, slot, [values(1, rank, N)], round=1)  # agreed on, applied by nobody
     assert ex.change_group(range(world), last_rounds={0: 0}) == []
-    now = [r for r in (slot.residual, slot.reduce_residual) if r is not None]
+    now = [r for r in (slot.residual, *slot.residuals.reductions()) if r is not None]
     kept = all(torch.equal(a, b) for a, b in zip(now, owed, strict=True))
     sizes = len(slot._owns), len(slot._results)
     ex.close()

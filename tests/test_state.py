@@ -42,7 +42,7 @@ def snapshot(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
     tensors = [param.detach().clone() for param in model.parameters()]
     for part in diloco.parts:
         tensors += [part.outer.clone(), *(t.clone() for t in part.state.tensors().values())]
-        residuals = (part.slot.residual, part.slot.reduce_residual)
+        residuals = (part.slot.residual, *part.slot.residuals.reductions())
         tensors += [residual.clone() for residual in residuals if residual is not None]
         tensors.append(torch.tensor([part.round, part.last_sent, part.state.num_steps]))
     return tensors

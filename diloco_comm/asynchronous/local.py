@@ -124,7 +124,7 @@ class LocalModel:
     def agreed(self) -> None:
         """The update was applied: what its encoding lost is owed to the next one."""
         for residual in self.residuals:
-            residual.agreed()
+            residual.turn(0)
 
     def write(self) -> None:
         """Set the parameters to the shared ones, in place."""
