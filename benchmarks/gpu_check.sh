@@ -49,8 +49,8 @@ if [ $? -eq 0 ]; then
     if [ $? -eq 0 ]; then ranks=2; else ranks=1; fi
     export DILOCO_TEST_NCCL_RANKS=$ranks NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
     part kernel_tests 80 "$python" benchmarks/gpu_tests.py --processes 12 \
-        --logs "$out/kernel_tests" tests/test_cuda_operators.py \
-        tests/test_triton_encode.py tests/test_triton_operators.py
+        --logs "$out/kernel_tests" tests/test_ops_{encode,reduce,outer_step,bounds,examples}.py \
+        tests/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py
     part kernels 125 "$python" benchmarks/kernels_gpu.py --check --jobs 12 --json "$out/kernels.json"
     part engine_tests 90 "$python" benchmarks/gpu_tests.py --processes 3 \
         --logs "$out/engine_tests" tests/test_gpu_engine.py tests/test_gpu_streams.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import emulated
 import pytest
 import torch
 from hypothesis import settings
@@ -15,7 +16,7 @@ from diloco_comm import ops
 from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
 
 # Every implementation by name: one that this processor cannot run is skipped in sight.
-IMPLS = [
+CPU_IMPLS = [
     pytest.param(
         impl,
         marks=pytest.mark.skipif(
@@ -26,6 +27,12 @@ IMPLS = [
     for impl in ops.IMPLEMENTATIONS["cpu"]
     if impl != "reference"
 ]
+# CUDA's, emulated; and those of device_ops.py, "name@device".
+EMULATED = pytest.param("emulated", marks=emulated.needs_library, id="emulated")
+HAS_CUDA_KERNELS = torch.cuda.is_available() and "cuda" in ops.available_impls("cuda")
+ON_A_GPU = [pytest.param("cuda@cuda", marks=pytest.mark.gpu, id="cuda")] if HAS_CUDA_KERNELS else []
+HOST_IMPLS = [*CPU_IMPLS, EMULATED]  # those that read and write the host's memory
+IMPLS = [*HOST_IMPLS, *ON_A_GPU]
 RUNNING_IMPLS = [impl for impl in ops.available_impls() if impl != "reference"]
 SIZES = [1, 7, 255, 256, 257, 4096, 100_003]
 SCALED = [name for name in WIRES if WireFormat(name).has_scales]

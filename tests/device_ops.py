@@ -1,14 +1,15 @@
 """The operators for tests that are written with CPU tensors, on any device.
 
 An implementation may be given as "name@device": the arguments are then copied to the device, and
-what the operator wrote there is copied back into the CPU tensors. Other names are passed on as they
-are. So one test body serves CPU and CUDA.
+what the operator wrote there is copied back into the CPU tensors. "emulated" is CUDA's code on the
+CPU (emulated.py). Other names are passed on as they are. So one test body serves CPU and CUDA.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import emulated
 import torch
 from torch import Tensor
 
@@ -28,6 +29,9 @@ def _copied(argument: object, device: str, copies: dict[int, tuple[Tensor, Tenso
 
 def _anywhere(name: str) -> Callable[..., None]:
     def run(*args: object, impl: str = "", **kwargs: object) -> None:
+        if impl == "emulated":
+            emulated.operator(name)(*args, **kwargs)
+            return
         operator = getattr(ops, name)
         impl, _, device = impl.partition("@")
         if not device:

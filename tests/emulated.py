@@ -7,24 +7,13 @@ and tiles of the CUDA build, with the lanes and the launch of ``tests/cpp/emulat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 LIBRARY = Path(__file__).resolve().parent.parent / "build/emulated/libdiloco_emulated.so"
-OPERATORS = (
-    "encode",
-    "reduce",
-    "outer_step",
-    "outer_step_adam",
-    "outer_step_delayed",
-    "decode",
-    "merge",
-    "norms",
-)
 REASON = "build/emulated is not built: make test builds it"
 
 needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason=REASON)
@@ -39,21 +28,3 @@ def operator(name: str) -> Callable[..., None]:
             getattr(torch.ops.diloco_comm_emulated, name)(*args, **kwargs)
 
     return run
-
-
-def route(module: ModuleType) -> Iterator[None]:
-    """While iterated, ``module.encode(..., impl="emulated")`` and the others run here."""
-
-    def routed(original: Callable[..., None], ours: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: object, impl: str = "", **kwargs: object) -> None:
-            if impl == "emulated":
-                ours(*args, **kwargs)
-            else:
-                original(*args, impl=impl, **kwargs)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in OPERATORS if LIBRARY.exists() else ():
-            patch.setattr(module, name, routed(getattr(module, name), operator(name)))
-        yield

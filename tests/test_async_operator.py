@@ -5,7 +5,7 @@ from __future__ import annotations
 import device_ops as ops
 import pytest
 import torch
-from codec_cases import IMPLS, SIZES, assert_same, values
+from codec_cases import HOST_IMPLS, IMPLS, SIZES, assert_same, values
 from test_ops_reduce import whole_payload
 from torch import Tensor
 
@@ -83,7 +83,7 @@ def test_touches_only_what_it_should() -> None:
     assert not torch.equal(stepped["outer"], before["outer"])
 
 
-@pytest.mark.parametrize("impl", ["reference", *(p.values[0] for p in IMPLS[:1])])
+@pytest.mark.parametrize("impl", ["reference", *IMPLS])
 def test_a_set_verdict_means_no_step(impl: str) -> None:
     layout = Layout.plan(300, 1, 1, WireFormat("int8"))
     kept = arrive(layout, 5, impl, last=True, verdict=torch.tensor([1]))
@@ -106,15 +106,18 @@ def test_one_arrival_is_a_nesterov_step_bit_for_bit() -> None:
     assert_same(momentum, their_momentum, "momentum")
 
 
-def test_errors() -> None:
+@pytest.mark.parametrize("impl", HOST_IMPLS)
+def test_errors(impl: str) -> None:
     layout = Layout.plan(300, 1, 1, WireFormat("int8"))
     payload = whole_payload(layout, "normal", 1)
     span = (0, 300, layout.run_elements, "int8", 256)
     with pytest.raises(ValueError, match="needs a pending tensor"):
-        ops.outer_step_delayed(torch.zeros(300), None, None, [payload], [1.0], *span, 0.7)
+        ops.outer_step_delayed(
+            torch.zeros(300), None, None, [payload], [1.0], *span, 0.7, impl=impl
+        )
     with pytest.raises(ValueError, match="pending"):
         ops.outer_step_delayed(
-            torch.zeros(300), None, torch.zeros(299), [payload], [1.0], *span, 0.7
+            torch.zeros(300), None, torch.zeros(299), [payload], [1.0], *span, 0.7, impl=impl
         )
 
 

@@ -1,26 +1,20 @@
-"""CUDA's operators: the reference's bytes, emulated on the CPU and, where there is one, on a GPU.
+"""What CUDA's operators have of their own: lists of tensors and terms, alignment, dispatch, graphs.
 
-The bodies are those of test_ops_*.py. What the emulation cannot show is listed in docs/gpu.md.
+On the CPU they are emulated (emulated.py); where there is a GPU they run there. That their bytes
+are those of the reference is shown by test_ops_*.py, as for every other implementation. What the
+emulation cannot show is listed in docs/gpu.md.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
-import test_async_operator as arrivals
-import test_ops_bounds as bounds
 import test_ops_encode as encoding
-import test_ops_errors as errors
-import test_ops_outer_step as stepping
 import test_ops_reduce as reducing
 import torch
 from codec_cases import (
-    KINDS,
-    SIZES,
+    EMULATED,
+    HAS_CUDA_KERNELS,
+    ON_A_GPU,
     Fragment,
     assert_same,
     clone,
@@ -30,101 +24,17 @@ from codec_cases import (
     tensors_like,
     values,
 )
-from emulated import needs_library, operator, route
+from emulated import needs_library, operator
 
 from diloco_comm import ops, reference
-from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+from diloco_comm.wire import WIRES, Layout, WireFormat
 
-HAS_CUDA_KERNELS = torch.cuda.is_available() and "cuda" in ops.available_impls("cuda")
-EMULATED = pytest.param("emulated", marks=needs_library, id="emulated")
-ON_A_GPU = [pytest.param("cuda@cuda", marks=pytest.mark.gpu, id="cuda")]
-IMPLS = [EMULATED, *(ON_A_GPU if HAS_CUDA_KERNELS else [])]
-every_impl = pytest.mark.parametrize("impl", IMPLS)
-every_wire = pytest.mark.parametrize("wire", WIRES)
-every_optimizer = pytest.mark.parametrize("optimizer", stepping.OPTIMIZERS)
-rounding = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
-
-SMALL_SIZES = list(zip(SIZES[:-1], BLOCK_SIZES, strict=True))
+every_impl = pytest.mark.parametrize("impl", [EMULATED, *ON_A_GPU])
 MANY = 400  # tensors, more than a kernel's parameters hold
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _emulation() -> Iterator[None]:
-    yield from route(ops)
-
-
 @every_impl
-@every_wire
-@rounding
-def test_encode_sizes_and_blocks(impl: str, wire: str, stochastic: bool) -> None:
-    for num_elements, block_size in SMALL_SIZES:
-        for num_runs in (1, 3):
-            form = WireFormat(wire, block_size)
-            case = fragment(num_elements, form, "good", block_size, num_runs=num_runs)
-            encoding.check(case, impl, stochastic=stochastic, rng_key=-12345)
-
-
-@every_impl
-@every_wire
-@pytest.mark.parametrize("kind", KINDS)
-@rounding
-def test_encode_kinds_of_values(impl: str, wire: str, kind: str, stochastic: bool) -> None:
-    """Every block size, with error feedback in fp32 and bf16."""
-    for seed, block_size in enumerate(BLOCK_SIZES):
-        with_outer = seed % 3 > 0
-        case = fragment(
-            2100 + seed, WireFormat(wire, block_size), kind, seed, with_outer=with_outer
-        )
-        residual = values(2100 + seed, "normal", seed + 50)
-        options = {"stochastic": stochastic, "rng_key": seed << 60}
-        encoding.check(
-            case, impl, residual=residual.to((torch.float32, torch.bfloat16)[seed % 2]), **options
-        )
-
-
-@every_impl
-@pytest.mark.parametrize(("wire", "stochastic"), [("int8", False), ("int4", True), ("fp16", True)])
-def test_encode_many_tiles(impl: str, wire: str, stochastic: bool) -> None:
-    case = fragment(SIZES[-1], WireFormat(wire), "good", 1, num_runs=2)
-    encoding.check(case, impl, stochastic=stochastic, rng_key=7)
-
-
-@every_impl
-@every_wire
-def test_any_fragment(impl: str, wire: str) -> None:
-    encoding.test_any_fragment(impl, wire)
-
-
-@every_impl
-@every_wire
-def test_encode_in_ranges_and_in_place(impl: str, wire: str) -> None:
-    encoding.test_ranges_add_up_to_the_whole(impl, wire, True)
-    encoding.test_residual_may_be_updated_in_place(impl, wire)
-
-
-@every_impl
-@every_wire
-def test_bad_elements(impl: str, wire: str) -> None:
-    encoding.test_bad_elements_are_counted_and_sent_as_zeros(impl, wire)
-    if wire in ("fp16", "bf16", "fp32"):
-        encoding.test_fp16_overflow_is_a_bad_element(impl, wire, int(wire == "fp16"))
-
-
-@pytest.mark.parametrize("impl", [EMULATED])
-@every_wire
-def test_flush_to_zero_changes_nothing(impl: str, wire: str) -> None:
-    encoding.test_flush_to_zero_changes_nothing(impl, wire, True)
-
-
-@every_impl
-@every_wire
-def test_any_run_is_reduced_and_decoded(impl: str, wire: str) -> None:
-    reducing.test_any_run(impl, wire)
-    reducing.test_decode_any_payload(impl, wire)
-
-
-@every_impl
-@every_wire
+@pytest.mark.parametrize("wire", WIRES)
 def test_reduce_of_many_ranks(impl: str, wire: str) -> None:
     """The weights of 40 ranks do not fit into a kernel's parameters."""
     form = WireFormat(wire, 128)
@@ -132,63 +42,6 @@ def test_reduce_of_many_ranks(impl: str, wire: str) -> None:
         weights = reference.normalised([1.0 + rank for rank in range(num_ranks)])
         received = reducing.received_runs(num_ranks, 1100, form, "good", num_ranks)
         reducing.check_reduce(received, weights, 1100, form, impl)
-
-
-@every_impl
-@pytest.mark.parametrize("wire", [name for name in WIRES if name != "fp32"])
-def test_every_code(impl: str, wire: str) -> None:
-    reducing.test_every_code_decodes_to_what_its_bits_say(impl, wire)
-
-
-@every_impl
-def test_decode_leaves_the_rest(impl: str) -> None:
-    reducing.test_decode_into_a_half_of_the_fragment_leaves_the_rest(impl)
-
-
-@every_impl
-@every_wire
-@every_optimizer
-def test_steps_of_every_wire(impl: str, wire: str, optimizer: str) -> None:
-    stepping.test_wires_and_terms(impl, wire, optimizer)
-
-
-@every_impl
-@every_optimizer
-def test_steps_of_every_size(impl: str, optimizer: str) -> None:
-    for num_elements in SIZES[:-1]:
-        stepping.test_sizes(impl, optimizer, num_elements)
-
-
-@every_impl
-@every_optimizer
-def test_any_step(impl: str, optimizer: str) -> None:
-    """Ranges, terms, alpha, clip, and a verdict that forbids the step."""
-    stepping.test_any_step(impl, optimizer)
-
-
-@every_impl
-@pytest.mark.parametrize(("first", "last"), arrivals.MODES)
-def test_arrivals_of_every_size(impl: str, first: bool, last: bool) -> None:
-    for num_elements in SIZES:
-        arrivals.test_sizes(impl, first, last, num_elements)
-
-
-@every_impl
-@every_wire
-def test_arrivals_of_every_wire(impl: str, wire: str) -> None:
-    arrivals.test_wires_blocks_terms_and_numbers(impl, wire)
-
-
-@every_impl
-def test_an_arrival_that_is_refused(impl: str) -> None:
-    arrivals.test_a_set_verdict_means_no_step(impl)
-
-
-@every_impl
-def test_merge_and_norms(impl: str) -> None:
-    stepping.test_merge(impl)
-    stepping.test_norms(impl)
-    stepping.test_norms_of_many_tiles_and_threads(impl)
 
 
 @every_impl
@@ -238,54 +91,6 @@ def test_aligned_and_misaligned_tensors(impl: str, wire: str) -> None:
         reference.decode(*args[:2], expected, *args[2:])
         for out, truth in zip(outs, expected, strict=True):
             assert_same(out, truth, f"{impl} decoded {tuple(out.shape)} {out.dtype}")
-
-
-@pytest.mark.parametrize("impl", [EMULATED])
-@every_wire
-@pytest.mark.parametrize("shift", [1, 3, 8])
-def test_guards(impl: str, wire: str, shift: int) -> None:
-    bounds.test_misaligned_tensors_between_guards(impl, wire, shift)
-
-
-@pytest.mark.parametrize("impl", [EMULATED])
-@every_wire
-def test_padding_is_never_written(impl: str, wire: str) -> None:
-    bounds.test_padding_is_never_written(impl, wire)
-
-
-@needs_library
-@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-def test_nothing_is_read_behind_the_end() -> None:
-    """In a process of its own: a read too far ends it with SIGSEGV."""
-    program = (
-        "import emulated, test_ops_bounds as bounds\n"
-        "routing = emulated.route(bounds.ops)\n"
-        "next(routing)\n"
-        "for wire in bounds.WIRES:\n"
-        "    for size, block in ((1, 32), (257, 32), (1000, 256), (4097, 1024)):\n"
-        "        print(wire, size, block, flush=True)\n"
-        "        bounds.sync(bounds.at_the_end_of_memory, wire, size, block, 'emulated')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100,
-        cwd=Path(__file__).parent,
-    )  # fmt: skip
-    assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr}"
-
-
-@needs_library
-@pytest.mark.parametrize(
-    ("function", "changes", "error", "match"),
-    [case for case in errors.CASES if "impl" not in case[1]],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_one_sentence(
-    function: Callable, changes: dict, error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match) as raised:
-        function(**({"impl": "emulated"} | changes))
-    sentence = str(raised.value).split("\nException raised from")[0]
-    assert "\n" not in sentence.strip() and len(sentence) < 250, sentence
 
 
 @needs_library

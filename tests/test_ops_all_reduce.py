@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from codec_cases import IMPLS, fill, flat, fragment, tensors_like, values
+from codec_cases import CPU_IMPLS, fill, flat, fragment, tensors_like, values
 from torch import Tensor
 
 from diloco_comm import ops, reference
@@ -57,7 +57,7 @@ def test_terms_by_world_size(wire: str) -> None:
 
 @every_wire
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", CPU_IMPLS)
 def test_two_phases_from_operators(wire: str, stochastic: bool, impl: str) -> None:
     """Encode on four replicas, reduce each run on its owner: the same bytes."""
     world_size, num_elements, ids = 4, 5003, [3, 5, 6, 9]

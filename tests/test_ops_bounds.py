@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import device_ops as ops
+import emulated
 import pytest
 import torch
-from codec_cases import IMPLS, RUNNING_IMPLS, assert_same, values
+from codec_cases import HOST_IMPLS, IMPLS, RUNNING_IMPLS, assert_same, values
 from torch import Tensor
 
 from diloco_comm.wire import WIRES, Layout, WireFormat
@@ -70,7 +71,7 @@ def sync(place: Place, wire: str, n: int, block_size: int, impl: str) -> list[Te
     ]  # fmt: skip
 
 
-@every_impl
+@pytest.mark.parametrize("impl", HOST_IMPLS)
 @every_wire
 @pytest.mark.parametrize("shift", [1, 3, 8])
 def test_misaligned_tensors_between_guards(impl: str, wire: str, shift: int) -> None:
@@ -150,7 +151,7 @@ def test_nothing_is_read_behind_the_end() -> None:
 
 
 if __name__ == "__main__":
-    for each_impl in RUNNING_IMPLS:
+    for each_impl in [*RUNNING_IMPLS, *(["emulated"] if emulated.LIBRARY.exists() else [])]:
         for each_wire in WIRES:
             for size, block in ((1, 32), (257, 32), (1000, 256), (4097, 1024)):
                 print(each_impl, each_wire, size, block, flush=True)

@@ -6,6 +6,8 @@ import device_ops as ops
 import pytest
 import torch
 from codec_cases import (
+    CPU_IMPLS,
+    HOST_IMPLS,
     IMPLS,
     KINDS,
     SIZES,
@@ -154,7 +156,7 @@ def test_fp16_overflow_is_a_bad_element(impl: str, wire: str, count: int) -> Non
     assert int(bad) == count
 
 
-@every_impl
+@pytest.mark.parametrize("impl", HOST_IMPLS)
 @every_wire
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 def test_flush_to_zero_changes_nothing(impl: str, wire: str, stochastic: bool) -> None:
@@ -174,7 +176,7 @@ def test_flush_to_zero_changes_nothing(impl: str, wire: str, stochastic: bool) -
     assert (tiny * 0.5).item() != 0.0
 
 
-@every_impl
+@pytest.mark.parametrize("impl", CPU_IMPLS)
 @every_wire
 def test_threads_change_nothing(impl: str, wire: str) -> None:
     num_elements = 400_003  # several of the 4096-block pieces that threads share

@@ -8,7 +8,7 @@ import math
 import device_ops as ops
 import pytest
 import torch
-from codec_cases import IMPLS, SCALED, block_sizes, kinds, seeds, sizes, values
+from codec_cases import CPU_IMPLS, SCALED, block_sizes, kinds, seeds, sizes, values
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ops_reduce import true_values
@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco_comm.reference_codec import philox, random_bits
 from diloco_comm.wire import WIRES, Layout, WireFormat, rng_key
 
-every_impl = pytest.mark.parametrize("impl", ["reference", *IMPLS])
+every_impl = pytest.mark.parametrize("impl", ["reference", *CPU_IMPLS])
 every_wire = pytest.mark.parametrize("wire", WIRES)
 
 

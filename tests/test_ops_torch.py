@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from codec_cases import IMPLS, WIRES, Fragment, fill, fragment, values
+from codec_cases import CPU_IMPLS, WIRES, Fragment, fill, fragment, values
 from test_ops_reduce import whole_payload
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -113,7 +113,7 @@ def test_compile_a_function_that_calls_the_wrappers() -> None:
     assert torch.equal(*payloads)
 
 
-@pytest.mark.parametrize("impl", ["reference", *IMPLS])
+@pytest.mark.parametrize("impl", ["reference", *CPU_IMPLS])
 def test_parameters_that_require_grad_are_written_in_place(impl: str) -> None:
     param = torch.nn.Parameter(torch.ones(4, 5))
     before = param.data_ptr()
@@ -122,7 +122,7 @@ def test_parameters_that_require_grad_are_written_in_place(impl: str) -> None:
     assert torch.equal(param.detach().flatten(), torch.arange(20.0))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", CPU_IMPLS)
 def test_autograd_notices_that_a_saved_tensor_was_written(impl: str) -> None:
     param = torch.nn.Parameter(torch.ones(20))
     loss = (param * param).sum()
@@ -131,7 +131,7 @@ def test_autograd_notices_that_a_saved_tensor_was_written(impl: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", CPU_IMPLS)
 def test_inference_tensors_are_accepted(impl: str) -> None:
     with torch.inference_mode():
         params = [torch.ones(20)]
@@ -139,7 +139,7 @@ def test_inference_tensors_are_accepted(impl: str) -> None:
     assert torch.equal(params[0], torch.arange(20.0))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", CPU_IMPLS)
 def test_two_threads_at_once(impl: str) -> None:
     """The training loop and the engine's thread use the operators at the same time."""
     cases = [fragment(60_003, WireFormat("int8", 32), "normal", seed) for seed in range(4)]
@@ -166,7 +166,7 @@ def minor_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", CPU_IMPLS)
 @pytest.mark.parametrize("wire", WIRES)
 def test_steady_state_allocates_nothing(impl: str, wire: str) -> None:
     """No tensor is made, and no fresh memory is touched, however large the fragment."""
