@@ -11,13 +11,11 @@ import zmq
 from torch import Tensor
 
 from ..errors import SyncError
-from ..wire import Layout, WireFormat
+from ..wire import Layout
 from . import keys as curve
+from .downloads import Download
 from .messages import MAX_BODY, MAX_JSON, Kind, Message, ProtocolError, pack, parse
-from .model import layout_of
 
-# Runs of a version that are asked for and not here yet.
-WINDOW = 8
 RETRY_S, BLOCKED_S = 1.0, 0.02
 
 
@@ -191,6 +189,7 @@ class Link:
         steps: int,
         seconds: float,
         is_start: bool = False,
+        follows: bool = False,
     ) -> Message:
         """Send an update, or the parameters to start from, and return the server's OUTCOME."""
         wire = layouts[0].wire
@@ -201,7 +200,7 @@ class Link:
             "seconds": seconds,
             "is_start": is_start,
         }
-        push = Message(Kind.PUSH, seq, version, meta=meta)
+        push = Message(Kind.PUSH, seq, version, int(follows), meta=meta)
         for message in self._converse(lambda: self._ask(push), "push"):
             if message.kind == Kind.OUTCOME and message.number == seq:
                 if not is_start:
@@ -233,7 +232,10 @@ class Link:
         Returns:
             Their version, and the inner steps of the round to train from them.
         """
-        download = _Download(self, outer)
+        return self.fetch(Download(self.send, outer))
+
+    def fetch(self, download: Download) -> tuple[int, int]:
+        """Go on until a download is complete and return its version and the inner steps."""
         for message in self._converse(download.ask, "pull"):
             download.receive(message)
             if download.is_complete:
@@ -245,60 +247,6 @@ class Link:
     def leave(self) -> None:
         """Tell the server not to wait for this worker."""
         self.send(Message(Kind.LEAVE))
-
-
-class _Download:
-    """One version on its way."""
-
-    def __init__(self, link: Link, outer: list[Tensor]) -> None:
-        self.link, self.outer = link, outer
-        self.layouts = [layout_of(flat.numel(), WireFormat("fp32")) for flat in outer]
-        self.version: int | None = None
-        self.steps = 0
-        self._wanted: list[tuple[int, int]] = []
-        self._asked: set[tuple[int, int]] = set()
-
-    @property
-    def is_complete(self) -> bool:
-        return self.version is not None and not self._wanted and not self._asked
-
-    def ask(self) -> None:
-        """Ask for a version, or again for the runs of one that have not come."""
-        if self.version is None:
-            self.link.send(Message(Kind.PULL))
-            return
-        for fragment, run in self._asked:
-            self._get(fragment, run)
-
-    def receive(self, message: Message) -> None:
-        if message.kind == Kind.READY and self.version != message.version:
-            self.version, self.steps = message.version, message.meta["steps"]
-            runs = [(f, run) for f, lay in enumerate(self.layouts) for run in range(lay.num_runs)]
-            self._wanted, self._asked = runs[::-1], set()
-        elif message.kind == Kind.GONE and message.version == self.version:
-            self.version = None
-            self.ask()
-        elif message.kind == Kind.DATA and message.version == self.version:
-            self._take(message)
-        while self._wanted and len(self._asked) < WINDOW:
-            position = self._wanted.pop()
-            self._asked.add(position)
-            self._get(*position)
-
-    def _get(self, fragment: int, run: int) -> None:
-        assert self.version is not None
-        self.link.send(Message(Kind.GET, 0, self.version, fragment, run))
-
-    def _take(self, message: Message) -> None:
-        position = (message.fragment, message.run)
-        if position not in self._asked:
-            return
-        begin, end = self.layouts[message.fragment].run_range(message.run)
-        if len(message.body) != 4 * (end - begin):
-            return
-        target = self.outer[message.fragment][begin:end]
-        target.numpy().data.cast("B")[:] = message.body
-        self._asked.discard(position)
 
 
 def read_status(

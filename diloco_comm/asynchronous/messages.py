@@ -11,6 +11,7 @@ with the keys of ``_FIELDS`` and no others, or the bytes of a run.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ HEADER = struct.Struct("<4sHHQQII")
 MAX_JSON = 1 << 16
 MAX_NAME = 64
 MAX_FRAGMENTS = 4096
+# Updates in one answer: as many as 64 KiB of JSON hold.
+MAX_UPDATES = 64
 # No run is longer: RUN_ELEMENTS of fp32.
 MAX_BODY = 1 << 20
 # Numbers stay such that they survive JSON and arithmetic in 64 bits.
@@ -34,13 +37,15 @@ class Kind(IntEnum):
 
     # From a worker.
     HELLO = 1  # JSON: who it is and what its model looks like
-    PUSH = 2  # JSON: a round is done, ask me for its update
+    PUSH = 2  # JSON: a round is done, ask me for its update; fragment 1 says that I follow
     RUN = 3  # bytes: a run of the update
     PULL = 4  # which parameters do I go on from?
     GET = 5  # send me a run of this version
     DONE = 6  # I have all of this version
     LEAVE = 7
     STATUS = 8
+    FOLLOW = 9  # PULL by who holds all of this version (number 1), or wants to (number 0)
+    GET_UPDATE = 10  # send me a run of the update that made version ``number``
     # From the server.
     WELCOME = 32  # JSON
     WANT = 33  # send me this run of the update
@@ -52,6 +57,8 @@ class Kind(IntEnum):
     REFUSED = 39  # JSON: one sentence
     REPORT = 40  # JSON: the status
     WAIT = 41  # heard you; the answer will come
+    STATE = 42  # JSON: go on from this version, here is all of it
+    UPDATES = 43  # JSON: go on from this version, these updates lead to it
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,40 @@ def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_rule(value: object) -> bool:
+    """Tell the arguments of ``FusedState`` by name."""
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"period", "mu", "direct", "ahead", "behind", "between", "follows"}
+        and _is_count(value["period"])
+        and value["period"] >= 1
+        and _is_flag(value["follows"])
+        and (value["mu"] is None or _is_number(value["mu"]))
+        and all(_is_number(value[name]) for name in ("direct", "ahead", "behind", "between"))
+    )
+
+
+def _is_updates(value: object) -> bool:
+    """Tell a list of (wire, block size, weight, learning rate)."""
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_UPDATES
+        and all(
+            isinstance(row, list)
+            and len(row) == 4
+            and _is_text(row[0])
+            and _is_count(row[1])
+            and _is_number(row[2])
+            and _is_number(row[3])
+            for row in value
+        )
+    )
+
+
 _FIELDS = {
     Kind.HELLO: {"worker": _is_name, "layout": _is_count, "sizes": _is_sizes},
     Kind.PUSH: {
@@ -124,6 +165,8 @@ _FIELDS = {
     Kind.WELCOME: {"needs_start": _is_flag, "rule": _is_object, "sync_every": _is_count},
     Kind.OUTCOME: {"staleness": _is_staleness, "refusal": _is_text, "reason": _is_text},
     Kind.READY: {"steps": _is_count},
+    Kind.STATE: {"steps": _is_count, "lr": _is_number, "rule": _is_rule},
+    Kind.UPDATES: {"steps": _is_count, "lr": _is_number, "updates": _is_updates},
     Kind.REFUSED: {"reason": _is_text},
     Kind.REPORT: {"status": _is_object},
 }

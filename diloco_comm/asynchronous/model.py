@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from torch import Tensor
 from .. import ops
 from ..exchange import empty_pages
 from ..wire import Layout, WireFormat
-from .rules import RuleState, ServerRule
+from .rule_states import FusedState, RuleState
+from .rules import ServerRule
 from .spool import Payload
 
 # Elements of a run: what travels in one message, 1 MiB of fp32.
@@ -33,13 +35,17 @@ def layout_of(num_elements: int, wire: WireFormat) -> Layout:
 
 
 @dataclass
-class _Applied:
+class Applied:
     """An update that is applied, or will be as soon as nobody reads an older version."""
 
     payloads: Sequence[Payload]
     layouts: Sequence[Layout]
     weight: float
     release: Callable[[], None]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(payload.nbytes for payload in self.payloads)
 
 
 class SharedModel:
@@ -74,9 +80,12 @@ class SharedModel:
         self.sizes = tuple(sizes)
         self.is_initialised = is_given
         self.version = 0
-        self._folded = 0
-        self._log: deque[_Applied] = deque()
+        # The log holds the updates after version ``_logged``; the buffers are at ``_folded``.
+        self._folded = self._logged = 0
+        self._log: deque[Applied] = deque()
         self._readers: Counter[int] = Counter()
+        self._pins: Counter[int] = Counter()
+        self._kept_from: int | None = None
 
     @property
     def num_elements(self) -> int:
@@ -113,7 +122,7 @@ class SharedModel:
             weight: Factor of the pseudo-gradient.
         """
         assert self.is_initialised
-        self._log.append(_Applied(payloads, layouts, weight, release))
+        self._log.append(Applied(payloads, layouts, weight, release))
         self.version += 1
         self._fold()
         return self.version
@@ -122,13 +131,20 @@ class SharedModel:
         """Bring the buffers to the oldest version that is read, or to the newest."""
         target = min(self._readers, default=self.version)
         while self._folded < target:
-            update = self._log.popleft()
+            update = self._log[self._folded - self._logged]
             for state, payload, layout in zip(
                 self.states, update.payloads, update.layouts, strict=True
             ):
                 state.arrive(payload, layout, update.weight, self.impl)
             self._folded += 1
-            update.release()
+        self._forget(self.version if self._kept_from is None else self._kept_from)
+
+    def _forget(self, version: int) -> None:
+        """Give the payloads up that led to this version, if nobody needs them."""
+        last = min(version, self._folded, *self._pins)
+        while self._logged < last:
+            self._log.popleft().release()
+            self._logged += 1
 
     # -------------------------------------------------------------------------------- readers
 
@@ -153,20 +169,37 @@ class SharedModel:
     def read(self, version: int, fragment: int, run: int) -> Tensor:
         """Return a copy of a run of a version that is held, fp32."""
         assert self._readers[version] > 0
-        layout = layout_of(self.sizes[fragment], WireFormat("fp32"))
-        begin, end = layout.run_range(run)
         if version == self._folded:
+            begin, end = self._run_range(fragment, run)
             visible = self.states[fragment].visible(begin, end)
             shares = visible.data_ptr() == self.states[fragment].outer[begin:end].data_ptr()
             return visible.clone() if shares else visible
+        return self._part(version, fragment, run).visible()
+
+    def _run_range(self, fragment: int, run: int) -> tuple[int, int]:
+        return layout_of(self.sizes[fragment], WireFormat("fp32")).run_range(run)
+
+    def _part(self, version: int, fragment: int, run: int) -> RuleState:
+        """Return a copy of a run's state at a version that is held."""
+        begin, end = self._run_range(fragment, run)
         part = self.states[fragment].part(begin, end)
-        for update in list(self._log)[: version - self._folded]:
+        first = self._folded - self._logged
+        for update in islice(self._log, first, version - self._logged):
             theirs = update.layouts[fragment]
             payload = update.payloads[fragment]
             run_bytes = theirs.run_bytes
             only = Layout(end - begin, 1, theirs.run_elements, theirs.wire)
             part.arrive(payload[run * run_bytes : (run + 1) * run_bytes], only, update.weight)
-        return part.visible()
+        return part
+
+    def read_buffer(self, version: int, fragment: int, run: int, index: int) -> Tensor:
+        """Return a copy of a run of one of the buffers of a version that is held, fp32.
+
+        Args:
+            index: 0 for the parameters of the last outer step, then those of ``RuleState.tensors``.
+        """
+        state = self._part(version, fragment, run)
+        return (state.outer, *state.tensors().values())[index]
 
     def read_all(self) -> list[Tensor]:
         """Return the newest parameters, fp32 [num_elements] for each fragment, copied."""
@@ -181,6 +214,49 @@ class SharedModel:
             ]
         finally:
             self.let_go(version)
+
+    # --------------------------------------------------------------------------------- followers
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Who has the buffers of a version can apply the updates since."""
+        return not self.rule.compensation and all(isinstance(s, FusedState) for s in self.states)
+
+    def keep_from(self, version: int | None) -> None:
+        """Keep the payloads of the updates since a version where there is room; None for none."""
+        self._kept_from = version
+        self._forget(self.version if version is None else version)
+
+    def forget_oldest(self) -> bool:
+        """Give one more update up of those that are only kept for followers."""
+        before = self._logged
+        self._forget(before + 1)
+        return self._logged > before
+
+    def updates_since(self, version: int) -> list[Applied] | None:
+        """Return the updates that lead from a version to the newest; None if some are gone."""
+        if not self._logged <= version <= self.version:
+            return None
+        return list(islice(self._log, version - self._logged, None))
+
+    def pin(self, version: int) -> None:
+        """Keep the updates since a version whatever it costs; end with ``unpin``."""
+        assert self._logged <= version
+        self._pins[version] += 1
+
+    def unpin(self, version: int) -> None:
+        """End one ``pin`` of the version."""
+        assert self._pins[version] > 0
+        self._pins[version] -= 1
+        if not self._pins[version]:
+            del self._pins[version]
+        self._forget(self.version if self._kept_from is None else self._kept_from)
+
+    def read_update(self, version: int, fragment: int, run: int) -> Tensor:
+        """Return a copy of a run of the payload that made a version, which is pinned."""
+        update = self._log[version - 1 - self._logged]
+        size = update.layouts[fragment].run_bytes
+        return update.payloads[fragment][run * size : (run + 1) * size].clone()
 
     # ---------------------------------------------------------------------------------- saving
 
@@ -210,5 +286,5 @@ class SharedModel:
             if saved is not state.outer:
                 state.outer.copy_(saved)
             state.load(own, scalars["states"][index])
-        self.version = self._folded = int(scalars["version"])
+        self.version = self._folded = self._logged = int(scalars["version"])
         self.is_initialised = True

@@ -52,6 +52,10 @@ class Receiver:
     def push(self, session: Session, message: Message) -> None:
         """A worker has an update, or says so again."""
         worker, meta = session.worker, message.meta
+        if message.fragment and session.follows != message.version:
+            # A server that was restarted learns here who follows it.
+            session.follows = message.version
+            self.state.keep_for_followers()
         upload = self._uploads.get(worker)
         if upload is not None and upload.seq == message.number:
             for fragment, run in list(upload.asked):
@@ -101,6 +105,9 @@ class Receiver:
         try:
             # Where there are no parameters yet there is nothing else in memory.
             payloads = self.state.memory.take(sizes, may_spool=not meta["is_start"])
+            # Updates that are kept for followers make room.
+            while payloads is None and self.state.forget_oldest():
+                payloads = self.state.memory.take(sizes)
         except OSError as error:
             self.state.status.count_refusal("no room")
             raise ProtocolError(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
 
 from ..wire import WireFormat
 from .messages import Kind, Message, ProtocolError
 from .receiving import STALL_S, Send
-from .sessions import Session
+from .rule_states import FusedState
+from .sessions import NOTHING, Session
 from .state import ServerState
 
 # A whole download may keep others waiting for so long, if memory is short, this many times.
@@ -30,13 +34,21 @@ class Sender:
         self.state, self._send, self._on_room = state, send, on_room
 
     def pull(self, session: Session, message: Message) -> None:
-        """A worker asks for parameters; who waits in a grace period goes on waiting."""
-        if self.state.coordinator is None:
+        """A worker asks what to go on from; who waits in a grace period goes on waiting."""
+        coordinator, follows = self.state.coordinator, None
+        session.token = message.run
+        if message.kind == Kind.FOLLOW:
+            follows = message.version if message.number else NOTHING
+        if coordinator is None:
             self._send(session.peer, Message(Kind.UNKNOWN))
         elif session.held is not None:
+            if session.follows != follows:
+                session.follows = follows
+                session.hold(coordinator, session.steps)
             self._ready(session)
-        elif not self.state.coordinator.grace.is_waiting(session.worker):
-            session.hold(self.state.coordinator, self.state.coordinator.start(session.worker))
+        elif not coordinator.grace.is_waiting(session.worker):
+            session.follows = follows
+            session.hold(coordinator, coordinator.start(session.worker))
             self._ready(session)
         if session.held is None or not session.is_reading:
             self._send(session.peer, Message(Kind.WAIT))
@@ -55,28 +67,64 @@ class Sender:
         readers = [s for s in self.state.sessions.all() if s.is_reading]
         if session.is_reading or len(readers) < self.state.max_readers:
             session.is_reading = True
-            meta = {"steps": session.steps}
-            self._send(session.peer, Message(Kind.READY, 0, session.held, meta=meta))
+            meta = self._how(session)
+            self._send(
+                session.peer, Message(session.answer, 0, session.held, 0, session.token, meta=meta)
+            )
+
+    def _how(self, session: Session) -> dict[str, Any]:
+        """Return what the worker must know to get to the version that is held for it."""
+        meta: dict[str, Any] = {"steps": session.steps}
+        model, held = self.state.model, session.held
+        state = model.states[0]
+        if session.answer == Kind.READY or not isinstance(state, FusedState):
+            return meta
+        assert held is not None
+        meta |= {"lr": state.lr_at(held)}
+        if session.answer == Kind.STATE:
+            return {**meta, "rule": state.config()}
+        updates = model.updates_since(session.base)
+        assert updates is not None
+        rows = []
+        for index in range(held - session.base):
+            wire = updates[index].layouts[0].wire
+            lr = state.lr_at(session.base + index)
+            rows.append([wire.name, wire.block_size, updates[index].weight, lr])
+        return {**meta, "updates": rows}
 
     def get(self, session: Session, message: Message) -> None:
-        if session.held is None or session.held != message.version or not session.is_reading:
+        """A worker asks for a run of the version that is held for it, or of an update."""
+        is_update = message.kind == Kind.GET_UPDATE
+        fits = session.held == message.version and session.is_reading
+        # Parameters are readable beside the buffers, not beside updates.
+        if not fits or is_update != (session.answer == Kind.UPDATES):
             self._send(session.peer, Message(Kind.GONE, 0, message.version))
             return
-        assert self.state.coordinator is not None
-        model = self.state.coordinator.model
         layouts = session.layouts(WireFormat("fp32"))
         if message.fragment >= len(layouts) or message.run >= layouts[message.fragment].num_runs:
             raise ProtocolError(f"there is no run {message.run} of fragment {message.fragment}")
-        values = model.read(message.version, message.fragment, message.run)
-        body = values.numpy().data.cast("B")
-        self._send(
-            session.peer,
-            Message(Kind.DATA, 0, message.version, message.fragment, message.run, body=body),
-        )
+        body = self._read(session, message).numpy().data.cast("B")
+        place = (message.number, message.version, message.fragment, message.run)
+        self._send(session.peer, Message(Kind.DATA, *place, body=body))
+
+    def _read(self, session: Session, message: Message) -> Tensor:
+        model, number = self.state.model, message.number
+        place = (message.fragment, message.run)
+        if message.kind == Kind.GET_UPDATE:
+            if not session.base < number <= message.version:
+                raise ProtocolError(f"update {number} does not lead to version {message.version}")
+            return model.read_update(number, *place)
+        if number == 0:
+            return model.read(message.version, *place)
+        if number > 1 + len(model.states[message.fragment].tensors()):
+            raise ProtocolError(f"there is no buffer {number}")
+        return model.read_buffer(message.version, *place, number - 1)
 
     def done(self, session: Session, message: Message) -> None:
         if session.held == message.version:
+            session.follows = None if session.answer == Kind.READY else session.held
             session.let_go(self.state.coordinator)
+            self.state.keep_for_followers()
             self.after_reading()
 
     def after_reading(self) -> None:

@@ -16,8 +16,8 @@ import zmq
 from torch import Tensor
 
 from . import keys as curve
+from .downloads import WINDOW
 from .keys import is_loopback
-from .link import WINDOW
 from .messages import MAX_BODY, MAX_JSON, Kind, Message, ProtocolError, pack, parse
 from .receiving import Receiver
 from .rules import ServerRule
@@ -296,7 +296,9 @@ class AsyncServer:
             Kind.PUSH: self._receiver.push,
             Kind.RUN: self._receiver.run_came,
             Kind.PULL: self._sender.pull,
+            Kind.FOLLOW: self._sender.pull,
             Kind.GET: self._sender.get,
+            Kind.GET_UPDATE: self._sender.get,
             Kind.DONE: self._sender.done,
             Kind.LEAVE: self._leave,
         }.get(message.kind)
@@ -315,5 +317,6 @@ class AsyncServer:
         self._receiver.drop_stalled(now)
         self._sender.evict(now, is_memory_short=self._receiver.is_anyone_waiting)
         self.state.sessions.forget_silent(now)
+        self.state.keep_for_followers()
         self._sender.after_reading()
         self.state.save_if_due()

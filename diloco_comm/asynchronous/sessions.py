@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 from ..wire import Layout, WireFormat
 from .coordinator import Coordinator
-from .model import layout_of
+from .messages import MAX_UPDATES, Kind
+from .model import SharedModel, layout_of
 
 # A worker that trains a long round is silent; when it speaks again it is asked who it is.
 SILENT_S = 600.0
 MAX_SESSIONS = 20_000
+NOTHING = -1
 
 
 @dataclass
@@ -20,7 +22,11 @@ class Session:
 
     Attributes:
         peer: ZeroMQ's name of the connection.
-        held: Version that is kept readable for it, since ``held_at``.
+        follows: Version that it holds all of and follows by updates; ``NOTHING`` if it wants to;
+            None if it wants parameters.
+        token: Number of its question, which the answer repeats.
+        held: Version that is kept for it to go on from, since ``held_at``.
+        answer: How it gets there: READY, STATE or UPDATES; the last since version ``base``.
         is_reading: It has been told so, and fetches.
         steps: Inner steps of its next round.
         evictions: How often a slow download was cut off.
@@ -31,7 +37,11 @@ class Session:
     sizes: list[int] = field(repr=False)
     layout: int
     seen_at: float
+    follows: int | None = None
+    token: int = 0
     held: int | None = None
+    answer: Kind = Kind.READY
+    base: int = 0
     held_at: float = 0.0
     is_reading: bool = False
     steps: int = 0
@@ -45,15 +55,41 @@ class Session:
         return self._layouts[wire]
 
     def hold(self, coordinator: Coordinator, steps: int) -> None:
-        """Keep the present version readable for this worker."""
+        """Keep the present version for this worker, or the updates that lead there."""
         self.let_go(coordinator)
-        self.held, self.held_at, self.steps = coordinator.model.hold(), time.monotonic(), steps
+        model = coordinator.model
+        self.answer = how_to_follow(model, self.follows)
+        if self.answer == Kind.UPDATES:
+            assert self.follows is not None
+            self.base, self.held = self.follows, model.version
+            model.pin(self.base)
+        else:
+            self.held = model.hold()
+        self.held_at, self.steps = time.monotonic(), steps
 
     def let_go(self, coordinator: Coordinator | None) -> None:
         """Keep nothing for it any more; idempotent."""
         held, self.held, self.is_reading = self.held, None, False
-        if held is not None and coordinator is not None:
+        if held is None or coordinator is None:
+            return
+        if self.answer == Kind.UPDATES:
+            coordinator.model.unpin(self.base)
+        else:
             coordinator.model.let_go(held)
+
+
+def how_to_follow(model: SharedModel, follows: int | None) -> Kind:
+    """Say how a worker gets to the newest version: by parameters, all buffers, or updates."""
+    if follows is None or not model.can_be_followed:
+        return Kind.READY
+    if follows == NOTHING:
+        return Kind.STATE
+    updates = model.updates_since(follows)
+    if updates is None or len(updates) > MAX_UPDATES:
+        return Kind.READY
+    # One of them is likely to be the worker's own, which it has.
+    is_less = sum(update.num_bytes for update in updates[1:]) <= 4 * model.num_elements
+    return Kind.UPDATES if is_less else Kind.READY
 
 
 class Sessions:

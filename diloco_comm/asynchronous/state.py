@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..wire import WireFormat
 from .coordinator import Coordinator, Outcome, Update
-from .link import WINDOW
+from .downloads import WINDOW
 from .messages import MAX_BODY, ProtocolError
 from .model import SharedModel
 from .rules import ServerRule
-from .sessions import Sessions
+from .sessions import NOTHING, Sessions
 from .spool import Payload, Spooled, spool
 from .status import Status
 from .storage import Storage
@@ -87,6 +87,18 @@ class ServerState:
     @property
     def version(self) -> int:
         return 0 if self.coordinator is None else self.coordinator.model.version
+
+    def forget_oldest(self) -> bool:
+        """Give up an update that is only kept for followers; False if there is none."""
+        return self.coordinator is not None and self.model.forget_oldest()
+
+    def keep_for_followers(self) -> None:
+        """Keep the updates that workers which follow have not seen, as long as there is room."""
+        if self.coordinator is None:
+            return
+        versions = [s.follows for s in self.sessions.all() if s.follows is not None]
+        versions = [version for version in versions if version != NOTHING]
+        self.model.keep_from(min(versions, default=None))
 
     def begin(self, parameters: Sequence[Tensor] | None) -> None:
         """Take up the snapshot if there is one, else the parameters if there are some."""

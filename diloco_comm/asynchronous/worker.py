@@ -21,6 +21,7 @@ from ..hooks import StepHooks, hookable
 from ..settings import choice
 from ..trace import span
 from ..wire import WireFormat, parse
+from .following import Follower, Pursuit
 from .link import Link, ServerLost
 from .local import LocalModel
 
@@ -68,6 +69,9 @@ class AsyncDiLoCo:
         fragments: As in ``DiLoCo``, alike for all workers.
         wire, block_size, rounding, seed, error_feedback: As in ``DiLoCo``; each worker may have
             its own.
+        fetch: What a round goes on from is always the server's newest parameters, exactly.
+            "parameters" (default) fetches them; "updates" keeps the rule's buffers here too and
+            fetches the other workers' encoded updates, which is less with few workers.
         timeout: Seconds that the server may be silent before ``ServerLost`` is raised; the
             default is the environment's or 1800.
         keys, key_name: Folder of CURVE keys, and the name of this worker's pair.
@@ -100,6 +104,7 @@ class AsyncDiLoCo:
         rounding: str = "nearest",
         seed: int = 0,
         error_feedback: bool = False,
+        fetch: str = "parameters",
         timeout: float | None = None,
         keys: str | Path | None = None,
         key_name: str = "worker",
@@ -110,6 +115,7 @@ class AsyncDiLoCo:
     ) -> None:
         choice("rounding", rounding, ("nearest", "stochastic"))
         choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
+        choice("fetch", fetch, ("parameters", "updates"))
         seconds = env.timeout_s() if timeout is None else timeout
         if not 0 < seconds < math.inf:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
@@ -129,6 +135,7 @@ class AsyncDiLoCo:
             name=self.name,
             impl=impl,
         )
+        self._follower = Follower(self._local.outer, impl) if fetch == "updates" else None
         self._hooks: StepHooks | None = None
         self._link = Link(
             server,
@@ -162,7 +169,11 @@ class AsyncDiLoCo:
 
     def _begin_round(self) -> None:
         """Fetch the newest parameters, write them, and start to count."""
-        self.version, self.round_steps = self._link.pull(self._local.outer)
+        if self._follower is None:
+            self.version, self.round_steps = self._link.pull(self._local.outer)
+        else:
+            pursuit = Pursuit(self._link.send, self._follower)
+            self.version, self.round_steps = self._link.fetch(pursuit)
         self._local.write()
         self.round_step = 0
         self._is_encoded = self._is_pushed = False
@@ -198,6 +209,8 @@ class AsyncDiLoCo:
         if not self._is_encoded:
             # Whatever is repeated after a failure, it is this update and no other.
             self._trained = (self.round_step, times[0] - self._began_at)
+            if self._follower is not None:
+                self._follower.own = None
             with span("encode", 0, self.seq + 1):
                 if not self._local.encode(self.seq + 1):
                     self._drop()
@@ -225,12 +238,15 @@ class AsyncDiLoCo:
                 self._local.layouts,
                 steps=steps,
                 seconds=seconds,
+                follows=self._follower is not None and self._follower.version is not None,
             )
         self.seq += 1
         if outcome.meta["refusal"]:
             logger.warning("%s", outcome.meta["reason"])
         else:
             self._local.agreed()
+            if self._follower is not None:
+                self._follower.own = (outcome.version, self._local.payloads, self._local.layouts)
         return outcome
 
     def _drop(self) -> None:

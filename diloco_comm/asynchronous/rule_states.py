@@ -1,0 +1,273 @@
+"""What a rule keeps for a fragment, and what one arrival does to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..exchange import empty_pages
+from ..outer import FromTorch, OuterOptimizer, OuterState, Update
+from ..wire import Layout, WireFormat
+from .spool import Payload, Spooled, pieces
+
+_FP32 = WireFormat("fp32")
+
+
+class RuleState(ABC):
+    """A fragment's shared parameters and what its rule keeps beside them.
+
+    Attributes:
+        outer: fp32 [num_elements], the model of the last outer step.
+        num_arrivals: Of this fragment so far.
+    """
+
+    def __init__(self, outer: Tensor, period: int, optimizer: OuterOptimizer) -> None:
+        self.outer, self.period, self.optimizer = outer, period, optimizer
+        self.num_arrivals = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Arrivals since the last outer step."""
+        return self.num_arrivals % self.period
+
+    def arrive(self, payload: Payload, layout: Layout, weight: float, impl: str = "") -> None:
+        """Add weight * decode(payload), and take the outer step if it is the period's last."""
+        for part, its_layout, begin, end in pieces(payload, layout):
+            self._add(part, its_layout, weight, begin, end, impl)
+        self._added(impl)
+        self.num_arrivals += 1
+
+    @abstractmethod
+    def _add(
+        self, payload: Tensor, layout: Layout, weight: float, begin: int, end: int, impl: str
+    ) -> None:
+        """Take in elements [begin, end) of an arrival."""
+
+    @abstractmethod
+    def _added(self, impl: str) -> None:
+        """Do what needs the whole arrival."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.outer.nbytes + sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def visible(self, begin: int = 0, end: int | None = None) -> Tensor:
+        """Return elements [begin, end) of the shared model as workers see it, fp32.
+
+        It may be a view of ``outer``.
+        """
+        return self.outer[begin:end]
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the buffers beside ``outer`` that must be saved, fp32 [num_elements]."""
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what else must be saved, as JSON types."""
+        return {"num_arrivals": self.num_arrivals}
+
+    def load(self, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
+        """Copy saved buffers in."""
+        self.num_arrivals = int(scalars["num_arrivals"])
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+
+    @abstractmethod
+    def part(self, begin: int, end: int) -> RuleState:
+        """Return a copy of the state of elements [begin, end)."""
+
+
+class FusedState(RuleState):
+    """Rules that ``ops.outer_step_delayed`` applies in one pass over the model."""
+
+    def __init__(
+        self,
+        outer: Tensor,
+        period: int,
+        optimizer: OuterOptimizer,
+        mu: float | None,
+        direct: float,
+        ahead: float,
+        behind: float,
+        *,
+        between: float = 0.0,
+        follows: bool = False,
+    ) -> None:
+        super().__init__(outer, period, optimizer)
+        self._mu, self._direct, self._ahead, self._behind = mu, direct, ahead, behind
+        self._between, self._follows = between, follows
+        self.momentum = None if mu is None else empty_pages(outer.shape, torch.float32)
+        self.pending = None if period == 1 else empty_pages(outer.shape, torch.float32)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments of another state that does the same, but for the optimizer."""
+        return {
+            "period": self.period,
+            "mu": self._mu,
+            "direct": self._direct,
+            "ahead": self._ahead,
+            "behind": self._behind,
+            "between": self._between,
+            "follows": self._follows,
+        }
+
+    @property
+    def hides(self) -> bool:
+        """What workers see is not always ``outer``."""
+        return self._follows and self.pending is not None
+
+    def lr_at(self, num_arrivals: int) -> float:
+        """Return the learning rate that holds after so many arrivals."""
+        lr = self.optimizer.lr
+        return float(lr(num_arrivals // self.period) if callable(lr) else lr)
+
+    def _lr(self) -> float:
+        return self.lr_at(self.num_arrivals)
+
+    def _add(
+        self, payload: Tensor, layout: Layout, weight: float, begin: int, end: int, impl: str
+    ) -> None:
+        ops.outer_step_delayed(
+            self.outer[begin:end],
+            None if self.momentum is None else self.momentum[begin:end],
+            None if self.pending is None else self.pending[begin:end],
+            [payload],
+            [weight],
+            0,
+            layout.num_elements,
+            layout.run_elements,
+            layout.wire.name,
+            layout.wire.block_size,
+            self._lr(),
+            mu=self._mu or 0.0,
+            direct=self._direct,
+            ahead=self._ahead,
+            behind=self._behind,
+            first=self.num_pending == 0,
+            last=self.num_pending == self.period - 1,
+            impl=impl,
+        )
+
+    def _added(self, impl: str) -> None:
+        pass
+
+    def visible(self, begin: int = 0, end: int | None = None) -> Tensor:
+        outer = self.outer[begin:end]
+        if not self._follows or self.num_pending == 0:
+            return outer
+        assert self.pending is not None and self.momentum is not None
+        step = self.pending[begin:end]
+        if self._between:
+            step = self.momentum[begin:end].mul(self.num_pending * self._between).add_(step)
+        # One rounding each for the product and the difference, as in the operators.
+        return torch.sub(outer, torch.mul(step, self._lr()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"momentum": self.momentum, "pending": self.pending}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def part(self, begin: int, end: int) -> FusedState:
+        copy = FusedState.__new__(FusedState)
+        copy.__dict__.update(self.__dict__)
+        copy.outer = self.outer[begin:end].clone()
+        copy.momentum = None if self.momentum is None else self.momentum[begin:end].clone()
+        copy.pending = None if self.pending is None else self.pending[begin:end].clone()
+        return copy
+
+
+class PlainState(RuleState):
+    """Any other outer optimizer: arrivals are added up, then it takes a step on their sum."""
+
+    def __init__(self, outer: Tensor, period: int, optimizer: OuterOptimizer) -> None:
+        super().__init__(outer, period, optimizer)
+        self._state: OuterState = optimizer.make_state(outer)
+        self.pending: Tensor | None = None
+        if period > 1:
+            # The sum is handed to the optimizer as a payload of the fp32 wire.
+            count, block = outer.numel(), _FP32.block_size
+            self._layout = Layout(count, 1, max(block, -(-count // block) * block), _FP32)
+            self._payload = empty_pages((self._layout.payload_bytes,), torch.uint8)
+            self.pending = self._payload.view(torch.float32)[:count]
+
+    def arrive(self, payload: Payload, layout: Layout, weight: float, impl: str = "") -> None:
+        # What an optimizer of torch does with a part of the parameters is not known.
+        if isinstance(payload, Spooled) and isinstance(self.optimizer, FromTorch):
+            payload = payload[:]
+        super().arrive(payload, layout, weight, impl)
+
+    def _add(
+        self, payload: Tensor, layout: Layout, weight: float, begin: int, end: int, impl: str
+    ) -> None:
+        if self.pending is not None:
+            numbers = (0, layout.num_elements, layout.run_elements)
+            wire = (layout.wire.name, layout.wire.block_size)
+            ops.outer_step_delayed(
+                self.outer[begin:end],
+                None,
+                self.pending[begin:end],
+                [payload],
+                [weight],
+                *numbers,
+                *wire,
+                0.0,
+                first=self.num_pending == 0,
+                impl=impl,
+            )
+        elif end - begin == self.outer.numel():
+            self._step(payload, layout, weight, impl)
+        else:
+            part = self.part(begin, end)
+            part._step(payload, layout, weight, impl)
+            self.outer[begin:end] = part.outer
+            for name, tensor in self._state.tensors().items():
+                tensor[begin:end] = part._state.tensors()[name]
+
+    def _added(self, impl: str) -> None:
+        if self.pending is None:
+            self._state.num_steps = self.num_arrivals + 1
+        elif self.num_pending == self.period - 1:
+            self._step(self._payload, self._layout, 1.0, impl)
+
+    @property
+    def num_bytes(self) -> int:
+        # An optimizer of torch wants a gradient.
+        is_torch = isinstance(self.optimizer, FromTorch)
+        return super().num_bytes + is_torch * self.outer.nbytes
+
+    def _step(self, payload: Tensor, layout: Layout, weight: float, impl: str) -> None:
+        lr = self.optimizer.lr_at(self._state.num_steps, self._state)
+        self._state.step(Update([(payload, weight)], [self.outer], layout, lr, impl=impl))
+
+    def tensors(self) -> dict[str, Tensor]:
+        own = {f"optimizer/{name}": tensor for name, tensor in self._state.tensors().items()}
+        return own if self.pending is None else {"pending": self.pending, **own}
+
+    def scalars(self) -> dict[str, Any]:
+        # Tensors here are such as Adam's step count of one element.
+        extra = {
+            k: v.item() if isinstance(v, Tensor) else v for k, v in self._state.extra().items()
+        }
+        return {**super().scalars(), "num_steps": self._state.num_steps, "extra": extra}
+
+    def load(self, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
+        self.num_arrivals = int(scalars["num_arrivals"])
+        if self.pending is not None:
+            self.pending.copy_(tensors["pending"])
+        self._state.num_steps = int(scalars["num_steps"])
+        own = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k != "pending"}
+        extra = {
+            k: torch.tensor(float(v)) if isinstance(v, (int, float)) else v
+            for k, v in scalars["extra"].items()
+        }
+        self._state.load(own, extra)
+
+    def part(self, begin: int, end: int) -> PlainState:
+        copy = PlainState(self.outer[begin:end].clone(), self.period, self.optimizer)
+        parts = {name: tensor[begin:end] for name, tensor in self.tensors().items()}
+        copy.load(parts, self.scalars())
+        return copy
