@@ -134,11 +134,13 @@ def worker_main(options: argparse.Namespace) -> None:
         torch.optim.SGD(model.parameters(), lr=1.0),
         server=options.address,
         wire=options.wire,
+        fetch=options.fetch,
         timeout=100.0,
         attach=False,
     )
     buffer = torch.zeros(size)
-    trips, reduces = [], []
+    trips, reduces, moved = [], [], []
+    worker.on_round = lambda m: moved.append(m.sent_bytes + m.received_bytes)
     for index in range(options.rounds + 1):
         with torch.no_grad():
             model.weight.add_(1e-3 * (rank + 1))
@@ -151,18 +153,19 @@ def worker_main(options: argparse.Namespace) -> None:
             reduces.append(reduce)
     dist.barrier()
     worker.close()
-    print(json.dumps({"trips_s": trips, "reduces_s": reduces}), flush=True)
+    row = {"trips_s": trips, "reduces_s": reduces, "bytes": common.percentile(moved[1:], 50)}
+    print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
 
 def run_workers(
-    server: AsyncServer, num_workers: int, size: int, rounds: int, wire: str
+    server: AsyncServer, num_workers: int, size: int, rounds: int, wire: str, fetch: str
 ) -> list[dict]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     base = [
         sys.executable, __file__, "worker", f"--address={server.address}",
         f"--store={store.port}", f"--workers={num_workers}", f"--elements={size}",
-        f"--rounds={rounds}", f"--wire={wire}",
+        f"--rounds={rounds}", f"--wire={wire}", f"--fetch={fetch}",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
@@ -178,22 +181,34 @@ def run_workers(
 
 def measure_trips(report: common.Report, size: int, rounds: int) -> dict:
     results = {}
-    report.print("#  workers   wire   trip ms (p10-p90)        all_reduce ms   ratio   updates/s")
-    for num_workers, wire in ((1, "int8"), (2, "int8"), (2, "fp32"), (4, "int8")):
+    report.print(
+        "#  workers   wire   fetch        trip ms (p10-p90)        all_reduce ms   ratio"
+        "   updates/s   MB up+down"
+    )
+    for num_workers, wire, fetch in (
+        (1, "int8", "parameters"),
+        (2, "int8", "parameters"),
+        (2, "int8", "updates"),
+        (2, "fp32", "parameters"),
+        (4, "int8", "parameters"),
+        (4, "int4", "parameters"),
+        (4, "int4", "updates"),
+    ):
         torch.set_num_threads(1)
         with AsyncServer(RULES["nesterov"], sync_every=1) as server:
-            rows = run_workers(server, num_workers, size, rounds, wire)
+            rows = run_workers(server, num_workers, size, rounds, wire, fetch)
         trips = [max(at) for at in zip(*(row["trips_s"] for row in rows), strict=True)]
         reduces = [max(at) for at in zip(*(row["reduces_s"] for row in rows), strict=True)]
         ratio = common.median_ratio(trips, reduces)
         p10, p50, p90 = (1e3 * common.percentile(trips, p) for p in (10, 50, 90))
         rate = num_workers * 1e3 / p50
+        moved = common.percentile([row["bytes"] for row in rows], 50) / 1e6
         report.print(
-            f"   {num_workers:7d}   {wire:5} {p50:8.1f} ({p10:.1f}-{p90:.1f})"
-            f" {1e3 * common.percentile(reduces, 50):18.1f} {ratio:9.2f} {rate:9.1f}"
+            f"   {num_workers:7d}   {wire:5}  {fetch:10} {p50:8.1f} ({p10:.1f}-{p90:.1f})"
+            f" {1e3 * common.percentile(reduces, 50):18.1f} {ratio:9.2f} {rate:9.1f} {moved:10.1f}"
         )
-        results[f"{num_workers} workers, {wire}"] = {
-            "trips_s": trips, "reduces_s": reduces, "ratio": ratio,
+        results[f"{num_workers} workers, {wire}, {fetch}"] = {
+            "trips_s": trips, "reduces_s": reduces, "ratio": ratio, "mb_per_trip": moved,
             "apply_s": server.state.status.apply_s, "updates": num_workers * (rounds + 1),
         }  # fmt: skip
     return results
@@ -205,21 +220,23 @@ def measure_trips(report: common.Report, size: int, rounds: int) -> dict:
 def measure_memory(report: common.Report, size: int, rounds: int) -> dict:
     results = {}
     report.print("#  rule           workers   wire    peak MiB above an idle process   model sizes")
-    for rule_name, num_workers, wire in (
-        ("nesterov", 1, "int8"),
-        ("nesterov", 8, "int8"),
-        ("delayed, N=4", 1, "int8"),
-        ("delayed, N=4", 8, "int8"),
-        ("delayed, N=4", 1, "fp32"),
-        ("delayed, N=4", 8, "fp32"),
-        ("nesterov", 8, "fp32"),
-        ("adam", 8, "int8"),
-        ("adam", 8, "fp32"),
+    for rule_name, num_workers, wire, fetch in (
+        ("nesterov", 1, "int8", "parameters"),
+        ("nesterov", 8, "int8", "parameters"),
+        ("delayed, N=4", 1, "int8", "parameters"),
+        ("delayed, N=4", 8, "int8", "parameters"),
+        ("delayed, N=4", 1, "fp32", "parameters"),
+        ("delayed, N=4", 8, "fp32", "parameters"),
+        ("nesterov", 8, "fp32", "parameters"),
+        ("adam", 8, "int8", "parameters"),
+        ("adam", 8, "fp32", "parameters"),
+        ("nesterov", 8, "int8", "updates"),
+        ("delayed, N=4", 8, "int4", "updates"),
     ):  # fmt: skip
         command = [
             sys.executable, __file__, "memory-one", f"--rule={rule_name}",
             f"--workers={num_workers}", f"--wire={wire}", f"--elements={size}",
-            f"--rounds={rounds}",
+            f"--rounds={rounds}", f"--fetch={fetch}",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
         peak = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
@@ -249,7 +266,9 @@ def memory_one(options: argparse.Namespace) -> None:
     with AsyncServer(MORE_RULES[options.rule], sync_every=1) as server:
         watcher = threading.Thread(target=watch)
         watcher.start()
-        run_workers(server, options.workers, options.elements, options.rounds, options.wire)
+        run_workers(
+            server, options.workers, options.elements, options.rounds, options.wire, options.fetch
+        )
         done.set()
         watcher.join()
     print(json.dumps({"peak_bytes": peak - idle}))
@@ -261,7 +280,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--json", type=Path, default=None)
-    for name, kind in (("address", str), ("rule", str), ("wire", str)):
+    for name, kind in (("address", str), ("rule", str), ("wire", str), ("fetch", str)):
         parser.add_argument(f"--{name}", type=kind, default="")
     for name in ("rank", "workers", "store"):
         parser.add_argument(f"--{name}", type=int, default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -139,6 +140,28 @@ def test_kept_updates_make_room_and_go_with_their_followers(
         ahead.step()
         assert status(server)["payload_bytes"] == 0
         ahead.close()
+
+
+def test_a_question_during_a_grace_period_is_not_forgotten() -> None:
+    options = {"size": SIZE, "wire": "int8", "fetch": "updates"}
+    with serving(RULES["delayed"], grace=0.3) as server:
+        (one, a), (two, b) = (attach(server.address, name, **options) for name in "ab")
+        for index in range(3):
+            threads = [threading.Thread(target=worker.step) for worker in (a, b)]
+            one.descend(noise(index))
+            two.descend(noise(index + 9))
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+            assert a._follower.version == b._follower.version == 2 * index + 2
+            assert torch.equal(one.values(), two.values())
+        a._follower.version = None
+        one.descend(noise(5))
+        a.step()
+        assert a._follower.version == 7 and not a._follower.is_refused
+        a.close()
+        b.close()
 
 
 def test_rules_that_cannot_be_followed_are_fetched_whole(

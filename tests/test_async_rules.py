@@ -70,7 +70,7 @@ def serve(
     model = SharedModel([start.numel()], rule)
     model.initialise([start])
     # Staleness larger than what has happened needs a version to start from.
-    model.version = model._folded = 100
+    model.load(model.tensors(), {**model.scalars(), "version": 100})
     coordinator = Coordinator(model)
     layout = layout_of(start.numel(), wire)
     thetas, outcomes = [], []

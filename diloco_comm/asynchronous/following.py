@@ -48,6 +48,7 @@ class Follower:
         self.own: tuple[int, Sequence[Tensor], Sequence[Layout]] | None = None
         self.is_refused = False
         self._rest = self._pursuits = 0
+        self._spare: dict[int, list[Tensor]] = {}
 
     def begin(self) -> int:
         """Return a number by which the answers to one pursuit are known from older ones."""
@@ -73,6 +74,16 @@ class Follower:
                 # What workers see is computed from it, and kept beside it.
                 outers = [empty_pages(flat.shape, torch.float32) for flat in outers]
             self.states = [FusedState(outer, period, SGD(), **numbers) for outer in outers]
+
+    def take(self, size: int) -> Tensor:
+        """Return a buffer for a payload, uint8 [size]."""
+        spare = self._spare.get(size)
+        return spare.pop() if spare else empty_pages((size,), torch.uint8)
+
+    def give_back(self, payloads: Sequence[Tensor]) -> None:
+        """Use buffers again."""
+        for payload in payloads:
+            self._spare.setdefault(payload.nbytes, []).append(payload)
 
     def buffers(self, fragment: int) -> list[Tensor]:
         state = self.states[fragment]
@@ -130,6 +141,7 @@ class Pursuit(Download):
         self._base = 0
         self._payloads: dict[int, tuple[list[Tensor], list[Layout]]] = {}
         self._missing: dict[int, int] = {}
+        self._own: set[int] = set()
 
     def _first_question(self) -> Message:
         self._asked_with = self.follower.question(self._token)
@@ -167,23 +179,32 @@ class Pursuit(Download):
             return  # An answer to an older question.
         self._answer, self._question, self._lr = Kind.UPDATES, Kind.GET_UPDATE, message.meta["lr"]
         self._base, self._rows = base, rows
-        self._payloads.clear()
+        self._drop()
         positions: list[Position] = []
         for index, (wire, block_size, _, _) in enumerate(rows):
             number = base + 1 + index
             own = self.follower.own
             if own is not None and own[0] == number:
                 self._payloads[number] = (list(own[1]), list(own[2]))
+                self._own.add(number)
                 self._missing[number] = 0
                 continue
             layouts = [layout_of(flat.numel(), WireFormat(wire, block_size)) for flat in self.outer]
-            buffers = [torch.empty(layout.payload_bytes, dtype=torch.uint8) for layout in layouts]
+            buffers = [self.follower.take(layout.payload_bytes) for layout in layouts]
             self._payloads[number] = (buffers, layouts)
             runs = self._all_runs([number])
             self._missing[number] = len(runs)
             positions += runs
         self._begin(message, positions)
         self._apply()
+
+    def _drop(self) -> None:
+        """Forget what came of updates that were cut off."""
+        for number, (payloads, _) in self._payloads.items():
+            if number not in self._own:
+                self.follower.give_back(payloads)
+        self._payloads.clear()
+        self._own.clear()
 
     def _take(self, position: Position, body: memoryview | bytes) -> bool:
         number, fragment, run = position
@@ -205,4 +226,7 @@ class Pursuit(Download):
         assert self.follower.version is not None
         while (number := self.follower.version + 1) in self._payloads and not self._missing[number]:
             _, _, weight, lr = self._rows[number - self._base - 1]
-            self.follower.apply(*self._payloads.pop(number), weight, lr)
+            payloads, layouts = self._payloads.pop(number)
+            self.follower.apply(payloads, layouts, weight, lr)
+            if number not in self._own:
+                self.follower.give_back(payloads)

@@ -6,6 +6,7 @@ stand for no sent value.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from ..wire import SCALE_BYTES, Layout
 from .spool import Payload
 
 HUGE = 2.0**126
+_HUGE_BITS = 0x7E80  # as bf16
 
 
 def find_garbage(payload: Payload, layout: Layout) -> str:
@@ -36,9 +38,9 @@ def find_run_garbage(run: Tensor, layout: Layout, count: int) -> str:
     offset = wire.code_offset(layout.run_elements)
     if wire.has_scales:
         num_blocks = -(-count // wire.block_size)
-        scales = run[: SCALE_BYTES * num_blocks].view(torch.bfloat16).float()
-        # Largest first: NaN is larger than everything in torch's maximum.
-        if not bool((scales.max() <= HUGE) & (scales.min() > 0)):
+        # The bits of positive finite bf16 numbers are in their order, as integers.
+        bits = run[: SCALE_BYTES * num_blocks].numpy().view(np.int16)
+        if bits.min() <= 0 or bits.max() > _HUGE_BITS:
             return "a scale is not a finite positive number"
     codes = run[offset : offset + -(-count * wire.code_bits // 8)]
     return _bad_codes(codes, wire.name)
@@ -46,7 +48,7 @@ def find_run_garbage(run: Tensor, layout: Layout, count: int) -> str:
 
 def _bad_codes(codes: Tensor, wire: str) -> str:
     if wire == "int8":
-        return "a code is -128" if bool(codes.view(torch.int8).amin() == -128) else ""
+        return "a code is -128" if codes.numpy().view(np.int8).min() == -128 else ""
     if wire == "int4":
         return "a code is -8" if bool(_nibble(codes, 8).any()) else ""
     if wire == "e3m0":

@@ -253,10 +253,10 @@ class SharedModel:
         self._forget(self.version if self._kept_from is None else self._kept_from)
 
     def read_update(self, version: int, fragment: int, run: int) -> Tensor:
-        """Return a copy of a run of the payload that made a version, which is pinned."""
+        """Return a run of the payload that made a version, which is pinned; no copy."""
         update = self._log[version - 1 - self._logged]
         size = update.layouts[fragment].run_bytes
-        return update.payloads[fragment][run * size : (run + 1) * size].clone()
+        return update.payloads[fragment][run * size : (run + 1) * size]
 
     # ---------------------------------------------------------------------------------- saving
 

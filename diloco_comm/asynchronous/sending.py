@@ -41,13 +41,14 @@ class Sender:
             follows = message.version if message.number else NOTHING
         if coordinator is None:
             self._send(session.peer, Message(Kind.UNKNOWN))
-        elif session.held is not None:
-            if session.follows != follows:
-                session.follows = follows
+            return
+        # Who waits gets it when it is let go.
+        is_other, session.follows = session.follows != follows, follows
+        if session.held is not None:
+            if is_other:
                 session.hold(coordinator, session.steps)
             self._ready(session)
         elif not coordinator.grace.is_waiting(session.worker):
-            session.follows = follows
             session.hold(coordinator, coordinator.start(session.worker))
             self._ready(session)
         if session.held is None or not session.is_reading:
@@ -133,6 +134,12 @@ class Sender:
                 self._ready(session)
         self._on_room()
 
+    def _lend_updates(self, session: Session) -> None:
+        """Updates are sent from where they lie, and the worker may still wait for their bytes."""
+        if session.answer == Kind.UPDATES:
+            for update in self.state.model.updates_since(session.base) or []:
+                self.state.memory.lend(update.payloads)
+
     def evict(self, now: float, *, is_memory_short: bool) -> None:
         """End the reading of those that hold others up."""
         holders = [session for session in self.state.sessions.all() if session.held is not None]
@@ -145,4 +152,5 @@ class Sender:
             is_slow &= session.evictions < MAX_EVICTIONS
             if silent_s > STALL_S or is_slow:
                 session.evictions += is_slow
+                self._lend_updates(session)
                 session.let_go(self.state.coordinator)

@@ -96,6 +96,11 @@ class PayloadMemory:
         self._spool = spool
         self._free: dict[int, list[Tensor]] = {}
         self._free_bytes = 0
+        self._lent: set[int] = set()
+
+    def lend(self, payloads: Iterable[Payload]) -> None:
+        """Never use these buffers again: their bytes may be on their way when they come back."""
+        self._lent.update(id(payload) for payload in payloads)
 
     def take(self, sizes: Iterable[int], *, may_spool: bool = True) -> list[Payload] | None:
         """Return room for payloads of these sizes, or None while the budget is used up.
@@ -132,6 +137,8 @@ class PayloadMemory:
         for payload in payloads:
             self.used_bytes -= payload.nbytes
             is_kept = self.used_bytes + self._free_bytes + payload.nbytes <= self.budget_bytes
-            if is_kept and isinstance(payload, Tensor):
+            if id(payload) in self._lent:
+                self._lent.discard(id(payload))
+            elif is_kept and isinstance(payload, Tensor):
                 self._free.setdefault(payload.nbytes, []).append(payload)
                 self._free_bytes += payload.nbytes
