@@ -63,6 +63,11 @@ class NonFiniteError(SyncError):
     replicas: tuple[int, ...] = ()
 
 
+ERRORS: dict[str, type[SyncError]] = {
+    error.__name__: error for error in (SyncError, ReplicaMismatch, PeerLeft, NonFiniteError)
+}
+
+
 def _rebuild(
     cls: type[SyncError], args: tuple[object, ...], attributes: dict[str, object]
 ) -> SyncError:

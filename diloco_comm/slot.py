@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+from .errors import ERRORS, NonFiniteError, PeerLeft, SyncError
 from .memory import CPU, Payload
 from .residuals import Residuals
 from .wire import Layout, WireFormat
@@ -19,9 +19,6 @@ from .wire import Layout, WireFormat
 if TYPE_CHECKING:
     from .stream_jobs import StreamJob
 
-_ERRORS = {
-    error.__name__: error for error in (SyncError, ReplicaMismatch, PeerLeft, NonFiniteError)
-}
 Kind = Literal["sync", "flush", "all_reduce"]
 Terms = list[tuple[Tensor, float]]
 
@@ -475,7 +472,7 @@ def from_native(native: _C.Header | Header) -> Header:
 
 def error_from(failure: _C.Failure, header: Header | None = None) -> SyncError:
     """Make the exception that a failed job stands for."""
-    error = _ERRORS[failure.kind](
+    error = ERRORS[failure.kind](
         failure.message,
         fragment=-1 if header is None or header.kind == "all_reduce" else header.fragment,
         round=-1 if header is None or header.kind == "all_reduce" else header.round,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import shards
-from .errors import PeerLeft, ReplicaMismatch, SyncError
+from .errors import ERRORS, NonFiniteError, ReplicaMismatch, SyncError
 
 if TYPE_CHECKING:
     from .fragments import Fragment
@@ -76,11 +76,13 @@ class Workmates:
     def together(self, fragments: Sequence[Fragment] = ()) -> Iterator[None]:
         """Run a block in which the failure of one worker is that of all; all of them enter it.
 
+        When some may simply go on (NonFiniteError) and others cannot, none may.
+
         Args:
             fragments: Whose parameters are written in the block.
 
         Raises:
-            SyncError: On the workers that succeeded, when another one raised: what that one says.
+            SyncError: Of the same kind, and with the same attributes, as on the worker that failed.
         """
         failure: Exception | None = None
         try:
@@ -95,24 +97,25 @@ class Workmates:
             raise
         except RuntimeError as error:
             raise self._gone(error) from (failure or error)
+        if others is not None:
+            raise others from failure
         if failure is not None:
             raise failure
-        if others is not None:
-            raise others
 
     def hand_out(self, fragments: Sequence[Fragment]) -> None:
         """Give the workmates what this worker has written, also when something failed beside it."""
 
     def _hear(self, failure: Exception | None) -> SyncError | None:
-        """Tell the workmates of a failure, and return one of theirs."""
-        failed = torch.tensor([self.rank if failure is not None else -1], device=self.device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
-        if (worker := int(failed.item())) < 0:
+        """Tell the workmates of a failure; return one of theirs if it is worse than ours."""
+        own = _severity(failure)
+        worst = torch.tensor([own * self.size + self.rank], device=self.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.group)
+        severity, worker = divmod(int(worst.item()), self.size)
+        if severity == 0:
             return None
         reports: list[Any] = [_report(failure) if self.rank == worker else None]
         dist.broadcast_object_list(reports, group=self.group, group_src=worker)
-        message, attributes = reports[0]
-        return SyncError(f"worker {worker} of this replica failed: {message}", **attributes)
+        return None if own == severity else _error_of(worker, *reports[0])
 
     def _gone(self, error: RuntimeError) -> SyncError:
         # Of gloo's text, without the place in its source and the advice that follows.
@@ -124,12 +127,20 @@ class Workmates:
         )
 
 
-def _report(failure: Exception | None) -> tuple[str, dict[str, Any]]:
-    """Put an error into plain values that ``SyncError`` takes."""
-    if not isinstance(failure, SyncError):
-        return f"{type(failure).__name__}: {failure}", {}
-    names = ("fragment", "round", "stage", "seconds", "missing")
-    attributes = {name: getattr(failure, name) for name in names}
-    if isinstance(failure, PeerLeft):
-        attributes["missing"] = failure.missing or failure.replicas
-    return str(failure), attributes
+def _severity(failure: Exception | None) -> int:
+    if failure is None:
+        return 0
+    return 1 if isinstance(failure, NonFiniteError) else 2
+
+
+def _report(failure: Exception | None) -> tuple[str, str, dict[str, Any]]:
+    """Put an error into plain values."""
+    if isinstance(failure, SyncError):
+        return type(failure).__name__, str(failure), dict(vars(failure))
+    return "SyncError", f"{type(failure).__name__}: {failure}", {}
+
+
+def _error_of(worker: int, kind: str, message: str, attributes: dict[str, Any]) -> SyncError:
+    error = ERRORS[kind](f"worker {worker} of this replica failed: {message}")
+    vars(error).update(attributes)
+    return error
