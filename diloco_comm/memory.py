@@ -128,6 +128,11 @@ class Reading:
             self._event = torch.Event(squared.device)
             self._event.record(torch.accelerator.current_stream(squared.device))
 
+    @property
+    def is_there(self) -> bool:
+        """Whether ``norm`` will return, now or as soon as the device comes to it."""
+        return True
+
     def norm(self) -> float:
         if self._event is not None:
             self._event.synchronize()

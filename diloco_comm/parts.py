@@ -80,7 +80,7 @@ class Part(ABC):
         self.corrections: list[Own] = []
         self.weight_sum = 0.0
         self._step_norm = 0.0
-        self._readings: list[Reading | SharedReading] = []
+        self._readings: deque[Reading | SharedReading] = deque()
         self._largest_norm = 0.0
         self.slot: Slot | None = None
 
@@ -104,12 +104,12 @@ class Part(ABC):
         self._largest_norm = value
 
     def _read_norms(self) -> None:
-        for reading in self._readings:
-            norm = reading.norm()
+        # In the middle of a block of the replica's workers nobody has the norms of its steps yet.
+        while self._readings and self._readings[0].is_there:
+            norm = self._readings.popleft().norm()
             # A worker of the replica could not take that step: all go on with what they had.
             if not isnan(norm):
                 self._step_norm, self._largest_norm = norm, max(self._largest_norm, norm)
-        self._readings.clear()
 
     @property
     def takes_verdict(self) -> bool:

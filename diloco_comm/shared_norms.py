@@ -109,6 +109,10 @@ class NormBoard:
         self._values[part, place] = squared[0]
         return SharedReading(self, part, place)
 
+    @property
+    def is_posted(self) -> bool:
+        return self._all is not None or self._sums is not None
+
     def post(self) -> None:
         """Send the values to the workmates; returns while they travel."""
         try:
@@ -166,6 +170,10 @@ class SharedReading:
 
     def __init__(self, board: NormBoard, part: int, place: int) -> None:
         self._board, self._part, self._place = board, part, place
+
+    @property
+    def is_there(self) -> bool:
+        return self._board.is_posted
 
     def norm(self) -> float:
         return self._board.norm(self._part, self._place)

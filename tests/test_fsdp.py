@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from diloco_comm import SGD, DiLoCo, Nesterov, ReplicaMismatch, Streaming
+from diloco_comm import (
+    CO2,
+    SGD,
+    DiLoCo,
+    HeavyBall,
+    Nesterov,
+    ReplicaMismatch,
+    Streaming,
+    SyncError,
+)
 
 # It divides by neither number of shards; the head has one row, so all but one shard lack it.
 WIDTH = 25
@@ -283,6 +293,45 @@ def test_a_checkpoint_with_rounds_under_way(workers, tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- errors
+
+
+def spoil_one_shard(rank: int, world: int) -> tuple[list[str], list[int], list[Tensor], Tensor]:
+    """Worker 1 of replica 0 sends a NaN in its first fragment, once; everybody goes on."""
+    mesh = make_mesh(world)
+    model = make_model(mesh)
+    policy = {"overlap": CO2(0.5, "gap-aware"), "outer": HeavyBall(0.5, 0.5), "norms": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    first = next(model.parameters()).to_local()
+    steps = itertools.count(1)
+
+    def spoil(*_: Any) -> None:
+        if next(steps) == 6 and rank == 1:
+            first.data.view(-1)[0] = torch.nan
+
+    optimizer.register_step_post_hook(spoil)
+    settings = {"sync_every": 2, "offsets": [2] * 3, "fragments": FRAGMENTS, "wire": "int8"}
+    with DiLoCo(model, optimizer, mesh=mesh["replica"], **settings, **policy) as diloco:
+        errors = []
+        for step in range(12):
+            try:
+                train(model, optimizer, mesh, range(step, step + 1))
+            except SyncError as error:
+                optimizer.zero_grad()
+                errors.append(f"{type(error).__name__} {error.replicas} {error}")
+        diloco.flush()
+        rounds = [part.round for part in diloco.parts]
+        return errors, rounds, everything(model, diloco), norms_of(diloco)[-6:]
+
+
+def test_a_round_of_one_shard_that_is_voted_down(workers) -> None:
+    results = workers(4).run(spoil_one_shard)
+    for rank, (errors, _, tensors, norms) in enumerate(results):
+        assert len(errors) == 1 and errors[0].startswith("NonFiniteError (0,)")
+        assert ("worker 1 of this replica failed" in errors[0]) == (rank % 2 == 0)
+        assert equal(tensors, results[0][2])
+        assert equal([norms], [results[0][3]]) and norms.isfinite().all()
+    # The other shard's round was applied; this one's is sent again a turn after the error.
+    assert [rounds for _, rounds, _, _ in results] == [[6, 6, 6], [4, 6, 6]] * 2
 
 
 def attach_wrongly(rank: int, world: int) -> tuple[str, str]:
