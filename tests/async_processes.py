@@ -66,7 +66,9 @@ def worker_main(
         torch.optim.SGD(model.parameters(), lr=1.0),
         server=options.address,
         name=f"w{options.index}",
-        wire="fp32",
+        # Both carry a one exactly.
+        wire="bf16" if options.fetch == "updates" else "fp32",
+        fetch=options.fetch,
         fragments=["a", "b"],
         timeout=60.0,
         attach=False,
@@ -138,6 +140,7 @@ def main() -> None:
     parser.add_argument("--folder")
     parser.add_argument("--snapshot-every", type=int, default=10)
     parser.add_argument("--size", type=int, default=1000)
+    parser.add_argument("--fetch", default="parameters")
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.0)

@@ -42,7 +42,7 @@ class Scene:
         self.logs[index] = self.folder / f"worker-{index}.log"
         process = spawn(
             "worker", address=self.address, index=index, updates=updates, pause=pause, size=SIZE,
-            log=self.logs[index],
+            log=self.logs[index], fetch="updates" if index % 2 else "parameters",
         )  # fmt: skip
         self.processes.append(process)
         return process

@@ -136,8 +136,9 @@ class Server:
 
 def worker_options(folder: Path, address: str, index: int) -> argparse.Namespace:
     return argparse.Namespace(
-        address=address, index=index, size=SIZE, pause=0.0, updates=UPDATES, log=log(folder, index)
-    )
+        address=address, index=index, size=SIZE, pause=0.0, updates=UPDATES,
+        log=log(folder, index), fetch="parameters",
+    )  # fmt: skip
 
 
 def log(folder: Path, index: int) -> Path:
