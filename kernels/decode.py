@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .payload import tile_offsets
+from .payload import find_part, form_offsets, tile_offsets
 from .terms import sum_of_terms
 from .tiles import find_tile, load_tile, store_tile
 
@@ -29,9 +29,7 @@ def store_flat(pointer, offsets, value, mask, FULL: tl.constexpr):
 @triton.jit
 def store_merged(
     new,
-    where,
-    kind,
-    segments_ptr,
+    tile,
     element,
     offsets,
     mask,
@@ -43,40 +41,25 @@ def store_merged(
 ):
     """params <- alpha params + (1 - alpha) new, or new alone."""
     if HAS_ALPHA:
-        local = load_tile(where, kind, segments_ptr, element, offsets, mask, DTYPE_SET, FULL)
+        local = load_tile(tile, element, offsets, mask, DTYPE_SET, FULL)
         new = alpha * local + one_minus_alpha * new
-    store_tile(where, kind, segments_ptr, element, offsets, new, mask, DTYPE_SET, FULL)
+    store_tile(tile, element, offsets, new, mask, DTYPE_SET, FULL)
 
 
 @triton.jit
 def _decode_tile(
-    payloads,
-    coefficients,
-    terms_ptr,
-    num_terms,
-    where,
-    kind,
-    segments_ptr,
-    run_offset,
-    code_offset,
-    start,
-    count,
+    terms,
+    part,
+    tile,
     element,
     NUM_INLINE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIRE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
+    FORM: tl.constexpr,
     DTYPE_SET: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    offsets = tile_offsets(ROWS, BLOCK_SIZE)
-    value = sum_of_terms(
-        payloads, coefficients, terms_ptr, num_terms, run_offset, code_offset, start, count,
-        NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
-    )  # fmt: skip
-    mask = offsets < count
-    store_tile(where, kind, segments_ptr, element, offsets, value, mask, DTYPE_SET, FULL)
+    offsets = form_offsets(FORM)
+    value = sum_of_terms(terms, part, NUM_INLINE, FORM, FULL)
+    store_tile(tile, element, offsets, value, offsets < part[2], DTYPE_SET, FULL)
 
 
 # outs <- c_0 d_0 + c_1 d_1 + ...
@@ -103,33 +86,23 @@ def _decode_kernel(
     CODE_BITS: tl.constexpr,
     DTYPE_SET: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    run = first_run.to(tl.int64) + pid // tiles_per_run
-    start = (pid % tiles_per_run).to(tl.int64) * (ROWS * BLOCK_SIZE)
-    element = run * run_elements + start
-    count = tl.minimum(run_elements - start, end - element)
-    place = first_tile.to(tl.int64) + pid
-    where, kind = find_tile(tiles_ptr, place, count, ROWS * BLOCK_SIZE, DTYPE_SET)
-    if kind >= 0:
-        _decode_tile(
-            payloads, coefficients, terms_ptr, num_terms, where, kind, segments_ptr,
-            run * run_bytes, code_offset, start, count, element,
-            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, DTYPE_SET, True,
-        )  # fmt: skip
+    FORM: tl.constexpr = (ROWS, BLOCK_SIZE, WIRE, CODE_BITS)
+    run, part, element = find_part(first_run, tiles_per_run, run_elements, code_offset, end, FORM)
+    place = first_tile.to(tl.int64) + tl.program_id(0)
+    tile, is_whole = find_tile(
+        tiles_ptr, segments_ptr, place, part[2], ROWS * BLOCK_SIZE, DTYPE_SET
+    )
+    terms = (payloads, coefficients, terms_ptr, num_terms, run * run_bytes)
+    if is_whole:
+        _decode_tile(terms, part, tile, element, NUM_INLINE, FORM, DTYPE_SET, True)
     else:
-        _decode_tile(
-            payloads, coefficients, terms_ptr, num_terms, where, kind, segments_ptr,
-            run * run_bytes, code_offset, start, count, element,
-            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, DTYPE_SET, False,
-        )  # fmt: skip
+        _decode_tile(terms, part, tile, element, NUM_INLINE, FORM, DTYPE_SET, False)
 
 
 @triton.jit
 def _merge_tile(
     outer_ptr,
-    where,
-    kind,
-    segments_ptr,
+    tile,
     element,
     count,
     alpha,
@@ -144,9 +117,8 @@ def _merge_tile(
     mask = offsets < count
     outer = load_flat(outer_ptr + element, offsets, mask, FULL)
     store_merged(
-        outer, where, kind, segments_ptr, element, offsets, mask, alpha, one_minus_alpha,
-        HAS_ALPHA, DTYPE_SET, FULL,
-    )  # fmt: skip
+        outer, tile, element, offsets, mask, alpha, one_minus_alpha, HAS_ALPHA, DTYPE_SET, FULL
+    )
 
 
 # params <- alpha params + (1 - alpha) outer
@@ -167,14 +139,14 @@ def _merge_kernel(
     pid = tl.program_id(0).to(tl.int64)
     element = pid * (ROWS * BLOCK_SIZE)
     count = end - element
-    where, kind = find_tile(tiles_ptr, pid, count, ROWS * BLOCK_SIZE, DTYPE_SET)
-    if kind >= 0:
+    tile, is_whole = find_tile(tiles_ptr, segments_ptr, pid, count, ROWS * BLOCK_SIZE, DTYPE_SET)
+    if is_whole:
         _merge_tile(
-            outer_ptr, where, kind, segments_ptr, element, count, alpha, one_minus_alpha,
+            outer_ptr, tile, element, count, alpha, one_minus_alpha,
             ROWS, BLOCK_SIZE, HAS_ALPHA, DTYPE_SET, True,
         )  # fmt: skip
     else:
         _merge_tile(
-            outer_ptr, where, kind, segments_ptr, element, count, alpha, one_minus_alpha,
+            outer_ptr, tile, element, count, alpha, one_minus_alpha,
             ROWS, BLOCK_SIZE, HAS_ALPHA, DTYPE_SET, False,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .payload import store_values, tile_offsets
+from .payload import find_part, form_offsets, store_values
 from .terms import sum_of_terms
 from .tiles import find_tile, load_any, load_tile, store_any
 
@@ -18,32 +18,28 @@ _REDUCE_VARYING = ["num_terms", "num_elements", "key", "element_begin"]
 def _encode_tile(
     x,
     run_ptr,
-    code_offset,
-    start,
-    count,
+    part,
     at,
     element,
     key,
-    residual_ptr,
-    new_residual_ptr,
-    nonfinite_ptr,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIRE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
+    kept,
+    FORM: tl.constexpr,
     QMAX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Add the residual, encode, and keep what was lost; ``at`` is the tile's place in residuals."""
-    offsets = tile_offsets(ROWS, BLOCK_SIZE)
-    mask = offsets < count
+    """Add the residual, encode, and keep what was lost; ``at`` is the tile's place in residuals.
+
+    ``kept``: the residual, the new one, and the count of bad elements; each may be None.
+    """
+    residual_ptr, new_residual_ptr, nonfinite_ptr = kept
+    offsets = form_offsets(FORM)
+    mask = offsets < part[2]
     if residual_ptr is not None:
         x = x + load_any(residual_ptr + at, offsets, mask, FULL)
     value = store_values(
-        x, run_ptr, code_offset, start, count, element, key, nonfinite_ptr,
-        ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, FULL,
-    )  # fmt: skip
+        x, run_ptr, part, element, key, nonfinite_ptr, FORM, QMAX, STOCHASTIC, FULL
+    )
     if new_residual_ptr is not None:
         store_any(new_residual_ptr + at, offsets, x - value, mask, FULL)
 
@@ -51,40 +47,27 @@ def _encode_tile(
 @triton.jit
 def _encode_params(
     outer_ptr,
-    where,
-    kind,
-    segments_ptr,
+    tile,
     run_ptr,
-    code_offset,
-    start,
-    count,
+    part,
     element,
     key,
-    residual_ptr,
-    new_residual_ptr,
-    nonfinite_ptr,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIRE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
+    kept,
+    FORM: tl.constexpr,
     QMAX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     DTYPE_SET: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    offsets = tile_offsets(ROWS, BLOCK_SIZE)
-    mask = offsets < count
-    x = load_tile(where, kind, segments_ptr, element, offsets, mask, DTYPE_SET, FULL)
+    offsets = form_offsets(FORM)
+    mask = offsets < part[2]
+    x = load_tile(tile, element, offsets, mask, DTYPE_SET, FULL)
     if outer_ptr is not None:
         if FULL:
             x = tl.load(outer_ptr + element + offsets) - x
         else:
             x = tl.load(outer_ptr + element + offsets, mask=mask, other=0.0) - x
-    _encode_tile(
-        x, run_ptr, code_offset, start, count, element, element, key,
-        residual_ptr, new_residual_ptr, nonfinite_ptr,
-        ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, FULL,
-    )  # fmt: skip
+    _encode_tile(x, run_ptr, part, element, element, key, kept, FORM, QMAX, STOCHASTIC, FULL)
 
 
 # payload <- Q(outer - params + residual)
@@ -115,64 +98,45 @@ def _encode_kernel(
     STOCHASTIC: tl.constexpr,
     DTYPE_SET: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    run = first_run.to(tl.int64) + pid // tiles_per_run
-    start = (pid % tiles_per_run).to(tl.int64) * (ROWS * BLOCK_SIZE)
-    element = run * run_elements + start
-    count = tl.minimum(run_elements - start, end - element)
-    place = first_tile.to(tl.int64) + pid
-    where, kind = find_tile(tiles_ptr, place, count, ROWS * BLOCK_SIZE, DTYPE_SET)
+    FORM: tl.constexpr = (ROWS, BLOCK_SIZE, WIRE, CODE_BITS)
+    run, part, element = find_part(first_run, tiles_per_run, run_elements, code_offset, end, FORM)
+    place = first_tile.to(tl.int64) + tl.program_id(0)
+    tile, is_whole = find_tile(
+        tiles_ptr, segments_ptr, place, part[2], ROWS * BLOCK_SIZE, DTYPE_SET
+    )
     run_ptr = payload_ptr + run * run_bytes
-    if kind >= 0:
+    kept = (residual_ptr, new_residual_ptr, nonfinite_ptr)
+    if is_whole:
         _encode_params(
-            outer_ptr, where, kind, segments_ptr, run_ptr, code_offset, start, count, element, key,
-            residual_ptr, new_residual_ptr, nonfinite_ptr,
-            ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, DTYPE_SET, True,
+            outer_ptr, tile, run_ptr, part, element, key, kept,
+            FORM, QMAX, STOCHASTIC, DTYPE_SET, True,
         )  # fmt: skip
     else:
         _encode_params(
-            outer_ptr, where, kind, segments_ptr, run_ptr, code_offset, start, count, element, key,
-            residual_ptr, new_residual_ptr, nonfinite_ptr,
-            ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, DTYPE_SET, False,
+            outer_ptr, tile, run_ptr, part, element, key, kept,
+            FORM, QMAX, STOCHASTIC, DTYPE_SET, False,
         )  # fmt: skip
 
 
 @triton.jit
 def _reduce_tile(
-    payloads,
-    coefficients,
-    terms_ptr,
-    num_terms,
+    terms,
     result_ptr,
-    code_offset,
-    start,
-    count,
+    part,
     element,
     key,
-    residual_ptr,
-    new_residual_ptr,
-    nonfinite_ptr,
+    kept,
     NUM_INLINE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIRE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
+    FORM: tl.constexpr,
     QMAX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    x = sum_of_terms(
-        payloads, coefficients, terms_ptr, num_terms, 0, code_offset, start, count,
-        NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
-    )  # fmt: skip
+    x = sum_of_terms(terms, part, NUM_INLINE, FORM, FULL)
     if not FULL:
         # 0 times the scale of no block may be anything.
-        x = tl.where(tile_offsets(ROWS, BLOCK_SIZE) < count, x, 0.0)
-    _encode_tile(
-        x, result_ptr, code_offset, start, count, start, element, key,
-        residual_ptr, new_residual_ptr, nonfinite_ptr,
-        ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, FULL,
-    )  # fmt: skip
+        x = tl.where(form_offsets(FORM) < part[2], x, 0.0)
+    _encode_tile(x, result_ptr, part, part[1], element, key, kept, FORM, QMAX, STOCHASTIC, FULL)
 
 
 # result <- Q(w_0 d_0 + w_1 d_1 + ... + residual), in rank order
@@ -199,18 +163,18 @@ def _reduce_kernel(
     QMAX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
+    FORM: tl.constexpr = (ROWS, BLOCK_SIZE, WIRE, CODE_BITS)
     start = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_SIZE)
-    count = num_elements - start
-    element = element_begin + start
-    if count >= ROWS * BLOCK_SIZE:
+    part = (code_offset, start, num_elements - start)
+    terms = (payloads, coefficients, terms_ptr, num_terms, 0)
+    kept = (residual_ptr, new_residual_ptr, nonfinite_ptr)
+    if part[2] >= ROWS * BLOCK_SIZE:
         _reduce_tile(
-            payloads, coefficients, terms_ptr, num_terms, result_ptr, code_offset, start, count,
-            element, key, residual_ptr, new_residual_ptr, nonfinite_ptr,
-            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, True,
+            terms, result_ptr, part, element_begin + start, key, kept,
+            NUM_INLINE, FORM, QMAX, STOCHASTIC, True,
         )  # fmt: skip
     else:
         _reduce_tile(
-            payloads, coefficients, terms_ptr, num_terms, result_ptr, code_offset, start, count,
-            element, key, residual_ptr, new_residual_ptr, nonfinite_ptr,
-            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, QMAX, STOCHASTIC, False,
+            terms, result_ptr, part, element_begin + start, key, kept,
+            NUM_INLINE, FORM, QMAX, STOCHASTIC, False,
         )  # fmt: skip

@@ -61,7 +61,8 @@ def _norms_kernel(
 ):
     pid = tl.program_id(0).to(tl.int64)
     element = pid * TILE
-    where, kind = find_tile(tiles_ptr, pid, end - element, TILE, DTYPE_SET)
+    tile, is_whole = find_tile(tiles_ptr, segments_ptr, pid, end - element, TILE, DTYPE_SET)
+    where, kind, _ = tile
     total = tl.zeros([LANES], tl.float64)
     num_bad = tl.zeros([LANES], tl.int32)
     if DTYPE_SET == 0:
@@ -69,7 +70,7 @@ def _norms_kernel(
         total, num_bad = _add_squares(
             total, num_bad, outer_ptr, segments_ptr, 0, 0, 0, last, element, LANES, DTYPE_SET
         )
-    elif kind >= 0:
+    elif is_whole:
         total, num_bad = _add_squares(
             total, num_bad, outer_ptr, where, kind, element, 0, TILE, element, LANES, DTYPE_SET
         )

@@ -1,6 +1,8 @@
 """Payloads for Triton: where the scales and codes of a tile lie, and how they are read and written.
 
-A tile is [ROWS, BLOCK_SIZE] elements of one run; a row is a block, which has one scale.
+A tile is [ROWS, BLOCK_SIZE] elements of one run; a row is a block, which has one scale. Functions
+take FORM, which is (ROWS, BLOCK_SIZE, WIRE, CODE_BITS), and ``part``, where the tile lies in its
+run: (offset of the run's codes, first element, elements that exist).
 """
 
 from __future__ import annotations
@@ -13,8 +15,24 @@ from .codes import scale_bits as scale_bits_of
 
 
 @triton.jit
-def tile_offsets(ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def find_part(first_run, tiles_per_run, run_elements, code_offset, end, FORM: tl.constexpr):
+    """The run of a program's tile, the part of it, and its first element in the fragment."""
+    pid = tl.program_id(0)
+    run = first_run.to(tl.int64) + pid // tiles_per_run
+    start = (pid % tiles_per_run).to(tl.int64) * (FORM[0] * FORM[1])
+    element = run * run_elements + start
+    count = tl.minimum(run_elements - start, end - element)
+    return run, (code_offset, start, count), element
+
+
+@triton.jit
+def form_offsets(FORM: tl.constexpr):
     """Offsets of a tile's elements from its first one."""
+    return tile_offsets(FORM[0], FORM[1])
+
+
+@triton.jit
+def tile_offsets(ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     return tl.arange(0, ROWS)[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
 
 
@@ -39,16 +57,11 @@ def _load(pointer, count, offsets, FULL: tl.constexpr):
 
 
 @triton.jit
-def _load_codes(
-    run_ptr,
-    code_offset,
-    start,
-    count,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def _load_codes(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
+    ROWS: tl.constexpr = FORM[0]
+    BLOCK_SIZE: tl.constexpr = FORM[1]
+    CODE_BITS: tl.constexpr = FORM[3]
+    code_offset, start, count = part
     pointer = _codes_at(run_ptr, code_offset, start, CODE_BITS)
     if CODE_BITS == 4:
         offsets = tile_offsets(ROWS, BLOCK_SIZE // 2)
@@ -61,21 +74,13 @@ def _load_codes(
 
 
 @triton.jit
-def load_values(
-    run_ptr,
-    code_offset,
-    start,
-    count,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIRE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """Decode elements [start, start + count) of a run to a tile; what is beyond them is 0."""
-    code = _load_codes(run_ptr, code_offset, start, count, ROWS, BLOCK_SIZE, CODE_BITS, FULL)
-    value = code_values(code, WIRE)
-    if CODE_BITS <= 8:
+def load_values(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
+    """Decode a part of a run to a tile; what does not exist is 0."""
+    ROWS: tl.constexpr = FORM[0]
+    BLOCK_SIZE: tl.constexpr = FORM[1]
+    value = code_values(_load_codes(run_ptr, part, FORM, FULL), FORM[2])
+    if FORM[3] <= 8:
+        _, start, count = part
         rows = tl.arange(0, ROWS)
         pointer = run_ptr.to(tl.pointer_type(tl.uint16)) + start // BLOCK_SIZE + rows
         scale = bits_float(_load(pointer, count, rows * BLOCK_SIZE, FULL).to(tl.uint32) << 16)
@@ -84,17 +89,11 @@ def load_values(
 
 
 @triton.jit
-def _store_codes(
-    run_ptr,
-    code_offset,
-    start,
-    count,
-    code,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def _store_codes(run_ptr, part, code, FORM: tl.constexpr, FULL: tl.constexpr):
+    ROWS: tl.constexpr = FORM[0]
+    BLOCK_SIZE: tl.constexpr = FORM[1]
+    CODE_BITS: tl.constexpr = FORM[3]
+    code_offset, start, count = part
     pointer = _codes_at(run_ptr, code_offset, start, CODE_BITS)
     if CODE_BITS == 4:
         # The codes behind an odd end are 0.
@@ -115,24 +114,25 @@ def _store_codes(
 def store_values(
     x,
     run_ptr,
-    code_offset,
-    start,
-    count,
+    part,
     element,
     key,
     nonfinite_ptr,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIRE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
+    FORM: tl.constexpr,
     QMAX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Encode a tile into elements [start, start + count) of a run and return what it decodes to.
+    """Encode a tile into a part of a run and return what it decodes to.
 
-    ``element`` is the index in the fragment of the tile's first element. x is 0 beyond ``count``.
+    ``element`` is the index in the fragment of the tile's first element. x is 0 where no element
+    is.
     """
+    ROWS: tl.constexpr = FORM[0]
+    BLOCK_SIZE: tl.constexpr = FORM[1]
+    WIRE: tl.constexpr = FORM[2]
+    CODE_BITS: tl.constexpr = FORM[3]
+    _, start, count = part
     bad = magnitude_bits(x) > 0x7E800000
     if CODE_BITS <= 8:
         rows = tl.arange(0, ROWS)
@@ -159,7 +159,7 @@ def store_values(
     if not FULL:
         offsets = tile_offsets(ROWS, BLOCK_SIZE)
         code = tl.where(offsets < count, code, 0)
-    _store_codes(run_ptr, code_offset, start, count, code, ROWS, BLOCK_SIZE, CODE_BITS, FULL)
+    _store_codes(run_ptr, part, code, FORM, FULL)
     if nonfinite_ptr is not None:
         # Bad elements are rare: no sum is formed, each one that is there is added by itself.
         places = nonfinite_ptr + tl.zeros([ROWS, BLOCK_SIZE], tl.int32)

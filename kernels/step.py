@@ -6,58 +6,36 @@ import triton
 import triton.language as tl
 
 from .decode import SPAN_VARYING, load_flat, store_flat, store_merged
-from .payload import tile_offsets
+from .payload import find_part, form_offsets
 from .terms import sum_of_terms
 from .tiles import find_tile
 
 
 @triton.jit
 def _step_tile(
-    outer_ptr,
-    momentum_ptr,
-    second_ptr,
-    where,
-    kind,
-    segments_ptr,
-    payloads,
-    coefficients,
-    terms_ptr,
-    num_terms,
-    run_offset,
-    code_offset,
-    start,
-    count,
+    flats,
+    numbers,
+    terms,
+    part,
+    tile,
     element,
-    lr,
-    mu,
-    clip,
-    alpha,
-    one_minus_alpha,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    correction,
-    eps,
     NUM_INLINE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIRE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
+    FORM: tl.constexpr,
     OPTIMIZER: tl.constexpr,
     HAS_ALPHA: tl.constexpr,
     DTYPE_SET: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    offsets = tile_offsets(ROWS, BLOCK_SIZE)
-    mask = offsets < count
-    g = sum_of_terms(
-        payloads, coefficients, terms_ptr, num_terms, run_offset, code_offset, start, count,
-        NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
-    )  # fmt: skip
+    outer_ptr, momentum_ptr, second_ptr = flats
+    lr, mu, clip, alpha, one_minus_alpha = numbers[:5]
+    offsets = form_offsets(FORM)
+    mask = offsets < part[2]
+    g = sum_of_terms(terms, part, NUM_INLINE, FORM, FULL)
     outer = load_flat(outer_ptr + element, offsets, mask, FULL)
     if OPTIMIZER == "sgd":
         update = lr * g
     elif OPTIMIZER == "adam":
+        one_minus_beta1, beta2, one_minus_beta2, correction, eps = numbers[5:]
         m = load_flat(momentum_ptr + element, offsets, mask, FULL)
         v = load_flat(second_ptr + element, offsets, mask, FULL)
         m = mu * m + one_minus_beta1 * g
@@ -78,9 +56,8 @@ def _step_tile(
     new = outer - update
     store_flat(outer_ptr + element, offsets, new, mask, FULL)
     store_merged(
-        new, where, kind, segments_ptr, element, offsets, mask, alpha, one_minus_alpha,
-        HAS_ALPHA, DTYPE_SET, FULL,
-    )  # fmt: skip
+        new, tile, element, offsets, mask, alpha, one_minus_alpha, HAS_ALPHA, DTYPE_SET, FULL
+    )
 
 
 # m' = mu m + g, clipped;  outer' = outer - lr (g + mu m');  params' = alpha params + (1 - alpha)
@@ -128,64 +105,49 @@ def _step_kernel(
     if verdict_ptr is not None:
         if tl.load(verdict_ptr) != 0:
             return
-    pid = tl.program_id(0)
-    run = first_run.to(tl.int64) + pid // tiles_per_run
-    start = (pid % tiles_per_run).to(tl.int64) * (ROWS * BLOCK_SIZE)
-    element = run * run_elements + start
-    count = tl.minimum(run_elements - start, end - element)
-    place = first_tile.to(tl.int64) + pid
-    where, kind = find_tile(tiles_ptr, place, count, ROWS * BLOCK_SIZE, DTYPE_SET)
-    if kind >= 0:
+    FORM: tl.constexpr = (ROWS, BLOCK_SIZE, WIRE, CODE_BITS)
+    run, part, element = find_part(first_run, tiles_per_run, run_elements, code_offset, end, FORM)
+    place = first_tile.to(tl.int64) + tl.program_id(0)
+    tile, is_whole = find_tile(
+        tiles_ptr, segments_ptr, place, part[2], ROWS * BLOCK_SIZE, DTYPE_SET
+    )
+    flats = (outer_ptr, momentum_ptr, second_ptr)
+    numbers = (
+        lr, mu, clip, alpha, one_minus_alpha,
+        one_minus_beta1, beta2, one_minus_beta2, correction, eps,
+    )  # fmt: skip
+    terms = (payloads, coefficients, terms_ptr, num_terms, run * run_bytes)
+    if is_whole:
         _step_tile(
-            outer_ptr, momentum_ptr, second_ptr, where, kind, segments_ptr, payloads, coefficients,
-            terms_ptr, num_terms, run * run_bytes, code_offset, start, count, element, lr, mu, clip,
-            alpha, one_minus_alpha, one_minus_beta1, beta2, one_minus_beta2, correction, eps,
-            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, OPTIMIZER, HAS_ALPHA, DTYPE_SET, True,
+            flats, numbers, terms, part, tile, element,
+            NUM_INLINE, FORM, OPTIMIZER, HAS_ALPHA, DTYPE_SET, True,
         )  # fmt: skip
     else:
         _step_tile(
-            outer_ptr, momentum_ptr, second_ptr, where, kind, segments_ptr, payloads, coefficients,
-            terms_ptr, num_terms, run * run_bytes, code_offset, start, count, element, lr, mu, clip,
-            alpha, one_minus_alpha, one_minus_beta1, beta2, one_minus_beta2, correction, eps,
-            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, OPTIMIZER, HAS_ALPHA, DTYPE_SET, False,
+            flats, numbers, terms, part, tile, element,
+            NUM_INLINE, FORM, OPTIMIZER, HAS_ALPHA, DTYPE_SET, False,
         )  # fmt: skip
 
 
 @triton.jit
 def _delayed_tile(
-    outer_ptr,
-    momentum_ptr,
-    pending_ptr,
-    payloads,
-    coefficients,
-    terms_ptr,
-    num_terms,
-    run_offset,
-    code_offset,
-    start,
-    count,
+    flats,
+    numbers,
+    terms,
+    part,
     element,
-    lr,
-    mu,
-    direct,
-    ahead,
-    behind,
     NUM_INLINE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIRE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
+    FORM: tl.constexpr,
     IS_FIRST: tl.constexpr,
     IS_LAST: tl.constexpr,
     HAS_BEHIND: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    offsets = tile_offsets(ROWS, BLOCK_SIZE)
-    mask = offsets < count
-    d = sum_of_terms(
-        payloads, coefficients, terms_ptr, num_terms, run_offset, code_offset, start, count,
-        NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
-    )  # fmt: skip
+    outer_ptr, momentum_ptr, pending_ptr = flats
+    lr, mu, direct, ahead, behind = numbers
+    offsets = form_offsets(FORM)
+    mask = offsets < part[2]
+    d = sum_of_terms(terms, part, NUM_INLINE, FORM, FULL)
     if not IS_FIRST:
         d = load_flat(pending_ptr + element, offsets, mask, FULL) + d
     if IS_LAST:
@@ -240,20 +202,18 @@ def _delayed_kernel(
     if verdict_ptr is not None:
         if tl.load(verdict_ptr) != 0:
             return
-    pid = tl.program_id(0)
-    run = first_run.to(tl.int64) + pid // tiles_per_run
-    start = (pid % tiles_per_run).to(tl.int64) * (ROWS * BLOCK_SIZE)
-    element = run * run_elements + start
-    count = tl.minimum(run_elements - start, end - element)
-    if count >= ROWS * BLOCK_SIZE:
+    FORM: tl.constexpr = (ROWS, BLOCK_SIZE, WIRE, CODE_BITS)
+    run, part, element = find_part(first_run, tiles_per_run, run_elements, code_offset, end, FORM)
+    flats = (outer_ptr, momentum_ptr, pending_ptr)
+    numbers = (lr, mu, direct, ahead, behind)
+    terms = (payloads, coefficients, terms_ptr, num_terms, run * run_bytes)
+    if part[2] >= ROWS * BLOCK_SIZE:
         _delayed_tile(
-            outer_ptr, momentum_ptr, pending_ptr, payloads, coefficients, terms_ptr, num_terms,
-            run * run_bytes, code_offset, start, count, element, lr, mu, direct, ahead, behind,
-            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, IS_FIRST, IS_LAST, HAS_BEHIND, True,
+            flats, numbers, terms, part, element,
+            NUM_INLINE, FORM, IS_FIRST, IS_LAST, HAS_BEHIND, True,
         )  # fmt: skip
     else:
         _delayed_tile(
-            outer_ptr, momentum_ptr, pending_ptr, payloads, coefficients, terms_ptr, num_terms,
-            run * run_bytes, code_offset, start, count, element, lr, mu, direct, ahead, behind,
-            NUM_INLINE, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, IS_FIRST, IS_LAST, HAS_BEHIND, False,
+            flats, numbers, terms, part, element,
+            NUM_INLINE, FORM, IS_FIRST, IS_LAST, HAS_BEHIND, False,
         )  # fmt: skip

@@ -16,66 +16,29 @@ MAX_INLINE = 8  # terms that are arguments of a kernel; each number of them is c
 
 
 @triton.jit
-def sum_of_terms(
-    payloads,
-    coefficients,
-    table_ptr,
-    num_terms,
-    run_offset,
-    code_offset,
-    start,
-    count,
-    NUM_INLINE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIRE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """c_0 d_0 + c_1 d_1 + ... of a tile, each product rounded, then added, in order."""
+def sum_of_terms(terms, part, NUM_INLINE: tl.constexpr, FORM: tl.constexpr, FULL: tl.constexpr):
+    """c_0 d_0 + c_1 d_1 + ... of a tile, each product rounded, then added, in order.
+
+    ``terms``: payloads, coefficients, table, number of terms, offset of the run in each payload.
+    """
+    payloads, coefficients, table_ptr, num_terms, run_offset = terms
     if NUM_INLINE > 0:
-        total = coefficients[0] * load_values(
-            payloads[0] + run_offset, code_offset, start, count,
-            ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
-        )  # fmt: skip
+        total = coefficients[0] * load_values(payloads[0] + run_offset, part, FORM, FULL)
         for i in tl.static_range(1, NUM_INLINE):
-            total += coefficients[i] * load_values(
-                payloads[i] + run_offset, code_offset, start, count,
-                ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
-            )  # fmt: skip
+            total += coefficients[i] * load_values(payloads[i] + run_offset, part, FORM, FULL)
     else:
-        total = _term(
-            table_ptr, 0, run_offset, code_offset, start, count,
-            ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
-        )  # fmt: skip
+        total = _term(table_ptr, 0, run_offset, part, FORM, FULL)
         for i in range(1, num_terms):
-            total += _term(
-                table_ptr, i, run_offset, code_offset, start, count,
-                ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL,
-            )  # fmt: skip
+            total += _term(table_ptr, i, run_offset, part, FORM, FULL)
     return total
 
 
 @triton.jit
-def _term(
-    table_ptr,
-    i,
-    run_offset,
-    code_offset,
-    start,
-    count,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIRE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def _term(table_ptr, i, run_offset, part, FORM: tl.constexpr, FULL: tl.constexpr):
     address = tl.load(table_ptr + 2 * i)
     coefficient = tl.load(table_ptr + 2 * i + 1).to(tl.int32).to(tl.float32, bitcast=True)
     payload = address.to(tl.pointer_type(tl.uint8))
-    return coefficient * load_values(
-        payload + run_offset, code_offset, start, count, ROWS, BLOCK_SIZE, WIRE, CODE_BITS, FULL
-    )
+    return coefficient * load_values(payload + run_offset, part, FORM, FULL)
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,15 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @triton.jit
-def find_tile(tiles_ptr, place, count, TILE: tl.constexpr, DTYPE_SET: tl.constexpr):
-    """The row of a tile; ``kind`` is not negative where it is whole and in one tensor."""
+def find_tile(tiles_ptr, segments_ptr, place, count, TILE: tl.constexpr, DTYPE_SET: tl.constexpr):
+    """Where a tile lies, for ``load_tile`` and ``store_tile``; and whether whole in one tensor."""
     if DTYPE_SET == 0:
         where = place
         kind = tl.where(count >= TILE, 0, -1)
     else:
         row = tiles_ptr + place * 2
         where, kind = tl.load(row), tl.load(row + 1).to(tl.int32)
-    return where, kind
+    return (where, kind, segments_ptr), kind >= 0
 
 
 @triton.jit
@@ -153,14 +153,13 @@ def _store_at(address, dtype, offsets, value, mask, DTYPE_SET: tl.constexpr, ALI
 
 
 @triton.jit
-def load_tile(
-    where, kind, segments_ptr, element, offsets, mask, DTYPE_SET: tl.constexpr, FULL: tl.constexpr
-):
-    """Load a tile's elements as fp32. ``where`` and ``kind`` are its row, ``element`` its first.
+def load_tile(tile, element, offsets, mask, DTYPE_SET: tl.constexpr, FULL: tl.constexpr):
+    """Load a tile's elements as fp32. ``tile`` is what ``find_tile`` says, ``element`` its first.
 
     FULL: the row gives the address. Else the tensors are gone through, and what is not in ``mask``
     is 0.
     """
+    where, kind, segments_ptr = tile
     if DTYPE_SET == 0:
         x = load_any(segments_ptr + element, offsets, mask, FULL)
     elif FULL:
@@ -179,18 +178,9 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    where,
-    kind,
-    segments_ptr,
-    element,
-    offsets,
-    value,
-    mask,
-    DTYPE_SET: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def store_tile(tile, element, offsets, value, mask, DTYPE_SET: tl.constexpr, FULL: tl.constexpr):
     """Store a tile's elements, rounded to nearest in the dtype of each tensor."""
+    where, kind, segments_ptr = tile
     if DTYPE_SET == 0:
         store_any(segments_ptr + element, offsets, value, mask, FULL)
     elif FULL:
