@@ -328,7 +328,6 @@ TORCH_LIBRARY(lagging, m) {
     m.def("host_waits() -> str[]", [] { return take(&Record::waits); });
     m.def("tasks() -> str[]", [] { return take(&Record::tasks); });
     m.def("num_allocations() -> int", [] { return num_allocations.load(); });
-    m.def("is_failed() -> bool", [] { return is_failed.load(); });
     m.def("synchronize() -> ()", [] { synchronize_all(); });
     m.def("host_function(int address) -> ()", &host_function);
     m.def("on_host(Tensor tensor) -> Tensor", &on_host);
