@@ -2,12 +2,15 @@
 
     python benchmarks/async_server.py apply         # one thread, 100 million parameters
     python benchmarks/async_server.py trips         # workers on loopback, against gloo
+    python benchmarks/async_server.py busy          # workers that do not wait for each other
     python benchmarks/async_server.py memory        # resident memory with 1 to 8 workers
 
 ``apply`` compares with a loop that moves the bytes of a Nesterov step and computes nothing of
 note, timed in turns with it. ``trips`` times a whole round trip of every worker (encode, send,
 apply, fetch exact parameters, write them) and, in turns with it, a raw gloo all_reduce of the same
-fp32 bytes between the same processes. docs/asynchronous.md explains the figures.
+fp32 bytes between the same processes. ``busy`` lets the workers run as fast as they can and says
+how busy the cores were: where workers block each other cores are idle. docs/asynchronous.md
+explains the figures.
 """
 
 from __future__ import annotations
@@ -138,6 +141,9 @@ def worker_main(options: argparse.Namespace) -> None:
         timeout=100.0,
         attach=False,
     )
+    if options.free:
+        run_freely(options, worker, model)
+        return
     buffer = torch.zeros(size)
     trips, reduces, moved = [], [], []
     worker.on_round = lambda m: moved.append(m.sent_bytes + m.received_bytes)
@@ -158,14 +164,30 @@ def worker_main(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def run_freely(options: argparse.Namespace, worker: AsyncDiLoCo, model: Flat) -> None:
+    """Make round trips one after the other, each worker at its own pace."""
+    trips = []
+    dist.barrier()
+    begin = time.time()
+    for _ in range(options.rounds):
+        with torch.no_grad():
+            model.weight.add_(1e-3)
+        trips.append(seconds_of(worker.step))
+    end = time.time()
+    dist.barrier()
+    worker.close()
+    print(json.dumps({"trips_s": trips, "begin": begin, "end": end}), flush=True)
+    dist.destroy_process_group()
+
+
 def run_workers(
-    server: AsyncServer, num_workers: int, size: int, rounds: int, wire: str, fetch: str
+    server: AsyncServer, num_workers: int, size: int, rounds: int, wire: str, fetch: str, *more: str
 ) -> list[dict]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     base = [
         sys.executable, __file__, "worker", f"--address={server.address}",
         f"--store={store.port}", f"--workers={num_workers}", f"--elements={size}",
-        f"--rounds={rounds}", f"--wire={wire}", f"--fetch={fetch}",
+        f"--rounds={rounds}", f"--wire={wire}", f"--fetch={fetch}", *more,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
@@ -214,12 +236,49 @@ def measure_trips(report: common.Report, size: int, rounds: int) -> dict:
     return results
 
 
+def measure_busy(report: common.Report, size: int, rounds: int) -> dict:
+    results = {}
+    report.print("#  workers   wire   updates/s   cores busy   shortest-longest mean trip ms")
+    for num_workers in (1, 2, 4):
+        torch.set_num_threads(1)
+        samples: list[tuple[float, float]] = []
+        done = threading.Event()
+
+        def watch(samples=samples, done=done) -> None:
+            psutil.cpu_percent()
+            while not done.wait(0.1):
+                samples.append((time.time(), psutil.cpu_percent()))
+
+        with AsyncServer(RULES["nesterov"], sync_every=1) as server:
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            rows = run_workers(server, num_workers, size, rounds, "int8", "parameters", "--free=1")
+            done.set()
+            watcher.join()
+        # While all of them run.
+        begin, end = max(row["begin"] for row in rows), min(row["end"] for row in rows)
+        inside = [percent for at, percent in samples if begin + 0.1 < at < end]
+        busy = sum(inside) / max(1, len(inside)) / 100
+        rate = sum(rounds / (row["end"] - row["begin"]) for row in rows)
+        means = [1e3 * sum(row["trips_s"]) / rounds for row in rows]
+        report.print(
+            f"   {num_workers:7d}   int8  {rate:10.1f} {100 * busy:11.0f} %"
+            f" {min(means):15.1f}-{max(means):.1f}"
+        )
+        results[f"{num_workers} workers"] = {
+            "updates_per_s": rate, "cores_busy": busy, "mean_trips_ms": means,
+        }  # fmt: skip
+    return results
+
+
 # ----------------------------------------------------------------------------------------- memory
 
 
 def measure_memory(report: common.Report, size: int, rounds: int) -> dict:
     results = {}
-    report.print("#  rule           workers   wire    peak MiB above an idle process   model sizes")
+    report.print(
+        "#  rule           workers   wire   fetch        peak MiB above an idle one   model sizes"
+    )
     for rule_name, num_workers, wire, fetch in (
         ("nesterov", 1, "int8", "parameters"),
         ("nesterov", 8, "int8", "parameters"),
@@ -242,9 +301,10 @@ def measure_memory(report: common.Report, size: int, rounds: int) -> dict:
         peak = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
         sizes = peak / (4 * size)
         report.print(
-            f"   {rule_name:14} {num_workers:7d}   {wire:5} {peak / 2**20:12.0f} {sizes:30.2f}"
+            f"   {rule_name:14} {num_workers:7d}   {wire:5}  {fetch:10}"
+            f" {peak / 2**20:12.0f} {sizes:25.2f}"
         )
-        results[f"{rule_name}, {num_workers} workers, {wire}"] = sizes
+        results[f"{rule_name}, {num_workers} workers, {wire}, {fetch}"] = sizes
     return results
 
 
@@ -276,13 +336,15 @@ def memory_one(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["apply", "trips", "memory", "worker", "memory-one"])
+    parser.add_argument(
+        "what", choices=["apply", "trips", "busy", "memory", "worker", "memory-one"]
+    )
     parser.add_argument("--elements", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--json", type=Path, default=None)
     for name, kind in (("address", str), ("rule", str), ("wire", str), ("fetch", str)):
         parser.add_argument(f"--{name}", type=kind, default="")
-    for name in ("rank", "workers", "store"):
+    for name in ("rank", "workers", "store", "free"):
         parser.add_argument(f"--{name}", type=int, default=0)
     options = parser.parse_args()
     if options.what == "worker":
@@ -294,7 +356,8 @@ def main() -> None:
     measures = {
         "apply": (measure_apply, 100_000_000, 9),
         "trips": (measure_trips, 10_000_000, 15),
-        "memory": (measure_memory, 25_000_000, 3),
+        "busy": (measure_busy, 10_000_000, 40),
+        "memory": (measure_memory, 25_000_000, 2),
     }
     measure, elements, rounds = measures[options.what]
     elements, rounds = options.elements or elements, options.rounds or rounds
