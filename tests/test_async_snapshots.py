@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from async_helpers import (
 )
 
 from diloco_comm.asynchronous.link import ServerLost
+from diloco_comm.asynchronous.messages import Message
 from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate
 from diloco_comm.asynchronous.server import AsyncServer
 
@@ -128,3 +130,22 @@ def test_a_lost_server_is_a_clear_error_and_the_weights_are_kept() -> None:
     worker.close()
     with pytest.raises(ServerLost, match="hello"):
         attach(server.address, "b", timeout=0.5)
+
+
+def test_a_worker_that_was_stopped_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped for longer than its timeout, with nothing to hear when it wakes."""
+    with serving() as server:
+        model, worker = attach(server.address, "a", timeout=1.5)
+        hear, stopped = worker._link._next, []
+
+        def stop_once(seconds: float) -> Message | None:
+            if not stopped:
+                stopped.append(time.sleep(2.2))
+                return None
+            return hear(seconds)
+
+        monkeypatch.setattr(worker._link, "_next", stop_once)
+        model.descend(torch.ones(7))
+        worker.step()
+        assert stopped and worker.seq == 1
+        worker.close()

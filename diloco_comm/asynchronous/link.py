@@ -120,8 +120,13 @@ class Link:
         ask()
         asked_at = began
         while True:
-            message = self._next(BLOCKED_S if self._is_blocked else RETRY_S)
+            wait_s, before = BLOCKED_S if self._is_blocked else RETRY_S, time.monotonic()
+            message = self._next(wait_s)
             now = time.monotonic()
+            # A process that was stopped does not take its own absence for the server's.
+            absence_s = now - before - wait_s
+            if absence_s > RETRY_S:
+                heard_at += absence_s
             if message is not None:
                 heard_at = now
                 if message.kind == Kind.REFUSED:
