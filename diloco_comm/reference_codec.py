@@ -17,7 +17,7 @@ HUGE = 2.0**126  # a larger magnitude is refused: its scale's inverse would be s
 SMALLEST_SCALE = 2.0**-126
 
 
-def philox(counter: Sequence[Tensor], key: int, rounds: int = 10) -> list[Tensor]:
+def philox(counter: Sequence[Tensor], key: int, rounds: int = 7) -> list[Tensor]:
     """Return the four 32-bit words (held in int64) of Philox-4x32 for four-word counters.
 
     Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
@@ -85,13 +85,14 @@ def _round_stochastic(y: Tensor, wire: WireFormat, bits: Tensor) -> Tensor:
     """Return the fp32 values of one of the two codes around each element, the mean being y.
 
     The upper one is taken when the distance from the lower one plus a uniform number in [0, 1) made
-    of 16 random bits reaches 1. ``csrc/wire/stochastic.h`` says the same with integers.
+    of 16 random bits (int8, int4: 14) reaches 1. ``csrc/wire/stochastic.h`` says the same with integers.
     """
     if wire.name == "fp32":
         return y
-    uniform = (2 * bits + 1).float() * 2.0**-17
     if wire.name in ("int8", "int4"):
-        return (y + uniform).floor().clamp(-wire.qmax, wire.qmax)
+        nearby = (y + 768.0) - 768.0  # a multiple of 2^-14, the last bit of numbers around 768
+        return (nearby + (bits >> 2).float() * 2.0**-14).floor()
+    uniform = (2 * bits + 1).float() * 2.0**-17
     mantissa_bits, min_exponent = _GRIDS[wire.name]
     dropped = 23 - mantissa_bits
     if dropped <= 16:

@@ -231,19 +231,20 @@ def test_stochastic_rounding_does_not_depend_on_the_runs(impl: str) -> None:
 
 def test_philox_is_the_published_one() -> None:
     """Known answers of the Random123 distribution, and the order of the 16-bit pieces."""
+    pi, e = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], 0x299F31D0A4093822
+    ones = [0xFFFFFFFF] * 4
     answers = [
-        ([0, 0, 0, 0], 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([0xFFFFFFFF] * 4, -1, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            0x299F31D0A4093822,
-            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-        ),
+        (7, [0, 0, 0, 0], 0, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
+        (7, ones, -1, [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]),
+        (7, pi, e, [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]),
+        (10, [0, 0, 0, 0], 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (10, ones, -1, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (10, pi, e, [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
     ]
-    for counter, key, expected in answers:
-        words = philox([torch.tensor([word]) for word in counter], key)
+    for rounds, counter, key, expected in answers:
+        words = philox([torch.tensor([word]) for word in counter], key, rounds)
         assert [int(word) for word in words] == expected
-    assert random_bits(0, 4, 0).tolist() == [0xE8D5, 0x6627, 0xC58D, 0xE169]
+    assert random_bits(0, 4, 0).tolist() == [0xB709, 0x5F6F, 0x3F64, 0x0D89]
     assert torch.equal(random_bits(5, 100, 3), random_bits(0, 105, 3)[5:])
 
 

@@ -252,8 +252,10 @@ int64_t encode_units(const EncodeSpan& argument) {
     alignas(64) float x[2][wire::kMaxBlockSize];
     alignas(64) uint8_t packed[wire::kMaxBlockSize * sizeof(float)];
     alignas(64) RandomUnits<kIsStochastic> random;
+    constexpr int kRandomBits = random_bits(kFormat);
+    const PhiloxKeys keys(span.key);
     const int size = span.block_size;
-    if constexpr (kIsStochastic) fill_random(span.element, span.key, kUnit, random[0]);
+    if constexpr (kIsStochastic) fill_random<kRandomBits>(span.element, keys, kUnit, random[0]);
     constexpr int64_t kUnitBytes = wire::code_bytes(kFormat, kUnit);
     int parity = 0;
     int64_t num_bad = 0;
@@ -270,8 +272,8 @@ int64_t encode_units(const EncodeSpan& argument) {
         Vec::I maxima = Vec::set(0);
         for (int j = 0; j < size; j += kUnit) {
             if constexpr (kIsStochastic) {
-                fill_random(span.element + static_cast<uint64_t>(begin + j + kUnit), span.key,
-                            kUnit, random[parity ^ 1]);
+                fill_random<kRandomBits>(span.element + static_cast<uint64_t>(begin + j + kUnit),
+                                         keys, kUnit, random[parity ^ 1]);
             }
             maxima = Vec::max(maxima, load_unit<kUnit>(next, j, following));
             for (int n = j; n < j + kUnit; n += Vec::kWidth) {
@@ -311,6 +313,8 @@ int64_t encode_sum(const EncodeSpan& argument) {
     alignas(64) float x[wire::kMaxBlockSize];
     alignas(64) uint8_t packed[wire::kMaxBlockSize * sizeof(float)];
     alignas(64) RandomUnits<kIsStochastic> random;
+    constexpr int kRandomBits = random_bits(kFormat);
+    const PhiloxKeys keys(span.key);
     const int size = span.block_size, unit = size < kLongUnit ? kShortUnit : kLongUnit;
     int64_t num_bad = 0;
     for (int64_t block = 0; block < span.num_blocks; ++block) {
@@ -321,8 +325,8 @@ int64_t encode_sum(const EncodeSpan& argument) {
         uint8_t* codes = span.codes + wire::code_bytes(kFormat, begin);
         for (int j = 0; j < size; j += unit) {
             if constexpr (kIsStochastic) {
-                fill_random(span.element + static_cast<uint64_t>(begin + j), span.key, unit,
-                            random[0]);
+                fill_random<kRandomBits>(span.element + static_cast<uint64_t>(begin + j), keys,
+                                         unit, random[0]);
             }
             for (int n = j; n < j + unit; n += Vec::kWidth) {
                 quantise<kFormat, kIsStochastic, kHasNewResidual>(

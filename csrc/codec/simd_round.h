@@ -13,27 +13,54 @@ DILOCO_INLINE Vec::I magnitude_of(Vec::F v) {
     return Vec::and_(Vec::as_int(v), Vec::set(static_cast<int32_t>(wire::kMagnitudeMask)));
 }
 
-// The 16 random bits of `size` elements (wire/philox.h); more may be written, up to a multiple
-// of 64.
-DILOCO_INLINE void fill_random(uint64_t element, uint64_t key, int size, uint16_t* random) {
-    const Vec::I m0 = Vec::set64(wire::kPhiloxM0), m1 = Vec::set64(wire::kPhiloxM1);
-    for (int j = 0; j < size; j += Vec::kPhiloxLanes * wire::kElementsPerPhilox) {
-        const Vec::I counter =
-            Vec::philox_counters((element + static_cast<uint64_t>(j)) / wire::kElementsPerPhilox);
-        Vec::I c0 = counter, c1 = Vec::high_half(counter), c2 = Vec::set(0), c3 = Vec::set(0);
-        uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-        // Only the lower half of each 64-bit lane counts; what is above it is never looked at.
+// The keys of the rounds. In memory: an instruction that adds one reads it from there.
+struct PhiloxKeys {
+    uint64_t k0[wire::kPhiloxRounds], k1[wire::kPhiloxRounds];
+    explicit PhiloxKeys(uint64_t key) {
+        uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
         for (int round = 0; round < wire::kPhiloxRounds; ++round) {
-            const Vec::I p0 = Vec::multiply_low(c0, m0), p1 = Vec::multiply_low(c2, m1);
-            c0 = Vec::xor3(Vec::high_half(p1), c1, Vec::set64(k0));
-            c1 = p1;
-            c2 = Vec::xor3(Vec::high_half(p0), c3, Vec::set64(k1));
-            c3 = p0;
-            k0 += wire::kPhiloxW0;
-            k1 += wire::kPhiloxW1;
+            k0[round] = low;
+            k1[round] = high;
+            low += wire::kPhiloxW0;
+            high += wire::kPhiloxW1;
         }
-        Vec::store_philox(random + j, c0, c1, c2, c3);
     }
+};
+
+// The random bits of `size` elements (wire/philox.h), the upper kBits of the 16; more may be
+// written, up to a multiple of 64.
+template <int kBits>
+DILOCO_INLINE void fill_random(uint64_t element, const PhiloxKeys& keys, int size,
+                               uint16_t* random) {
+    const Vec::I m0 = Vec::set64(wire::kPhiloxM0), m1 = Vec::set64(wire::kPhiloxM1);
+    constexpr int kStep = Vec::kPhiloxLanes * wire::kElementsPerPhilox;
+    for (int j = 0; j < size; j += kStep) {
+        const uint64_t first = (element + static_cast<uint64_t>(j)) / wire::kElementsPerPhilox;
+        // Only the lower half of each 64-bit lane counts; what is above it is never looked at. What
+        // is the same for all lanes in the first two rounds is a number: two words of the counter
+        // are 0, a third is the upper half of 64 bits. (Lanes past a multiple of 2^32 are past the
+        // end: units are aligned.)
+        const uint64_t upper = first >> 32;
+        const Vec::I p = Vec::multiply_low(Vec::philox_counters(first), m0);
+        const Vec::I x = Vec::xor_(Vec::high_half(p), Vec::set64(keys.k1[0]));
+        const uint64_t q = (upper ^ keys.k0[0]) * wire::kPhiloxM0;
+        const Vec::I product = Vec::multiply_low(x, m1);
+        Vec::I c0 = Vec::xor_(Vec::high_half(product), Vec::set64(keys.k0[1])), c1 = product;
+        Vec::I c2 = Vec::xor_(p, Vec::set64((q >> 32) ^ keys.k1[1])), c3 = Vec::set64(q);
+        for (int round = 2; round < wire::kPhiloxRounds; ++round) {
+            const Vec::I p0 = Vec::multiply_low(c0, m0), p1 = Vec::multiply_low(c2, m1);
+            c0 = Vec::xor3(Vec::high_half(p1), c1, Vec::set64(keys.k0[round]));
+            c1 = p1;
+            c2 = Vec::xor3(Vec::high_half(p0), c3, Vec::set64(keys.k1[round]));
+            c3 = p0;
+        }
+        Vec::store_philox<16 - kBits>(random + j, c0, c1, c2, c3);
+    }
+}
+
+// How many of an element's 16 random bits its rounding takes.
+constexpr int random_bits(Format format) {
+    return format == Format::kInt8 || format == Format::kInt4 ? wire::kIntegerShift : 16;
 }
 
 // u = (2 r + 1) * 2^-17, exactly: 1 + u is made from its bits.
@@ -106,9 +133,9 @@ struct Rounding {
         } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
             // The scale is rounded up, so |y| <= qmax * (1 + 2^-22): the nearest code never clips.
             if constexpr (!kIsStochastic) return Vec::round_even(y);
-            constexpr int32_t kLimit = kFormat == Format::kInt8 ? 127 : 7;
-            const Vec::I rounded = Vec::round_down(Vec::add(y, uniform_of(r)));
-            return Vec::max(Vec::min(rounded, Vec::set(kLimit)), Vec::set(-kLimit));
+            // Above the code stays wire::kIntegerBias, which is not stored; r has 14 bits.
+            const Vec::I bits = Vec::as_int(Vec::add(y, Vec::set(wire::kIntegerMagic)));
+            return Vec::shift_right<wire::kIntegerShift>(Vec::add(bits, r));
         } else if constexpr (kFormat == Format::kBf16) {
             const Vec::I bits = Vec::as_int(y);
             const Vec::I half =
@@ -131,7 +158,9 @@ struct Rounding {
         if constexpr (kFormat == Format::kFp32) {
             return Vec::as_float(code);
         } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
-            return Vec::to_float(code);
+            if constexpr (!kIsStochastic) return Vec::to_float(code);
+            return Vec::to_float(
+                Vec::sub(code, Vec::set(static_cast<int32_t>(wire::kIntegerBias))));
         } else if constexpr (kFormat == Format::kBf16) {
             return Vec::as_float(Vec::shift_left<16>(code));
         } else {

@@ -117,6 +117,7 @@ struct Vec {
     static I add(I a, I b) { return _mm256_add_epi32(a, b); }
     static I sub(I a, I b) { return _mm256_sub_epi32(a, b); }
     static I and_(I a, I b) { return _mm256_and_si256(a, b); }
+    static I xor_(I a, I b) { return _mm256_xor_si256(a, b); }
     static I or_(I a, I b) { return _mm256_or_si256(a, b); }
     static I min(I a, I b) { return _mm256_min_epi32(a, b); }
     static I max(I a, I b) { return _mm256_max_epi32(a, b); }
@@ -157,12 +158,14 @@ struct Vec {
     static I multiply_low(I a, I b) { return _mm256_mul_epu32(a, b); }
     static I set64(uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
     static I xor3(I a, I b, I c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+    // Eight 16-bit pieces a counter, less their lowest kDropped bits.
+    template <int kDropped>
     static void store_philox(uint16_t* p, I w0, I w1, I w2, I w3) {
         const I a = _mm256_blend_epi32(w0, _mm256_slli_epi64(w1, 32), 0xAA);
         const I b = _mm256_blend_epi32(w2, _mm256_slli_epi64(w3, 32), 0xAA);
         I* out = reinterpret_cast<I*>(p);
-        _mm256_storeu_si256(out, _mm256_unpacklo_epi64(a, b));
-        _mm256_storeu_si256(out + 1, _mm256_unpackhi_epi64(a, b));
+        _mm256_storeu_si256(out, _mm256_srli_epi16(_mm256_unpacklo_epi64(a, b), kDropped));
+        _mm256_storeu_si256(out + 1, _mm256_srli_epi16(_mm256_unpackhi_epi64(a, b), kDropped));
     }
 
   private:

@@ -97,6 +97,7 @@ struct Vec {
     static I add(I a, I b) { return _mm512_add_epi32(a, b); }
     static I sub(I a, I b) { return _mm512_sub_epi32(a, b); }
     static I and_(I a, I b) { return _mm512_and_si512(a, b); }
+    static I xor_(I a, I b) { return _mm512_xor_si512(a, b); }
     static I or_(I a, I b) { return _mm512_or_si512(a, b); }
     static I min(I a, I b) { return _mm512_min_epi32(a, b); }
     static I max(I a, I b) { return _mm512_max_epi32(a, b); }
@@ -133,11 +134,13 @@ struct Vec {
     static I multiply_low(I a, I b) { return _mm512_mul_epu32(a, b); }
     static I set64(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
     static I xor3(I a, I b, I c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+    // Eight 16-bit pieces a counter, less their lowest kDropped bits.
+    template <int kDropped>
     static void store_philox(uint16_t* p, I w0, I w1, I w2, I w3) {
         const I a = _mm512_mask_shuffle_epi32(w0, 0xAAAA, w1, _MM_PERM_CCAA);
         const I b = _mm512_mask_shuffle_epi32(w2, 0xAAAA, w3, _MM_PERM_CCAA);
-        _mm512_storeu_si512(p, _mm512_unpacklo_epi64(a, b));
-        _mm512_storeu_si512(p + 32, _mm512_unpackhi_epi64(a, b));
+        _mm512_storeu_si512(p, _mm512_srli_epi16(_mm512_unpacklo_epi64(a, b), kDropped));
+        _mm512_storeu_si512(p + 32, _mm512_srli_epi16(_mm512_unpackhi_epi64(a, b), kDropped));
     }
 
   private:

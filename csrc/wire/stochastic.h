@@ -1,13 +1,15 @@
 // Stochastic rounding of one element with 16 random bits r (philox.h): the code is one of the two
 // neighbours of y, with the probability of the upper one equal to the distance from the lower one,
-// to 2^-17 of their distance.
+// to 2^-17 of their distance (int8, int4: 2^-15, fp16: 2^-13).
+//   int8, int4:     y is rounded to the nearest multiple of 2^-14, to even, by the fp32 addition of
+//                   768, whose last bit that is; the low 14 bits of the sum's significand plus the
+//                   upper 14 of r carry into the code above them. |y| is so little above qmax
+//                   (scale.h) that it rounds to qmax: no code clips
 //   u = (2 r + 1) * 2^-17                       exact in fp32, in (0, 1), symmetric around 1/2
-//   int8, int4:     code = floor(y + u)          one fp32 addition; then clamped to [-qmax, qmax]
 //   minifloats:     s = 23 - M mantissa bits are dropped. |y| below the smallest normal:
 //                     s > 16 (fp8, e3m0):  magnitude = floor(|y| * 2^(B - 1 + M) + u)
 //                     s <= 16 (fp16):      the same with u = (2 (r >> (16 - s)) + 1) * 2^-(s + 1),
-//                     so that the sum is
-//                                          not rounded up to the next code
+//                     so that the sum is not rounded up to the next code
 //                   else random bits are added below the kept mantissa, and cut off with the rest:
 //                     s > 16 (fp8, e3m0):  bits + (r << (s - 16)) + (1 << (s - 17))
 //                     s <= 16 (fp16):      bits + (r >> (16 - s))
@@ -24,9 +26,14 @@ namespace diloco::wire {
 
 DILOCO_HD float uniform_of(uint32_t r) { return static_cast<float>(2 * r + 1) * 0x1p-17f; }
 
-DILOCO_HD int32_t integer_stochastic(float y, int32_t limit, uint32_t r) {
-    const int32_t code = static_cast<int32_t>(__builtin_floorf(add(y, uniform_of(r))));
-    return code > limit ? limit : code < -limit ? -limit : code;
+// y + 768 has 14 bits after the point; above them are the code and kIntegerBias, whose low byte is
+// 0.
+constexpr float kIntegerMagic = 768.0f;
+constexpr int kIntegerShift = 14;
+constexpr uint32_t kIntegerBias = 0x44400000u >> kIntegerShift;
+
+DILOCO_HD uint32_t integer_stochastic(float y, uint32_t r) {
+    return (float_bits(add(y, kIntegerMagic)) + (r >> (16 - kIntegerShift))) >> kIntegerShift;
 }
 
 // The uniform number for the sub-normals of a minifloat.
@@ -72,9 +79,9 @@ DILOCO_HD uint32_t encode_stochastic(float y, uint32_t r) {
     } else if constexpr (kFormat == Format::kBf16) {
         return (float_bits(y) + r) >> 16;
     } else if constexpr (kFormat == Format::kInt8) {
-        return static_cast<uint32_t>(integer_stochastic(y, 127, r)) & 0xFFu;
+        return integer_stochastic(y, r) & 0xFFu;
     } else if constexpr (kFormat == Format::kInt4) {
-        return static_cast<uint32_t>(integer_stochastic(y, 7, r)) & 0xFu;
+        return integer_stochastic(y, r) & 0xFu;
     } else {
         return minifloat_stochastic<kFormat>(y, r);
     }
