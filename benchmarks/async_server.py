@@ -282,15 +282,10 @@ def measure_memory(report: common.Report, size: int, rounds: int) -> dict:
     for rule_name, num_workers, wire, fetch in (
         ("nesterov", 1, "int8", "parameters"),
         ("nesterov", 8, "int8", "parameters"),
-        ("delayed, N=4", 1, "int8", "parameters"),
         ("delayed, N=4", 8, "int8", "parameters"),
-        ("delayed, N=4", 1, "fp32", "parameters"),
         ("delayed, N=4", 8, "fp32", "parameters"),
-        ("nesterov", 8, "fp32", "parameters"),
-        ("adam", 8, "int8", "parameters"),
         ("adam", 8, "fp32", "parameters"),
         ("nesterov", 8, "int8", "updates"),
-        ("delayed, N=4", 8, "int4", "updates"),
     ):  # fmt: skip
         command = [
             sys.executable, __file__, "memory-one", f"--rule={rule_name}",
