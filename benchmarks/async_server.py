@@ -9,8 +9,8 @@
 note, timed in turns with it. ``trips`` times a whole round trip of every worker (encode, send,
 apply, fetch exact parameters, write them) and, in turns with it, a raw gloo all_reduce of the same
 fp32 bytes between the same processes. ``busy`` lets the workers run as fast as they can and says
-how busy the cores were: where workers block each other cores are idle. docs/asynchronous.md
-explains the figures.
+how many cores they and the server used: where workers block each other cores are idle.
+docs/asynchronous.md explains the figures.
 """
 
 from __future__ import annotations
@@ -168,15 +168,16 @@ def run_freely(options: argparse.Namespace, worker: AsyncDiLoCo, model: Flat) ->
     """Make round trips one after the other, each worker at its own pace."""
     trips = []
     dist.barrier()
-    begin = time.time()
+    begin, cpu_s = time.time(), time.process_time()
     for _ in range(options.rounds):
         with torch.no_grad():
             model.weight.add_(1e-3)
         trips.append(seconds_of(worker.step))
-    end = time.time()
+    end, cpu_s = time.time(), time.process_time() - cpu_s
     dist.barrier()
     worker.close()
-    print(json.dumps({"trips_s": trips, "begin": begin, "end": end}), flush=True)
+    row = {"trips_s": trips, "begin": begin, "end": end, "cpu_s": cpu_s}
+    print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
 
@@ -238,16 +239,17 @@ def measure_trips(report: common.Report, size: int, rounds: int) -> dict:
 
 def measure_busy(report: common.Report, size: int, rounds: int) -> dict:
     results = {}
-    report.print("#  workers   wire   updates/s   cores busy   shortest-longest mean trip ms")
+    report.print(
+        "#  workers   wire   updates/s   server cores   worker cores   least-most mean trip ms"
+    )
     for num_workers in (1, 2, 4):
         torch.set_num_threads(1)
         samples: list[tuple[float, float]] = []
         done = threading.Event()
 
         def watch(samples=samples, done=done) -> None:
-            psutil.cpu_percent()
-            while not done.wait(0.1):
-                samples.append((time.time(), psutil.cpu_percent()))
+            while not done.wait(0.05):
+                samples.append((time.time(), time.process_time()))
 
         with AsyncServer(RULES["nesterov"], sync_every=1) as server:
             watcher = threading.Thread(target=watch)
@@ -257,16 +259,19 @@ def measure_busy(report: common.Report, size: int, rounds: int) -> dict:
             watcher.join()
         # While all of them run.
         begin, end = max(row["begin"] for row in rows), min(row["end"] for row in rows)
-        inside = [percent for at, percent in samples if begin + 0.1 < at < end]
-        busy = sum(inside) / max(1, len(inside)) / 100
+        inside = [sample for sample in samples if begin <= sample[0] <= end]
+        (first, cpu_before), (last, cpu_after) = inside[0], inside[-1]
+        server_cores = (cpu_after - cpu_before) / (last - first)
+        worker_cores = sum(row["cpu_s"] / (row["end"] - row["begin"]) for row in rows)
         rate = sum(rounds / (row["end"] - row["begin"]) for row in rows)
         means = [1e3 * sum(row["trips_s"]) / rounds for row in rows]
         report.print(
-            f"   {num_workers:7d}   int8  {rate:10.1f} {100 * busy:11.0f} %"
+            f"   {num_workers:7d}   int8  {rate:10.1f} {server_cores:14.2f} {worker_cores:14.2f}"
             f" {min(means):15.1f}-{max(means):.1f}"
         )
         results[f"{num_workers} workers"] = {
-            "updates_per_s": rate, "cores_busy": busy, "mean_trips_ms": means,
+            "updates_per_s": rate, "server_cores": server_cores, "worker_cores": worker_cores,
+            "mean_trips_ms": means,
         }  # fmt: skip
     return results
 
