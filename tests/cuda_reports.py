@@ -1,7 +1,7 @@
 """What nvcc's assembler says about the CUDA kernels: registers, stack frames and spills of each.
 
-CMake leaves a report of each file in build/cuda/sm_90 (``make test``) and build/cuda/all
-(``make cuda``), which runs this file:
+CMake leaves a report of each file in build/cuda/sm_90 (``make test``, whose tests read it) and in
+build/cuda/all (``make cuda``, which runs this file):
 
     python tests/cuda_reports.py [--json FILE]
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -60,10 +61,15 @@ def read(file: Path) -> list[Kernel]:
     ]
 
 
+def nvcc(option: str) -> str:
+    """Ask nvcc, from PATH or where CMake looks for it."""
+    path = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    return subprocess.run([path, option], capture_output=True, text=True, check=True).stdout
+
+
 def known_archs() -> tuple[str, ...]:
     """Name the architectures that are wanted and that this nvcc can compile for."""
-    done = subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True, check=True)
-    return tuple(arch for arch in WANTED if arch in done.stdout.split())
+    return tuple(arch for arch in WANTED if arch in nvcc("--list-gpu-code").split())
 
 
 def check(folder: Path, archs: tuple[str, ...]) -> list[Kernel]:
@@ -96,8 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
-    done = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True)
-    report = Report("CUDA kernels, compiled", nvcc=done.stdout.split("\n")[3])
+    report = Report("CUDA kernels, compiled", nvcc=nvcc("--version").splitlines()[3])
     kernels = check(REPORTS / "all", known_archs())
     rows = table(kernels)
     for row in rows:

@@ -26,14 +26,9 @@ needs_build = pytest.mark.skipif(not BUILT, reason="build/cuda is not built: it 
 
 
 @needs_build
-@pytest.mark.parametrize("folder", ["sm_90", "all"])
-def test_no_kernel_spills(folder: str) -> None:
-    """Of the kernels for sm_90, and of those of every architecture after ``make cuda``."""
-    reports = ROOT / "build/cuda" / folder
-    if not (reports / "decode.ptxas").exists():
-        pytest.skip(f"build/cuda/{folder} is not built: make cuda builds it")
-    archs = ("sm_90",) if folder == "sm_90" else cuda_reports.known_archs()
-    for row in cuda_reports.table(cuda_reports.check(reports, archs)):
+def test_no_kernel_spills() -> None:
+    """Of the kernels for sm_90; ``make cuda`` looks at those for every architecture."""
+    for row in cuda_reports.table(cuda_reports.check(ROOT / "build/cuda/sm_90", ("sm_90",))):
         print(row)
 
 

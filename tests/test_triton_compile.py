@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,18 +18,22 @@ pytest.importorskip("triton", reason="needs Triton")
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_kernels_compile_for_every_target_without_spills() -> None:
+def test_kernels_compile_for_every_target_without_spills(tmp_path: Path) -> None:
     """In a process of its own: here Triton interprets. The output has the registers of each."""
     script = Path(__file__).parent / "triton_specialisations.py"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    table = tmp_path / "table.json"
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=390, env=environment
-    )
+        [sys.executable, script, "--json", table],
+        capture_output=True, text=True, timeout=390, env=environment,
+    )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == f"{len(lines) - 1} kernels compiled, 0 at fault"
+    rows = json.loads(table.read_text())["results"]
+    assert sum(row["count"] for row in rows) == len(lines) - 1
     for target in ("sm_80", "sm_90", "gfx942"):
         compiled = {line.split()[3] for line in lines if line.startswith(target)}
         assert compiled == {
