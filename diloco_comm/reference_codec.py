@@ -85,7 +85,8 @@ def _round_stochastic(y: Tensor, wire: WireFormat, bits: Tensor) -> Tensor:
     """Return the fp32 values of one of the two codes around each element, the mean being y.
 
     The upper one is taken when the distance from the lower one plus a uniform number in [0, 1) made
-    of 16 random bits (int8, int4: 14) reaches 1. ``csrc/wire/stochastic.h`` says the same with integers.
+    of 16 random bits (int8, int4: 14) reaches 1. ``csrc/wire/stochastic.h`` says the same with
+    integers.
     """
     if wire.name == "fp32":
         return y
