@@ -149,10 +149,8 @@ def store_values(
     if STOCHASTIC and WIRE != "fp32":
         r = random_bits(element, key, ROWS, BLOCK_SIZE)
     code = encode_codes(y, r, WIRE, STOCHASTIC)
-    if CODE_BITS <= 8:
-        # A block that is not sent has code 0 everywhere, also for -0 and whatever the chance.
-        code = tl.where(is_bad_row[:, None], 0, code)
-    elif WIRE == "fp16":
+    # (A block that is not sent has code 0 everywhere, whatever the chance: y is +0 there.)
+    if WIRE == "fp16":
         bad = bad | ((code & 0x7FFF) >= 0x7C00)
     if CODE_BITS > 8:
         code = tl.where(bad, 0, code)
