@@ -249,7 +249,9 @@ int64_t encode_units(const EncodeSpan& argument) {
     // A copy that nobody else sees: stores of bytes cannot change it, so its members stay in
     // registers.
     const EncodeSpan span = argument;
-    alignas(64) float x[2][wire::kMaxBlockSize];
+    // Not 4 KiB apart where there is much to do besides: a load is held up by an earlier store to
+    // an address with the same 12 low bits.
+    alignas(64) float x[2][wire::kMaxBlockSize + (kIsStochastic ? 512 : 0)];
     alignas(64) uint8_t packed[wire::kMaxBlockSize * sizeof(float)];
     alignas(64) RandomUnits<kIsStochastic> random;
     constexpr int kRandomBits = random_bits(kFormat);
