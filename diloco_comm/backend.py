@@ -69,6 +69,17 @@ class DilocoProcessGroup(dist.ProcessGroup):
         work = collective.all_reduce(tensor, self, self._wire, timeout=self._timeout, async_op=True)
         return _Work(self._finisher.finish(lambda: [self._end(work, tensor, is_sum)]))
 
+    def barrier(self, opts: Any = None) -> Any:
+        """As the base class does, but without the GIL.
+
+        torch holds it while it calls a base class that Python has derived from. A thread of gloo
+        that wants it to free a tensor, under the lock that a new operation needs, would wait for
+        ever.
+        """
+        device = getattr(opts, "device", None) or torch.device("cpu")
+        backend: Any = self._get_backend(device)
+        return backend.barrier() if opts is None else backend.barrier(opts)
+
     def _is_quantised(self, tensors: list[Tensor], opts: Any) -> bool:
         tensor = tensors[0]
         return (
