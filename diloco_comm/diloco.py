@@ -158,9 +158,9 @@ class DiLoCo:
         self._skipped = SkippedSteps(optimizers)
         self._hooks: StepHooks | None = None
         self._model, self._optimizers = model, optimizers
-        self._shard_group = None if shard_group is None else ShardGroup(shard_group)
+        self._shard_group = None if shard_group is None else ShardGroup(shard_group, seconds)
         self._make_parts(model, optimizers)
-        self._workmates = self._shard_group or Workmates.of(self._parameters())
+        self._workmates = self._shard_group or Workmates.of(self._parameters(), seconds)
         if self._workmates is not None:
             self._meet(self._workmates, norms)
         self.impl = ops.resolve_impl(impl, self.device.type)
@@ -199,7 +199,7 @@ class DiLoCo:
             with self._together(self.parts):
                 self._start(model, group, init)
         except BaseException:
-            self.exchange.close()
+            self.close()
             raise
         if attach:
             self._hooks = StepHooks(optimizers, self.step)
@@ -559,6 +559,8 @@ class DiLoCo:
             self._hooks.remove()
         self.exchange.inner_step = self.inner_step
         self.exchange.close()
+        if self._workmates is not None:
+            self._workmates.close()
 
     def __enter__(self) -> DiLoCo:
         return self

@@ -252,22 +252,35 @@ def build_groups(
 ) -> list[dist.ProcessGroupGloo]:
     """Connect the groups of an epoch, two for each lane, named by number.
 
+    Raises:
+        SyncError: If a peer did not connect in time.
+    """
+    name = f"the groups of epoch {epoch}"
+    prefixes = [dist.PrefixStore(f"{epoch}/{number}", store) for number in range(2 * lanes)]
+    return [connect(prefix, rank, size, timeout, name) for prefix in prefixes]
+
+
+def connect(
+    store: dist.Store, rank: int, size: int, timeout: float, name: str
+) -> dist.ProcessGroupGloo:
+    """Connect a gloo group of our own.
+
     gloo binds to GLOO_SOCKET_IFNAME, else to the host's address, else to loopback.
+
+    Args:
+        store: Under a prefix of this group.
+        timeout: Seconds, to connect and of each collective.
+        name: For the error.
 
     Raises:
         SyncError: If a peer did not connect in time.
     """
-    limit = timedelta(seconds=timeout)
-    groups = []
     started = time.monotonic()
-    for number in range(2 * lanes):
-        prefix = dist.PrefixStore(f"{epoch}/{number}", store)
-        try:
-            groups.append(dist.ProcessGroupGloo(prefix, rank, size, limit))
-        except RuntimeError as error:
-            raise SyncError(
-                f"the groups of epoch {epoch} could not be connected: {error}",
-                stage="connect",
-                seconds=time.monotonic() - started,
-            ) from error
-    return groups
+    try:
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise SyncError(
+            f"{name} could not be connected: {error}",
+            stage="connect",
+            seconds=time.monotonic() - started,
+        ) from error

@@ -25,19 +25,20 @@ class ShardGroup(Workmates):
 
     Args:
         group: A process group, or a one-dimensional DeviceMesh.
+        timeout: Seconds; see ``Control``.
 
     Raises:
         TypeError: If it is neither, or this process is not in it.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, timeout: float) -> None:
         group = group.get_group() if hasattr(group, "get_group") else group
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 "shard_group must be a ProcessGroup or a one-dimensional DeviceMesh of which this "
                 f"worker is a member, got {group!r}"
             )
-        super().__init__(group)
+        super().__init__(group, timeout)
 
     @property
     def worker(self) -> str:

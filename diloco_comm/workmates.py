@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import shards
+from .control import Control
 from .errors import ERRORS, NonFiniteError, ReplicaMismatch, SyncError
 
 if TYPE_CHECKING:
@@ -26,21 +26,24 @@ class Workmates:
     """The workers of one replica, as a process group.
 
     Args:
-        group: Of this worker and its workmates.
+        group: Of this worker and its workmates; carries what is on the device.
+        timeout: Seconds; see ``Control``.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
-        kinds = [kind.type for kind in group._device_types]
-        # Where small messages travel: NCCL takes none from host memory.
-        self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])
+        self._control = Control(group, timeout)
 
     @classmethod
-    def of(cls, params: Sequence[Tensor]) -> Workmates | None:
+    def of(cls, params: Sequence[Tensor], timeout: float) -> Workmates | None:
         """Find those that hold the shards of DTensors; None when nobody else does."""
         group = shards.workers_group(params)
-        return None if group is None or group.size() == 1 else cls(group)
+        return None if group is None or group.size() == 1 else cls(group, timeout)
+
+    def close(self) -> None:
+        """Let go of what was made for these workers; idempotent."""
+        self._control.close()
 
     # ------------------------------------------------------------------------ at construction
 
@@ -50,7 +53,7 @@ class Workmates:
         Raises:
             ReplicaMismatch: Naming the first one that differs.
         """
-        everyone = self._gather_objects(views)
+        everyone = self._control.gather(views)
         for rank, theirs in enumerate(everyone):
             for name, value in everyone[0].items():
                 if theirs[name] != value:
@@ -62,13 +65,8 @@ class Workmates:
     def counted(self, params: Sequence[Tensor]) -> list[bool]:
         """Say of which of the parameters this worker is the first to hold what it holds."""
         keys = [shards.held_part(param) for param in params]
-        before = self._gather_objects(keys)[: self.rank]
+        before = self._control.gather(keys)[: self.rank]
         return [all(keys[i] != theirs[i] for theirs in before) for i in range(len(params))]
-
-    def _gather_objects(self, value: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
 
     # --------------------------------------------------------------------------- failures
 
@@ -83,7 +81,10 @@ class Workmates:
 
         Raises:
             SyncError: Of the same kind, and with the same attributes, as on the worker that failed.
+            RuntimeError: After ``close``.
         """
+        if self._control.is_closed:
+            raise RuntimeError("this DiLoCo is closed")
         failure: Exception | None = None
         try:
             yield
@@ -108,14 +109,12 @@ class Workmates:
     def _hear(self, failure: Exception | None) -> SyncError | None:
         """Tell the workmates of a failure; return one of theirs if it is worse than ours."""
         own = _severity(failure)
-        worst = torch.tensor([own * self.size + self.rank], device=self.device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.group)
-        severity, worker = divmod(int(worst.item()), self.size)
+        worst = self._control.largest(own * self.size + self.rank)
+        severity, worker = divmod(worst, self.size)
         if severity == 0:
             return None
-        reports: list[Any] = [_report(failure) if self.rank == worker else None]
-        dist.broadcast_object_list(reports, group=self.group, group_src=worker)
-        return None if own == severity else _error_of(worker, *reports[0])
+        report = self._control.broadcast(_report(failure), worker)
+        return None if own == severity else _error_of(worker, *report)
 
     def _gone(self, error: RuntimeError) -> SyncError:
         # Of gloo's text, without the place in its source and the advice that follows.

@@ -27,43 +27,17 @@ class StreamWork:
         torch.accelerator.current_stream(self.device).wait_event(self.done)
 
 
-class LaggingGroup:
-    """What ``streams.make_group`` returns; gloo carries the bytes.
-
-    As with NCCL, a collective that cannot be ends only by ``abort``, and the stream then goes on.
-    """
+class LaggingStream:
+    """Collectives on a stream of their own; one that cannot be ends only by ``abort``."""
 
     calls: list[str]
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float
-    ) -> None:
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-        self.rank, self.size, self.device = rank, size, device
-        self.stream = torch.Stream(device)
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.Stream(device)
         self.is_aborted = False
         self.calls = []
 
-    def alltoall_base(
-        self, out: Tensor, given: Tensor, out_splits: list[int], in_splits: list[int]
-    ) -> StreamWork:
-        there, here = torch.ops.lagging.on_host(out), torch.ops.lagging.on_host(given)
-
-        def exchange() -> None:
-            self.gloo.alltoall_base(there, here, out_splits, in_splits).wait()
-
-        return self._enqueue("alltoall", exchange)
-
-    def _allgather_base(self, out: Tensor, given: Tensor) -> StreamWork:
-        there, here = torch.ops.lagging.on_host(out), torch.ops.lagging.on_host(given)
-        rows = list(there.view(self.size, -1).unbind())
-
-        def gather() -> None:
-            self.gloo.allgather([rows], [here.clone()]).wait()
-
-        return self._enqueue("allgather", gather)
-
-    def _enqueue(self, name: str, function: Callable[[], None]) -> StreamWork:
+    def enqueue(self, name: str, function: Callable[[], None]) -> StreamWork:
         def run() -> None:
             if not self.is_aborted:
                 try:
@@ -85,8 +59,76 @@ class LaggingGroup:
         after.record(self.stream)
         return StreamWork(after, self.device)
 
+
+class LaggingGroup(LaggingStream):
+    """What ``streams.make_group`` returns; gloo carries the bytes.
+
+    As with NCCL, a collective that cannot be ends only by ``abort``, and the stream then goes on.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float
+    ) -> None:
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        self.rank, self.size = rank, size
+        super().__init__(device)
+
+    def alltoall_base(
+        self, out: Tensor, given: Tensor, out_splits: list[int], in_splits: list[int]
+    ) -> StreamWork:
+        there, here = torch.ops.lagging.on_host(out), torch.ops.lagging.on_host(given)
+
+        def exchange() -> None:
+            self.gloo.alltoall_base(there, here, out_splits, in_splits).wait()
+
+        return self.enqueue("alltoall", exchange)
+
+    def _allgather_base(self, out: Tensor, given: Tensor) -> StreamWork:
+        there, here = torch.ops.lagging.on_host(out), torch.ops.lagging.on_host(given)
+        rows = list(there.view(self.size, -1).unbind())
+
+        def gather() -> None:
+            self.gloo.allgather([rows], [here.clone()]).wait()
+
+        return self.enqueue("allgather", gather)
+
     def abort(self) -> None:
         self.is_aborted = True
 
     def shutdown(self) -> None:
         self.is_aborted = True
+
+
+class WorkersOnDevice(dist.ProcessGroup):
+    """A group of a replica's workers that serves the device alone, as NCCL's do."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.store, self.device = store, device
+        limit = timedelta(seconds=60)
+        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("device", store), rank, size, limit)
+        self.on_stream = LaggingStream(device)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(self.device.type)]
+
+    def get_group_store(self) -> dist.Store:
+        return self.store
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> StreamWork:
+        there = _bytes_on_host(tensors[0])
+        return self.on_stream.enqueue(
+            "broadcast", lambda: self.gloo.broadcast([there], opts).wait()
+        )
+
+    def allgather(self, outs: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> Any:
+        there, here = [_bytes_on_host(out) for out in outs[0]], _bytes_on_host(given[0])
+        return self.on_stream.enqueue(
+            "allgather", lambda: self.gloo.allgather([there], [here]).wait()
+        )
+
+
+def _bytes_on_host(tensor: Tensor) -> Tensor:
+    # What is in host memory is none of such a group's: this raises for it.
+    return torch.ops.lagging.on_host(tensor).view(-1).view(torch.uint8)

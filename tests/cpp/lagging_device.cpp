@@ -12,6 +12,7 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_copy_from.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_cpu_dispatch.h>
@@ -132,6 +133,7 @@ bool is_here(const at::Tensor& tensor) {
 
 // The device's memory as the stream's thread sees it. It does not keep the memory.
 at::Tensor on_host(const at::Tensor& tensor) {
+    TORCH_CHECK(is_here(tensor), "a tensor in host memory where one of the device is needed");
     return at::from_blob(const_cast<void*>(tensor.unsafeGetTensorImpl()->data()), tensor.sizes(),
                          tensor.strides(), tensor.options().device(at::kCPU).pinned_memory(false));
 }
@@ -248,6 +250,19 @@ at::Tensor& sum_out(const at::Tensor& self, at::OptionalIntArrayRef dims, bool k
     return out;
 }
 
+at::Tensor cat(const at::ITensorListRef& tensors, int64_t dim) {
+    std::vector<at::Tensor> sources;
+    int64_t size = 0;
+    for (const at::Tensor& one : tensors) {
+        TORCH_CHECK(is_here(one) && one.dim() == 1 && dim == 0, "1-D tensors of the device alone");
+        sources.push_back(on_host(one));
+        size += one.numel();
+    }
+    at::Tensor out = at::empty({size}, tensors.front().options());
+    enqueue_in_place("cat", out, [sources](at::Tensor one) { at::cat_out(one, sources); });
+    return out;
+}
+
 // diloco_comm's own: enqueued, and run later by the CPU's implementation.
 c10::IValue for_the_host(const c10::IValue& value) {
     if (value.isTensor()) {
@@ -294,6 +309,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("mul_.Tensor", &mul_);
     m.impl("add_.Tensor", &add_);
     m.impl("sum.IntList_out", &sum_out);
+    m.impl("cat", &cat);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -1,0 +1,83 @@
+"""Workers of a replica on a device whose group serves no host memory, as NCCL's do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from device_training import METHODS, Replica
+from problems import equal
+from test_gpu_streams import on_streams, use_streams
+from torch import Tensor
+
+from diloco_comm.errors import NonFiniteError
+
+METHOD = {**METHODS["diloco"], "fragments": 3}
+NAMES = {"diloco": METHOD, "eager": METHODS["eager"]}
+
+
+def make_worker(rank: int, here: torch.device, name: str, arguments: dict[str, Any]) -> Replica:
+    """Attach one of four workers, two a replica."""
+    replica, worker = divmod(rank, 2)
+    store = dist.PrefixStore(f"{name}/{here.type}", dist.group.WORLD.get_group_store())
+    if here.type == "cpu":
+        group = dist.new_group([2 * replica, 2 * replica + 1], use_local_synchronization=True)
+    else:
+        from lagging_group import WorkersOnDevice
+
+        mates = dist.PrefixStore(f"workers/{replica}", store)
+        group = WorkersOnDevice(mates, worker, 2, here)
+    on_store = {"store": store, "replica": replica, "num_replicas": 2}
+    return Replica(replica, here, checks=True, shard_group=group, **on_store, **arguments)
+
+
+def run_sharded(
+    rank: int, here: torch.device, name: str, arguments: dict[str, Any]
+) -> tuple[list[Tensor], bool]:
+    """Train, flush, go on; say whether the group for messages is gone afterwards."""
+    one = make_worker(rank, here, name, arguments)
+    with one.diloco as diloco:
+        one.steps(0, 14)
+        diloco.flush()
+        one.steps(14, 17)
+        tensors = one.all()
+    return tensors, diloco._workmates._control.is_closed
+
+
+def no_host_wait(rank: int, world: int, library: str) -> list[bool]:
+    here = use_streams(rank, "lagging", library)
+    checks = []
+    for name, arguments in NAMES.items():
+        expected, _ = run_sharded(rank, torch.device("cpu"), name, {**arguments, "lanes": 1})
+        given, is_closed = run_sharded(rank, here, name, on_streams(arguments))
+        checks += [equal(expected, given), is_closed]
+    return checks
+
+
+def test_the_device_is_not_waited_for(replicas, stand_in) -> None:
+    assert replicas(4).run(no_host_wait, stand_in) == [[True] * 2 * len(NAMES)] * 4
+
+
+def one_shard_voted_down(rank: int, world: int, library: str) -> str:
+    """Replica 0 has a NaN among the elements that its worker 1 owns."""
+    here = use_streams(rank, "lagging", library)
+    one = make_worker(rank, here, "voted", on_streams(METHODS["eager"]))
+    one.steps(0, 3)
+    if rank < 2:
+        with torch.no_grad():
+            one.model.tensors[-1][-1:].fill_(torch.nan)
+    message = ""
+    try:
+        one.steps(3, 8)
+    except NonFiniteError as error:
+        message = f"{one.diloco.inner_step} {error}"
+    one.diloco.close()
+    return message
+
+
+def test_all_workers_hear_of_one_that_failed(replicas, stand_in) -> None:
+    messages = replicas(4).run(one_shard_voted_down, stand_in)
+    for rank, message in enumerate(messages):
+        assert message.startswith("8 ") and message.endswith("1 on replica 0")
+        assert ("worker 1 of this replica failed" in message) == (rank % 2 == 0)
