@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from diloco_comm.tools import ranks
 from diloco_comm.tools.measuring import (
     Report,
     WorkerError,
@@ -63,6 +64,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def relaunch(world: int, **options: object) -> None:
     """Run this very command as `world` local workers (the meaning of ``-g N``)."""
+    options = {"preload": ranks.WITH_OPTIMIZER, **options}
     run_workers([sys.executable, *sys.argv], world, **options)  # type: ignore[arg-type]
 
 

@@ -297,7 +297,7 @@ def main() -> int:
     )
     report = common.Report("convergence", workers=args.nprocs, link=link, **header)
     with common.stoppable():
-        common.run_workers([sys.executable, *sys.argv], args.nprocs, timeout_s=args.timeout)
+        common.relaunch(args.nprocs, timeout_s=args.timeout)
     results = [json.loads((args.folder / run.file_name).read_text()) for run in plan(args)]
     summary = write_report(report, results, args.plot)
     if args.json:

@@ -69,7 +69,7 @@ def main() -> int:
     args = parse_arguments()
     settings = settings_of(args)
     if args.nprocs and not common.is_worker():
-        common.relaunch(args.nprocs)
+        common.relaunch(args.nprocs, preload=())
         return 0
     rank, world = common.init_workers()
     chosen = bench_exchange.make_methods(settings)

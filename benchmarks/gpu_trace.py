@@ -84,7 +84,7 @@ def main() -> int:
     args = parser.parse_args()
     if not common.is_worker():
         try:
-            common.relaunch(2, timeout_s=300.0)
+            common.relaunch(2, timeout_s=300.0, preload=None)
         except RuntimeError as error:
             print(error)
             return 1

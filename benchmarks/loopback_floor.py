@@ -61,7 +61,7 @@ def main() -> int:
     add("--json", default="", metavar="PATH", help="write figures and output there")
     args = parser.parse_args()
     if not common.is_worker():
-        common.relaunch(args.nprocs)
+        common.relaunch(args.nprocs, preload=())
         return 0
     rank, world = common.init_workers()
     report = common.Report("loopback_floor", quiet=rank != 0, workers=world, link="loopback")

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
+from diloco_comm.tools import ranks
 from diloco_comm.tools.demo_data import Batches, load_corpus
 from diloco_comm.tools.demo_ddp import BucketExchange
 from diloco_comm.tools.demo_model import ByteTransformer, ModelConfig, byte_loss
@@ -258,7 +259,7 @@ def run_cell(args: argparse.Namespace) -> list[dict[str, Any]]:
             with netns.Network(args.nprocs, netns.parse_rate(args.namespaces)) as network:
                 network.run(command)
         else:
-            common.run_workers(command, args.nprocs)
+            common.run_workers(command, args.nprocs, preload=ranks.WITH_OPTIMIZER)
         document = json.loads(path.read_text())
     tokens_per_step = args.nprocs * args.batch * args.context
     return summarize(document["segments"], tokens_per_step, args.nprocs / document["cores"])

@@ -129,7 +129,9 @@ def main() -> int:
     args = parser.parse_args()
     if not common.is_worker():
         with tempfile.TemporaryDirectory() as folder:
-            common.relaunch(args.nprocs, env={"LD_PRELOAD": build_counter(folder)})
+            # The pages that forked ranks share would be faults of theirs.
+            env = {"LD_PRELOAD": build_counter(folder)}
+            common.relaunch(args.nprocs, env=env, preload=None)
         return 0
     rank, world = common.init_workers()
     header = {"workers": world, "link": "loopback", "wire": args.wire}

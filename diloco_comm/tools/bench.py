@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -198,7 +198,7 @@ def outer_step(
 
     diloco-comm bench outer-step -g 2 --params 25e6 --policy eager --emulate-link 1,10
     """
-    from . import bench_exchange, measuring
+    from . import bench_exchange, measuring, ranks
     from . import bench_outer_step as bench
 
     settings = bench.Settings(
@@ -216,7 +216,7 @@ def outer_step(
         rounds=rounds,
         link=bench_exchange.parse_link(emulate_link),
     )
-    if not _in_group(nprocs, "gloo"):
+    if not _in_group(nprocs, "gloo", ranks.WITH_OPTIMIZER):
         return
     how = f"{policy}, {sync_every} inner steps of {step_time:g} s (sleeps) a round"
     report = _report("outer-step", policy=how, wire=wire, settings=settings)
@@ -282,7 +282,7 @@ def tune(
 # --------------------------------------------------------------------------------------- helpers
 
 
-def _in_group(nprocs: int, backend: str) -> bool:
+def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
     """Join the group as a worker; a launcher starts the workers, waits, and is none itself."""
     from . import measuring
 
@@ -294,7 +294,8 @@ def _in_group(nprocs: int, backend: str) -> bool:
             "the measurement needs several processes: run it under torchrun or srun, or give -g N"
         )
     words = [sys.executable, "-m", "diloco_comm.tools.cli", *sys.argv[1:]]
-    measuring.run_workers(words, nprocs)
+    # Forked ranks are not tried with NCCL.
+    measuring.run_workers(words, nprocs, preload=None if backend == "nccl" else preload)
     return False
 
 

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,6 +146,7 @@ def run_workers(
     prefixes: Sequence[Sequence[str]] | None = None,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 600.0,
+    preload: Sequence[str] | None = None,
     stdout: int | None = None,
 ) -> None:
     """Start `command` once a rank with torchrun's environment and wait for all of them.
@@ -155,6 +157,8 @@ def run_workers(
         prefixes: Words before the command, one list a rank (``ip netns exec NAME``).
         env: Variables beside RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         timeout_s: Seconds for all of them together.
+        preload: Modules to import, beside torch, in one process that then forks the ranks; the
+            command is this Python with a script or ``-m``. None: each rank is a fresh process.
         stdout: As in subprocess.Popen.
 
     Raises:
@@ -165,15 +169,50 @@ def run_workers(
     # torch's own switch: tensors on huge pages, for every method alike.
     base["THP_MEM_ALLOC_ENABLE"] = "1"
     base |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)} | dict(env or {})
-    workers = []
-    try:
+    deadline = time.monotonic() + timeout_s
+    if preload is not None:
+        assert command[0] == sys.executable and not prefixes
+        _run_forked(command[1:], world, preload, deadline, {"env": base, "stdout": stdout})
+        return
+    with _killed_at_the_end() as workers:
         for rank in range(world):
             words = [*(prefixes[rank] if prefixes else []), *command]
             rank_env = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             workers.append(
                 subprocess.Popen(words, env=rank_env, stdout=stdout, start_new_session=True)
             )
-        _wait(workers, time.monotonic() + timeout_s)
+        _wait(workers, deadline)
+
+
+def _run_forked(
+    program: Sequence[str],
+    world: int,
+    preload: Sequence[str],
+    deadline: float,
+    options: Mapping[str, Any],
+) -> None:
+    read, write = os.pipe()
+    words = [sys.executable, "-m", f"{__package__}.ranks", str(write), str(world)]
+    words += [",".join(preload), *program]
+    with os.fdopen(read) as report, _killed_at_the_end() as workers:
+        workers.append(subprocess.Popen(words, start_new_session=True, pass_fds=[write], **options))
+        os.close(write)
+        try:
+            _wait(workers, deadline)
+        except WorkerError as error:
+            told = "" if error.status is None else report.read()
+            if not told:
+                raise
+            rank, code = map(int, told.split())
+            raise WorkerError(_ended(rank, code), code) from None
+
+
+@contextlib.contextmanager
+def _killed_at_the_end() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Kill who is left of the processes put into the list, each with what it has started."""
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        yield workers
     finally:
         for worker in workers:
             if worker.poll() is None:
@@ -191,10 +230,14 @@ def _wait(workers: list[subprocess.Popen[bytes]], deadline: float) -> None:
                 continue
             del running[rank]
             if code != 0:
-                raise WorkerError(f"benchmark worker {rank} ended with status {code}", code)
+                raise WorkerError(_ended(rank, code), code)
         if time.monotonic() > deadline:
-            raise WorkerError(f"benchmark workers {sorted(running)} did not end in time", None)
+            raise WorkerError("benchmark workers did not end in time", None)
         time.sleep(0.02)
+
+
+def _ended(rank: int, code: int) -> str:
+    return f"benchmark worker {rank} ended with status {code}"
 
 
 @contextlib.contextmanager
