@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import saved_flights
 from .parts import ParameterPart, Part
@@ -121,38 +122,71 @@ def _plan_residuals(
     slot = part.slot
     if slot is None or slot.residual is None:
         return []
-    saved = None if own is None else own.get("residual") or None
-    reduced = {} if own is None else own.get("reduce_residual", {})
-    count = len(slot.residuals.reductions())
-    shards = [reduced.get(chain_key(scope.key(part), chain)) for chain in range(count)]
-    has_saved = saved is not None and part.fragment.has_own(saved)
-    fits = has_saved and all(
-        shard is not None and shard.shape == mine.shape
-        for shard, mine in zip(shards, slot.residuals.reductions(), strict=True)
-    )
-    if fits and saved is not None:
-        part.fragment.check_own(saved)
-    elif strict:
-        raise ValueError(
-            "the saved state holds no error-feedback residuals that fit replica "
-            f"{scope.replica} in a group of this size: it was saved by other replicas; "
-            "strict=False starts them at zero"
-        )
+    whole = _find_whole(part, own, "residual")
+    runs = _find_runs(part, own, scope, "reduce_residual")
+    if whole is None or runs is None:
+        if strict:
+            raise ValueError(
+                "the saved state holds no error-feedback residuals that fit replica "
+                f"{scope.replica} in a group of this size: it was saved by other replicas; "
+                "strict=False starts them at zero"
+            )
+        whole, runs = None, None
+    # Without those from before, a round that is then lost leaves what it has rounded.
+    old_whole = whole and (_find_whole(part, own, "residual_before") or whole)
+    old_runs = runs and (_find_runs(part, own, scope, "reduce_residual_before") or runs)
 
     def load() -> None:
         # Looked up now: the buffers may have been swapped since the check.
-        assert slot.residual is not None
-        if fits and saved is not None:
-            part.fragment.load_own(slot.residual, saved)
-        else:
-            slot.residual.zero_()
-        for shard, mine in zip(shards, slot.residuals.reductions(), strict=True):
-            if fits and shard is not None:
-                mine.copy_(shard)
-            else:
-                mine.zero_()
+        residuals = slot.residuals
+        for values, saved in ((residuals.value, whole), (residuals.before(), old_whole)):
+            if values is not None:
+                _load_own(part, values, saved)
+        _load_runs(residuals.reductions(), runs)
+        _load_runs(residuals.reductions_before(), old_runs)
 
     return [load]
+
+
+def _find_whole(
+    part: ParameterPart, own: Mapping[str, Any] | None, name: str
+) -> Mapping[str, Any] | None:
+    """Return a saved residual of the encoding, checked; None if there is none for this part."""
+    saved = None if own is None else own.get(name)
+    if not saved or not part.fragment.has_own(saved):
+        return None
+    part.fragment.check_own(saved)
+    return saved
+
+
+def _find_runs(
+    part: ParameterPart, own: Mapping[str, Any] | None, scope: Scope, name: str
+) -> list[Tensor] | None:
+    """Return saved residuals of each chain of reductions; None if they do not fit."""
+    assert part.slot is not None
+    saved = {} if own is None else own.get(name, {})
+    runs = []
+    for chain, mine in enumerate(part.slot.residuals.reductions()):
+        run = saved.get(chain_key(scope.key(part), chain))
+        if run is None or run.shape != mine.shape:
+            return None
+        runs.append(run)
+    return runs
+
+
+def _load_own(part: ParameterPart, values: Tensor, saved: Mapping[str, Any] | None) -> None:
+    if saved is None:
+        values.zero_()
+    else:
+        part.fragment.load_own(values, saved)
+
+
+def _load_runs(targets: Sequence[Tensor], runs: Sequence[Tensor] | None) -> None:
+    for k, target in enumerate(targets):
+        if runs:
+            target.copy_(runs[k])
+        else:
+            target.zero_()
 
 
 def _plan_flights(

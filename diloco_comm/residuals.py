@@ -122,6 +122,16 @@ class Residuals:
         """List what was lost by the reductions, one tensor a chain."""
         return [chain.value for chain in self._reductions]
 
+    # ------------------------------------------------------------------------ in a saved state
+
+    def before(self) -> Tensor | None:
+        """What ``value`` was before the round under way was agreed on; None if that is owed."""
+        return None if self.carries else self.new
+
+    def reductions_before(self) -> list[Tensor]:
+        """List what ``reductions`` were before the rounds under way were agreed on."""
+        return [chain.new for chain in self._reductions]
+
     # ------------------------------------------------------------------- what becomes of a round
 
     def encoded(self) -> None:

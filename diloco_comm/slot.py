@@ -101,7 +101,7 @@ class Round:
     """One exchange of a slot that is not applied yet: buffers, and how far it is.
 
     "voted": it failed after this rank's vote, so the terms are complete, and peers that got all
-    votes may have applied them. One that is adopted comes from a saved state.
+    votes may have applied them.
     """
 
     header: Header
@@ -111,7 +111,6 @@ class Round:
     state: Literal["started", "agreed", "voted"] = "started"
     terms: Terms = field(default_factory=list)
     epoch: int = 0
-    is_adopted: bool = False
 
 
 class Pending:
@@ -351,7 +350,7 @@ class Slot:
 
     def adopt(self, header: Header, layout: Layout, own: Tensor, terms: Terms) -> None:
         """Take in a round of a saved state, agreed on and not applied."""
-        round = Round(header, layout, Payload(own, own), None, "agreed", terms, is_adopted=True)
+        round = Round(header, layout, Payload(own, own), None, "agreed", terms)
         self.rounds.append(round)
 
     def forget(self) -> None:
@@ -411,7 +410,7 @@ class Slot:
         self._resolve_done()
         for round in self.rounds:
             # What encoding lost is owed to the next round if, and only if, this one is applied.
-            if not round.is_adopted and (round.state == "agreed") != (round in applied):
+            if (round.state == "agreed") != (round in applied):
                 self.residuals.turn(round.header.round)
         self.rounds, self._owed = [], []
 

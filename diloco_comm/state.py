@@ -10,6 +10,7 @@ The layout of a saved state (a ``torch.distributed.checkpoint`` Stateful):
     flights/<fragment>/<k>/<term>           payloads of rounds under way
     replica_<r>/residual/<parameter>        only with error feedback
     replica_<r>/reduce_residual/<fragment>  <fragment>.1 for odd rounds when two may be under way
+    replica_<r>/residual_before, reduce_residual_before     should the rounds under way be lost
     replica_<r>/own/<fragment>              own numbers of rounds under way and lost
     replica_<r>/payloads/<fragment>/<k>, corrected/<fragment>/<i>, owed/<parameter>
 
@@ -176,11 +177,7 @@ def _collect_own(part: Part, view: _View, scope: Scope, own: dict[str, Any]) -> 
     if slot is None:
         return False
     if slot.residual is not None and isinstance(part, ParameterPart):
-        own["residual"].update(
-            part.fragment.own_views(slot.residual if view.added is None else view.added)
-        )
-    for chain, residual in enumerate(slot.residuals.reductions()):
-        own["reduce_residual"][chain_key(key, chain)] = residual
+        _collect_residuals(part, view, scope, own)
     if not scope.overlap.rounds:
         return slot.residual is not None
     numbers, payloads = saved_flights.pack_own(view.flights, slot, scope.members, scope.depth)
@@ -202,6 +199,21 @@ def _collect_own(part: Part, view: _View, scope: Scope, own: dict[str, Any]) -> 
     if corrected:
         own["corrected"][key] = corrected
     return bool(slot.residual is not None or view.flights or view.owes or has_owed)
+
+
+def _collect_residuals(part: ParameterPart, view: _View, scope: Scope, own: dict[str, Any]) -> None:
+    assert part.slot is not None
+    residuals, key = part.slot.residuals, scope.key(part)
+    wholes, chains = {"residual": view.added}, {"reduce_residual": residuals.reductions()}
+    if scope.depth:
+        wholes["residual_before"] = residuals.before()
+        chains["reduce_residual_before"] = residuals.reductions_before()
+    for name, values in wholes.items():
+        if values is not None:
+            own.setdefault(name, {}).update(part.fragment.own_views(values))
+    for name, tensors in chains.items():
+        runs = {chain_key(key, chain): tensor for chain, tensor in enumerate(tensors)}
+        own.setdefault(name, {}).update(runs)
 
 
 def chain_key(key: str, chain: int) -> str:
