@@ -57,7 +57,7 @@ class NonFiniteError(SyncError):
     """Some replica's values were NaN, Inf or out of the wire's range; no replica applies the round.
 
     Attributes:
-        replicas: Whose values.
+        replicas: Whose values; all when it is their mean that the wire cannot carry.
     """
 
     replicas: tuple[int, ...] = ()

@@ -338,9 +338,9 @@ class Exchange:
             raise ValueError(f"the weights of all replicas are zero: {weights}")
         sending.weights = [weight / total for weight in weights]
         control = self._submit_blob(header_bytes(header), of=header)
-        data, done = driver.enqueue(slot, round, sending)
+        events = driver.enqueue(slot, round, sending)
         sent = (self.size - 1) * slot.layout.payload_bytes // (self.size if self.size > 2 else 1)
-        job = StreamJob(driver, control, round, data, done, sending.weights, self.members, sent * 2)
+        job = StreamJob(driver, control, round, events, sending.weights, self.members, sent * 2)
         pending = Pending(slot, round, job)
         slot.add_round(round, pending)
         return pending

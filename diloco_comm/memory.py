@@ -54,23 +54,32 @@ class Ballot:
     """Counts of bad elements in an exchange on streams.
 
     Attributes:
-        bad: int64 [1], this rank's.
-        counts: int64 [size], every rank's; not zero until all ranks have voted.
+        bad: int64 [1], what this rank has encoded.
+        bad_mean: int64 [1], what it has added up.
+        counts: int64 [size], every rank's: those of means 32 bits higher. Not zero until all ranks
+            have voted.
         verdict: int64 [1], their sum: 0 says that the round may be applied.
-        host_counts: Page-locked copy of the counts.
+        host_bad, host_counts: Page-locked copies of ``bad`` and of the counts.
     """
 
     bad: Tensor
+    bad_mean: Tensor
     counts: Tensor
     verdict: Tensor
+    host_bad: Tensor
     host_counts: Tensor
 
     @classmethod
     def make(cls, size: int, device: torch.device) -> Ballot:
-        bad, counts, verdict = (
-            torch.zeros(n, dtype=torch.int64, device=device) for n in (1, size, 1)
+        bad, mean, counts, verdict = (
+            torch.zeros(n, dtype=torch.int64, device=device) for n in (1, 1, size, 1)
         )
-        return cls(bad, counts, verdict, page_locked(size, torch.int64))
+        hosts = (page_locked(n, torch.int64) for n in (1, size))
+        return cls(bad, mean, counts, verdict, *hosts)
+
+    def numbers(self) -> list[tuple[int, int]]:
+        """Return what every rank has encoded and added up, once the counts are on the host."""
+        return [(count & (1 << 32) - 1, count >> 32) for count in self.host_counts.tolist()]
 
 
 @dataclass(eq=False)

@@ -14,6 +14,17 @@ import torch
 from torch import Tensor
 
 from .memory import CPU, persistent
+from .wire import WireFormat
+
+
+def drop_bad(residual: Tensor, wire: WireFormat) -> None:
+    """Set to zero what is NaN or too large to be sent, or to be added up with others like it.
+
+    A wire takes magnitudes up to 2^126, of which a scale that is rounded up makes a little more,
+    and then the mean is refused: half of that is certain to pass.
+    """
+    limit = 6e4 if wire.name == "fp16" else 2.0**125
+    residual.masked_fill_(~(residual.abs() <= limit), 0.0)
 
 
 @dataclass

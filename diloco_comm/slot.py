@@ -29,6 +29,7 @@ _CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 512 << 10), (24 << 20, 2 << 20))
 _LARGE_CHUNK = 4 << 20
 _MANY_ELEMENTS = 16 << 20
 _CHUNK_OF_MANY = 16 << 20
+_POLL_S = 2e-5
 # On streams a chunk costs a few launches and the link is fast; not measured.
 _STREAM_CHUNK = 16 << 20
 
@@ -134,6 +135,15 @@ class Pending:
     def headers(self) -> list[Header]:
         """Headers of all ranks, in rank order; empty until they have been exchanged."""
         return [from_native(header) for header in self._job.headers]
+
+    def has_bad_values(self) -> bool:
+        """Whether our own values were such that no wire carries them.
+
+        On a device, the host asks until it has encoded them.
+        """
+        while (count := self._job.num_bad_encoded) is None:
+            time.sleep(_POLL_S)
+        return count > 0
 
     def done(self) -> bool:
         """Whether ``wait()`` would return, or raise, at once."""

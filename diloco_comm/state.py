@@ -31,10 +31,11 @@ from typing import Any
 from torch import Tensor
 
 from . import saved_flights
-from .errors import SyncError
+from .errors import NonFiniteError, SyncError
 from .flights import Flight
 from .overlap import Overlap, Own
 from .parts import ParameterPart, Part
+from .residuals import drop_bad
 
 VERSION = 1
 _HOME = ("parts", "outer", "buffers", "flights")
@@ -126,19 +127,23 @@ class _View:
 
 
 def _look_at(part: Part, scope: Scope) -> _View:
-    arrived, failed = [], []
+    arrived, failed, is_bad = [], [], False
     for flight in part.in_flight:
         try:
             flight.wait()
             arrived.append(flight)
-        except SyncError:
+        except SyncError as error:
             failed.append(flight)
+            is_bad = is_bad or isinstance(error, NonFiniteError)
     # A round that has arrived may have moved the residual on.
     added = part.slot.residuals.added if part.slot else None
     view = _View(arrived, added, list(part.corrections), part.owes)
     if scope.overlap.rounds and isinstance(part, ParameterPart):
         for flight in failed:
             _lose(part, flight, view)
+        if is_bad and view.added is not None and part.slot is not None:
+            view.added = view.added.clone()
+            drop_bad(view.added, part.slot.wire)
     return view
 
 

@@ -30,7 +30,7 @@ class StreamJob:
 
     Args:
         control: The job that carries every rank's header.
-        data, done: All chunks are here; the verdict is.
+        events: Everything is encoded; all chunks are here; the verdict is.
         members: Replicas in rank order.
     """
 
@@ -41,14 +41,13 @@ class StreamJob:
         driver: StreamDriver,
         control: _C.Job,
         round: Round,
-        data: torch.Event,
-        done: torch.Event,
+        events: tuple[torch.Event, ...],
         weights: list[float],
         members: Sequence[int],
         sent_bytes: int,
     ) -> None:
         self.driver, self.control, self.round = driver, control, round
-        self.data, self.done = data, done
+        self.encoded, self.data, self.done = events
         self.weights, self.members = weights, members
         self.failure: Any = None
         self.counters = {"sent_bytes": sent_bytes, "received_bytes": sent_bytes}
@@ -67,6 +66,12 @@ class StreamJob:
             own = header_bytes(self.round.header)
             self._headers = [Header(**json.loads(text)) for text in texts or [own]]
         return self._headers
+
+    @property
+    def num_bad_encoded(self) -> int | None:
+        """Own elements that no wire carries; None: not on the host yet."""
+        assert self.round.own.ballot is not None
+        return int(self.round.own.ballot.host_bad) if self.encoded.query() else None
 
     @property
     def is_done(self) -> bool:
@@ -112,12 +117,10 @@ class StreamJob:
         assert self.round.own.ballot is not None
         self._is_decided = True
         self.seconds["total"] = time.monotonic() - self._begin
-        counts = self.round.own.ballot.host_counts.tolist()
-        bad = {self.members[rank]: count for rank, count in enumerate(counts) if count}
-        if bad:
-            text = ", ".join(f"{count} on replica {replica}" for replica, count in bad.items())
-            message = f"elements that are NaN, Inf or out of the wire's range: {text}"
-            self._set_failure("NonFiniteError", message, "vote", replicas=list(bad))
+        numbers = self.round.own.ballot.numbers()
+        message, replicas = _C.find_bad_elements(numbers, list(self.members))
+        if message:
+            self._set_failure("NonFiniteError", self._named(message), "vote", replicas=replicas)
 
     def _mismatch(self) -> str:
         headers = self.headers
@@ -147,15 +150,18 @@ class StreamJob:
     def _fail(self, kind: str, why: str, stage: str = "", **more: Any) -> None:
         # Known from before the abort, which lets every event be reached.
         stage = "vote" if self.has_data and kind == "SyncError" else stage or "exchange"
-        header = self.round.header
-        message = f"sync of fragment {header.fragment}, round {header.round}: {why}"
+        message = self._named(why)
         self.driver.abort(message)
         if self._was_unanimous():
-            self._headers = [header] * len(self.members)
+            self._headers = [self.round.header] * len(self.members)
             self._count_votes()
             return
         self._is_decided = True
         self._set_failure(kind, message, stage, **more)
+
+    def _named(self, why: str) -> str:
+        header = self.round.header
+        return f"sync of fragment {header.fragment}, round {header.round}: {why}"
 
     def _was_unanimous(self) -> bool:
         """Whether the vote was complete when the abort came: the outer step has then been taken."""

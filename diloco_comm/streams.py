@@ -150,12 +150,14 @@ class StreamDriver:
     # ------------------------------------------------------------------------------ enqueueing
 
     def enqueue(self, slot: Slot, round: Round, sending: Sending) -> tuple[torch.Event, ...]:
-        """Enqueue one exchange; returns the events of all chunks and of the verdict."""
+        """Enqueue one exchange; returns the events of the encoding, all chunks and the verdict."""
         ballot = round.own.ballot
         assert ballot is not None
         here = torch.accelerator.current_stream(self.device)
         ballot.bad.zero_()
+        ballot.bad_mean.zero_()
         self._encode(slot, round, sending, here)
+        ballot.host_bad.copy_(ballot.bad, non_blocking=True)
         ballot.counts.fill_(1)
         ballot.verdict.fill_(1)
         ready = torch.Event(self.device)
@@ -171,7 +173,7 @@ class StreamDriver:
                 else:
                     getattr(self, f"_{action}")(slot, round, sending, chunk)
         done.record(self.side)
-        return data, done
+        return ready, data, done
 
     def _encode(self, slot: Slot, round: Round, sending: Sending, here: torch.Stream) -> None:
         layout = slot.layout
@@ -257,7 +259,7 @@ class StreamDriver:
             index_begin=begin,
             residual=part(residual),
             new_residual=part(new_residual),
-            nonfinite=round.own.ballot.bad,
+            nonfinite=round.own.ballot.bad_mean,
             impl=self.impl,
         )
 
@@ -271,6 +273,7 @@ class StreamDriver:
         self._works.pop(("publish", chunk)).wait()
 
     def _vote(self, ballot: Ballot) -> None:
+        ballot.bad.add_(ballot.bad_mean, alpha=1 << 32)
         if self.group is None:
             ballot.counts.copy_(ballot.bad)
         else:

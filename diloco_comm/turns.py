@@ -19,6 +19,7 @@ from .exchange import Repair
 from .flights import Arrival, Flight
 from .overlap import Own, Terms
 from .parts import OuterStep, ParameterPart, Part
+from .residuals import drop_bad
 from .rounds import Rounds
 from .slot import Kind
 from .wire import Layout
@@ -67,6 +68,15 @@ class Turns(Rounds):
                 first = first or error
         if first is not None:
             raise self._cause(first)
+
+    def send(
+        self, part: Part, inner_step: int, num_skipped: int, weight: float, kind: Kind
+    ) -> Flight:
+        last = part.in_flight[-1].pending if part.in_flight else None
+        # The vote on that round comes after this encoding, which must not lose its round too.
+        if last is not None and _keeps_residual(part) and last.has_bad_values():
+            _clean_residuals(part)
+        return super().send(part, inner_step, num_skipped, weight, kind)
 
     def _is_due(self, part: Part) -> bool:
         return len(part.in_flight) >= self.settings.overlap.rounds
@@ -271,11 +281,13 @@ def _laid_out(own: Own, layout: Layout) -> Own:
     return Own(own.layout.rearrange(own.payload, layout), own.coefficient, layout)
 
 
+def _keeps_residual(part: Part) -> bool:
+    return part.slot is not None and part.slot.residual is not None
+
+
 def _clean_residuals(part: Part) -> None:
-    """Drop from the residuals what no wire can carry: it would spoil every round to come."""
-    if part.slot is None:
-        return
-    limit = 6e4 if part.slot.wire.name == "fp16" else 2.0**126
-    for residual in (part.slot.residual, *part.slot.residuals.reductions()):
+    """Drop from what is owed what no wire can carry: it would spoil every round to come."""
+    assert part.slot is not None
+    for residual in (part.slot.residuals.added, *part.slot.residuals.reductions()):
         if residual is not None:
-            residual.masked_fill_(~(residual.abs() <= limit), 0.0)
+            drop_bad(residual, part.slot.wire)

@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "seed": 3,
     },
     "eager": {"overlap": Eager(), "fragments": 2, "wire": "int4", "error_feedback": True},
+    "eager_2": {"overlap": Eager(2), "wire": "int4", "error_feedback": True},
     "co2": {
         "overlap": CO2(clip=0.5, gap="gap-aware"),
         "outer": HeavyBall(0.3, 0.9),

@@ -16,7 +16,7 @@ from workers import Pool
 
 from diloco_comm.errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
 from diloco_comm.exchange import Exchange, Header
-from diloco_comm.wire import WireFormat
+from diloco_comm.wire import WIRES, WireFormat
 
 Fresh = Callable[..., Pool]
 Address = tuple[str, int]
@@ -268,6 +268,37 @@ def test_bad_elements_are_voted_down(fresh_workers: Fresh, world: int, value: fl
     for error, fine in pool.run(_bad_values, pool.store, value):
         assert error.replicas == (1,) and "replica 1" in str(error)
         assert fine
+
+
+def _bad_means(rank: int, world: int, address: Address) -> list[str]:
+    """Every rank has the largest value that is encoded, in one element; then half of it."""
+    ex = _connect(address, rank, list(range(world)))
+    messages = []
+    for name in WIRES:
+        slot = ex.slot(N, WireFormat(name))
+        largest = 2.0**15 if name == "fp16" else 2.0**126
+        for round, value in enumerate((largest, largest / 2)):
+            params = torch.ones(N)
+            params[12345] = value
+            try:
+                mean = decode(sync(ex, slot, [params], round=round))[12345].item()
+                slot.commit()
+                assert abs(mean / value - 1) < 1 / 64, (name, mean)
+            except NonFiniteError as error:
+                assert round == 0 and error.replicas == tuple(range(world)), name
+                messages.append(f"{name} {error}")
+    ex.close()
+    return messages
+
+
+def test_a_mean_that_no_wire_carries(fresh_workers: Fresh) -> None:
+    """A scale is rounded up, and so may be what the largest value decodes to."""
+    pool = fresh_workers(3, init_group=False)
+    for messages in pool.run(_bad_means, pool.store):
+        assert [message.split()[0] for message in messages] == ["fp8_e4m3", "fp8_e5m2", "int4"]
+        for message in messages:
+            assert "whose mean is out of the wire's range (2^126 = 8.5e37;" in message
+            assert "added up: 1 on replica " in message
 
 
 def _zero_weights(rank: int, world: int, address: Address) -> Any:

@@ -94,10 +94,37 @@ def voted_down(rank: int, world: int, device: str, library: str, name: str) -> l
     return [equal(pair[0][0], pair[1][0]), pair[0][1] == pair[1][1]]
 
 
-@pytest.mark.parametrize("name", ["diloco", "adam", "eager"])
+@pytest.mark.parametrize("name", ["diloco", "adam", "eager", "eager_2"])
 @pytest.mark.parametrize(("device", "world"), cases(2))
 def test_a_round_voted_down(device: str, world: int, name: str, replicas, stand_in) -> None:
     assert replicas(world).run(voted_down, device, stand_in, name) == [[True, True]] * world
+
+
+def bad_mean(rank: int, world: int, device: str, library: str) -> list[tuple[str, Any]]:
+    """What is within the range on every replica, and in the mean is not."""
+    here = use_streams(rank, device, library)
+    seen = []
+    for there in (here, torch.device("cpu")):
+        arguments = {**METHODS["diloco"], "wire": "int4"}
+        arguments = arguments if there.type == "cpu" else on_streams(arguments)
+        replica = Replica(rank, there, **arguments)
+        replica.steps(0, 7)
+        with torch.no_grad():
+            replica.model.tensors[0].view(-1)[3].fill_(-(2.0**126))
+        try:
+            replica.diloco.step()
+            replica.diloco.state_dict()
+        except NonFiniteError as error:
+            seen.append((str(error), error.replicas))
+        replica.diloco.close()
+    return seen
+
+
+@pytest.mark.parametrize(("device", "world"), cases(3))
+def test_a_mean_out_of_range(device: str, world: int, replicas, stand_in) -> None:
+    for on_device, on_host in replicas(world).run(bad_mean, device, stand_in):
+        assert on_device == on_host
+        assert "elements whose mean is out" in on_host[0] and on_host[1] == (0, 1, 2)
 
 
 def raised_later(rank: int, world: int, device: str, library: str) -> list[Any]:

@@ -77,10 +77,6 @@ def with_too_much(rank: int, values: Tensor) -> None:
     values[0] -= 2.0**126
 
 
-def taken_back(rank: int, values: Tensor) -> None:
-    values[0] += 2.0**126
-
-
 Spoilers = dict[int, Callable[[int, Tensor], None]]
 
 
@@ -121,16 +117,15 @@ def test_a_lost_round_leaves_no_residual_behind(
     spoilers = [dict.fromkeys(lost, with_nan)] * len(POLICIES)
     for results in workers(3).run(lose_rounds, list(POLICIES), spoilers):
         for name, (error, num_skipped) in zip(POLICIES, results, strict=True):
-            assert len(lost) <= num_skipped <= 2 * len(lost), name
+            # A round that was encoded meanwhile is not lost with it.
+            assert num_skipped == len(lost), name
             assert error < 1e-6, (name, error)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_round_lost_by_its_reduction_counts_once(workers: Callable[[int], Pool]) -> None:
     """The round after it is applied: what its own reduction began with was not the lost one's."""
-    spoilers = [
-        {3: with_too_much, 3 + policy["overlap"].rounds: taken_back} for policy in POLICIES.values()
-    ]
+    spoilers = [{3: with_too_much}] * len(POLICIES)
     for results in workers(3).run(lose_rounds, list(POLICIES), spoilers):
         for name, (error, num_skipped) in zip(POLICIES, results, strict=True):
             assert num_skipped == 1, name

@@ -123,6 +123,27 @@ void register_messages(py::module_& m) {
         .def_readwrite("outer_lr", &Header::outer_lr)
         .def_readwrite("gap", &Header::gap);
     m.def("find_mismatch", &find_mismatch, py::arg("headers"));
+    m.def(
+        "find_bad_elements",
+        [](const std::vector<std::pair<int64_t, int64_t>>& numbers,
+           const std::vector<int64_t>& replicas) {
+            std::vector<Vote> votes(numbers.size());
+            for (size_t rank = 0; rank < numbers.size(); ++rank) {
+                std::tie(votes[rank].num_bad, votes[rank].num_bad_mean) = numbers[rank];
+            }
+            const BadElements bad = find_bad_elements(votes, replicas);
+            return std::make_pair(bad.text, bad.replicas);
+        },
+        py::arg("numbers"), py::arg("replicas"),
+        "Say what votes (own, of the mean) in rank order tell: (sentence or \"\", whose).");
+}
+
+std::optional<int64_t> num_bad_encoded(Job& job) {
+    std::unique_lock<std::mutex> lock(job.mutex);
+    const Mark mark = job.fetched_mark(job.plan->layout.num_runs - 1);
+    lock.unlock();
+    if (mark && !mark->query()) return std::nullopt;
+    return job.encode_bad.item<int64_t>();
 }
 
 void register_jobs(py::module_& m) {
@@ -154,6 +175,8 @@ void register_jobs(py::module_& m) {
         .def_readonly("blobs", &Job::blobs)
         .def_readonly("seconds", &Job::seconds)
         .def_readonly("encode_seconds", &Job::encode_seconds)
+        .def_property_readonly("num_bad_encoded", &num_bad_encoded,
+                               "Own elements that no wire carries; None: not on the host yet.")
         .def_property_readonly("counters", &counters);
 }
 

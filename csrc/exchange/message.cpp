@@ -113,4 +113,39 @@ std::string find_mismatch(const std::vector<Header>& headers) {
     return "";
 }
 
+namespace {
+
+// "3 on replica 0, 1 on replica 2" of the votes in which the number is not zero.
+std::string list_numbers(const std::vector<Vote>& votes, int64_t Vote::* number,
+                         const std::vector<int64_t>& replicas) {
+    std::ostringstream text;
+    for (size_t rank = 0; rank < votes.size(); ++rank) {
+        if (votes[rank].*number == 0) continue;
+        text << (text.tellp() > 0 ? ", " : "") << votes[rank].*number << " on replica "
+             << replicas[rank];
+    }
+    return text.str();
+}
+
+}  // namespace
+
+BadElements find_bad_elements(const std::vector<Vote>& votes,
+                              const std::vector<int64_t>& replicas) {
+    BadElements bad;
+    for (size_t rank = 0; rank < votes.size(); ++rank) {
+        if (votes[rank].num_bad > 0) bad.replicas.push_back(replicas[rank]);
+    }
+    const std::string own = list_numbers(votes, &Vote::num_bad, replicas);
+    if (!own.empty()) bad.text = "elements that are NaN, Inf or out of the wire's range: " + own;
+    const std::string mean = list_numbers(votes, &Vote::num_bad_mean, replicas);
+    if (mean.empty()) return bad;
+    bad.text += (own.empty() ? "" : "; ") +
+                std::string(
+                    "elements whose mean is out of the wire's range (2^126 = 8.5e37; 65504 on "
+                    "fp16), though no replica's own is, added up: ") +
+                mean;
+    bad.replicas = replicas;
+    return bad;
+}
+
 }  // namespace diloco

@@ -11,7 +11,7 @@
 namespace diloco {
 
 constexpr uint32_t kMagic = 0x434c4944;  // "DILC"
-constexpr uint16_t kProtocolVersion = 1;
+constexpr uint16_t kProtocolVersion = 2;
 
 enum class Kind : uint32_t {
     kSync = 1,
@@ -54,9 +54,19 @@ static_assert(sizeof(Header) == 112, "the header is a wire format");
 
 struct Vote {
     uint64_t sequence = 0;
-    int64_t num_bad = 0;  // elements that were NaN, Inf or out of range on this rank
+    int64_t num_bad = 0;       // elements that were NaN, Inf or out of range on this rank
+    int64_t num_bad_mean = 0;  // of what this rank added up, though none of the terms was
 };
-static_assert(sizeof(Vote) == 16, "the vote is a wire format");
+static_assert(sizeof(Vote) == 24, "the vote is a wire format");
+
+// What the votes of a round say of elements that no wire carries.
+struct BadElements {
+    std::string text;  // one sentence that names replicas and numbers; empty when there are none
+    std::vector<int64_t> replicas;  // whose they are: everybody's if they are those of a mean
+};
+
+// `votes` in rank order, of these replicas.
+BadElements find_bad_elements(const std::vector<Vote>& votes, const std::vector<int64_t>& replicas);
 
 // The first difference that forbids this exchange, as one sentence that names replicas and values;
 // empty when the headers agree. `headers` in rank order.

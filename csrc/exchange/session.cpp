@@ -245,12 +245,13 @@ void Session::vote(Job& job) {
     }
     vote_out_ = Vote();
     vote_out_.sequence = sequence;
-    vote_out_.num_bad = job.encode_bad.item<int64_t>() + job.reduce_bad.item<int64_t>();
+    vote_out_.num_bad = job.encode_bad.item<int64_t>();
+    vote_out_.num_bad_mean = job.reduce_bad.item<int64_t>();
     for (int i = 1; i <= num_peers(); ++i) {
         if (i > 1) faults_.before("vote", -1, i - 1);
         post_last_words(peer(i), vote_tag(sequence), &vote_out_, sizeof(Vote));
     }
-    std::vector<int64_t> num_bad(votes_in_.size(), vote_out_.num_bad);
+    std::vector<Vote> votes(votes_in_.size(), vote_out_);
     for (int rank = 0; rank < transport_.size(); ++rank) {
         if (rank == transport_.rank()) continue;
         const auto from = static_cast<size_t>(rank);
@@ -258,26 +259,21 @@ void Session::vote(Job& job) {
         if (votes_in_[from].sequence != sequence) {
             throw TransportError(rank, "a vote that is not ours arrived");
         }
-        num_bad[from] = votes_in_[from].num_bad;
+        votes[from] = votes_in_[from];
     }
     // Who has every vote commits: whoever lacks ours holds the result and is told of the round.
     wait_for_last_words();
-    reject_bad_elements(job, num_bad);
+    reject_bad_elements(votes);
 }
 
-void Session::reject_bad_elements(Job& job, const std::vector<int64_t>& num_bad) {
+void Session::reject_bad_elements(const std::vector<Vote>& votes) {
+    BadElements bad = find_bad_elements(votes, membership_.replicas);
+    if (bad.text.empty()) return;
     Failure failure;
-    std::ostringstream text;
-    for (size_t rank = 0; rank < num_bad.size(); ++rank) {
-        if (num_bad[rank] == 0) continue;
-        text << (failure.replicas.empty() ? "" : ", ") << num_bad[rank] << " on replica "
-             << membership_.replicas[rank];
-        failure.replicas.push_back(membership_.replicas[rank]);
-    }
-    if (failure.replicas.empty()) return;
     failure.kind = "NonFiniteError";
     failure.stage = stage_;
-    failure.message = "elements that are NaN, Inf or out of the wire's range: " + text.str();
+    failure.message = std::move(bad.text);
+    failure.replicas = std::move(bad.replicas);
     throw Rejected(std::move(failure));
 }
 

@@ -80,7 +80,7 @@ class Session {
     void vote(Job& job);
     void post_last_words(int peer, int tag, const void* data, size_t num_bytes);
     void wait_for_last_words();
-    void reject_bad_elements(Job& job, const std::vector<int64_t>& num_bad);
+    void reject_bad_elements(const std::vector<Vote>& votes);
     void wait_all(std::vector<Receipt>& receipts);
 
     Membership membership_;
