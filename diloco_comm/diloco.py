@@ -306,16 +306,29 @@ class DiLoCo:
                 due and did not fail are applied. ``change_group`` goes on with the replicas that
                 are left; after a NonFiniteError training may simply go on.
             ValueError: The optimizer trains parameters that it did not when this was constructed.
+            KeyboardInterrupt: On Ctrl-C, when the outer step is done, or before it has begun: then
+                the next call does it. While results are waited for it comes at once, and they are
+                applied by the next call. A second Ctrl-C breaks in, and only ``close`` is left.
         """
-        self._refuse_if_swapped()
+        self._refuse_if_unfit()
+        self._rounds.whole.has_begun = is_done = False
         self.inner_step += 1
-        self._skipped.observe()
-        due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
-        with self._together(self._written(), is_idle=not due):
-            if due:
-                self._refuse_new_parameters()
-            due = [part for part in due if part.slot is not None]
-            self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
+        try:
+            self._skipped.observe()
+            due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
+            with self._together(self._written(), is_idle=not due):
+                if due:
+                    self._refuse_new_parameters()
+                due = [part for part in due if part.slot is not None]
+                self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
+                is_done = True
+        except Exception:
+            raise
+        except BaseException:
+            # An interrupt before anything was sent or applied: the next call does all of it.
+            if not is_done and not self._rounds.whole.has_begun:
+                self.inner_step -= 1
+            raise
 
     def _written(self) -> list[Part]:
         """List the parts whose local parameters are written in this step, if nothing fails.
@@ -324,7 +337,7 @@ class DiLoCo:
         """
         policy = self.settings.overlap
         sent = self.inner_step - (0 if policy.rounds else policy.steps())
-        saved = self._saved_writes.pop(self.inner_step, set())
+        saved = self._saved_writes.get(self.inner_step, set())
         return [self.parts[index] for index in sorted({*self.schedule.due(sent), *saved})]
 
     @contextmanager
@@ -334,7 +347,8 @@ class DiLoCo:
         if self._workmates is None or (is_idle and not fragments):
             yield
             return
-        with self._workmates.together(fragments):
+        # An interrupt here alone would leave the workmates with one vote too few.
+        with self._rounds.whole(), self._workmates.together(fragments):
             try:
                 yield
             finally:
@@ -346,7 +360,7 @@ class DiLoCo:
         Afterwards outer and local parameters are identical on all replicas. A fragment that no
         replica has trained since its last send is left alone.
         """
-        self._refuse_if_swapped()
+        self._refuse_if_unfit()
         with self._together(self.parts):
             self._rounds.flush(self.inner_step, self._skipped.count)
 
@@ -355,7 +369,8 @@ class DiLoCo:
         known = {id(p) for part in self._parameter_parts() for p in part.fragment.params}
         refuse_new_parameters(self._model, self._optimizers, known)
 
-    def _refuse_if_swapped(self) -> None:
+    def _refuse_if_unfit(self) -> None:
+        self._rounds.whole.refuse_if_broken()
         if self._is_swapped:
             raise RuntimeError("the model holds the outer parameters: leave outer_parameters()")
 
@@ -368,7 +383,7 @@ class DiLoCo:
         Args:
             consensus: Take their mean over the replicas, see ``consensus()``; a collective call.
         """
-        self._refuse_if_swapped()
+        self._refuse_if_unfit()
         self._rounds.settle_verdicts(self.inner_step)
         parts = self._parameter_parts()
         outers = [part.outer for part in parts]
@@ -383,10 +398,11 @@ class DiLoCo:
                     ops.merge(outer.to(self.device), part.tensors(), impl=self.impl)
             yield
         finally:
-            self._is_swapped = False
-            for part, saved in zip(parts, local, strict=True):
-                for tensor, value in zip(part.fragment.local(), saved, strict=True):
-                    tensor.copy_(value)
+            with self._rounds.whole():
+                self._is_swapped = False
+                for part, saved in zip(parts, local, strict=True):
+                    for tensor, value in zip(part.fragment.local(), saved, strict=True):
+                        tensor.copy_(value)
 
     def consensus(self) -> dict[str, Any]:
         """Return the mean over the replicas of outer parameters and momenta; a collective call.
@@ -449,6 +465,7 @@ class DiLoCo:
         Args:
             shared: Refuse if something differs between replicas, for a save by one of them alone.
         """
+        self._rounds.whole.refuse_if_broken()
         self._rounds.settle_verdicts(self.inner_step)
         return saved_state.collect(
             self.parts, self._scope(), inner_step=self.inner_step, shared=shared
@@ -478,13 +495,15 @@ class DiLoCo:
             ValueError: If the state was saved with another model, schedule or set of fragments, or
                 lacks something; nothing is changed.
         """
+        self._rounds.whole.refuse_if_broken()
         write = loading.restore(self.parts, state_dict, self._scope(), strict=strict)
-        self._rounds.drop()
-        self.inner_step = write()
-        self._saved_writes = {}
-        for part in self.parts:
-            for flight in part.in_flight:
-                self._saved_writes.setdefault(flight.apply_step, set()).add(part.index)
+        with self._rounds.whole():
+            self._rounds.drop()
+            self.inner_step = write()
+            self._saved_writes = {}
+            for part in self.parts:
+                for flight in part.in_flight:
+                    self._saved_writes.setdefault(flight.apply_step, set()).add(part.index)
 
     # ------------------------------------------------------------------------- the group
 
@@ -503,7 +522,7 @@ class DiLoCo:
         Raises:
             SyncError: If the members did not all come, or are more than one round apart.
         """
-        self._refuse_if_swapped()
+        self._refuse_if_unfit()
         with self._together(self.parts):
             with suppress(SyncError):
                 self._rounds.settle_verdicts(self.inner_step)
@@ -512,10 +531,11 @@ class DiLoCo:
             repairs = self.exchange.change_group(
                 members, store=store, last_rounds=last_rounds, inner_step=self.inner_step
             )
-            self._rounds.settle(repairs, self.inner_step)
+            with self._rounds.whole():
+                self._rounds.settle(repairs, self.inner_step)
+                self._turn_back(self.exchange.agreed_step)
             if not self.exchange.joined:
                 self._fix_weight()
-            self._turn_back(self.exchange.agreed_step)
             if self.exchange.joined:
                 self._agree()
                 self._share_state()

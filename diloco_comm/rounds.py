@@ -22,6 +22,7 @@ from . import handshake
 from .errors import NonFiniteError, SyncError
 from .exchange import Exchange, Header, Outcome, Pending, Repair, Slot
 from .flights import Arrival, Flight
+from .interrupts import Whole
 from .metrics import Recorder, SyncMetrics, overlap_fraction
 from .parts import OuterStep, ParameterPart, Part, squared_norm
 from .settings import Settings
@@ -61,6 +62,7 @@ class Rounds:
 
     Attributes:
         leaves_verdicts: The device may decide whether a round counts, and the host look later.
+        whole: What an interrupt must not divide; what waits for other replicas is outside of it.
     """
 
     leaves_verdicts: ClassVar[bool] = True
@@ -89,6 +91,7 @@ class Rounds:
         self._norms = SharedNorms(workmates, parts, settings.overlap, sent=norms)
         self._has_warned_of_skips = False
         self._open: list[_Open] = []
+        self.whole = Whole()
 
     def exchange_parts(
         self, parts: Sequence[Part], inner_step: int, num_skipped: int, kind: Kind = "sync"
@@ -108,8 +111,9 @@ class Rounds:
         refusal: Exception | None = None
         try:
             weight = self.current_weight() if parts else 0.0
-            for part in parts:
-                self.send(part, inner_step, num_skipped, weight, kind)
+            with self.whole():
+                for part in parts:
+                    self.send(part, inner_step, num_skipped, weight, kind)
         except Exception as error:
             refusal = error
         self._norms.post_sent()
@@ -253,19 +257,30 @@ class Rounds:
         ]
         arrivals = [self._wait(part, flight) for part, flight in due]
         first: Exception | None = None
-        for (part, flight), (arrival, exposed_s) in zip(due, arrivals, strict=True):
-            assert part.in_flight[0] is flight
-            part.in_flight.popleft()
-            try:
-                if isinstance(arrival, SyncError):
-                    self._report(part, flight, inner_step, arrival)
-                else:
-                    self._merge(part, flight, arrival, inner_step, exposed_s)
-            except Exception as error:
-                # What a callback or a warning filter raises must not cost another part its round.
-                first = first or error
+        with self.whole():
+            for (part, flight), (arrival, exposed_s) in zip(due, arrivals, strict=True):
+                try:
+                    self._arrive(part, flight, arrival, inner_step, exposed_s)
+                except Exception as error:
+                    # What a callback or a warning filter raises costs no other part its round.
+                    first = first or error
         if first is not None:
             raise first
+
+    def _arrive(
+        self,
+        part: Part,
+        flight: Flight,
+        arrival: Arrival | SyncError,
+        inner_step: int,
+        exposed_s: float,
+    ) -> None:
+        assert part.in_flight[0] is flight
+        part.in_flight.popleft()
+        if isinstance(arrival, SyncError):
+            self._report(part, flight, inner_step, arrival)
+        else:
+            self._merge(part, flight, arrival, inner_step, exposed_s)
 
     def _wait(self, part: Part, flight: Flight) -> tuple[Arrival | SyncError, float]:
         begin = time.perf_counter()
@@ -340,20 +355,26 @@ class Rounds:
             assert one.flight.pending is not None
             if not (must or one.flight.pending.done()):
                 continue
-            self._open.remove(one)
+            arrival: Arrival | SyncError
             try:
                 arrival = one.flight.wait()
-                times = one.exposed_s, one.outer_step_s
-                self._applied(one.part, one.flight, arrival, inner_step, *times)
             except SyncError as error:
-                one.undo()
+                arrival = error
+            with self.whole():
                 try:
-                    self._report(one.part, one.flight, inner_step, error)
-                except SyncError:
+                    self._close_verdict(one, arrival, inner_step)
+                except Exception as error:
                     first = first or error
-            except Exception as error:
-                first = first or error
         return first
+
+    def _close_verdict(self, one: _Open, arrival: Arrival | SyncError, inner_step: int) -> None:
+        self._open.remove(one)
+        if isinstance(arrival, SyncError):
+            one.undo()
+            self._report(one.part, one.flight, inner_step, arrival)
+            return
+        times = one.exposed_s, one.outer_step_s
+        self._applied(one.part, one.flight, arrival, inner_step, *times)
 
     # ------------------------------------------------------------------------------ failures
 
@@ -363,16 +384,20 @@ class Rounds:
         Args:
             repairs: Rounds that other survivors have applied and this replica has not.
         """
-        for part in self.parts:
-            flights = list(part.in_flight)
-            part.in_flight.clear()
-            missed = {r.round: r for r in repairs if r.fragment == part.index}
-            for number in sorted(missed):
-                flight = next((f for f in flights if f.number == number), None)
-                self._repair(part, missed[number], flight, inner_step)
-            for flight in flights:
-                if flight.number not in missed:
-                    self._lose(part, flight)
+        with self.whole():
+            for part in self.parts:
+                missed = {r.round: r for r in repairs if r.fragment == part.index}
+                self._settle_part(part, missed, inner_step)
+
+    def _settle_part(self, part: Part, missed: dict[int, Repair], inner_step: int) -> None:
+        flights = list(part.in_flight)
+        part.in_flight.clear()
+        for number in sorted(missed):
+            flight = next((f for f in flights if f.number == number), None)
+            self._repair(part, missed[number], flight, inner_step)
+        for flight in flights:
+            if flight.number not in missed:
+                self._lose(part, flight)
 
     def _repair(self, part: Part, repair: Repair, flight: Flight | None, inner_step: int) -> None:
         """Apply a round that the other survivors have applied and this replica has not."""

@@ -51,21 +51,22 @@ class Turns(Rounds):
         ]
         first: Exception | None = None
         moves: list[tuple[Part, Flight | None, Flight, float]] = []
-        for part, flight, (arrival, exposed_s) in zip(parts, due, waits, strict=True):
-            try:
-                if flight is not None and isinstance(arrival, SyncError):
-                    self._fail(part, flight, inner_step, arrival)
-                    flight = None
-                fresh = self.send(part, inner_step, num_skipped, weight, kind)
-                moves.append((part, flight, fresh, exposed_s))
-            except Exception as error:
-                first = first or error
-        self._norms.post_sent()
-        for part, flight, fresh, exposed_s in moves:
-            try:
-                self._advance(part, flight, fresh, inner_step, exposed_s)
-            except Exception as error:
-                first = first or error
+        with self.whole():
+            for part, flight, (arrival, exposed_s) in zip(parts, due, waits, strict=True):
+                try:
+                    if flight is not None and isinstance(arrival, SyncError):
+                        self._fail(part, flight, inner_step, arrival)
+                        flight = None
+                    fresh = self.send(part, inner_step, num_skipped, weight, kind)
+                    moves.append((part, flight, fresh, exposed_s))
+                except Exception as error:
+                    first = first or error
+            self._norms.post_sent()
+            for part, flight, fresh, exposed_s in moves:
+                try:
+                    self._advance(part, flight, fresh, inner_step, exposed_s)
+                except Exception as error:
+                    first = first or error
         if first is not None:
             raise self._cause(first)
 
@@ -189,9 +190,11 @@ class Turns(Rounds):
         changed = [part.index for part in parts if part.state.num_steps != part.equal_at]
         views = handshake.gather_json(self.exchange, changed)
         differing = [part for part in parts if any(part.index in view for view in views)]
-        consensus.equalize(self.exchange, differing, self.impl)
-        for part in parts:
-            part.equal_at = part.state.num_steps
+        # Replicas that do this at different times would not find each other.
+        with self.whole():
+            consensus.equalize(self.exchange, differing, self.impl)
+            for part in parts:
+                part.equal_at = part.state.num_steps
 
     def drain(self, inner_step: int) -> None:
         """Wait for all rounds and take an outer step on each; nothing is sent.
@@ -213,11 +216,12 @@ class Turns(Rounds):
 
     def _drain_one(self, part: Part, flight: Flight, inner_step: int) -> None:
         arrival, exposed_s = self._wait(part, flight)
-        if isinstance(arrival, SyncError):
-            self._fail(part, flight, inner_step, arrival)
-            return
-        self._owe_progress(part)
-        self._finish(part, flight, None, inner_step, exposed_s)
+        with self.whole():
+            if isinstance(arrival, SyncError):
+                self._fail(part, flight, inner_step, arrival)
+                return
+            self._owe_progress(part)
+            self._finish(part, flight, None, inner_step, exposed_s)
 
     def _owe_progress(self, part: Part, *, always: bool = False) -> None:
         """Owe what the local parameters hold beyond the outer ones; they are about to lose it."""
@@ -258,11 +262,10 @@ class Turns(Rounds):
         if flight.own is not None:
             part.slot.release(flight.own)
 
-    def settle(self, repairs: Sequence[Repair], inner_step: int) -> None:
-        super().settle(repairs, inner_step)
-        for part in self.parts:
-            if part.slot is not None:
-                part.corrections = [_laid_out(own, part.slot.layout) for own in part.corrections]
+    def _settle_part(self, part: Part, missed: dict[int, Repair], inner_step: int) -> None:
+        super()._settle_part(part, missed, inner_step)
+        if part.slot is not None:
+            part.corrections = [_laid_out(own, part.slot.layout) for own in part.corrections]
 
     def _repair(self, part: Part, repair: Repair, flight: Flight | None, inner_step: int) -> None:
         if flight is None or not isinstance(part, ParameterPart):
