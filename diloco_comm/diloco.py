@@ -11,25 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _C, consensus, env, handshake, joining, loading, ops, shards
+from . import consensus, env, handshake, joining, loading, ops
 from . import state as saved_state
 from .consensus import mean_outer
 from .errors import SyncError
-from .fragments import (
-    FragmentSpec,
-    Schedule,
-    describe,
-    describe_parameters,
-    layout_hash,
-    make_fragments,
-    refuse_new_parameters,
-    trainable_parameters,
-)
+from .evaluation import swapped_in
+from .fragments import FragmentSpec, describe_parameters, refuse_new_parameters
 from .hooks import SkippedSteps, StepHooks, hookable
 from .metrics import Recorder, SyncMetrics, SyncTotals
 from .outer import Factory, OuterOptimizer
 from .overlap import Overlap
-from .parts import BufferPart, ParameterPart, Part
+from .parts import ParameterPart, Part
+from .planning import make_plan
 from .rounds import Rounds, Weight
 from .settings import Config, choice, merge
 from .shard_group import ShardGroup
@@ -147,7 +140,6 @@ class DiLoCo:
         }
         choice("init", init, ("broadcast", "check", "join"))
         choice("offload", offload, (None, "cpu"))
-        self._offload = offload
         seconds = handshake.seconds(env.timeout_s() if timeout is None else timeout)
         self.settings = merge(given, config)
         self.inner_step = 0
@@ -159,13 +151,19 @@ class DiLoCo:
         self._hooks: StepHooks | None = None
         self._model, self._optimizers = model, optimizers
         self._shard_group = None if shard_group is None else ShardGroup(shard_group, seconds)
-        self._make_parts(model, optimizers)
+        self._plan = make_plan(
+            model, optimizers, self.settings, shard_group=self._shard_group, offload=offload
+        )
+        self.parts, self.schedule = self._plan.parts, self._plan.schedule
+        self.device = self._plan.device
+        self._saved_writes: dict[int, set[int]] = {}
         self._workmates = self._shard_group or Workmates.of(self._parameters(), seconds)
         if self._workmates is not None:
             self._meet(self._workmates, norms)
         self.impl = ops.resolve_impl(impl, self.device.type)
         store = handshake.connected_store(store, seconds)
         group = handshake.replica_group(group, mesh, store)
+        worker = self._plan.worker
         self.exchange = handshake.make_exchange(
             group=group,
             store=store,
@@ -173,7 +171,7 @@ class DiLoCo:
             num_replicas=num_replicas,
             members=members,
             # On a store, workers with other shards are other groups of the same replicas.
-            name=f"{name}@{self._worker}" if self._worker and store is not None else name,
+            name=f"{name}@{worker}" if worker and store is not None else name,
             lanes=self.settings.lanes,
             chunk_bytes=self.settings.chunk_bytes,
             timeout=seconds,
@@ -189,7 +187,7 @@ class DiLoCo:
             self.parts,
             self.settings,
             self._recorder,
-            layout=self._layout,
+            layout=self._plan.layout,
             weight=weight,
             norms=norms,
             impl=self.impl,
@@ -205,47 +203,6 @@ class DiLoCo:
             self._hooks = StepHooks(optimizers, self.step)
 
     # ------------------------------------------------------------------------- attaching
-
-    def _make_parts(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        settings = self.settings
-        named = trainable_parameters(model, optimizers)
-        self.device = shards.local(named[0][1]).device
-        fragments = make_fragments(model, named, settings.fragments)
-        self.schedule = Schedule.plan(settings.sync_every, len(fragments), settings.offsets)
-        self._worker = shards.worker([param for _, param in named])
-        self._saved_writes: dict[int, set[int]] = {}
-        if self._shard_group is not None:
-            size = settings.wire.block_size
-            fragments = [self._shard_group.share(fragment, size) for fragment in fragments]
-            self._worker = self._shard_group.worker
-        loader = None
-        if self._offload is not None:
-            if self.device.type == "cpu":
-                raise ValueError(
-                    "offload='cpu' is for parameters on a GPU, these are in CPU memory"
-                )
-            loader = _C.ChunkLoader(self.device)
-        self.parts: list[Part] = [
-            ParameterPart(
-                fragment,
-                settings.outer,
-                settings.wire,
-                settings.error_feedback,
-                carries=settings.overlap.rounds > 0,
-                loader=loader,
-            )
-            for fragment in fragments
-        ]
-        self._num_fragments = len(fragments)
-        self._description = describe_parameters(fragments)
-        self._layout = layout_hash(fragments, self.schedule)
-        self._saved_layout = layout_hash(fragments, self.schedule, whole=True)
-        if settings.average_buffers:
-            buffers = BufferPart(len(fragments), model)
-            self.parts.append(buffers)
-            self._description += [describe(f"buffer {n}", t) for n, t in buffers.named().items()]
-            offsets = (*self.schedule.offsets, settings.sync_every)
-            self.schedule = Schedule(settings.sync_every, offsets)
 
     def _start(self, model: nn.Module, group: dist.ProcessGroup | None, init: str) -> None:
         if group is not None:
@@ -275,12 +232,14 @@ class DiLoCo:
 
     def _agree(self) -> None:
         """Compare model and settings with the other replicas."""
-        shown = {"number of fragments": self._num_fragments, **self.settings.shared()}
+        shown = {"number of fragments": self._plan.num_fragments, **self.settings.shared()}
         if self.exchange.joined:
             # It may have been assigned since the start; the joiner is given the present one.
             shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
         policy = self.settings.overlap
-        views = handshake.agree(self.exchange, self._description, shown, policy.private_config())
+        views = handshake.agree(
+            self.exchange, self._plan.description, shown, policy.private_config()
+        )
         self._fix_weight()
         self._is_state_shared = policy.is_shared and all(view == views[0] for view in views)
 
@@ -389,20 +348,16 @@ class DiLoCo:
         outers = [part.outer for part in parts]
         if consensus:
             outers = mean_outer(self.exchange, parts, self.impl)
-        local = [[tensor.clone() for tensor in part.fragment.local()] for part in parts]
+        # With shards of their own, workmates need nothing from each other here.
+        writing = nullcontext() if self._shard_group is None else self._together(parts)
         self._is_swapped = True
         try:
-            # With shards of their own, workmates need nothing from each other here.
-            with nullcontext() if self._shard_group is None else self._together(parts):
-                for part, outer in zip(parts, outers, strict=True):
-                    ops.merge(outer.to(self.device), part.tensors(), impl=self.impl)
-            yield
+            with swapped_in(
+                parts, outers, impl=self.impl, writing=writing, whole=self._rounds.whole
+            ):
+                yield
         finally:
-            with self._rounds.whole():
-                self._is_swapped = False
-                for part, saved in zip(parts, local, strict=True):
-                    for tensor, value in zip(part.fragment.local(), saved, strict=True):
-                        tensor.copy_(value)
+            self._is_swapped = False
 
     def consensus(self) -> dict[str, Any]:
         """Return the mean over the replicas of outer parameters and momenta; a collective call.
@@ -475,10 +430,10 @@ class DiLoCo:
         return saved_state.Scope(
             self.exchange.replica,
             self.exchange.members,
-            self._saved_layout,
+            self._plan.saved_layout,
             self.settings.overlap,
             self._is_state_shared,
-            self._worker,
+            self._plan.worker,
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -551,27 +506,9 @@ class DiLoCo:
 
     def _share_state(self) -> None:
         """Give the newcomers the outer state of the lowest replica that was here before."""
-        exchange = self.exchange
-        sources = [r for r in exchange.members if r not in exchange.joined]
-        if not sources:
-            raise SyncError(
-                f'init="join": all members {list(exchange.members)} came to join and none trains '
-                'yet: start with init="broadcast", and join replicas that call change_group'
-            )
-        source = sources[0]
-        lr = self.outer.lr
-        self.inner_step, outer_lr = joining.send_or_receive(
-            exchange,
-            self.parts,
-            self.inner_step,
-            lr if isinstance(lr, (int, float)) else None,
-            exchange.members.index(source),
+        self.inner_step = joining.share(
+            self.exchange, self.parts, self.inner_step, self.outer, self.impl
         )
-        if exchange.replica in exchange.joined:
-            if outer_lr is not None:
-                self.outer.lr = outer_lr
-            for part in self._parameter_parts():
-                part.write_local(self.impl)
 
     def close(self) -> None:
         """Tell the peers, end the engine's threads and take the hooks off; idempotent."""

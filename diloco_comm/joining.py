@@ -7,10 +7,47 @@ from collections.abc import Sequence
 
 import torch
 
+from .errors import SyncError
 from .exchange import Exchange
+from .outer import OuterOptimizer
 from .overlap import Own
 from .parts import ParameterPart, Part
 from .state import numbers_of, set_numbers
+
+
+def share(
+    exchange: Exchange,
+    parts: Sequence[Part],
+    inner_step: int,
+    outer: OuterOptimizer,
+    impl: str,
+) -> int:
+    """Give the newcomers the state of the lowest replica that was here before; a collective call.
+
+    A newcomer's local parameters become the outer ones, and its learning rate the source's.
+
+    Returns:
+        The source's inner step.
+
+    Raises:
+        SyncError: If all members are newcomers.
+    """
+    sources = [r for r in exchange.members if r not in exchange.joined]
+    if not sources:
+        raise SyncError(
+            f'init="join": all members {list(exchange.members)} came to join and none trains '
+            'yet: start with init="broadcast", and join replicas that call change_group'
+        )
+    lr = outer.lr if isinstance(outer.lr, (int, float)) else None
+    source_rank = exchange.members.index(sources[0])
+    inner_step, outer_lr = send_or_receive(exchange, parts, inner_step, lr, source_rank)
+    if exchange.replica in exchange.joined:
+        if outer_lr is not None:
+            outer.lr = outer_lr
+        for part in parts:
+            if isinstance(part, ParameterPart):
+                part.write_local(impl)
+    return inner_step
 
 
 def send_or_receive(
