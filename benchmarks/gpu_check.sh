@@ -37,10 +37,10 @@ skip() {
     printf '{"part": "%s", "status": null, "reason": "%s"}\n' "$1" "$2" >>"$out/parts.jsonl"
 }
 
-part versions 10 "$python" benchmarks/gpu_facts.py --versions
+part versions 20 "$python" benchmarks/gpu_facts.py --versions
 # For the device that is here alone: that is what the time limit allows.
 arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
-part build 90 env DILOCO_CUDA=ON DILOCO_CUDA_ARCHS="$arch" "$python" setup.py -q build_ext --inplace
+part build 75 env DILOCO_CUDA=ON DILOCO_CUDA_ARCHS="$arch" "$python" setup.py -q build_ext --inplace
 part first_call 15 "$python" benchmarks/gpu_facts.py --first-call
 if [ $? -eq 0 ]; then
     # Two ranks of NCCL on one GPU are refused unless they seem to be on two hosts. Nobody has shown
@@ -53,17 +53,19 @@ if [ $? -eq 0 ]; then
         tests/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py
     part kernels 125 "$python" benchmarks/kernels_gpu.py --check --jobs 12 --json "$out/kernels.json"
     part engine_tests 90 "$python" benchmarks/gpu_tests.py --processes 3 \
-        --logs "$out/engine_tests" tests/test_gpu_engine.py tests/test_gpu_streams.py
-    part trace 40 "$python" benchmarks/gpu_trace.py --device cuda \
+        --logs "$out/engine_tests" tests/test_gpu_{engine,streams,sharded}.py
+    part trace 30 "$python" benchmarks/gpu_trace.py --device cuda \
         --json "$out/trace.json" --trace "$out/trace-events.json"
-    part training 50 "$python" benchmarks/gpu_training.py --device cuda --json "$out/training.json"
+    part trace_nccl 25 "$python" benchmarks/gpu_trace.py --device cuda --backend nccl \
+        --replicas "$ranks" --json "$out/trace_nccl.json" --trace "$out/trace_nccl-events.json"
+    part training 40 "$python" benchmarks/gpu_training.py --device cuda --json "$out/training.json"
     sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
     for tool in memcheck racecheck; do
         part "$tool" 35 "$sanitizer" --tool "$tool" --error-exitcode 9 \
             "$python" benchmarks/gpu_operators.py
     done
 else
-    for name in nccl_two_ranks kernel_tests kernels engine_tests trace training memcheck racecheck; do
+    for name in nccl_two_ranks kernel_tests kernels engine_tests trace trace_nccl training memcheck racecheck; do
         skip "$name" "no CUDA device"
     done
 fi

@@ -3,7 +3,9 @@
     python benchmarks/gpu_trace.py --device cuda --json FILE --trace FILE
 
 Two replicas train on one device, with Eager and the int4 wire; the first is profiled. Ends with
-status 1 when a call that waits for the device falls into one of our ranges.
+status 1 when a call that waits for the device falls into one of our ranges. With ``--backend nccl``
+the replicas are ranks of NCCL; where it takes but one on a device, ``--replicas 1`` profiles what a
+replica without peers enqueues.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ def profiled(args: argparse.Namespace, rank: int, world: int, path: str) -> dict
     """Train, and export the trace of the first replica; seconds of each exchange in it."""
     device = torch.device(args.device)
     trainer = Trainer(args.model, device, rank, world)
-    options: dict[str, Any] = {"sync_every": args.sync_every, "fragments": 2, "backend": "gloo"}
+    if args.backend == "nccl":
+        # NCCL takes ranks on one GPU only if they seem to be on different hosts.
+        os.environ["NCCL_HOSTID"] = f"diloco-{rank}"
+    options: dict[str, Any] = {"sync_every": args.sync_every, "fragments": 2}
+    options |= {"backend": args.backend}
     options |= {"wire": "int4", "overlap": Eager(), "outer": Nesterov(lr=0.7, momentum=0.9)}
     with DiLoCo(trainer.model, trainer.optimizer, **options) as diloco:
         for _ in range(2 * args.sync_every):
@@ -56,19 +62,21 @@ def profiled(args: argparse.Namespace, rank: int, world: int, path: str) -> dict
     return seconds
 
 
-def judge(events: list[dict[str, Any]], seconds: dict[tuple, float]) -> dict[str, Any]:
-    """Say what the trace shows."""
+def judge(events: list[dict[str, Any]], seconds: dict[tuple, float], world: int) -> dict[str, Any]:
+    """Say what the trace shows; one replica alone has no exchange that could be hidden."""
     waits = host_waits_in_ranges(events)
     ranges = our_ranges(events)
     stages = {one.stage for one in ranges}
     fraction = overlap_fraction(events, seconds)
     names = f"no host wait in {len(ranges)} ranges" if not waits else f"host waits: {waits[0]}, ..."
+    is_hidden = not math.isnan(fraction) or world == 1
+    overlap = f"overlap {100 * fraction:.1f} %" if world > 1 else "one replica"
     return {
-        "summary": f"overlap {100 * fraction:.1f} %; {names}",
+        "summary": f"{overlap}; {names}",
         "overlap_fraction": None if math.isnan(fraction) else fraction,
         "host_waits": waits,
         "num_ranges": len(ranges),
-        "is_passed": not waits and stages >= STAGES and not math.isnan(fraction),
+        "is_passed": not waits and stages >= STAGES and is_hidden,
     }
 
 
@@ -76,6 +84,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--device", default="cuda", help="cuda (default) or cpu")
+    add("--backend", default="gloo", choices=["gloo", "nccl"], help="how payloads travel (gloo)")
+    add("--replicas", type=int, default=2, help="processes (2)")
     add("--model", default="nanogpt", choices=list(SIZES), help="size of the transformer")
     add("-n", "--iters", type=int, default=24, help="steps profiled")
     add("--sync_every", type=int, default=8, help="inner steps between two sends of a fragment")
@@ -84,7 +94,7 @@ def main() -> int:
     args = parser.parse_args()
     if not common.is_worker():
         try:
-            common.relaunch(2, timeout_s=300.0, preload=None)
+            common.relaunch(args.replicas, timeout_s=300.0, preload=None)
         except RuntimeError as error:
             print(error)
             return 1
@@ -96,7 +106,7 @@ def main() -> int:
         path = args.trace or os.path.join(folder, "trace.json")
         seconds = profiled(args, rank, world, path)
         if rank == 0:
-            figures = judge(json.loads(Path(path).read_text())["traceEvents"], seconds)
+            figures = judge(json.loads(Path(path).read_text())["traceEvents"], seconds, world)
             report.print(figures["summary"])
             status = 0 if figures["is_passed"] else 1
             if args.json:

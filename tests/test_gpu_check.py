@@ -96,6 +96,17 @@ def test_a_trace_of_an_overlapped_run(tmp_path: Path) -> None:
     assert "overlap" in document["summary"]
 
 
+def test_a_trace_of_one_replica(checks) -> None:
+    """It has nothing to hide; with peers, a trace without an exchange proves nothing."""
+    import gpu_trace
+
+    wait = event("diloco_comm::wait fragment=1 round=1", 350, 400, "user_annotation")
+    call = event("cudaEventSynchronize", 150, 160, "cuda_runtime")
+    for world, more, is_passed in ((1, [], True), (2, [], False), (1, [call], False)):
+        figures = gpu_trace.judge([ENCODE, wait, STEP, *more], {}, world)
+        assert figures["is_passed"] == is_passed
+
+
 def trained(rank: int, world: int) -> list[dict[str, Any]]:
     import gpu_training
 
@@ -208,8 +219,8 @@ def test_the_check_up_to_the_first_cuda_call(tmp_path: Path) -> None:
     parts = {p["part"]: p for p in map(json.loads, (out / "parts.jsonl").read_text().splitlines())}
     assert [parts[name]["status"] for name in ("versions", "build", "first_call")] == [0, 0, 1]
     assert list(parts)[3:] == [
-        "nccl_two_ranks", "kernel_tests", "kernels", "engine_tests", "trace", "training",
-        "memcheck", "racecheck",
+        "nccl_two_ranks", "kernel_tests", "kernels", "engine_tests", "trace", "trace_nccl",
+        "training", "memcheck", "racecheck",
     ]  # fmt: skip
     assert "no CUDA device" in (out / "first_call.log").read_text()
     assert json.loads((out / "versions.log").read_text())["torch"]
@@ -220,7 +231,7 @@ def test_the_parts_fit_in_ten_minutes() -> None:
     lines = (BENCHMARKS / "gpu_check.sh").read_text().splitlines()
     words = [line.split() for line in lines if line.strip().startswith("part ")]
     limits = [2 * int(w[2]) if w[1] == '"$tool"' else int(w[2]) for w in words]
-    assert sum(limits) <= 600 and len(words) == 10
+    assert sum(limits) <= 600 and len(words) == 11
     assert shutil.which("bash")
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from device_training import METHODS, Replica
 from problems import equal
-from test_gpu_streams import on_streams, use_streams
+from test_gpu_streams import NCCL_RANKS, on_streams, use_streams
 from torch import Tensor
 
+from diloco_comm import streams
 from diloco_comm.errors import NonFiniteError
 
 METHOD = {**METHODS["diloco"], "fragments": 3}
@@ -18,17 +20,20 @@ NAMES = {"diloco": METHOD, "eager": METHODS["eager"]}
 
 
 def make_worker(rank: int, here: torch.device, name: str, arguments: dict[str, Any]) -> Replica:
-    """Attach one of four workers, two a replica."""
+    """Attach one of the workers, two a replica."""
     replica, worker = divmod(rank, 2)
     store = dist.PrefixStore(f"{name}/{here.type}", dist.group.WORLD.get_group_store())
+    mates = dist.PrefixStore(f"workers/{replica}", store)
     if here.type == "cpu":
         group = dist.new_group([2 * replica, 2 * replica + 1], use_local_synchronization=True)
+    elif here.type == "cuda":
+        group = streams.make_group(mates, worker, 2, here, 60.0)
     else:
         from lagging_group import WorkersOnDevice
 
-        mates = dist.PrefixStore(f"workers/{replica}", store)
         group = WorkersOnDevice(mates, worker, 2, here)
-    on_store = {"store": store, "replica": replica, "num_replicas": 2}
+    num_replicas = dist.get_world_size() // 2
+    on_store = {"store": store, "replica": replica, "num_replicas": num_replicas}
     return Replica(replica, here, checks=True, shard_group=group, **on_store, **arguments)
 
 
@@ -45,8 +50,8 @@ def run_sharded(
     return tensors, diloco._workmates._control.is_closed
 
 
-def no_host_wait(rank: int, world: int, library: str) -> list[bool]:
-    here = use_streams(rank, "lagging", library)
+def no_host_wait(rank: int, world: int, device: str, library: str) -> list[bool]:
+    here = use_streams(rank, device, library)
     checks = []
     for name, arguments in NAMES.items():
         expected, _ = run_sharded(rank, torch.device("cpu"), name, {**arguments, "lanes": 1})
@@ -55,8 +60,14 @@ def no_host_wait(rank: int, world: int, library: str) -> list[bool]:
     return checks
 
 
-def test_the_device_is_not_waited_for(replicas, stand_in) -> None:
-    assert replicas(4).run(no_host_wait, stand_in) == [[True] * 2 * len(NAMES)] * 4
+# One replica on a GPU: its workers are two ranks of NCCL.
+TWO_ON_A_GPU = [pytest.param("cuda", 2, marks=pytest.mark.gpu)] if NCCL_RANKS > 1 else []
+
+
+@pytest.mark.parametrize(("device", "world"), [("lagging", 4), *TWO_ON_A_GPU])
+def test_the_device_is_not_waited_for(device: str, world: int, replicas, stand_in) -> None:
+    results = replicas(world).run(no_host_wait, device, stand_in)
+    assert results == [[True] * 2 * len(NAMES)] * world
 
 
 def one_shard_voted_down(rank: int, world: int, library: str) -> str:

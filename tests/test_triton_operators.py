@@ -171,12 +171,15 @@ def test_the_tile_of_norms_is_the_reference_s() -> None:
 
 # More elements than 32 bits can count where there is a GPU to hold them.
 @pytest.mark.parametrize(
-    ("device", "num_elements"),
-    [pytest.param("cuda", (1 << 31) + 70_003, marks=pytest.mark.gpu)]
+    ("device", "num_elements", "impl"),
+    [
+        pytest.param("cuda", (1 << 31) + 70_003, impl, marks=pytest.mark.gpu)
+        for impl in ops.available_impls("cuda")
+    ]
     if ON_A_GPU
-    else [("cpu", 70_003)],
+    else [("cpu", 70_003, "triton")],
 )
-def test_the_last_run_of_a_large_fragment(device: str, num_elements: int) -> None:
+def test_the_last_run_of_a_large_fragment(device: str, num_elements: int, impl: str) -> None:
     """What is encoded and applied far behind the beginning is what would be at the beginning."""
     wire, run = WireFormat("int4", 64), 1 << 16
     begin = num_elements // run * run
@@ -191,11 +194,11 @@ def test_the_last_run_of_a_large_fragment(device: str, num_elements: int) -> Non
     payload = torch.zeros((begin // run + 1) * wire.run_bytes(run), dtype=torch.uint8)
     payload = payload.to(device)
     parts = list(params.split(num_elements // 2 + 1))
-    ops.encode(outer, parts, payload, begin, num_elements, *form, impl="triton")
+    ops.encode(outer, parts, payload, begin, num_elements, *form, impl=impl)
     assert_same(payload[-wire.run_bytes(run) :].cpu(), expected, "the last run")
     assert not payload[: -wire.run_bytes(run)].any()
     span = ([1.0], begin, num_elements, *form, "sgd", 0.5)
-    ops.outer_step(outer, None, parts, [payload], *span, impl="triton")
+    ops.outer_step(outer, None, parts, [payload], *span, impl=impl)
     new, new_local = x.clone(), [local.clone()]
     reference.outer_step(new, None, new_local, [expected], [1.0], 0, count, *form, "sgd", 0.5)
     assert_same(outer[begin:].cpu(), new, "outer")
