@@ -29,7 +29,7 @@ FUZZ = settings(deadline=None, derandomize=True, max_examples=300)
 def header(
     kind: int, number: int = 1, magic: bytes = MAGIC, protocol: int = PROTOCOL, version: int = 0
 ) -> bytes:
-    return HEADER.pack(magic, protocol, kind, number, version, 0, 0)
+    return HEADER.pack(magic, protocol, kind, number, version, 0, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def header(
         Message(Kind.PUSH, 7, 9, meta=PUSH),
         Message(Kind.RUN, 7, 0, 3, 4, body=b"\0\1\2"),
         Message(Kind.PULL),
-        Message(Kind.GET, 0, 9, 1, 2),
+        Message(Kind.GET, 0, 9, 1, 2, count=16),
         Message(Kind.OUTCOME, 7, 9, meta={"staleness": -1, "refusal": "x", "reason": "y"}),
         Message(Kind.DATA, 0, 9, 3, 4, body=b""),
         Message(Kind.REPORT, meta={"status": {"a": [1]}}),
@@ -59,13 +59,13 @@ def test_round_trip(message: Message) -> None:
         ([b"", b"", b""], "one frame or two, got 3"),
         ([b"short"], "a header has 32 bytes, got 5"),
         ([b"\0" * 32], "not a message of diloco_comm"),
-        ([header(1, protocol=9), b"{}"], "protocol version 9 was given, 1 is spoken here"),
+        ([header(1, protocol=9), b"{}"], "protocol version 9 was given, 2 is spoken here"),
         ([header(999)], "no kind of message 999"),
         ([header(Kind.PULL, number=1 << 63)], "too large"),
         ([header(Kind.PULL, version=(1 << 64) - 1)], "too large"),
         ([header(Kind.PULL), b"x"], "PULL has 1 frames, got 2"),
         ([header(Kind.HELLO)], "HELLO has 2 frames, got 1"),
-        ([header(Kind.RUN), b"\0" * (MAX_BODY + 1)], "a run has at most"),
+        ([header(Kind.RUN), b"\0" * (MAX_BODY + 1)], "a body has at most"),
         ([header(Kind.HELLO), b" " * (MAX_JSON + 1)], "HELLO has at most"),
         ([header(Kind.HELLO), b"{"], "holds no JSON"),
         ([header(Kind.HELLO), b"\xff\xfe"], "holds no JSON"),

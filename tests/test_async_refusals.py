@@ -136,13 +136,18 @@ def test_questions_before_hello_and_about_nothing() -> None:
         peer.say(Message(Kind.PULL))
         assert peer.hear().kind == Kind.READY
         peer.say(Message(Kind.GET, 0, 0, 5, 0))
-        assert "no run 0 of fragment 5" in peer.hear().meta["reason"]
-        peer.say(Message(Kind.GET, 0, 0, 0, 1 << 31))
-        assert peer.hear().kind == Kind.REFUSED
+        assert "there is no fragment 5" in peer.hear().meta["reason"]
+        for run, count in ((1 << 31, 1), (1, 1), (0, 2), (0, 0), (0, (1 << 16) - 1)):
+            peer.say(Message(Kind.GET, 0, 0, 0, run, count=count))
+            assert f"no {count} runs from run {run} of fragment 0" in peer.hear().meta["reason"]
         peer.say(Message(Kind.READY, meta={"steps": 1}))
         assert "not for a server" in peer.hear().meta["reason"]
         peer.say(Message(Kind.GET, 0, 0))
         assert np.frombuffer(peer.hear().body, np.float32).tolist() == [1.0] * 7
+        # Kept until the worker has all of it, and then no longer.
+        for kind in (Kind.KEPT, Kind.GONE):
+            peer.say(Message(Kind.DONE))
+            assert peer.hear().kind == kind
 
 
 def test_garbage_on_the_port_changes_nothing() -> None:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..wire import WireFormat
 from .messages import Kind, Message
 from .model import layout_of
-
-# Runs of a version that are asked for and not here yet.
-WINDOW = 8
-
-
-class Position(NamedTuple):
-    """A run: of the parameters (number 0), of a buffer (from 1), or of the update of a version."""
-
-    number: int
-    fragment: int
-    run: int
+from .window import Position, Window
 
 
 class Download:
     """The newest parameters on their way.
+
+    The server sends them from where they lie, so it is asked in the end whether they were kept as
+    they are until all of them were here.
 
     Args:
         send: Sends a message to the server, or does not: what is missing is asked for again.
@@ -34,6 +25,7 @@ class Download:
     Attributes:
         version: That is on its way, or None.
         steps: Inner steps of the round that starts from it.
+        is_complete: It is here.
     """
 
     _question = Kind.GET
@@ -43,20 +35,17 @@ class Download:
         self.layouts = [layout_of(flat.numel(), WireFormat("fp32")) for flat in outer]
         self.version: int | None = None
         self.steps = 0
-        self._wanted: list[Position] = []
-        self._asked: set[Position] = set()
-
-    @property
-    def is_complete(self) -> bool:
-        return self.version is not None and not self._wanted and not self._asked
+        self.is_complete = False
+        self._window = Window([], self._size_of)
 
     def ask(self) -> None:
-        """Ask for a version, or again for the runs of one that have not come."""
+        """Ask for a version, or again for what of one has not come."""
         if self.version is None:
             self._send(self._first_question())
-            return
-        for position in self._asked:
-            self._get(position)
+        elif self._window.is_empty:
+            self._send(Message(Kind.DONE, 0, self.version))
+        else:
+            self._get(self._window.ask_again())
 
     def _first_question(self) -> Message:
         return Message(Kind.PULL)
@@ -70,16 +59,24 @@ class Download:
             self.ask()
         elif message.kind == Kind.DATA and message.version == self.version:
             position = Position(message.number, message.fragment, message.run)
-            if position in self._asked and self._take(position, message.body):
-                self._asked.discard(position)
-        while self._wanted and len(self._asked) < WINDOW:
-            position = self._wanted.pop()
-            self._asked.add(position)
-            self._get(position)
+            if position in self._window.asked:
+                self._take(position, message.body)
+                if self._window.is_empty:
+                    self._arrived()
+                else:
+                    self._get(self._window.ask())
+        elif message.kind == Kind.KEPT and message.version == self.version:
+            self.is_complete = self._window.is_empty
 
     def _begin(self, message: Message, positions: list[Position]) -> None:
         self.version, self.steps = message.version, message.meta["steps"]
-        self._wanted, self._asked = positions[::-1], set()
+        self._window = Window(positions, self._size_of)
+        self._get(self._window.ask())
+
+    def _arrived(self) -> None:
+        """Every run is here."""
+        assert self.version is not None
+        self._send(Message(Kind.DONE, 0, self.version))
 
     def _all_runs(self, numbers: list[int]) -> list[Position]:
         return [
@@ -89,20 +86,20 @@ class Download:
             for run in range(layout.num_runs)
         ]
 
-    def _get(self, position: Position) -> None:
+    def _size_of(self, position: Position) -> int:
+        return self.layouts[position.fragment].run_bytes
+
+    def _get(self, requests: list[tuple[Position, int]]) -> None:
         assert self.version is not None
-        number, fragment, run = position
-        self._send(Message(self._question, number, self.version, fragment, run))
+        for (number, fragment, run), count in requests:
+            self._send(Message(self._question, number, self.version, fragment, run, count=count))
 
-    def _take(self, position: Position, body: memoryview | bytes) -> bool:
-        """Put a run where it belongs; False if it has the wrong size."""
+    def _take(self, position: Position, body: memoryview | bytes) -> None:
+        """Put a run where it belongs, if it has the right size."""
+        self._put(self.outer[position.fragment], position, body)
+
+    def _put(self, flat: Tensor, position: Position, body: memoryview | bytes) -> None:
         begin, end = self.layouts[position.fragment].run_range(position.run)
-        return put(self.outer[position.fragment][begin:end], body)
-
-
-def put(target: Tensor, body: memoryview | bytes) -> bool:
-    """Set the bytes of a tensor; False if there are not as many."""
-    if len(body) != target.nbytes:
-        return False
-    target.view(torch.uint8).numpy().data[:] = body
-    return True
+        if len(body) == 4 * (end - begin):
+            flat.numpy().data.cast("B")[4 * begin : 4 * end] = body
+            self._window.came(position)

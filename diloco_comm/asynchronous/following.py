@@ -17,10 +17,11 @@ from torch import Tensor
 from ..exchange import empty_pages
 from ..outer import SGD
 from ..wire import Layout, WireFormat
-from .downloads import Download, Position, put
+from .downloads import Download
 from .messages import Kind, Message
 from .model import layout_of
 from .rule_states import FusedState
+from .window import Position
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,14 @@ class Follower:
 
     Attributes:
         version: Of the buffers; None if they are not whole.
+        ahead: Runs (fragment, run) that are at a newer version already, and at which.
         own: Version that the worker's own last update made, its payloads and layouts.
     """
 
     def __init__(self, outer: list[Tensor], impl: str = "") -> None:
         self.outer, self.impl = outer, impl
         self.version: int | None = None
+        self.ahead: dict[tuple[int, int], int] = {}
         self.states: list[FusedState] = []
         self.own: tuple[int, Sequence[Tensor], Sequence[Layout]] | None = None
         self.is_refused = False
@@ -65,7 +68,7 @@ class Follower:
 
     def make(self, rule: dict[str, Any]) -> None:
         """Make buffers to be filled."""
-        self.version = None
+        self.lose()
         if not self.states or self.states[0].config() != rule:
             numbers = dict(rule)
             period = numbers.pop("period")
@@ -92,18 +95,28 @@ class Follower:
     def filled(self, version: int) -> None:
         """All buffers are those of this version."""
         self.version = version
+        self.ahead.clear()
         for state in self.states:
             state.num_arrivals = version
 
-    def apply(
-        self, payloads: Sequence[Tensor], layouts: Sequence[Layout], weight: float, lr: float
-    ) -> None:
-        """Do what the server did with an update."""
+    def lose(self) -> None:
+        """The buffers are those of no version any more."""
+        self.version = None
+        self.ahead.clear()
+
+    def version_of(self, fragment: int, run: int) -> int:
         assert self.version is not None
-        for state, payload, layout in zip(self.states, payloads, layouts, strict=True):
-            state.optimizer.lr = lr
-            state.arrive(payload, layout, weight, self.impl)
-        self.version += 1
+        return self.ahead.get((fragment, run), self.version)
+
+    def apply(
+        self, place: tuple[int, int], payload: Tensor, layout: Layout, weight: float, lr: float
+    ) -> None:
+        """Do with a run what the server did with it when the next update came."""
+        (fragment, run), version = place, self.version_of(*place)
+        state = self.states[fragment]
+        state.optimizer.lr = lr
+        state.add_runs(payload, layout, weight, *layout.run_range(run), version, self.impl)
+        self.ahead[place] = version + 1
 
     def show(self, lr: float) -> None:
         """Write what workers see of the version into ``outer``."""
@@ -124,11 +137,14 @@ class Follower:
             self._rest = REST_ROUNDS
         else:
             self._rest = max(0, self._rest - 1)
-        self.version = None
+        self.lose()
 
 
 class Pursuit(Download):
-    """The way of a follower to the newest version: updates, or all buffers, or parameters."""
+    """The way of a follower to the newest version: updates, or all buffers, or parameters.
+
+    Updates are applied run by run as they come, all of them to a run while it is in the cache.
+    """
 
     def __init__(self, send: Callable[[Message], bool], follower: Follower) -> None:
         super().__init__(send, follower.outer)
@@ -139,19 +155,14 @@ class Pursuit(Download):
         self._lr = 0.0
         self._rows: list[list[Any]] = []
         self._base = 0
-        self._payloads: dict[int, tuple[list[Tensor], list[Layout]]] = {}
-        self._missing: dict[int, int] = {}
-        self._own: set[int] = set()
+        self._payloads: dict[int, tuple[Sequence[Tensor], Sequence[Layout]]] = {}
+        self._lent: list[Tensor] = []
+        # Runs that have not come, by update.
+        self._missing: dict[int, set[tuple[int, int]]] = {}
 
     def _first_question(self) -> Message:
         self._asked_with = self.follower.question(self._token)
         return self._asked_with
-
-    @property
-    def is_complete(self) -> bool:
-        return super().is_complete and (
-            self._answer != Kind.UPDATES or self.follower.version == self.version
-        )
 
     def receive(self, message: Message) -> None:
         is_answer = message.kind in (Kind.READY, Kind.STATE, Kind.UPDATES)
@@ -159,9 +170,11 @@ class Pursuit(Download):
             return
         if message.kind == Kind.READY and self.version != message.version:
             self._answer, self._question = Kind.READY, Kind.GET
+            self._drop()
             self.follower.missed(self._asked_with)
         elif message.kind == Kind.STATE and self.version != message.version:
             self._answer, self._question, self._lr = Kind.STATE, Kind.GET, message.meta["lr"]
+            self._drop()
             self.follower.make(message.meta["rule"])
             self._begin(message, self._all_runs([*range(1, 1 + len(self.follower.buffers(0)))]))
         elif message.kind == Kind.UPDATES and self.version != message.version:
@@ -169,64 +182,86 @@ class Pursuit(Download):
         super().receive(message)
         if self.is_complete and self._answer != Kind.READY:
             assert self.version is not None
+            self._drop()
             self.follower.filled(self.version)
             self.follower.show(self._lr)
 
     def _catch_up(self, message: Message) -> None:
-        """Ask for the updates that the worker has not."""
+        """Ask for what the worker has not of the updates."""
         base, rows = self.follower.version, message.meta["updates"]
         if base is None or base + len(rows) != message.version:
             return  # An answer to an older question.
         self._answer, self._question, self._lr = Kind.UPDATES, Kind.GET_UPDATE, message.meta["lr"]
-        self._base, self._rows = base, rows
         self._drop()
+        self._base, self._rows = base, rows
         positions: list[Position] = []
-        for index, (wire, block_size, _, _) in enumerate(rows):
-            number = base + 1 + index
-            own = self.follower.own
+        own = self.follower.own
+        for number, (wire, block_size, _, _) in enumerate(rows, base + 1):
             if own is not None and own[0] == number:
-                self._payloads[number] = (list(own[1]), list(own[2]))
-                self._own.add(number)
-                self._missing[number] = 0
+                self._payloads[number] = own[1:]
                 continue
             layouts = [layout_of(flat.numel(), WireFormat(wire, block_size)) for flat in self.outer]
             buffers = [self.follower.take(layout.payload_bytes) for layout in layouts]
             self._payloads[number] = (buffers, layouts)
-            runs = self._all_runs([number])
-            self._missing[number] = len(runs)
-            positions += runs
+            self._lent += buffers
+            runs = [at for at in self._places() if self.follower.version_of(*at) < number]
+            self._missing[number] = set(runs)
+            positions += [Position(number, *place) for place in runs]
         self._begin(message, positions)
-        self._apply()
+        for place in self._places():
+            self._apply(place)
+        if self._window.is_empty:
+            self._arrived()
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(fragment, run) for _, fragment, run in self._all_runs([0])]
 
     def _drop(self) -> None:
-        """Forget what came of updates that were cut off."""
-        for number, (payloads, _) in self._payloads.items():
-            if number not in self._own:
-                self.follower.give_back(payloads)
+        """Forget what came of updates that were cut off, or are applied."""
+        self.follower.give_back(self._lent)
+        self._lent = []
         self._payloads.clear()
-        self._own.clear()
+        self._missing.clear()
 
-    def _take(self, position: Position, body: memoryview | bytes) -> bool:
+    def _arrived(self) -> None:
+        super()._arrived()
+        # Nobody changes an update, so what came is what it was.
+        self.is_complete = self._answer == Kind.UPDATES
+
+    def _size_of(self, position: Position) -> int:
+        if self._answer == Kind.UPDATES:
+            return self._payloads[position.number][1][position.fragment].run_bytes
+        return super()._size_of(position)
+
+    def _take(self, position: Position, body: memoryview | bytes) -> None:
         number, fragment, run = position
         if self._answer == Kind.READY:
-            return super()._take(position, body)
-        if self._answer == Kind.STATE:
-            begin, end = self.layouts[fragment].run_range(run)
-            return put(self.follower.buffers(fragment)[number - 1][begin:end], body)
+            super()._take(position, body)
+        elif self._answer == Kind.STATE:
+            self._put(self.follower.buffers(fragment)[number - 1], position, body)
+        else:
+            self._take_update(position, body)
+
+    def _take_update(self, position: Position, body: memoryview | bytes) -> None:
+        """Take in consecutive runs of an update."""
+        number, fragment, first = position
         buffers, layouts = self._payloads[number]
         size = layouts[fragment].run_bytes
-        if not put(buffers[fragment][run * size : (run + 1) * size], body):
-            return False
-        self._missing[number] -= 1
-        self._apply()
-        return True
+        runs = [Position(number, fragment, first + i) for i in range(len(body) // size)]
+        if len(body) % size or any(run not in self._window.asked for run in runs):
+            return
+        buffers[fragment].numpy().data[first * size : first * size + len(body)] = body
+        for run in runs:
+            self._window.came(run)
+            self._missing[number].discard((fragment, run.run))
+            self._apply((fragment, run.run))
 
-    def _apply(self) -> None:
-        """Apply the updates that are whole, in their order."""
-        assert self.follower.version is not None
-        while (number := self.follower.version + 1) in self._payloads and not self._missing[number]:
+    def _apply(self, place: tuple[int, int]) -> None:
+        """Apply the updates whose run is here, in their order."""
+        while (number := self.follower.version_of(*place) + 1) in self._payloads:
+            if place in self._missing.get(number, ()):
+                return
+            payloads, layouts = self._payloads[number]
             _, _, weight, lr = self._rows[number - self._base - 1]
-            payloads, layouts = self._payloads.pop(number)
-            self.follower.apply(payloads, layouts, weight, lr)
-            if number not in self._own:
-                self.follower.give_back(payloads)
+            fragment = place[0]
+            self.follower.apply(place, payloads[fragment], layouts[fragment], weight, lr)

@@ -15,8 +15,21 @@ from ..wire import Layout
 from . import keys as curve
 from .downloads import Download
 from .messages import MAX_BODY, MAX_JSON, Kind, Message, ProtocolError, pack, parse
+from .window import bodies, is_within
 
 RETRY_S, BLOCKED_S = 1.0, 0.02
+# As plain integers: flags of the enum's type cost more than a small message.
+NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
+
+
+def receive(socket: zmq.Socket, wait_ms: int = 0) -> list[zmq.Frame] | None:
+    """Return the frames of the next message, or None if none comes in time."""
+    if wait_ms and not zmq.zmq_poll([(socket, POLLIN)], wait_ms):
+        return None
+    try:
+        return socket.recv_multipart(NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
 
 
 class ServerLost(SyncError):
@@ -90,7 +103,7 @@ class Link:
         """Send if the server is there and reads; whoever asks repeats itself."""
         frames = pack(message)
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) < 2)
+            self._socket.send_multipart(frames, NOBLOCK, copy=len(frames) < 2)
         except zmq.Again:
             self._is_blocked = True
             return False
@@ -100,9 +113,9 @@ class Link:
 
     def _next(self, seconds: float) -> Message | None:
         """Return the next message, or None if none comes within so many seconds."""
-        if not self._socket.poll(max(0, int(1000 * seconds))):
+        frames = receive(self._socket, max(0, int(1000 * seconds)))
+        if frames is None:
             return None
-        frames = self._socket.recv_multipart(copy=False)
         self.received_bytes += sum(len(frame) for frame in frames)
         try:
             return parse([frame.buffer for frame in frames])
@@ -212,24 +225,18 @@ class Link:
                     self.last_seq = seq
                 return message
             if message.kind == Kind.WANT and message.number == seq:
-                self._send_run(message, payloads, layouts)
+                self._send_runs(message, payloads, layouts)
         raise AssertionError
 
-    def _send_run(self, want: Message, payloads: list[Tensor], layouts: list[Layout]) -> None:
-        if want.fragment >= len(layouts) or want.run >= layouts[want.fragment].num_runs:
+    def _send_runs(self, want: Message, payloads: list[Tensor], layouts: list[Layout]) -> None:
+        place, run, count = want.fragment, want.run, want.count
+        if place >= len(layouts) or not is_within(layouts[place], run, count):
             return
-        size = layouts[want.fragment].run_bytes
-        run = payloads[want.fragment][want.run * size : (want.run + 1) * size]
-        self.send(
-            Message(
-                Kind.RUN,
-                want.number,
-                0,
-                want.fragment,
-                want.run,
-                body=run.numpy().data,
-            )
-        )
+        size = layouts[place].run_bytes
+        view = payloads[place].numpy().data
+        for first, number in bodies(layouts[place], run, count):
+            body = view[first * size : (first + number) * size]
+            self.send(Message(Kind.RUN, want.number, 0, place, first, body=body))
 
     def pull(self, outer: list[Tensor]) -> tuple[int, int]:
         """Fetch the newest parameters into ``outer``, fp32 [num_elements] for each fragment.
@@ -245,7 +252,6 @@ class Link:
             download.receive(message)
             if download.is_complete:
                 assert download.version is not None
-                self.send(Message(Kind.DONE, 0, download.version))
                 return download.version, download.steps
         raise AssertionError
 

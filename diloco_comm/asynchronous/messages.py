@@ -2,10 +2,11 @@
 
 A message is one frame or two. The first is a header of 32 bytes, little endian:
 
-    magic "DCAS", protocol u16, kind u16, number u64, version u64, fragment u32, run u32
+    magic "DCAS", protocol u16, kind u16, number u64, version u64, fragment u16, count u16, run u32
 
 and the second, for the kinds that have one, either JSON of at most ``MAX_JSON`` bytes, an object
-with the keys of ``_FIELDS`` and no others, or the bytes of a run.
+with the keys of ``_FIELDS`` and no others, or the bytes of runs: as many consecutive ones of a
+fragment as ``MAX_BODY`` holds.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAGIC = b"DCAS"
-HEADER = struct.Struct("<4sHHQQII")
+HEADER = struct.Struct("<4sHHQQHHI")
 MAX_JSON = 1 << 16
 MAX_NAME = 64
 MAX_FRAGMENTS = 4096
@@ -28,6 +29,8 @@ MAX_FRAGMENTS = 4096
 MAX_UPDATES = 64
 # No run is longer: RUN_ELEMENTS of fp32.
 MAX_BODY = 1 << 20
+# What may be asked for at a time.
+MAX_BATCH = 4 * MAX_BODY
 # Numbers stay such that they survive JSON and arithmetic in 64 bits.
 MAX_NUMBER = 1 << 62
 
@@ -38,20 +41,20 @@ class Kind(IntEnum):
     # From a worker.
     HELLO = 1  # JSON: who it is and what its model looks like
     PUSH = 2  # JSON: a round is done, ask me for its update; fragment 1 says that I follow
-    RUN = 3  # bytes: a run of the update
+    RUN = 3  # bytes: runs of the update
     PULL = 4  # which parameters do I go on from?
-    GET = 5  # send me a run of this version
-    DONE = 6  # I have all of this version
+    GET = 5  # send me ``count`` runs of this version
+    DONE = 6  # I have all of this version, have I?
     LEAVE = 7
     STATUS = 8
     FOLLOW = 9  # PULL by who holds all of this version (number 1), or wants to (number 0)
-    GET_UPDATE = 10  # send me a run of the update that made version ``number``
+    GET_UPDATE = 10  # send me ``count`` runs of the update that made version ``number``
     # From the server.
     WELCOME = 32  # JSON
-    WANT = 33  # send me this run of the update
+    WANT = 33  # send me ``count`` runs of the update
     OUTCOME = 34  # JSON: what became of the update
     READY = 35  # JSON: go on from this version
-    DATA = 36  # bytes: a run of the version
+    DATA = 36  # bytes: runs of the version
     GONE = 37  # this version is kept no more, ask again
     UNKNOWN = 38  # say HELLO first
     REFUSED = 39  # JSON: one sentence
@@ -59,6 +62,7 @@ class Kind(IntEnum):
     WAIT = 41  # heard you; the answer will come
     STATE = 42  # JSON: go on from this version, here is all of it
     UPDATES = 43  # JSON: go on from this version, these updates lead to it
+    KEPT = 44  # the version was kept until you had all of it
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Message:
 
     Attributes:
         meta: The checked JSON object; empty for the kinds without one.
-        body: The bytes of a run; empty likewise.
+        body: The bytes of runs; empty likewise.
+        count: Of runs that are asked for.
     """
 
     kind: Kind
@@ -77,6 +82,7 @@ class Message:
     run: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     body: bytes | memoryview = b""
+    count: int = 1
 
 
 class ProtocolError(ValueError):
@@ -182,6 +188,7 @@ def pack(message: Message) -> list[bytes | memoryview]:
         message.number,
         message.version,
         message.fragment,
+        message.count,
         message.run,
     )
     if message.kind in _WITH_BODY:
@@ -202,15 +209,15 @@ def parse(frames: Sequence[Any]) -> Message:
     views = [memoryview(frame).cast("B") for frame in frames]
     if views[0].nbytes != HEADER.size:
         raise ProtocolError(f"a header has {HEADER.size} bytes, got {views[0].nbytes}")
-    magic, protocol, number_of_kind, number, version, fragment, run = HEADER.unpack(views[0])
+    magic, protocol, of_kind, number, version, fragment, count, run = HEADER.unpack(views[0])
     if magic != MAGIC:
         raise ProtocolError("this is not a message of diloco_comm")
     if protocol != PROTOCOL:
         raise ProtocolError(f"protocol version {protocol} was given, {PROTOCOL} is spoken here")
     try:
-        kind = Kind(number_of_kind)
+        kind = Kind(of_kind)
     except ValueError:
-        raise ProtocolError(f"there is no kind of message {number_of_kind}") from None
+        raise ProtocolError(f"there is no kind of message {of_kind}") from None
     if number >= MAX_NUMBER or version >= MAX_NUMBER:
         raise ProtocolError("a number in the header is too large")
     expected = 2 if kind in _WITH_BODY or kind in _FIELDS else 1
@@ -218,10 +225,10 @@ def parse(frames: Sequence[Any]) -> Message:
         raise ProtocolError(f"{kind.name} has {expected} frames, got {len(views)}")
     if kind in _WITH_BODY:
         if views[1].nbytes > MAX_BODY:
-            raise ProtocolError(f"a run has at most {MAX_BODY} bytes, got {views[1].nbytes}")
-        return Message(kind, number, version, fragment, run, body=views[1])
+            raise ProtocolError(f"a body has at most {MAX_BODY} bytes, got {views[1].nbytes}")
+        return Message(kind, number, version, fragment, run, {}, views[1], count)
     meta = _parse_meta(kind, views[1]) if kind in _FIELDS else {}
-    return Message(kind, number, version, fragment, run, meta)
+    return Message(kind, number, version, fragment, run, meta, count=count)
 
 
 def _parse_meta(kind: Kind, view: memoryview) -> dict[str, Any]:

@@ -167,13 +167,10 @@ class SharedModel:
         self._fold()
 
     def read(self, version: int, fragment: int, run: int) -> Tensor:
-        """Return a copy of a run of a version that is held, fp32."""
+        """Return a run of a version that is held, fp32, to be read until it is let go."""
         assert self._readers[version] > 0
         if version == self._folded:
-            begin, end = self._run_range(fragment, run)
-            visible = self.states[fragment].visible(begin, end)
-            shares = visible.data_ptr() == self.states[fragment].outer[begin:end].data_ptr()
-            return visible.clone() if shares else visible
+            return self.states[fragment].visible(*self._run_range(fragment, run))
         return self._part(version, fragment, run).visible()
 
     def _run_range(self, fragment: int, run: int) -> tuple[int, int]:
@@ -193,13 +190,17 @@ class SharedModel:
         return part
 
     def read_buffer(self, version: int, fragment: int, run: int, index: int) -> Tensor:
-        """Return a copy of a run of one of the buffers of a version that is held, fp32.
+        """Return a run of one of the buffers of a version that is held, as ``read`` does.
 
         Args:
             index: 0 for the parameters of the last outer step, then those of ``RuleState.tensors``.
         """
-        state = self._part(version, fragment, run)
-        return (state.outer, *state.tensors().values())[index]
+        begin, end = self._run_range(fragment, run)
+        if version == self._folded:
+            state = self.states[fragment]
+        else:
+            state, begin, end = self._part(version, fragment, run), 0, end - begin
+        return (state.outer, *state.tensors().values())[index][begin:end]
 
     def read_all(self) -> list[Tensor]:
         """Return the newest parameters, fp32 [num_elements] for each fragment, copied."""
@@ -252,11 +253,9 @@ class SharedModel:
             del self._pins[version]
         self._forget(self.version if self._kept_from is None else self._kept_from)
 
-    def read_update(self, version: int, fragment: int, run: int) -> Tensor:
-        """Return a run of the payload that made a version, which is pinned; no copy."""
-        update = self._log[version - 1 - self._logged]
-        size = update.layouts[fragment].run_bytes
-        return update.payloads[fragment][run * size : (run + 1) * size]
+    def update(self, version: int) -> Applied:
+        """Return the update that made a version, which is pinned."""
+        return self._log[version - 1 - self._logged]
 
     # ---------------------------------------------------------------------------------- saving
 

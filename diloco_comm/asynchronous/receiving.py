@@ -12,6 +12,7 @@ from .messages import Kind, Message, ProtocolError
 from .sessions import Session
 from .state import ServerState
 from .uploads import Upload
+from .window import Position
 
 # Who neither sends nor fetches for so long while memory is kept for it loses that memory.
 STALL_S = 20.0
@@ -58,8 +59,7 @@ class Receiver:
             self.state.keep_for_followers()
         upload = self._uploads.get(worker)
         if upload is not None and upload.seq == message.number:
-            for fragment, run in list(upload.asked):
-                self._want(session, upload, fragment, run)
+            self._want(session, upload, upload.window.ask_again())
             return
         if meta["is_start"]:
             if self.state.coordinator is not None:
@@ -128,28 +128,26 @@ class Receiver:
             time.monotonic(),
         )
         self._uploads[session.worker] = upload
-        for fragment, run in upload.ask():
-            self._want(session, upload, fragment, run)
+        self._want(session, upload, upload.window.ask())
         return True
 
-    def _want(self, session: Session, upload: Upload, fragment: int, run: int) -> None:
-        self._send(session.peer, Message(Kind.WANT, upload.seq, 0, fragment, run))
+    def _want(self, session: Session, upload: Upload, requests: list[tuple[Position, int]]) -> None:
+        for (_, fragment, run), count in requests:
+            self._send(session.peer, Message(Kind.WANT, upload.seq, 0, fragment, run, count=count))
 
     def run_came(self, session: Session, message: Message) -> None:
         upload = self._uploads.get(session.worker)
         if upload is None or upload.seq != message.number:
             return
-        position = (message.fragment, message.run)
-        if position not in upload.asked:
+        if Position(0, message.fragment, message.run) not in upload.window.asked:
             return  # It was asked for twice.
-        wrong = upload.put(*position, message.body, time.monotonic())
+        wrong = upload.put(message.fragment, message.run, message.body, time.monotonic())
         if wrong:
             self.state.status.count_refusal("size")
             self._send(session.peer, Message(Kind.REFUSED, meta={"reason": wrong}))
             return
-        for fragment, run in upload.ask():
-            self._want(session, upload, fragment, run)
-        if upload.is_complete:
+        self._want(session, upload, upload.window.ask())
+        if upload.window.is_empty:
             del self._uploads[session.worker]
             self._complete(session, upload)
 

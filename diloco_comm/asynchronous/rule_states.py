@@ -132,24 +132,38 @@ class FusedState(RuleState):
     def _add(
         self, payload: Tensor, layout: Layout, weight: float, begin: int, end: int, impl: str
     ) -> None:
+        state = self if (begin, end) == (0, self.outer.numel()) else self.view(begin, end)
+        state.add_runs(payload, layout, weight, 0, layout.num_elements, self.num_arrivals, impl)
+
+    def add_runs(
+        self,
+        payload: Tensor,
+        layout: Layout,
+        weight: float,
+        begin: int,
+        end: int,
+        num_arrivals: int,
+        impl: str = "",
+    ) -> None:
+        """Take in the runs of elements [begin, end) of the arrival after so many."""
         ops.outer_step_delayed(
-            self.outer[begin:end],
-            None if self.momentum is None else self.momentum[begin:end],
-            None if self.pending is None else self.pending[begin:end],
+            self.outer,
+            self.momentum,
+            self.pending,
             [payload],
             [weight],
-            0,
-            layout.num_elements,
+            begin,
+            end,
             layout.run_elements,
             layout.wire.name,
             layout.wire.block_size,
-            self._lr(),
+            self.lr_at(num_arrivals),
             mu=self._mu or 0.0,
             direct=self._direct,
             ahead=self._ahead,
             behind=self._behind,
-            first=self.num_pending == 0,
-            last=self.num_pending == self.period - 1,
+            first=num_arrivals % self.period == 0,
+            last=num_arrivals % self.period == self.period - 1,
             impl=impl,
         )
 
@@ -171,13 +185,21 @@ class FusedState(RuleState):
         named = {"momentum": self.momentum, "pending": self.pending}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
+    def view(self, begin: int, end: int) -> FusedState:
+        """Return elements [begin, end), not copied."""
+        part = FusedState.__new__(FusedState)
+        part.__dict__.update(self.__dict__)
+        part.outer = self.outer[begin:end]
+        part.momentum = None if self.momentum is None else self.momentum[begin:end]
+        part.pending = None if self.pending is None else self.pending[begin:end]
+        return part
+
     def part(self, begin: int, end: int) -> FusedState:
-        copy = FusedState.__new__(FusedState)
-        copy.__dict__.update(self.__dict__)
-        copy.outer = self.outer[begin:end].clone()
-        copy.momentum = None if self.momentum is None else self.momentum[begin:end].clone()
-        copy.pending = None if self.pending is None else self.pending[begin:end].clone()
-        return copy
+        part = self.view(begin, end)
+        part.outer = part.outer.clone()
+        part.momentum = None if part.momentum is None else part.momentum.clone()
+        part.pending = None if part.pending is None else part.pending.clone()
+        return part
 
 
 class PlainState(RuleState):

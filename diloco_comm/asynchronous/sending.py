@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..wire import WireFormat
+from ..wire import Layout, WireFormat
 from .messages import Kind, Message, ProtocolError
 from .receiving import STALL_S, Send
 from .rule_states import FusedState
 from .sessions import NOTHING, Session
 from .state import ServerState
+from .window import bodies, is_within
 
+_FP32 = WireFormat("fp32")
 # A whole download may keep others waiting for so long, if memory is short, this many times.
 PATIENCE_S, MAX_EVICTIONS = 30.0, 2
 # A reader that asks for nothing for so long makes room for others that wait, as often.
@@ -94,39 +96,58 @@ class Sender:
         return {**meta, "updates": rows}
 
     def get(self, session: Session, message: Message) -> None:
-        """A worker asks for a run of the version that is held for it, or of an update."""
+        """A worker asks for runs of the version that is held for it, or of an update."""
         is_update = message.kind == Kind.GET_UPDATE
         fits = session.held == message.version and session.is_reading
         # Parameters are readable beside the buffers, not beside updates.
         if not fits or is_update != (session.answer == Kind.UPDATES):
             self._send(session.peer, Message(Kind.GONE, 0, message.version))
             return
-        layouts = session.layouts(WireFormat("fp32"))
-        if message.fragment >= len(layouts) or message.run >= layouts[message.fragment].num_runs:
-            raise ProtocolError(f"there is no run {message.run} of fragment {message.fragment}")
-        body = self._read(session, message).numpy().data.cast("B")
-        place = (message.number, message.version, message.fragment, message.run)
-        self._send(session.peer, Message(Kind.DATA, *place, body=body))
+        layout = self._layout(session, message)
+        if not is_within(layout, message.run, message.count):
+            raise ProtocolError(
+                f"there are no {message.count} runs from run {message.run} of fragment "
+                f"{message.fragment}, or they are too many at a time"
+            )
+        for run, count in bodies(layout, message.run, message.count):
+            body = self._read(message, run, count).numpy().data.cast("B")
+            place = (message.number, message.version, message.fragment, run)
+            self._send(session.peer, Message(Kind.DATA, *place, body=body))
 
-    def _read(self, session: Session, message: Message) -> Tensor:
-        model, number = self.state.model, message.number
-        place = (message.fragment, message.run)
+    def _layout(self, session: Session, message: Message) -> Layout:
+        """Return how the fragment lies that is asked for."""
+        model, number, fragment = self.state.model, message.number, message.fragment
+        layouts: Sequence[Layout] = session.layouts(_FP32)
         if message.kind == Kind.GET_UPDATE:
             if not session.base < number <= message.version:
                 raise ProtocolError(f"update {number} does not lead to version {message.version}")
-            return model.read_update(number, *place)
-        if number == 0:
-            return model.read(message.version, *place)
-        if number > 1 + len(model.states[message.fragment].tensors()):
+            layouts = model.update(number).layouts
+        if fragment >= len(layouts):
+            raise ProtocolError(f"there is no fragment {fragment}")
+        if message.kind == Kind.GET and number > 1 + len(model.states[fragment].tensors()):
             raise ProtocolError(f"there is no buffer {number}")
-        return model.read_buffer(message.version, *place, number - 1)
+        return layouts[fragment]
+
+    def _read(self, message: Message, run: int, count: int) -> Tensor:
+        model, number, fragment = self.state.model, message.number, message.fragment
+        if message.kind == Kind.GET_UPDATE:
+            update = model.update(number)
+            size = update.layouts[fragment].run_bytes
+            return update.payloads[fragment][run * size : (run + count) * size]
+        if number == 0:
+            return model.read(message.version, fragment, run)
+        return model.read_buffer(message.version, fragment, run, number - 1)
 
     def done(self, session: Session, message: Message) -> None:
-        if session.held == message.version:
-            session.follows = None if session.answer == Kind.READY else session.held
-            session.let_go(self.state.coordinator)
-            self.state.keep_for_followers()
-            self.after_reading()
+        """A worker has all of a version; it learns whether what it has is one."""
+        if session.held != message.version or not session.is_reading:
+            self._send(session.peer, Message(Kind.GONE, 0, message.version))
+            return
+        session.follows = None if session.answer == Kind.READY else session.held
+        session.let_go(self.state.coordinator)
+        self._send(session.peer, Message(Kind.KEPT, 0, message.version))
+        self.state.keep_for_followers()
+        self.after_reading()
 
     def after_reading(self) -> None:
         for session in self.state.sessions.all():

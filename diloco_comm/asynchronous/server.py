@@ -16,14 +16,15 @@ import zmq
 from torch import Tensor
 
 from . import keys as curve
-from .downloads import WINDOW
 from .keys import is_loopback
+from .link import NOBLOCK, receive
 from .messages import MAX_BODY, MAX_JSON, Kind, Message, ProtocolError, pack, parse
 from .receiving import Receiver
 from .rules import ServerRule
 from .sending import Sender
 from .sessions import Session
 from .state import ServerState
+from .window import WINDOW_BYTES
 
 _POLL_MS = 100
 
@@ -93,6 +94,16 @@ class AsyncServer:
         self.state.begin(parameters)
         self._receiver = Receiver(self.state, self._send)
         self._sender = Sender(self.state, self._send, self._receiver.admit_waiting)
+        self._handlers = {
+            Kind.PUSH: self._receiver.push,
+            Kind.RUN: self._receiver.run_came,
+            Kind.PULL: self._sender.pull,
+            Kind.FOLLOW: self._sender.pull,
+            Kind.GET: self._sender.get,
+            Kind.GET_UPDATE: self._sender.get,
+            Kind.DONE: self._sender.done,
+            Kind.LEAVE: self._leave,
+        }
         self._context = zmq.Context()
         self._socket = self._listen(address, keys)
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -108,7 +119,7 @@ class AsyncServer:
         socket.router_mandatory = True
         socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
         # Room for a window of runs twice: ZeroMQ learns late of what has been read.
-        socket.sndhwm = socket.rcvhwm = 4 * WINDOW
+        socket.sndhwm = socket.rcvhwm = 4 * WINDOW_BYTES // MAX_BODY
         socket.heartbeat_ivl, socket.heartbeat_timeout = 5_000, 30_000
         socket.handshake_ivl = 5_000
         socket.setsockopt(zmq.BACKLOG, 1024)
@@ -211,13 +222,14 @@ class AsyncServer:
         closes_at = None if coordinator is None else coordinator.grace.closes_at
         if closes_at is not None:
             timeout = min(timeout, max(0, int(1000 * (closes_at - time.monotonic())) + 1))
-        if self._socket.poll(timeout):
-            for _ in range(64):
-                try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    break
-                self._receive(frames)
+        frames = receive(self._socket, timeout)
+        for _ in range(64):
+            if frames is None:
+                break
+            self._receive(frames)
+            frames = receive(self._socket)
+        if frames is not None:
+            self._receive(frames)
         self._sender.release()
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
@@ -240,7 +252,7 @@ class AsyncServer:
     def _send(self, peer: bytes, message: Message) -> bool:
         frames = pack(message)
         try:
-            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=len(frames) < 2)
+            self._socket.send_multipart([peer, *frames], NOBLOCK, copy=len(frames) < 2)
         except zmq.ZMQError as error:
             # The peer is gone, or does not read: it will ask again if it comes back.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -292,16 +304,7 @@ class AsyncServer:
         self._send(peer, Message(Kind.WELCOME, last, self.state.version, meta=meta))
 
     def _serve(self, session: Session, message: Message) -> None:
-        handle = {
-            Kind.PUSH: self._receiver.push,
-            Kind.RUN: self._receiver.run_came,
-            Kind.PULL: self._sender.pull,
-            Kind.FOLLOW: self._sender.pull,
-            Kind.GET: self._sender.get,
-            Kind.GET_UPDATE: self._sender.get,
-            Kind.DONE: self._sender.done,
-            Kind.LEAVE: self._leave,
-        }.get(message.kind)
+        handle = self._handlers.get(message.kind)
         if handle is None:
             raise ProtocolError(f"{message.kind.name} is not for a server")
         handle(session, message)

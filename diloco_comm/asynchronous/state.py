@@ -11,15 +11,16 @@ from torch import Tensor
 
 from ..wire import WireFormat
 from .coordinator import Coordinator, Outcome, Update
-from .downloads import WINDOW
-from .messages import MAX_BODY, ProtocolError
+from .messages import ProtocolError
 from .model import SharedModel
+from .rule_states import FusedState
 from .rules import ServerRule
 from .sessions import NOTHING, Sessions
 from .spool import Payload, Spooled, spool
 from .status import Status
 from .storage import Storage
 from .uploads import PayloadMemory
+from .window import WINDOW_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +119,13 @@ class ServerState:
         self.layout = layout
         model_bytes = 4 * model.num_elements
         # A reader has one window of runs on their way; all together take a quarter of a model.
-        window = min(WINDOW * MAX_BODY, max(1, model_bytes))
+        window = min(WINDOW_BYTES, max(1, model_bytes))
         quarter = max(model_bytes // 4, 2 * SMALL_BYTES)
         self.max_readers = min(MAX_READERS, max(1, quarter // window))
         room = int(self._model_sizes * model_bytes) - model.buffer_bytes - OVERHEAD_BYTES
-        room -= self.max_readers * window
+        # What need not be computed is sent from where it lies: only an older version is.
+        is_computed = any(isinstance(s, FusedState) and s.hides for s in model.states)
+        room -= self.max_readers * window // (1 if is_computed else 2)
         self.memory.budget_bytes = max(SMALL_BYTES, room)
 
     def check_layout(self, sizes: list[int], layout: int) -> None:

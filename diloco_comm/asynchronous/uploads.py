@@ -11,10 +11,9 @@ from torch import Tensor
 from ..memory import empty_pages
 from ..wire import Layout
 from .garbage import find_run_garbage
+from .messages import MAX_BATCH, MAX_BODY
 from .spool import Payload, Spooled, write_run
-
-# Runs of one update that are asked for and not here yet.
-WINDOW = 4
+from .window import Position, Window
 
 
 @dataclass
@@ -23,7 +22,7 @@ class Upload:
 
     Attributes:
         is_start: The worker's parameters, not an update.
-        wanted: Runs not asked for yet, in reverse order; ``asked`` those on their way.
+        window: Its runs that are not here yet.
         last_seen: When its last run came.
         garbage: What is wrong with the runs that came, "" if nothing is.
     """
@@ -37,40 +36,38 @@ class Upload:
     layouts: list[Layout]
     payloads: list[Payload] = field(repr=False)
     last_seen: float
-    wanted: list[tuple[int, int]] = field(default_factory=list, repr=False)
-    asked: set[tuple[int, int]] = field(default_factory=set)
+    window: Window = field(init=False, repr=False)
     garbage: str = ""
 
     def __post_init__(self) -> None:
-        runs = [(f, run) for f, lay in enumerate(self.layouts) for run in range(lay.num_runs)]
-        self.wanted = runs[::-1]
-
-    @property
-    def is_complete(self) -> bool:
-        return not self.wanted and not self.asked
-
-    def ask(self) -> list[tuple[int, int]]:
-        """Return the runs to ask for now."""
-        new = []
-        while self.wanted and len(self.asked) < WINDOW:
-            new.append(self.wanted.pop())
-            self.asked.add(new[-1])
-        return new
+        sizes = [layout.run_bytes for layout in self.layouts]
+        runs = [
+            Position(0, f, r) for f, lay in enumerate(self.layouts) for r in range(lay.num_runs)
+        ]
+        self.window = Window(
+            runs,
+            lambda position: sizes[position.fragment],
+            batch_bytes=2 * MAX_BODY,
+            window_bytes=MAX_BATCH,
+        )
 
     def put(self, fragment: int, run: int, body: memoryview | bytes, now: float) -> str:
-        """Take in a run; returns what is wrong with it, or ""."""
-        if (fragment, run) not in self.asked:
-            return f"run {run} of fragment {fragment} was not asked for"
+        """Take in runs; returns what is wrong with them, or ""."""
         layout = self.layouts[fragment]
         size = layout.run_bytes
-        if len(body) != size:
+        count = len(body) // size
+        if not count or len(body) % size:
             return f"a run of this update has {size} bytes, got {len(body)}"
+        runs = [Position(0, fragment, run + index) for index in range(count)]
+        if any(position not in self.window.asked for position in runs):
+            return f"run {run} of fragment {fragment} and what follows were not all asked for"
         write_run(self.payloads[fragment], run * size, body)
-        begin, end = layout.run_range(run)
-        # Looked at while it is in the cache, and while others are on their way.
-        here = self.payloads[fragment][run * size : (run + 1) * size]
-        self.garbage = self.garbage or find_run_garbage(here, layout, end - begin)
-        self.asked.discard((fragment, run))
+        for position in runs:
+            begin, end = layout.run_range(position.run)
+            # Looked at while it is in the cache, and while others are on their way.
+            here = self.payloads[fragment][position.run * size : (position.run + 1) * size]
+            self.garbage = self.garbage or find_run_garbage(here, layout, end - begin)
+            self.window.came(position)
         self.last_seen = now
         return ""
 
