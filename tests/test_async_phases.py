@@ -7,6 +7,7 @@ the name and the log, takes its place.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import traceback
@@ -15,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from async_helpers import wait_until
+import torch
+from async_helpers import attach, wait_until
 from async_processes import check_ledger, server_main, worker_main
 from workers import Pool
 
 from diloco_comm.asynchronous import storage
 from diloco_comm.asynchronous.link import Link
+from diloco_comm.asynchronous.messages import Message
 from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm.tools.measuring import free_port
 
 # Two runs of the first fragment, one of the second.
@@ -63,13 +67,16 @@ class Death:
         setattr(owner, name, call)
 
 
-def arm_worker(stage: str) -> None:
+def arm_worker(stage: str, name: str = "") -> None:
+    """Let this process die at a stage of the worker of this name, or of any."""
     death = Death(stage)
-    death.before(Link, "send", "send", lambda link, message: message.kind.name)
-    death.after(Link, "send", "sent", lambda link, message, sent: message.kind.name)
-    death.after(
-        Link, "_next", "hear", lambda link, seconds, heard: heard.kind.name if heard else ""
-    )
+
+    def kind(link: Link, message: Message | None) -> str:
+        return message.kind.name if message and name in ("", link.worker) else ""
+
+    death.before(Link, "send", "send", kind)
+    death.after(Link, "send", "sent", lambda link, message, sent: kind(link, message))
+    death.after(Link, "_next", "hear", lambda link, seconds, heard: kind(link, heard))
 
 
 def arm_server(stage: str) -> None:
@@ -134,10 +141,12 @@ class Server:
         assert os.waitstatus_to_exitcode(status) == 0
 
 
-def worker_options(folder: Path, address: str, index: int) -> argparse.Namespace:
+def worker_options(
+    folder: Path, address: str, index: int, fetch: str = "parameters"
+) -> argparse.Namespace:
     return argparse.Namespace(
         address=address, index=index, size=SIZE, pause=0.0, updates=UPDATES,
-        log=log(folder, index), fetch="parameters",
+        log=log(folder, index), fetch=fetch,
     )  # fmt: skip
 
 
@@ -178,6 +187,73 @@ def test_a_worker_may_die_in_any_phase(fresh_workers: Callable[..., Pool], tmp_p
     pool.run(workers_die, tmp_path, f"tcp://127.0.0.1:{free_port()}", timeout=90)
     header = check_ledger(tmp_path / "state", logs(tmp_path, pool.world), SIZE)
     assert header["model"]["version"] == UPDATES * len(WORKER_STAGES)
+
+
+# Every run of the two buffers comes by itself, both runs of an update's first fragment in one
+# message: messages of the second round are the 3rd and 4th with bytes, of data the 6th and 7th.
+FOLLOWER_STAGES = [
+    "send FOLLOW 1", "hear STATE 1", "hear DATA 2", "sent DONE 1", "hear KEPT 1", "send PUSH 2",
+    "sent RUN 3", "send RUN 4", "hear OUTCOME 2", "send FOLLOW 3", "hear UPDATES 2",
+    "send GET_UPDATE 3", "hear DATA 6", "hear DATA 7", "sent DONE 3",
+]  # fmt: skip
+
+
+def with_company(folder: Path, address: str, index: int) -> Callable[[AsyncDiLoCo], bool]:
+    """Return a turn of another worker, after which a follower has an update to fetch."""
+    options = {"size": SIZE, "fragments": ["a", "b"]}
+    rows = log(folder, index).open("a", buffering=1)
+    model, other = attach(
+        address, f"w{index}", **options,
+        on_round=lambda m: rows.write(json.dumps([m.seq, m.version, m.refusal]) + "\n"),
+    )  # fmt: skip
+    g = torch.zeros(SIZE)
+    g[index] = 1.0
+
+    def turn(follower: AsyncDiLoCo) -> bool:
+        assert follower._follower.version == follower.version
+        if follower.seq < UPDATES:
+            model.descend(g)
+            other.step()
+            return False
+        other.close()
+        exact, reader = attach(address, "reader", **options)
+        reader.close()
+        assert torch.equal(torch.cat(follower._local.outer), exact.values())
+        return True
+
+    return turn
+
+
+def followers_die(rank: int, world: int, folder: Path, address: str) -> None:
+    """Rank 1 is one follower after the other; each dies at its stage, and has a successor."""
+    if rank == 0:
+        Server(folder, address).run_until((folder / "over").exists)
+        return
+    for number, stage in enumerate(FOLLOWER_STAGES):
+        index = 2 * number
+
+        def go_on(index: int = index) -> None:
+            turn = with_company(folder, address, index + 1)
+            worker_main(worker_options(folder, address, index, "updates"), turn)
+
+        def die(index: int = index, stage: str = stage) -> None:
+            arm_worker(stage, f"w{index}")
+            go_on(index)
+
+        run_and_die(die)
+        go_on()
+    (folder / "over").touch()
+
+
+def test_a_follower_may_die_in_any_phase(
+    fresh_workers: Callable[..., Pool], tmp_path: Path
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    pool.run(followers_die, tmp_path, f"tcp://127.0.0.1:{free_port()}", timeout=90)
+    own = range(0, 2 * len(FOLLOWER_STAGES), 2)
+    every = {index: log(tmp_path, index) for index in range(2 * len(FOLLOWER_STAGES))}
+    header = check_ledger(tmp_path / "state", every, SIZE)
+    assert all(header["ledger"][f"w{index}"]["num_applied"] == UPDATES for index in own)
 
 
 SERVER_STAGES = [

@@ -61,6 +61,7 @@ def test_misuse_is_one_sentence_and_status_2(tmp_path: Path) -> None:
         (("--address", "tcp://0.0.0.0:0"), "can be reached from other machines"),
         (("--rule", "magic"), "rule must be one of delayed"),
         (("--activation", "0.5"), "activation must lie in [0, 1/period]"),
+        (("--model-sizes", "3"), "model_sizes is 3, and the rule DelayedNesterov keeps 3 models"),
         (("--address", "here"), "the address must be tcp://host:port"),
     ):
         check_misuse(run_cli("serve", *arguments), sentence)

@@ -234,7 +234,7 @@ class Pursuit(Download):
         return super()._size_of(position)
 
     def _take(self, position: Position, body: memoryview | bytes) -> None:
-        number, fragment, run = position
+        number, fragment, _ = position
         if self._answer == Kind.READY:
             super()._take(position, body)
         elif self._answer == Kind.STATE:

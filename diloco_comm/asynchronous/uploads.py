@@ -11,7 +11,7 @@ from torch import Tensor
 from ..memory import empty_pages
 from ..wire import Layout
 from .garbage import find_run_garbage
-from .messages import MAX_BATCH, MAX_BODY
+from .messages import MAX_BODY
 from .spool import Payload, Spooled, write_run
 from .window import Position, Window
 
@@ -47,8 +47,8 @@ class Upload:
         self.window = Window(
             runs,
             lambda position: sizes[position.fragment],
-            batch_bytes=2 * MAX_BODY,
-            window_bytes=MAX_BATCH,
+            batch_bytes=MAX_BODY,
+            window_bytes=max(2 * MAX_BODY, 4 * max(sizes)),
         )
 
     def put(self, fragment: int, run: int, body: memoryview | bytes, now: float) -> str:

@@ -1,4 +1,4 @@
-"""Runs on their way: asked for some at a time, so many bytes ahead, and again if they do not come."""
+"""Runs on their way: asked for some at a time, so many bytes ahead, and again if they get lost."""
 
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ class Window:
     def ask(self) -> list[tuple[Position, int]]:
         """Return what to ask for now: first runs, and how many follow one another."""
         requests = []
-        # Whole batches: few questions.
-        while self._wanted and (
-            not self.asked or self._asked_bytes + self._batch_bytes <= self._window_bytes
-        ):
-            batch = self._next_batch()
-            requests += list(_consecutive(batch))
+        while self._wanted and self._has_room():
+            requests += list(_consecutive(self._next_batch()))
         return requests
+
+    def _has_room(self) -> bool:
+        # Whole batches: few questions.
+        needed = max(self._batch_bytes, self._size_of(self._wanted[-1]))
+        return not self.asked or self._asked_bytes + needed <= self._window_bytes
 
     def _next_batch(self) -> list[Position]:
         batch: list[Position] = []

@@ -33,6 +33,9 @@ def serve(
     grace: Annotated[float, typer.Option(help="Seconds of the grace period.")] = 0.0,
     snapshot: Annotated[Path | None, typer.Option(help="Folder of snapshot and journal.")] = None,
     snapshot_every: Annotated[int, typer.Option(help="Updates between two snapshots.")] = 100,
+    model_sizes: Annotated[
+        float, typer.Option(help="Memory of the server, in fp32 models: the rule's and updates'.")
+    ] = 4.0,
     keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
     key_name: Annotated[str, typer.Option(help="Pair of keys for --status.")] = "worker",
     insecure: Annotated[
@@ -82,6 +85,7 @@ def serve(
             snapshot_every=snapshot_every,
             keys=keys,
             insecure=insecure,
+            model_sizes=model_sizes,
         )
         name = host_server(server, lambda where: print(where, flush=True))
         print(f"closed by {name}", file=sys.stderr)
