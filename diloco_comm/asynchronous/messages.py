@@ -30,7 +30,7 @@ MAX_UPDATES = 64
 # No run is longer: RUN_ELEMENTS of fp32.
 MAX_BODY = 1 << 20
 # What may be asked for at a time.
-MAX_BATCH = 4 * MAX_BODY
+MAX_BATCH = 3 * MAX_BODY
 # Numbers stay such that they survive JSON and arithmetic in 64 bits.
 MAX_NUMBER = 1 << 62
 

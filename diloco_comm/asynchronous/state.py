@@ -13,7 +13,6 @@ from ..wire import WireFormat
 from .coordinator import Coordinator, Outcome, Update
 from .messages import ProtocolError
 from .model import SharedModel
-from .rule_states import FusedState
 from .rules import ServerRule
 from .sessions import NOTHING, Sessions
 from .spool import Payload, Spooled, spool
@@ -123,9 +122,7 @@ class ServerState:
         quarter = max(model_bytes // 4, 2 * SMALL_BYTES)
         self.max_readers = min(MAX_READERS, max(1, quarter // window))
         room = int(self._model_sizes * model_bytes) - model.buffer_bytes - OVERHEAD_BYTES
-        # What need not be computed is sent from where it lies: only an older version is.
-        is_computed = any(isinstance(s, FusedState) and s.hides for s in model.states)
-        room -= self.max_readers * window // (1 if is_computed else 2)
+        room -= self.max_readers * window
         self.memory.budget_bytes = max(SMALL_BYTES, room)
 
     def check_layout(self, sizes: list[int], layout: int) -> None:
