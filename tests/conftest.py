@@ -1,4 +1,4 @@
-"""Fixtures that give tests real processes; see workers.py."""
+"""Fixtures that give tests real processes; see workers.py and zygote.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import devices
 import pytest
 import torch
-from workers import Crew, Pool, Zygote
+from workers import Crew, Pool
+from zygote import Zygote
 
 # Without a GPU Triton's kernels run in its interpreter. Triton looks when it is imported, which any
 # test in this process may bring about.

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -275,33 +271,6 @@ def engine_threads() -> list[str]:
         if name.startswith("diloco"):
             names.append(name)
     return names
-
-
-class Job:
-    """A Python process of its own that runs one replica's script against the given store."""
-
-    def __init__(self, script: str, *arguments: Any) -> None:
-        path = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stdin=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=TESTS,
-            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
-            # A job that a shell runs in the background ignores Ctrl-C, and so do its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-
-    def finish(self, timeout: float = 30.0) -> tuple[int, str]:
-        try:
-            output, _ = self.process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            output, _ = self.process.communicate()
-            raise AssertionError(f"did not end within {timeout} s:\n{output}") from None
-        return self.process.returncode, output
 
 
 # -------------------------------------------------------------------------------- simulation

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from workers import Crew, Pool, Zygote
+from workers import Crew, Pool
+from zygote import Zygote
 
 from diloco_comm import DiLoCo
 from diloco_comm.tools import bench_exchange, bench_outer_step, bench_tune, measuring

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_replicas import Job, Replica, Setup, connect, engine_threads, wait_for
+from fault_replicas import Replica, Setup, connect, engine_threads, wait_for
 from workers import Pool
+from zygote import Job, Zygote
 
 from diloco_comm import SyncError
 from diloco_comm.handshake import connected_store
@@ -27,16 +28,15 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def host() -> Any:
+def host(zygote: Zygote) -> Any:
     """A process that hosts a store, to be killed or stopped, with its address."""
-    job = Job(STORE)
-    assert job.process.stdout is not None
-    yield job.process, ("127.0.0.1", int(job.process.stdout.readline()))
-    job.process.kill()
+    job = Job(zygote, STORE)
+    yield job, ("127.0.0.1", int(job.output.readline()))
+    job.send_signal(signal.SIGKILL)
     job.finish()
 
 
-def test_separate_jobs_meet_at_a_store(host: Any) -> None:
+def test_separate_jobs_meet_at_a_store(zygote: Zygote, host: Any) -> None:
     script = """
     import sys
     import torch
@@ -55,7 +55,8 @@ def test_separate_jobs_meet_at_a_store(host: Any) -> None:
         print(d.outer_hash(), d.parts[0].round)
     """
     port = host[1][1]
-    outputs = [job.finish() for job in [Job(script, port, replica) for replica in range(3)]]
+    jobs = [Job(zygote, script, port, replica) for replica in range(3)]
+    outputs = [job.finish() for job in jobs]
     assert all(code == 0 for code, _ in outputs), outputs
     assert len({output for _, output in outputs}) == 1, outputs
     assert outputs[0][1].split()[1] == "3"
@@ -92,10 +93,10 @@ def test_store_that_is_lost_is_replaced(
     fresh_workers: Callable[..., Pool], host: Any, sig: int
 ) -> None:
     pool = fresh_workers(3, init_group=False)
-    process, address = host
+    job, address = host
     pool.submit(lose_the_store, [address, pool.store], Setup("int8", 1, H, timeout=3.0))
     wait_for(pool, [f"ready/{rank}" for rank in range(3)])
-    process.send_signal(sig)
+    job.send_signal(sig)
     pool.crew.store.set("store is gone", "")
     results: list[Any] = pool.collect(timeout=60, expect_exit={0})
     for result in results[1:]:
@@ -131,11 +132,11 @@ def test_close_does_not_wait_for_a_store_that_hangs(
     fresh_workers: Callable[..., Pool], host: Any
 ) -> None:
     pool = fresh_workers(2, init_group=False)
-    process, address = host
+    job, address = host
     pool.submit(close_on_a_store_that_hangs, [address, pool.store], Setup(timeout=300.0))
     wait_for(pool, [f"ready/{rank}" for rank in range(2)])
-    process.send_signal(signal.SIGSTOP)
+    job.send_signal(signal.SIGSTOP)
     pool.crew.store.set("store is gone", "")
     wait_for(pool, [f"closed/{rank}" for rank in range(2)])
-    process.send_signal(signal.SIGCONT)
+    job.send_signal(signal.SIGCONT)
     pool.collect(timeout=30)

@@ -25,7 +25,8 @@ from trainers import (
     plain_loop,
     settings,
 )
-from workers import Crew, Pool, Zygote
+from workers import Crew, Pool
+from zygote import Zygote
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LIBRARIES = ("transformers.trainer", "accelerate", "lightning.pytorch", "peft")

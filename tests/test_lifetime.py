@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_replicas import Job, Replica, Setup, engine_threads
+from fault_replicas import Replica, Setup, engine_threads
 from workers import Pool
+from zygote import Job, Zygote
 
 H = 4
 
@@ -197,10 +198,10 @@ def port() -> Any:
 
 
 @pytest.mark.parametrize("name", EXITS)
-def test_interpreter_ends_without_close(port: int, name: str) -> None:
+def test_interpreter_ends_without_close(zygote: Zygote, port: int, name: str) -> None:
     body, code, text = EXITS[name]
     script = PRELUDE + textwrap.dedent(body)
-    jobs = [Job(script, port, rank) for rank in range(2)]
+    jobs = [Job(zygote, script, port, rank) for rank in range(2)]
     outputs = [job.finish() for job in jobs]
     for returned, output in outputs:
         assert returned == code, output
@@ -209,7 +210,7 @@ def test_interpreter_ends_without_close(port: int, name: str) -> None:
             assert bad not in output, output
 
 
-def test_control_c_ends_a_replica_that_waits(port: int) -> None:
+def test_control_c_ends_a_replica_that_waits(zygote: Zygote, port: int) -> None:
     body = """
     if rank == 1:
         time.sleep(60)
@@ -218,12 +219,11 @@ def test_control_c_ends_a_replica_that_waits(port: int) -> None:
     replica.train_to(8)
     """
     script = PRELUDE + textwrap.dedent(body)
-    first, second = (Job(script, port, rank) for rank in range(2))
-    assert first.process.stdout is not None
-    assert "waiting" in first.process.stdout.readline()
-    first.process.send_signal(signal.SIGINT)
+    first, second = (Job(zygote, script, port, rank) for rank in range(2))
+    assert "waiting" in first.output.readline()
+    first.send_signal(signal.SIGINT)
     returned, output = first.finish()
     assert returned == -signal.SIGINT and "KeyboardInterrupt" in output, output
     assert "terminate called" not in output
-    second.process.send_signal(signal.SIGTERM)
+    second.send_signal(signal.SIGTERM)
     assert second.finish()[0] == -signal.SIGTERM

@@ -104,7 +104,8 @@ def test_no_process_outlives_the_test_process(tmp_path: Path) -> None:
             f"""
             import sys, time
             sys.path.insert(0, {str(Path(__file__).parent)!r})
-            from workers import Crew, Zygote
+            from workers import Crew
+            from zygote import Zygote
             crew = Crew(Zygote())
             print(*[w.pid for w in crew.first(2)], crew.zygote.process.pid, flush=True)
             time.sleep(600)

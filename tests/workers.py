@@ -9,17 +9,12 @@ test's own, which it may kill.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
-import importlib
 import os
 import pickle
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,56 +22,26 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
+
+from zygote import Zygote, die_with_parent
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 # Peers of a worker that raised may wait for it; after this they are dumped and killed.
 GRACE_S = 10.0
-PRELOAD = ("numpy", "pytest", "torch", "torch.distributed", "torch._dynamo", "torch.optim")
 
 
 class WorkerError(RuntimeError):
     """A worker died, hung, or raised what cannot be pickled."""
 
 
-# ---------------------------------------------------------------- in the zygote and the workers
+# --------------------------------------------------------------------------------- in the workers
 
 
-def _die_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def _zygote_main(fd: int, preload: Sequence[str]) -> None:
-    """Import torch once, then fork a worker for every connection received."""
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in (*PRELOAD, *preload):
-        importlib.import_module(name)
-    control = Connection(fd)
-    while True:
-        try:
-            request, argument = control.recv()
-        except EOFError:
-            return
-        if request == "exit_code":
-            _, status = os.waitpid(argument, 0)
-            control.send(os.waitstatus_to_exitcode(status))
-            continue
-        handle = recv_handle(control)
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            _worker_main(Connection(handle), argument)
-        os.close(handle)
-        control.send(pid)
-
-
-def _worker_main(connection: Connection, log: str) -> None:
+def worker_main(connection: Connection, log: str) -> None:
     """Serve jobs until the connection closes; never returns."""
-    _die_with_parent()
+    die_with_parent()
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -155,41 +120,6 @@ class _World:
 # ---------------------------------------------------------------------------- in the test process
 
 
-class Zygote:
-    """The process that all workers are forked from; they die with it, and it with us.
-
-    ``preload`` names further modules that it imports for all of them.
-    """
-
-    def __init__(self, preload: Sequence[str] = ()) -> None:
-        ours, theirs = socket.socketpair()
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno()), *preload],
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        self.control = Connection(ours.detach())
-        atexit.register(self.close)
-
-    def fork(self, log: str) -> tuple[int, Connection]:
-        ours, theirs = socket.socketpair()
-        self.control.send(("fork", log))
-        send_handle(self.control, theirs.fileno(), self.process.pid)
-        theirs.close()
-        return self.control.recv(), Connection(ours.detach())
-
-    def exit_code(self, pid: int) -> int:
-        self.control.send(("exit_code", pid))
-        return self.control.recv()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self.control.close()
-
-
 class Worker:
     """One process that runs one job at a time."""
 
@@ -197,7 +127,8 @@ class Worker:
         Path(log).touch()
         self.log = Path(log)
         self.zygote = zygote
-        self.pid, self.connection = zygote.fork(log)
+        self.pid, ours = zygote.fork("worker", log)
+        self.connection = Connection(ours.detach())
         self.code: int | None = None
 
     def kill(self, sig: int = signal.SIGKILL) -> None:
@@ -392,9 +323,3 @@ class Crew:
             worker.stop()
         self.workers = []
         self.logs.cleanup()
-
-
-if __name__ == "__main__":
-    # Functions are pickled under the module's real name.
-    sys.path.insert(0, str(Path(__file__).parent))
-    importlib.import_module("workers")._zygote_main(int(sys.argv[1]), sys.argv[2:])
