@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from workers import Pool
+from workers import GRACE_S, Pool
 
 from diloco_comm import DiLoCo, Nesterov, SyncError, WireFormat, reference
 from diloco_comm.fragments import Schedule, make_fragments, trainable_parameters
@@ -79,11 +79,17 @@ def connect(address: tuple[str, int]) -> dist.Store:
 
 
 def wait_for(pool: Pool, keys: list[str], timeout: float = 30.0) -> None:
-    """Wait until the workers have set ``keys`` on the store; raise if one ends before that."""
+    """Wait until the workers have set ``keys`` on the store.
+
+    A worker may end once it has set its own. If one ends without, it has failed: the others then
+    have ten seconds.
+    """
     deadline = time.monotonic() + timeout
     while not pool.crew.store.check(keys):
-        has_ended = wait([pool.workers[rank].connection for rank in pool.busy], 0.01)
-        if has_ended or time.monotonic() > deadline:
+        time.sleep(0.01)
+        if wait([pool.workers[rank].connection for rank in pool.busy], 0):
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        if time.monotonic() > deadline:
             pool.collect(timeout=1.0)
             raise AssertionError(f"the workers ended without {keys}")
 

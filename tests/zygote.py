@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -23,7 +24,15 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ("numpy", "pytest", "torch", "torch.distributed", "torch._dynamo", "torch.optim")
+PRELOAD = (
+    "numpy",
+    "pytest",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.optim",
+    "diloco_comm",
+)
 TESTS = Path(__file__).resolve().parent
 
 
@@ -41,6 +50,9 @@ def serve(fd: int, preload: Sequence[str]) -> str | None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in (*PRELOAD, *preload):
         importlib.import_module(name)
+    # A collection in a worker would look at a million objects of torch's, and copy their pages.
+    gc.collect()
+    gc.freeze()
     control = Connection(fd)
     while True:
         try:
@@ -64,6 +76,7 @@ def serve(fd: int, preload: Sequence[str]) -> str | None:
 
 def _begin(handle: int, script: str, arguments: list[str]) -> str:
     die_with_parent()
+    gc.unfreeze()  # the end of the interpreter is that of any other
     for stream in (0, 1, 2):
         os.dup2(handle, stream)
     os.close(handle)
