@@ -11,6 +11,7 @@ has the same bits on all ranks. Tensors with NaN or Inf are reduced exactly: the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,42 @@ from .wire import parse
 
 NAME = "diloco"
 
+# What torch lets a Python class override, it calls with the GIL held, also where nothing is
+# overridden (PyProcessGroup.hpp). A thread of gloo that wants the GIL to free a tensor, under the
+# lock that a new operation needs, would wait for ever. The second names are of newer versions.
+_CALLED_WITH_GIL = (
+    "allgather",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "allreduce_coalesced",
+    "alltoall_base",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "send",
+    "recv",
+)
 
+
+def _without_gil(cls: type[DilocoProcessGroup]) -> type[DilocoProcessGroup]:
+    """Hand those operations to ``cls._native``: the bindings of its class give up the GIL."""
+
+    def forward(name: str) -> Callable[..., Any]:
+        def method(self: DilocoProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self._native, name)(*args, **kwargs)
+
+        return method
+
+    for name in _CALLED_WITH_GIL:
+        if hasattr(dist.ProcessGroup, name):
+            setattr(cls, name, forward(name))
+    return cls
+
+
+@_without_gil
 class DilocoProcessGroup(dist.ProcessGroup):
     """What ``init_process_group("diloco")`` and ``new_group(backend="diloco")`` make."""
 
@@ -36,7 +72,7 @@ class DilocoProcessGroup(dist.ProcessGroup):
         self._store, self._timeout = store, timeout
         self._finisher = Finisher()
         self._exact: Any = None
-        # All that this class does not override is dispatched to these.
+        self._native = dist.ProcessGroup(store, rank, size)
         self._add("cpu", dist.ProcessGroup.BackendType.GLOO, self._make_gloo("gloo"))
         if torch.cuda.is_available() and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
@@ -49,7 +85,8 @@ class DilocoProcessGroup(dist.ProcessGroup):
         return dist.ProcessGroupGloo(store, self.rank(), self.size(), self._timeout)
 
     def _add(self, device: str, kind: Any, backend: Any) -> None:
-        self._register_backend(torch.device(device), kind, backend)
+        for group in (self, self._native):
+            group._register_backend(torch.device(device), kind, backend)
 
     def getBackendName(self) -> str:
         """Return the name for messages."""
@@ -63,22 +100,10 @@ class DilocoProcessGroup(dist.ProcessGroup):
             opts = dist.AllreduceOptions()
             opts.reduceOp = op
         if not self._is_quantised(tensors, opts):
-            backend: Any = self._get_backend(tensors[0].device)
-            return backend.allreduce(tensors, opts)
+            return self._native.allreduce(tensors, opts)
         tensor, is_sum = tensors[0], opts.reduceOp == dist.ReduceOp.SUM
         work = collective.all_reduce(tensor, self, self._wire, timeout=self._timeout, async_op=True)
         return _Work(self._finisher.finish(lambda: [self._end(work, tensor, is_sum)]))
-
-    def barrier(self, opts: Any = None) -> Any:
-        """As the base class does, but without the GIL.
-
-        torch holds it while it calls a base class that Python has derived from. A thread of gloo
-        that wants it to free a tensor, under the lock that a new operation needs, would wait for
-        ever.
-        """
-        device = getattr(opts, "device", None) or torch.device("cpu")
-        backend: Any = self._get_backend(device)
-        return backend.barrier() if opts is None else backend.barrier(opts)
 
     def _is_quantised(self, tensors: list[Tensor], opts: Any) -> bool:
         tensor = tensors[0]

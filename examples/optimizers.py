@@ -63,7 +63,7 @@ def main() -> None:
     options = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (store.port, options.steps, options.plot)
-    # One process imports all this, also what torch needs for its first optimizer; they start at once.
+    # One process imports all this (torch._dynamo comes with any optimizer); they start at once.
     mp.set_forkserver_preload(["torch._dynamo", "sklearn.datasets", "diloco_comm"])
     mp.start_processes(replica_main, arguments, NUM_REPLICAS, start_method="forkserver")
 
