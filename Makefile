@@ -32,7 +32,7 @@ emulated: setup
 
 # Two files at a time: half of the tests wait for processes, the other half compute.
 test: setup emulated
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder
 
 cpptest: setup
 	$(BUILD) --target cpp_tests && ctest --output-on-failure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import devices
@@ -19,6 +20,9 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files of few tests run whole programs and take longest: none is left to one worker at the end.
+    num_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: num_tests[item.path])
     if torch.cuda.is_available():
         return
     for item in items:

@@ -272,7 +272,7 @@ def engine_threads() -> list[str]:
     for task in Path("/proc/self/task").iterdir():
         try:
             name = (task / "comm").read_text().strip()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
         if name.startswith("diloco"):
             names.append(name)
