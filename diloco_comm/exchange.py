@@ -21,19 +21,11 @@ from torch import Tensor
 
 from . import _C, env, regroup, streams
 from .errors import SyncError
+from .headers import Header, error_from, from_native, to_native
 from .memory import empty_pages
+from .pending import Outcome, Pending, Round, Terms
 from .regroup import Repair
-from .slot import (
-    Header,
-    Outcome,
-    Pending,
-    Round,
-    Slot,
-    Terms,
-    error_from,
-    from_native,
-    to_native,
-)
+from .slot import Slot
 from .stream_jobs import StreamJob, header_bytes
 from .streams import Sending, StreamDriver
 from .wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .exchange import Header, Outcome, Pending
+from .headers import Kind
 from .memory import Reading
-from .slot import Kind, Terms
+from .pending import Terms
 from .wire import Layout
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from . import _C, rendezvous
 from .errors import SyncError
-from .slot import Round, Terms
+from .pending import Round, Terms
 from .wire import Layout
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from . import handshake
 from .errors import NonFiniteError, SyncError
 from .exchange import Exchange, Header, Outcome, Pending, Repair, Slot
 from .flights import Arrival, Flight
+from .headers import Kind
 from .interrupts import Whole
 from .metrics import Recorder, SyncMetrics, overlap_fraction
 from .parts import OuterStep, ParameterPart, Part, squared_norm
 from .settings import Settings
 from .shared_norms import SharedNorms
-from .slot import Kind
 from .trace import exchanged, span
 from .workmates import Workmates
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
 
 from . import _C
-from .errors import ERRORS, NonFiniteError, PeerLeft, SyncError
+from .headers import Header
 from .memory import CPU, Payload
+from .pending import Pending, Round, Terms
 from .residuals import Residuals
 from .wire import Layout, WireFormat
-
-if TYPE_CHECKING:
-    from .stream_jobs import StreamJob
-
-Kind = Literal["sync", "flush", "all_reduce"]
-Terms = list[tuple[Tensor, float]]
-
 
 # Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
 # at 100 Mbit/s, at 1 Gbit/s and on a loopback.
@@ -29,7 +20,6 @@ _CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 512 << 10), (24 << 20, 2 << 20))
 _LARGE_CHUNK = 4 << 20
 _MANY_ELEMENTS = 16 << 20
 _CHUNK_OF_MANY = 16 << 20
-_POLL_S = 2e-5
 # On streams a chunk costs a few launches and the link is fast; not measured.
 _STREAM_CHUNK = 16 << 20
 
@@ -47,192 +37,6 @@ def auto_chunk_bytes(payload_bytes: int, num_elements: int) -> int:
         if payload_bytes <= limit:
             return chunk_bytes
     return _LARGE_CHUNK
-
-
-@dataclass
-class Header:
-    """What a replica tells the others before an exchange.
-
-    ``weight``, ``inner_step`` and ``gap`` may differ between replicas; everything else, and the
-    slot's wire, block size and number of elements, must be equal on all of them.
-    """
-
-    kind: Kind = "sync"
-    layout_hash: int = 0
-    fragment: int = 0
-    round: int = 0
-    sync_every: int = 0
-    num_fragments: int = 1
-    weight: float = 1.0
-    outer_lr: float = 0.0
-    inner_step: int = 0
-    gap: float = 1.0
-
-
-@dataclass
-class Outcome:
-    """What an exchange gave.
-
-    Attributes:
-        terms: (payload uint8 laid out as ``layout``, coefficient): their sum is the weighted mean.
-            They are the slot's buffers: a ``start`` after ``commit`` writes into them.
-        headers: One a rank.
-        weights: Normalised, one a rank, as used.
-        verdict: None; or, from ``Pending.offer``, int64 [1] on the device: the round counts if it
-            is 0, and until then nobody knows.
-        seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
-            and total (on the engine thread).
-        sent_bytes, received_bytes: Everything this rank sent to and got from its peers.
-        counters: Minor page faults of the calling and the engine thread.
-    """
-
-    terms: Terms
-    layout: Layout
-    headers: list[Header]
-    weights: list[float]
-    seconds: dict[str, float]
-    sent_bytes: int
-    received_bytes: int
-    counters: dict[str, int] = field(default_factory=dict)
-    verdict: Tensor | None = None
-
-
-@dataclass(eq=False)
-class Round:
-    """One exchange of a slot that is not applied yet: buffers, and how far it is.
-
-    "voted": it failed after this rank's vote, so the terms are complete, and peers that got all
-    votes may have applied them.
-    """
-
-    header: Header
-    layout: Layout
-    own: Payload
-    result: Payload | None
-    state: Literal["started", "agreed", "voted"] = "started"
-    terms: Terms = field(default_factory=list)
-    epoch: int = 0
-
-
-class Pending:
-    """An exchange under way.
-
-    Attributes:
-        payload: Our own encoded values; complete as soon as ``start`` has returned.
-        layout: Of the payload.
-    """
-
-    def __init__(self, slot: Slot, round: Round, job: _C.Job | StreamJob) -> None:
-        self.payload = round.own.tensor
-        self.layout = round.layout
-        self._slot = slot
-        self._round = round
-        self._job = job
-        self._outcome: Outcome | None = None
-        self._error: SyncError | None = None
-
-    @property
-    def headers(self) -> list[Header]:
-        """Headers of all ranks, in rank order; empty until they have been exchanged."""
-        return [from_native(header) for header in self._job.headers]
-
-    def has_bad_values(self) -> bool:
-        """Whether our own values were such that no wire carries them.
-
-        On a device, the host asks until it has encoded them.
-        """
-        while (count := self._job.num_bad_encoded) is None:
-            time.sleep(_POLL_S)
-        return count > 0
-
-    def done(self) -> bool:
-        """Whether ``wait()`` would return, or raise, at once."""
-        return self._job.is_done
-
-    def wait(self, timeout: float | None = None) -> Outcome:
-        """Wait for the vote and return what the exchange gave.
-
-        On a device, the caller's stream is made to wait until it is there; the host does not.
-
-        Raises:
-            ReplicaMismatch, PeerLeft, NonFiniteError, SyncError: There is no result, on no replica
-                (after a SyncError at the vote some may have one; ``change_group`` settles it).
-            TimeoutError: After ``timeout`` seconds; the exchange goes on.
-        """
-        if self._error is not None:
-            raise self._error
-        if self._outcome is None:
-            begin = time.perf_counter()
-            deadline = None if timeout is None else begin + timeout
-            while not self._job.wait(3600.0 if deadline is None else timeout or 0.0):
-                if deadline is not None and time.perf_counter() >= deadline:
-                    raise TimeoutError(f"the exchange was not done after {timeout} s")
-            self._resolve(time.perf_counter() - begin)
-        if self._error is not None:
-            raise self._error
-        assert self._outcome is not None
-        self._job.block_caller()
-        return self._outcome
-
-    def offer(self) -> Outcome:
-        """Return the outcome, with the verdict still open where it is found on the device.
-
-        Who applies it passes the verdict on to the operator, and asks ``wait`` later.
-
-        Raises:
-            SyncError: As ``wait``, if it is known by now.
-        """
-        job = self._job
-        if isinstance(job, _C.Job) or self._outcome is not None or self._error is not None:
-            return self.wait()
-        job.wait_for_headers()
-        if job.is_done:
-            return self.wait()
-        job.block_caller()
-        assert self._round.own.ballot is not None
-        return Outcome(
-            terms=self._slot.terms_of(self._round, job.weights),
-            layout=self._round.layout,
-            headers=[from_native(header) for header in job.headers],
-            weights=list(job.weights),
-            seconds={},
-            sent_bytes=0,
-            received_bytes=0,
-            verdict=self._round.own.ballot.verdict,
-        )
-
-    def _resolve(self, wait_s: float) -> None:
-        job, round = self._job, self._round
-        job.block_caller()
-        if job.failure is not None:
-            self._error = error_from(job.failure, round.header)
-            if _has_voted(job):
-                round.state = "voted"
-                round.terms = self._slot.terms_of(round, job.weights)
-            else:
-                self._slot.drop(round)
-            return
-        round.state = "agreed"
-        round.terms = self._slot.terms_of(round, job.weights)
-        self._slot.residuals.turn(round.header.round)
-        counters = dict(job.counters)
-        self._outcome = Outcome(
-            terms=round.terms,
-            layout=round.layout,
-            headers=[from_native(header) for header in job.headers],
-            weights=list(job.weights),
-            seconds={**job.seconds, "encode": job.encode_seconds, "wait": wait_s},
-            sent_bytes=counters.pop("sent_bytes"),
-            received_bytes=counters.pop("received_bytes"),
-            counters=counters,
-        )
-
-
-def _has_voted(job: _C.Job | StreamJob) -> bool:
-    """Whether a failed exchange may be applied elsewhere; a job never begun has no weights."""
-    failure = job.failure
-    assert failure is not None
-    return failure.stage == "vote" and failure.kind != "NonFiniteError" and bool(job.weights)
 
 
 class Slot:
@@ -449,48 +253,3 @@ class Slot:
     def _new_payload(self) -> Payload:
         voters = self.world_size if self.is_streamed else 0
         return Payload.make(self.layout.payload_bytes, self.device, voters=voters)
-
-
-def to_native(header: Header, slot: Slot, stochastic: bool) -> _C.Header:
-    native = _C.Header(header.kind)
-    for name in ("fragment", "round", "sync_every", "num_fragments", "inner_step"):
-        setattr(native, name, getattr(header, name))
-    native.layout_hash = header.layout_hash & (1 << 64) - 1
-    native.weight, native.outer_lr = float(header.weight), float(header.outer_lr)
-    native.gap = float(header.gap)
-    native.wire, native.block_size = slot.wire.name, slot.wire.block_size
-    native.num_elements, native.num_chunks = slot.num_elements, slot.num_chunks
-    native.flags = int(stochastic)
-    return native
-
-
-def from_native(native: _C.Header | Header) -> Header:
-    return Header(
-        kind=cast(Kind, native.kind),
-        layout_hash=native.layout_hash,
-        fragment=native.fragment,
-        round=native.round,
-        sync_every=native.sync_every,
-        num_fragments=native.num_fragments,
-        weight=native.weight,
-        outer_lr=native.outer_lr,
-        inner_step=native.inner_step,
-        gap=native.gap,
-    )
-
-
-def error_from(failure: _C.Failure, header: Header | None = None) -> SyncError:
-    """Make the exception that a failed job stands for."""
-    error = ERRORS[failure.kind](
-        failure.message,
-        fragment=-1 if header is None or header.kind == "all_reduce" else header.fragment,
-        round=-1 if header is None or header.kind == "all_reduce" else header.round,
-        stage=failure.stage,
-        seconds=failure.seconds,
-        missing=failure.missing,
-    )
-    if isinstance(error, PeerLeft | NonFiniteError):
-        error.replicas = tuple(failure.replicas)
-    if isinstance(error, PeerLeft):
-        error.inner_steps = tuple(failure.inner_steps)
-    return error

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _C
-from .slot import Header, Round
+from .headers import Header
+from .pending import Round
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

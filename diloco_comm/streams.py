@@ -23,7 +23,8 @@ from torch import Tensor
 
 from . import _C, ops
 from .memory import Ballot
-from .slot import Round, Slot
+from .pending import Round
+from .slot import Slot
 
 if TYPE_CHECKING:
     from .stream_jobs import StreamJob

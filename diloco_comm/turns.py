@@ -17,11 +17,11 @@ from . import consensus, handshake
 from .errors import NonFiniteError, SyncError
 from .exchange import Repair
 from .flights import Arrival, Flight
+from .headers import Kind
 from .overlap import Own, Terms
 from .parts import OuterStep, ParameterPart, Part
 from .residuals import drop_bad
 from .rounds import Rounds
-from .slot import Kind
 from .wire import Layout
 
 

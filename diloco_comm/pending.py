@@ -1,0 +1,188 @@
+"""One exchange of a slot: how far it is, and what it gave."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from . import _C
+from .errors import SyncError
+from .headers import Header, error_from, from_native
+from .memory import Payload
+from .wire import Layout
+
+if TYPE_CHECKING:
+    from .slot import Slot
+    from .stream_jobs import StreamJob
+
+Terms = list[tuple[Tensor, float]]
+_POLL_S = 2e-5
+
+
+@dataclass
+class Outcome:
+    """What an exchange gave.
+
+    Attributes:
+        terms: (payload uint8 laid out as ``layout``, coefficient): their sum is the weighted mean.
+            They are the slot's buffers: a ``start`` after ``commit`` writes into them.
+        headers: One a rank.
+        weights: Normalised, one a rank, as used.
+        verdict: None; or, from ``Pending.offer``, int64 [1] on the device: the round counts if it
+            is 0, and until then nobody knows.
+        seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
+            and total (on the engine thread).
+        sent_bytes, received_bytes: Everything this rank sent to and got from its peers.
+        counters: Minor page faults of the calling and the engine thread.
+    """
+
+    terms: Terms
+    layout: Layout
+    headers: list[Header]
+    weights: list[float]
+    seconds: dict[str, float]
+    sent_bytes: int
+    received_bytes: int
+    counters: dict[str, int] = field(default_factory=dict)
+    verdict: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Round:
+    """One exchange of a slot that is not applied yet: buffers, and how far it is.
+
+    "voted": it failed after this rank's vote, so the terms are complete, and peers that got all
+    votes may have applied them.
+    """
+
+    header: Header
+    layout: Layout
+    own: Payload
+    result: Payload | None
+    state: Literal["started", "agreed", "voted"] = "started"
+    terms: Terms = field(default_factory=list)
+    epoch: int = 0
+
+
+class Pending:
+    """An exchange under way.
+
+    Attributes:
+        payload: Our own encoded values; complete as soon as ``start`` has returned.
+        layout: Of the payload.
+    """
+
+    def __init__(self, slot: Slot, round: Round, job: _C.Job | StreamJob) -> None:
+        self.payload = round.own.tensor
+        self.layout = round.layout
+        self._slot = slot
+        self._round = round
+        self._job = job
+        self._outcome: Outcome | None = None
+        self._error: SyncError | None = None
+
+    @property
+    def headers(self) -> list[Header]:
+        """Headers of all ranks, in rank order; empty until they have been exchanged."""
+        return [from_native(header) for header in self._job.headers]
+
+    def has_bad_values(self) -> bool:
+        """Whether our own values were such that no wire carries them.
+
+        On a device, the host asks until it has encoded them.
+        """
+        while (count := self._job.num_bad_encoded) is None:
+            time.sleep(_POLL_S)
+        return count > 0
+
+    def done(self) -> bool:
+        """Whether ``wait()`` would return, or raise, at once."""
+        return self._job.is_done
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Wait for the vote and return what the exchange gave.
+
+        On a device, the caller's stream is made to wait until it is there; the host does not.
+
+        Raises:
+            ReplicaMismatch, PeerLeft, NonFiniteError, SyncError: There is no result, on no replica
+                (after a SyncError at the vote some may have one; ``change_group`` settles it).
+            TimeoutError: After ``timeout`` seconds; the exchange goes on.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._outcome is None:
+            begin = time.perf_counter()
+            deadline = None if timeout is None else begin + timeout
+            while not self._job.wait(3600.0 if deadline is None else timeout or 0.0):
+                if deadline is not None and time.perf_counter() >= deadline:
+                    raise TimeoutError(f"the exchange was not done after {timeout} s")
+            self._resolve(time.perf_counter() - begin)
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None
+        self._job.block_caller()
+        return self._outcome
+
+    def offer(self) -> Outcome:
+        """Return the outcome, with the verdict still open where it is found on the device.
+
+        Who applies it passes the verdict on to the operator, and asks ``wait`` later.
+
+        Raises:
+            SyncError: As ``wait``, if it is known by now.
+        """
+        job = self._job
+        if isinstance(job, _C.Job) or self._outcome is not None or self._error is not None:
+            return self.wait()
+        job.wait_for_headers()
+        if job.is_done:
+            return self.wait()
+        job.block_caller()
+        assert self._round.own.ballot is not None
+        return Outcome(
+            terms=self._slot.terms_of(self._round, job.weights),
+            layout=self._round.layout,
+            headers=[from_native(header) for header in job.headers],
+            weights=list(job.weights),
+            seconds={},
+            sent_bytes=0,
+            received_bytes=0,
+            verdict=self._round.own.ballot.verdict,
+        )
+
+    def _resolve(self, wait_s: float) -> None:
+        job, round = self._job, self._round
+        job.block_caller()
+        if job.failure is not None:
+            self._error = error_from(job.failure, round.header)
+            if _has_voted(job):
+                round.state = "voted"
+                round.terms = self._slot.terms_of(round, job.weights)
+            else:
+                self._slot.drop(round)
+            return
+        round.state = "agreed"
+        round.terms = self._slot.terms_of(round, job.weights)
+        self._slot.residuals.turn(round.header.round)
+        counters = dict(job.counters)
+        self._outcome = Outcome(
+            terms=round.terms,
+            layout=round.layout,
+            headers=[from_native(header) for header in job.headers],
+            weights=list(job.weights),
+            seconds={**job.seconds, "encode": job.encode_seconds, "wait": wait_s},
+            sent_bytes=counters.pop("sent_bytes"),
+            received_bytes=counters.pop("received_bytes"),
+            counters=counters,
+        )
+
+
+def _has_voted(job: _C.Job | StreamJob) -> bool:
+    """Whether a failed exchange may be applied elsewhere; a job never begun has no weights."""
+    failure = job.failure
+    assert failure is not None
+    return failure.stage == "vote" and failure.kind != "NonFiniteError" and bool(job.weights)
