@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ from diloco_comm.asynchronous.rules import Immediate
 from diloco_comm.asynchronous.server import AsyncServer
 from diloco_comm.asynchronous.storage import Storage
 from diloco_comm.asynchronous.worker import AsyncDiLoCo, RoundMetrics
-
-HERE = Path(__file__).parent
 
 
 def server_main(options: argparse.Namespace) -> None:
@@ -88,15 +87,50 @@ def worker_main(
     worker.close()
 
 
-def spawn(role: str, **options: Any) -> subprocess.Popen[str]:
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "async_processes.py"), role, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+DEFAULTS = {
+    "address": "tcp://127.0.0.1:0", "folder": None, "snapshot_every": 10, "size": 1000,
+    "fetch": "parameters", "index": 0, "updates": 5, "pause": 0.0, "log": None,
+}  # fmt: skip
+
+# Children are forked from a process that has imported what they need: torch takes seconds.
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(
+    ["diloco_comm.asynchronous.server", "diloco_comm.asynchronous.worker", "pytest"]
+)
+
+
+class Child:
+    """A server or a worker in a process of its own, which is used like a ``Popen``."""
+
+    def __init__(self, role: str, **options: Any) -> None:
+        ours, theirs = _forks.Pipe(duplex=False)
+        arguments = argparse.Namespace(**{**DEFAULTS, **options})
+        self._process = _forks.Process(target=_child_main, args=(role, arguments, theirs))
+        self._process.start()
+        theirs.close()
+        self.stdout = os.fdopen(os.dup(ours.fileno()))
+        ours.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"it still runs after {timeout} s"
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.stdout.close()
+
+
+def _child_main(role: str, options: argparse.Namespace, out: Connection) -> None:
+    sys.stdout = os.fdopen(os.dup(out.fileno()), "w", buffering=1)
+    out.close()
+    server_main(options) if role == "server" else worker_main(options)
 
 
 def read_log(path: Path) -> list[list[Any]]:
@@ -131,23 +165,3 @@ def check_ledger(folder: Path, logs: dict[int, Path], size: int) -> dict[str, An
     assert values.sum().item() == -float(sum(applied.values()))
     assert values.numel() == size
     return header
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=["server", "worker"])
-    parser.add_argument("--address", default="tcp://127.0.0.1:0")
-    parser.add_argument("--folder")
-    parser.add_argument("--snapshot-every", type=int, default=10)
-    parser.add_argument("--size", type=int, default=1000)
-    parser.add_argument("--fetch", default="parameters")
-    parser.add_argument("--index", type=int, default=0)
-    parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--pause", type=float, default=0.0)
-    parser.add_argument("--log")
-    options = parser.parse_args()
-    server_main(options) if options.role == "server" else worker_main(options)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from async_helpers import status, tcp, wait_until
-from async_processes import check_ledger, read_log, spawn
+from async_processes import Child, check_ledger, read_log
 
 SIZE = 300_001
 
@@ -23,13 +22,13 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Child] = []
         self.logs: dict[int, Path] = {}
         self.address = "tcp://127.0.0.1:0"
         self.server = self.start_server()
 
-    def start_server(self) -> subprocess.Popen[str]:
-        self.server = spawn(
+    def start_server(self) -> Child:
+        self.server = Child(
             "server", folder=self.folder / "state", address=self.address, size=SIZE,
             snapshot_every=10,
         )  # fmt: skip
@@ -38,9 +37,9 @@ class Scene:
         assert self.address
         return self.server
 
-    def worker(self, index: int, updates: int, pause: float = 0.0) -> subprocess.Popen[str]:
+    def worker(self, index: int, updates: int, pause: float = 0.0) -> Child:
         self.logs[index] = self.folder / f"worker-{index}.log"
-        process = spawn(
+        process = Child(
             "worker", address=self.address, index=index, updates=updates, pause=pause, size=SIZE,
             log=self.logs[index], fetch="updates" if index % 2 else "parameters",
         )  # fmt: skip
@@ -80,7 +79,7 @@ def test_a_stopped_worker_holds_nobody_up_and_goes_on(scene: Scene) -> None:
 
 
 def test_joining_and_leaving_at_random_leaks_nothing(scene: Scene) -> None:
-    soak(scene, seconds=6.0, num_workers=4, num_connects=300)
+    soak(scene, seconds=4.0, num_workers=4, num_connects=300)
 
 
 def soak(scene: Scene, seconds: float, num_workers: int, num_connects: int) -> dict[str, object]:
@@ -93,7 +92,7 @@ def soak(scene: Scene, seconds: float, num_workers: int, num_connects: int) -> d
     server = psutil.Process(scene.server.pid)
     steady = scene.worker(0, 1_000_000)
     steady.stdout.readline()
-    crowd: dict[int, subprocess.Popen[str]] = {}
+    crowd: dict[int, Child] = {}
     kills = joins = connects = 0
     first: tuple[int, int] | None = None
     begin = time.monotonic()
