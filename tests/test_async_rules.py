@@ -11,8 +11,9 @@ from torch import Tensor
 
 from diloco_comm import SGD, Adam, HeavyBall, Nesterov
 from diloco_comm.asynchronous.coordinator import Coordinator, Outcome, Update, encode
-from diloco_comm.asynchronous.model import SharedModel, layout_of
+from diloco_comm.asynchronous.model import RUN_ELEMENTS, SharedModel, layout_of
 from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
+from diloco_comm.asynchronous.spool import Spooled
 from diloco_comm.wire import WireFormat
 
 FP32 = WireFormat("fp32")
@@ -228,6 +229,54 @@ def test_delay_compensation() -> None:
     compensated = g1.double() + lam * g1.double() ** 2 * (theta1 - start.double())
     truth = theta1 - lr * compensated
     np.testing.assert_allclose(model.read_all()[0], truth, rtol=1e-6, atol=1e-6)
+
+
+def test_what_workers_start_from_is_kept_once_for_each_version_in_files() -> None:
+    """Twelve workers, two fragments, one of two runs; what is applied is the formula's, in fp32."""
+    lam, lr, sizes = 0.5, 0.1, [RUN_ELEMENTS + 77, 5]
+    model = SharedModel(sizes, Immediate(outer=SGD(lr), compensation=lam))
+    thetas = [torch.rand(size, generator=torch.Generator().manual_seed(size)) for size in sizes]
+    model.initialise(thetas)
+    coordinator, layouts = Coordinator(model), model.layouts(FP32)
+    names, started = [str(index) for index in range(12)], {}
+
+    def start(name: str) -> None:
+        coordinator.start(name)
+        started[name] = [theta.clone() for theta in thetas]
+
+    for name in names:
+        start(name)
+    assert len(coordinator.starts) == 1
+    for index, name in enumerate(names[:4] * 2):
+        gs = [torch.rand(size, generator=torch.Generator().manual_seed(index)) for size in sizes]
+        payloads = [encode(g, layout) for g, layout in zip(gs, layouts, strict=True)]
+        update = Update(name, 1 + index // 4, model.version, 1, 1.0, payloads, layouts)
+        released: list[int] = []
+        assert not coordinator.arrive(update, 0.0, lambda: released.append(1)).refusal  # noqa: B023
+        assert released == [1]
+        for i, g in enumerate(gs):
+            step = g + lam * g * g * (thetas[i] - started[name][i])
+            thetas[i] -= lr * step
+        assert all(map(torch.equal, model.read_all(), thetas))
+        start(name)
+    # Eight of them still train from the first version, four from those after the last updates.
+    assert len(coordinator.starts) == 5
+    kept = [payload for flats in coordinator.starts._kept.values() for payload in flats]
+    assert all(isinstance(payload, Spooled) for payload in kept)
+    for name in names:
+        coordinator.leave(name)
+    assert len(coordinator.starts) == 0
+
+
+def test_compensation_without_room_for_files(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("diloco_comm.asynchronous.starts.spool", no_room)
+    test_delay_compensation()
+    assert "there is no room for a file" in caplog.text
 
 
 # --------------------------------------------------------------------------------- bit for bit

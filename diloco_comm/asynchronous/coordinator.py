@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..exchange import empty_pages
-from ..wire import Layout, WireFormat
+from ..wire import Layout
 from .garbage import find_garbage
-from .model import SharedModel, layout_of
+from .model import SharedModel
 from .scheduling import GracePeriod, Speeds
 from .spool import Payload
+from .starts import Starts
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Member:
         last: Outcome of its newest update.
         num_applied: Of its updates.
         is_training: It holds parameters and has not sent its update yet.
-        started: Version of the parameters that it trains from.
+        started: Version that it trains from, if the rule wants to know.
     """
 
     last: Outcome = field(default_factory=lambda: Outcome(0, 0, -1))
     num_applied: int = 0
     is_training: bool = False
-    started: list[Tensor] | None = field(default=None, repr=False)
+    started: int | None = None
 
 
 @dataclass
@@ -124,6 +124,7 @@ class Coordinator:
         self.members: dict[str, Member] = {}
         self.speeds = Speeds()
         self.counts = Counts()
+        self.starts = Starts(model)
 
     def join(self, worker: str) -> Member:
         """Take a worker in, or back."""
@@ -135,7 +136,12 @@ class Coordinator:
         self.speeds.forget(worker)
         if worker in self.members:
             self.members[worker].is_training = False
-            self.members[worker].started = None
+            self._forget_start(self.members[worker])
+
+    def _forget_start(self, member: Member) -> None:
+        if member.started is not None:
+            self.starts.drop(member.started)
+            member.started = None
 
     # -------------------------------------------------------------------------------- updates
 
@@ -213,8 +219,10 @@ class Coordinator:
         staleness = self.model.version - update.version
         weight = self.model.rule.weight(staleness)
         payloads, layouts = update.payloads, update.layouts
-        if self.model.rule.compensation:
-            payloads, layouts = self._compensated(update)
+        started = self.join(update.worker).started
+        if started is not None:
+            factor = self.model.rule.compensation
+            payloads, layouts = self.starts.compensate(payloads, layouts, started, factor)
             release()
             version = self.model.apply(payloads, layouts, weight)
         else:
@@ -222,22 +230,6 @@ class Coordinator:
         self.counts.staleness[staleness] += 1
         self.join(update.worker).num_applied += 1
         return Outcome(update.seq, version, staleness)
-
-    def _compensated(self, update: Update) -> tuple[list[Tensor], list[Layout]]:
-        """Return g + lambda*g*g*(theta_now - theta_then), encoded in fp32."""
-        started = self.join(update.worker).started
-        if started is None:
-            return [payload[:] for payload in update.payloads], list(update.layouts)
-        payloads, layouts = [], []
-        now = self.model.read_all()
-        for encoded, layout, then, theta in zip(
-            update.payloads, update.layouts, started, now, strict=True
-        ):
-            g = decode(encoded[:], layout)
-            g += self.model.rule.compensation * g * g * (theta - then)
-            layouts.append(layout_of(g.numel(), WireFormat("fp32")))
-            payloads.append(encode(g, layouts[-1]))
-        return payloads, layouts
 
     # ------------------------------------------------------------------------------ going on
 
@@ -252,7 +244,8 @@ class Coordinator:
         member = self.join(worker)
         member.is_training = True
         if self.model.rule.compensation:
-            member.started = self.model.read_all()
+            self._forget_start(member)
+            member.started = self.starts.keep()
         return self.speeds.steps(
             worker, self.sync_every, minimum=self.min_steps, use_dylu=self.dylu
         )
@@ -294,12 +287,3 @@ def encode(values: Tensor, layout: Layout, *, base: Tensor | None = None, impl: 
     numbers = (0, layout.num_elements, layout.run_elements)
     ops.encode(base, [values], payload, *numbers, *wire, impl=impl)
     return payload
-
-
-def decode(payload: Tensor, layout: Layout, *, impl: str = "") -> Tensor:
-    """Return the fp32 [num_elements] that a payload stands for."""
-    values = empty_pages((layout.num_elements,), torch.float32)
-    wire = (layout.wire.name, layout.wire.block_size)
-    numbers = (0, layout.num_elements, layout.run_elements)
-    ops.decode([payload], [1.0], [values], *numbers, *wire, impl=impl)
-    return values

@@ -287,3 +287,12 @@ class SharedModel:
             state.load(own, scalars["states"][index])
         self.version = self._folded = self._logged = int(scalars["version"])
         self.is_initialised = True
+
+
+def decode(payload: Tensor, layout: Layout, *, impl: str = "") -> Tensor:
+    """Return the fp32 [num_elements] that a payload stands for."""
+    values = empty_pages((layout.num_elements,), torch.float32)
+    wire = (layout.wire.name, layout.wire.block_size)
+    numbers = (0, layout.num_elements, layout.run_elements)
+    ops.decode([payload], [1.0], [values], *numbers, *wire, impl=impl)
+    return values

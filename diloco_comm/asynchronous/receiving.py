@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from ..trace import span
 from ..wire import WireFormat
-from .coordinator import Outcome, Update, decode
+from .coordinator import Outcome, Update
 from .messages import Kind, Message, ProtocolError
+from .model import decode
 from .sessions import Session
 from .state import ServerState
 from .uploads import Upload

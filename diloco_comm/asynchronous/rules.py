@@ -37,7 +37,7 @@ class ServerRule(ABC):
             power of minus this; 0 for none, 0.5 in arXiv 2401.09135.
         max_staleness: An arrival that is staler is refused and changes nothing; None for no bound.
         compensation: lambda of delay compensation, g + lambda*g*g*(theta_now - theta_then); the
-            server then keeps what each worker started from: one more model for every worker.
+            server then keeps what its workers started from, in files.
     """
 
     discount: float = 0.0

@@ -1,0 +1,101 @@
+"""What workers train from, for rules that compare it with what there is when they are done.
+
+One copy of the parameters for each version that some worker trains from, in a file without a name:
+the server's memory does not grow with the number of workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..exchange import empty_pages
+from ..wire import Layout, WireFormat
+from .model import SharedModel, decode
+from .spool import Payload, spool, write_run
+
+logger = logging.getLogger(__name__)
+
+
+def make_room(sizes: Sequence[int]) -> list[Payload]:
+    """Return room for so many bytes each, in a file; in memory where there is none for a file."""
+    try:
+        return list(spool(None, sizes))
+    except OSError as error:
+        logger.warning("there is no room for a file of %d bytes: %s", sum(sizes), error.strerror)
+        return [empty_pages((size,), torch.uint8) for size in sizes]
+
+
+class Starts:
+    """Versions of a model, kept for as long as somebody trains from them."""
+
+    def __init__(self, model: SharedModel) -> None:
+        self._model = model
+        self._layouts = model.layouts(WireFormat("fp32"))
+        self._users: Counter[int] = Counter()
+        self._kept: dict[int, list[Payload]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self) -> int:
+        """Keep the present version and return its number; end with ``drop``."""
+        model = self._model
+        version = model.hold()
+        try:
+            if not self._users[version]:
+                flats = make_room([layout.payload_bytes for layout in self._layouts])
+                for fragment, layout in enumerate(self._layouts):
+                    for run in range(layout.num_runs):
+                        values = model.read(version, fragment, run)
+                        write_run(flats[fragment], run * layout.run_bytes, _bytes(values))
+                self._kept[version] = flats
+        finally:
+            model.let_go(version)
+        self._users[version] += 1
+        return version
+
+    def drop(self, version: int) -> None:
+        """End one ``keep`` of the version."""
+        self._users[version] -= 1
+        if not self._users[version]:
+            del self._users[version], self._kept[version]
+
+    def compensate(
+        self, payloads: Sequence[Payload], layouts: Sequence[Layout], started: int, factor: float
+    ) -> tuple[list[Payload], list[Layout]]:
+        """Return g + factor*g*g*(theta_now - theta_then), encoded in fp32, in a file.
+
+        Args:
+            payloads, layouts: g, laid out by ``layout_of``.
+            started: Version of theta_then, which is kept.
+        """
+        results = make_room([layout.payload_bytes for layout in self._layouts])
+        version = self._model.hold()
+        try:
+            for fragment, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
+                for run in range(layout.num_runs):
+                    g = _decode(payload, layout, run)
+                    now = self._model.read(version, fragment, run)
+                    step = self._layouts[fragment].run_bytes
+                    kept = self._kept[started][fragment][run * step : run * step + g.nbytes]
+                    g += factor * g * g * (now - kept.view(torch.float32))
+                    write_run(results[fragment], run * step, _bytes(g))
+        finally:
+            self._model.let_go(version)
+        return results, self._layouts
+
+
+def _decode(payload: Payload, layout: Layout, run: int) -> Tensor:
+    begin, end = layout.run_range(run)
+    size = layout.run_bytes
+    only = Layout(end - begin, 1, layout.run_elements, layout.wire)
+    return decode(payload[run * size : (run + 1) * size], only)
+
+
+def _bytes(values: Tensor) -> memoryview:
+    return values.numpy().data.cast("B")
