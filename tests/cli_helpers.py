@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import typer
+
 from diloco_comm.tools import cli
+from diloco_comm.tools.app import app
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,22 @@ def examples(epilog: str) -> list[list[str]]:
     lines = [line for line in epilog.splitlines() if line.startswith("diloco-comm ")]
     assert lines
     return [shlex.split(line)[1:] for line in lines]
+
+
+def help_examples(*path: str) -> dict[str, list[str]]:
+    """The lines in the help of each command below ``path`` that run diloco-comm, by its name."""
+    command: Any = typer.main.get_command(app)
+    for name in path:
+        command = command.commands[name]
+    found = {}
+    if not hasattr(command, "commands") or command.invoke_without_command:
+        text = f"{command.help}\n{command.epilog or ''}"
+        lines = [line.strip() for line in text.splitlines()]
+        starts = ("diloco-comm ", "torchrun ")
+        found[" ".join(path)] = [line for line in lines if line.startswith(starts)]
+    for name in getattr(command, "commands", ()):
+        found |= help_examples(*path, name)
+    return found
 
 
 def check_schema(value: Any, schema: Any, path: str = "$") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,27 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from cli_helpers import help_examples, run_cli
 from workers import Crew, Pool
 from zygote import Zygote
 
 from diloco_comm import DiLoCo
 from diloco_comm.tools import bench_exchange, bench_outer_step, bench_tune, measuring
 
-CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "bench"]
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TOP = {"date", "commit", "machine", "versions", "command", "results", "output"}
-
-
-def cli(*arguments: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*CLI, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=os.environ | environment,
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +117,13 @@ def test_exchange(world: int, launcher: str, ranks: Callable[[int], Pool], tmp_p
         assert row["time_us"]["p10"] <= row["time_us"]["p50"] <= row["time_us"]["p90"]
 
 
-def test_min_gbps_sets_the_status(tmp_path: Path) -> None:
+def test_min_gbps_sets_the_status(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["exchange", "-g", "2", "-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]
-    done = cli(*words, "--min-gbps", "1e6", "--emulate-link", "1,1", status=1)
-    assert re.fullmatch(
-        r"diloco-comm: below --min-gbps 1e\+06: int8 has \d\.\d{3} GB/s\n", done.stderr
-    )
-    assert "link: simulated" in done.stdout and "1,1" in done.stdout
+    ended = run_cli("bench", *words, "--min-gbps", "1e6", "--emulate-link", "1,1")
+    assert ended.status == 1
+    out, err = capfd.readouterr()
+    assert re.fullmatch(r"diloco-comm: below --min-gbps 1e\+06: int8 has \d\.\d{3} GB/s\n", err)
+    assert "link: simulated" in out and "1,1" in out
 
 
 MISUSES = [
@@ -169,23 +157,44 @@ def test_misuse_is_one_sentence(
     assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "example"),
-    [
-        ("exchange", "diloco-comm bench exchange -g 2 -b 1M -e 64M"),
-        ("ops", "diloco-comm bench ops --size 256M"),
-        ("outer-step", "diloco-comm bench outer-step -g 2 --params 25e6"),
-        ("tune", "diloco-comm bench tune -g 2 --emulate-link 1,20"),
-    ],
-)
-def test_help_has_the_examples(
-    command: str, example: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from diloco_comm.tools.app import app
+SHORTER = {
+    "exchange": ["-b", "64K", "-e", "64K", "-n", "1", "-w", "0"],
+    "ops": ["--size", "64K", "-n", "1"],
+    "outer-step": ["--params", "1e4", "--layers", "4", "--step-time", "0.001", "-n", "1"],
+    "tune": ["-b", "64K", "-n", "3"],
+}
 
-    monkeypatch.setenv("COLUMNS", "200")
-    app(["bench", command, "--help"], standalone_mode=False)
-    assert example in " ".join(capsys.readouterr().out.split())
+
+@pytest.mark.parametrize(
+    "line", [line for lines in help_examples("bench").values() for line in lines]
+)
+def test_examples_of_the_help_run(
+    line: str,
+    ranks: Callable[[int], Pool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Their own words, and options behind them that make it short."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    launcher, words = line.split(" bench ")
+    command, *options = shlex.split(words)
+    words = [command, *options, *SHORTER[command]]
+    if launcher == "diloco-comm":
+        ended = run_cli("bench", *words)
+        torch.set_num_threads(threads)
+        assert (ended.status, ended.err) == (0, "")
+        output = ended.out + capfd.readouterr().out
+    else:
+        assert re.fullmatch(r"torchrun --nproc-per-node 2 -m diloco_comm\.tools\.cli", launcher)
+        (status, output), _ = ranks(2).run(run_rank, measuring.free_port(), words, "torchrun")
+        assert not status
+    assert output.startswith(f"# {command}: diloco_comm")
+    assert any(not row.startswith("#") for row in output.splitlines())
+    if "--out" in options:
+        config = json.loads((tmp_path / options[options.index("--out") + 1]).read_text())
+        assert config.keys() == {"wire", "lanes", "chunk_bytes", "block_size"}
 
 
 # ----------------------------------------------------------------------------- ops, outer-step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -9,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from cli_helpers import check_misuse, run_cli
+from cli_helpers import check_misuse, help_examples, run_cli
 from workers import Pool
+from zygote import Job, Zygote
 
 from diloco_comm import SGD, DiLoCo
 
@@ -24,7 +27,9 @@ CLI = [sys.executable, "-m", "diloco_comm.tools.cli"]
 @pytest.fixture
 def store() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running ``diloco-comm store`` and the address that it printed."""
-    command = [*CLI, "store", "--port", "0"]
+    # The example of the help, but for the port.
+    (example,) = help_examples("store")["store"]
+    command = [*CLI, *example.split()[1:], "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     yield process, process.stdout.readline().strip()
@@ -137,3 +142,30 @@ def test_help_lists_the_sub_commands_and_loads_none() -> None:
     loaded = ended.stdout.splitlines()[-1].split()
     assert "diloco_comm.tools.app" in loaded
     assert not {"matplotlib", "diloco_comm.tools.demo", "diloco_comm.tools.store"} & set(loaded)
+
+
+def test_every_command_has_examples() -> None:
+    """Those of bench, doctor, plan and profile are run by the tests of each."""
+    found = help_examples()
+    assert found.keys() >= {"bench tune", "demo", "doctor", "plan", "profile run", "serve", "store"}
+    assert [name for name, lines in found.items() if not lines] == []
+
+
+def test_examples_of_serve_run(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = help_examples("serve")
+    (keygen,) = lines["serve keygen"]
+    made = run_cli(*keygen.split()[1:])
+    assert made.status == 0 and (tmp_path / "keys/allowed/tokyo.key").exists()
+    serve, status = (line.split()[1:] for line in lines["serve"])
+    words = ["diloco-comm", *serve, "--address", "tcp://127.0.0.1:0"]
+    program = "import os, sys; from diloco_comm.tools import cli; os.chdir(sys.argv[1]); "
+    job = Job(zygote, f"{program} sys.argv = {words}; cli.main()", tmp_path)
+    address = job.output.readline().strip()
+    shown = run_cli(*status, "--address", address)
+    assert (shown.status, shown.err) == (0, "")
+    assert json.loads(shown.out)["updates"] == 0
+    job.send_signal(signal.SIGTERM)
+    assert job.finish() == (0, "closed by SIGTERM\n")

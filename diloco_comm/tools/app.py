@@ -23,6 +23,17 @@ from .profile_command import profile
 from .serve_command import serve_app
 
 INTERRUPTED = 130
+# The paragraphs behind \b keep their line breaks.
+DEMO_EXAMPLES = """Examples:
+
+\b
+diloco-comm demo --quick
+"""
+STORE_EXAMPLES = """Examples:
+
+\b
+diloco-comm store --host 127.0.0.1 --port 29400
+"""
 
 app = typer.Typer(
     help="Low-communication training for PyTorch: DiLoCo and its relatives.",
@@ -37,7 +48,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(serve_app, name="serve")
 
 
-@app.command()
+@app.command(epilog=DEMO_EXAMPLES)
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: under a minute.")] = False,
     data: Annotated[
@@ -82,7 +93,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=STORE_EXAMPLES)
 def store(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 29400,

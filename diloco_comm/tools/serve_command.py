@@ -10,7 +10,22 @@ import typer
 
 from .exits import fail, misuse
 
-serve_app = typer.Typer(help="Host a server of asynchronous training, watch one, make its keys.")
+# The paragraphs behind \b keep their line breaks.
+EXAMPLES = """Examples:
+
+\b
+diloco-comm serve --rule delayed --period 4 --sync-every 50 --snapshot snapshots
+diloco-comm serve --status --address tcp://127.0.0.1:29500 --json
+"""
+KEYGEN_EXAMPLES = """Examples:
+
+\b
+diloco-comm serve keygen keys --worker paris --worker tokyo
+"""
+
+serve_app = typer.Typer(
+    help="Host a server of asynchronous training, watch one, make its keys.", epilog=EXAMPLES
+)
 
 
 @serve_app.callback(invoke_without_command=True)
@@ -97,7 +112,7 @@ def serve(
         fail(str(error))
 
 
-@serve_app.command()
+@serve_app.command(epilog=KEYGEN_EXAMPLES)
 def keygen(
     folder: Annotated[Path, typer.Argument(help="Folder for the keys.")] = Path("keys"),
     worker: Annotated[
