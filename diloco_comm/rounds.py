@@ -8,10 +8,8 @@ that move the local parameters at each send.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,18 +18,17 @@ from torch import Tensor
 
 from . import handshake
 from .errors import NonFiniteError, SyncError
-from .exchange import Exchange, Header, Outcome, Pending, Repair, Slot
+from .exchange import Exchange, Header, Pending, Repair, Slot
 from .flights import Arrival, Flight
 from .headers import Kind
 from .interrupts import Whole
-from .metrics import Recorder, SyncMetrics, overlap_fraction
+from .metrics import Recorder
 from .parts import OuterStep, ParameterPart, Part, squared_norm
+from .records import Records
 from .settings import Settings
 from .shared_norms import SharedNorms
 from .trace import exchanged, span
 from .workmates import Workmates
-
-logger = logging.getLogger(__name__)
 
 Weight = float | Callable[[], float]
 
@@ -83,13 +80,12 @@ class Rounds:
         self.exchange = exchange
         self.parts = parts
         self.settings = settings
-        self.recorder = recorder
         self.layout = layout
         self.weight = weight
         self.norms = norms
         self.impl = impl
         self._norms = SharedNorms(workmates, parts, settings.overlap, sent=norms)
-        self._has_warned_of_skips = False
+        self._records = Records(recorder, exchange)
         self._open: list[_Open] = []
         self.whole = Whole()
 
@@ -327,7 +323,9 @@ class Rounds:
     ) -> None:
         self._commit(part, flight, arrival)
         part.last_sent = flight.sent_step
-        self._record(part, flight, inner_step, exposed_s, outer_step_s)
+        self._records.applied(
+            part, flight, inner_step, exposed_s=exposed_s, outer_step_s=outer_step_s
+        )
 
     def settle_verdicts(self, inner_step: int) -> None:
         """Find out whether rounds whose outer step was left to the device were applied.
@@ -443,46 +441,7 @@ class Rounds:
         """Raise for a round that no replica applies, or record that it was skipped."""
         if not isinstance(error, NonFiniteError) or self.settings.on_nonfinite == "raise":
             raise error
-        logger.warning("skipped: %s", error)
-        metrics = SyncMetrics(
-            round=flight.number,
-            fragment=part.index,
-            inner_step=inner_step,
-            pseudo_gradient_norm=flight.measured_norm(),
-            weight=flight.weight,
-            is_applied=False,
-        )
-        self.recorder.add(metrics)
-
-    def _record(
-        self,
-        part: Part,
-        flight: Flight,
-        inner_step: int,
-        exposed_s: float,
-        outer_step_s: float,
-    ) -> None:
-        outcome = None if flight.arrival is None else flight.arrival.outcome
-        seconds = {} if outcome is None else outcome.seconds
-        exchange_s = seconds.get("total", 0.0)
-        metrics = SyncMetrics(
-            round=flight.number,
-            fragment=part.index,
-            inner_step=inner_step,
-            sent_bytes=0 if outcome is None else outcome.sent_bytes,
-            received_bytes=0 if outcome is None else outcome.received_bytes,
-            encode_s=seconds.get("encode", 0.0),
-            exchange_s=exchange_s,
-            reduce_s=seconds.get("reduce", 0.0),
-            exposed_s=exposed_s,
-            outer_step_s=outer_step_s,
-            overlap_fraction=overlap_fraction(exchange_s, exposed_s),
-            pseudo_gradient_norm=flight.measured_norm(),
-            weight=flight.weight,
-        )
-        self.recorder.add(metrics)
-        if outcome is not None:
-            self._warn_of_skipped_steps(outcome)
+        self._records.skipped(part, flight, inner_step, error)
 
     def _squared_norm(self, part: Part) -> Tensor:
         if isinstance(part, ParameterPart):
@@ -492,15 +451,3 @@ class Rounds:
     def post_norms(self) -> None:
         """Let the workmates have what was measured; each block that they enter ends with it."""
         self._norms.post_all()
-
-    def _warn_of_skipped_steps(self, outcome: Outcome) -> None:
-        steps = [header.inner_step for header in outcome.headers]
-        if self._has_warned_of_skips or len(set(steps)) == 1:
-            return
-        self._has_warned_of_skips = True
-        counts = dict(zip(self.exchange.members, steps, strict=True))
-        warnings.warn(
-            f"replicas have applied different numbers of inner steps ({counts} by replica): "
-            "some of them skipped steps, as a GradScaler does after an overflow",
-            stacklevel=2,
-        )

@@ -139,7 +139,9 @@ class Turns(Rounds):
         if due is not None and arrival is not None:
             part.in_flight.remove(due)
             self._commit(part, due, arrival)
-            self._record(part, due, inner_step, exposed_s, outer_step_s)
+            self._records.applied(
+                part, due, inner_step, exposed_s=exposed_s, outer_step_s=outer_step_s
+            )
 
     def _outer_step(
         self,

@@ -1,0 +1,78 @@
+"""What is kept of each round: its metrics, or that it was skipped; and a warning, once."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from .exchange import Exchange, Outcome
+from .flights import Flight
+from .metrics import Recorder, SyncMetrics, overlap_fraction
+from .parts import Part
+
+logger = logging.getLogger(__name__)
+
+
+class Records:
+    """Write down the rounds of one replica."""
+
+    def __init__(self, recorder: Recorder, exchange: Exchange) -> None:
+        self._recorder, self._exchange = recorder, exchange
+        self._has_warned_of_skips = False
+
+    def skipped(self, part: Part, flight: Flight, inner_step: int, why: Exception) -> None:
+        """Record a round that no replica applies."""
+        logger.warning("skipped: %s", why)
+        metrics = SyncMetrics(
+            round=flight.number,
+            fragment=part.index,
+            inner_step=inner_step,
+            pseudo_gradient_norm=flight.measured_norm(),
+            weight=flight.weight,
+            is_applied=False,
+        )
+        self._recorder.add(metrics)
+
+    def applied(
+        self,
+        part: Part,
+        flight: Flight,
+        inner_step: int,
+        *,
+        exposed_s: float,
+        outer_step_s: float,
+    ) -> None:
+        """Record a round that was applied; one from a saved state has no exchange here."""
+        outcome = None if flight.arrival is None else flight.arrival.outcome
+        seconds = {} if outcome is None else outcome.seconds
+        exchange_s = seconds.get("total", 0.0)
+        metrics = SyncMetrics(
+            round=flight.number,
+            fragment=part.index,
+            inner_step=inner_step,
+            sent_bytes=0 if outcome is None else outcome.sent_bytes,
+            received_bytes=0 if outcome is None else outcome.received_bytes,
+            encode_s=seconds.get("encode", 0.0),
+            exchange_s=exchange_s,
+            reduce_s=seconds.get("reduce", 0.0),
+            exposed_s=exposed_s,
+            outer_step_s=outer_step_s,
+            overlap_fraction=overlap_fraction(exchange_s, exposed_s),
+            pseudo_gradient_norm=flight.measured_norm(),
+            weight=flight.weight,
+        )
+        self._recorder.add(metrics)
+        if outcome is not None:
+            self._warn_of_skipped_steps(outcome)
+
+    def _warn_of_skipped_steps(self, outcome: Outcome) -> None:
+        steps = [header.inner_step for header in outcome.headers]
+        if self._has_warned_of_skips or len(set(steps)) == 1:
+            return
+        self._has_warned_of_skips = True
+        counts = dict(zip(self._exchange.members, steps, strict=True))
+        warnings.warn(
+            f"replicas have applied different numbers of inner steps ({counts} by replica): "
+            "some of them skipped steps, as a GradScaler does after an overflow",
+            stacklevel=2,
+        )
