@@ -194,7 +194,7 @@ def bytes_and_bits() -> Iterator[Figure]:
 
 def steady_state() -> Iterator[Figure]:
     """Bar 15: what a sync allocates and faults."""
-    counts = run_script("steady_state.py", "-g", 2)
+    counts = run_script("steady_state.py", "-g", 2)["int8"]
     name = "allocations above 64 KiB in any of 50 syncs"
     yield Figure(15, name, counts["large_allocations"]["max"], 0, 0, False)
     faults = counts["caller_faults"]["mean"] + counts["engine_faults"]["mean"]

@@ -91,14 +91,14 @@ class Model(nn.Module):
         self.tensors = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in _SHAPES)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, int]]:
+def measure(args: argparse.Namespace, wire: str) -> list[dict[str, int]]:
     """The counts of each sync after the warm-up, largest rank."""
     from diloco_comm import DiLoCo, Nesterov
 
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"sync_every": 1, "wire": args.wire, "attach": False}
+    options: dict[str, Any] = {"sync_every": 1, "wire": wire, "attach": False}
     diloco = DiLoCo(model, optimizer, outer=Nesterov(lr=0.7, momentum=0.9), **options)
     counts = Counts()
     syncs = []
@@ -124,7 +124,7 @@ def main() -> int:
     add("-g", "--nprocs", type=int, default=2, help="local processes")
     add("-n", "--iters", type=int, default=50, help="syncs measured")
     add("-w", "--warmup_iters", type=int, default=20, help="syncs before them")
-    add("--wire", default="int8", help="wire format")
+    add("--wire", default="int8", help="wire formats, a comma list")
     add("--json", default="", metavar="PATH", help="write figures and output there")
     args = parser.parse_args()
     if not common.is_worker():
@@ -136,14 +136,16 @@ def main() -> int:
     rank, world = common.init_workers()
     header = {"workers": world, "link": "loopback", "wire": args.wire}
     report = common.Report("steady_state", quiet=rank != 0, **header)
-    syncs = measure(args)
-    results = {}
-    report.print("#")
-    report.print(f"#{'a sync':>22} {'mean':>8} {'max':>6}")
-    for name in syncs[0]:
-        values = [once[name] for once in syncs]
-        results[name] = {"mean": sum(values) / len(values), "max": max(values)}
-        report.print(f" {name:>22} {results[name]['mean']:8.2f} {results[name]['max']:6d}")
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for wire in args.wire.split(","):
+        syncs = measure(args, wire)
+        results[wire] = {}
+        report.print("#")
+        report.print(f"#{'a sync over ' + wire:>22} {'mean':>8} {'max':>6}")
+        for name in syncs[0]:
+            values = [once[name] for once in syncs]
+            results[wire][name] = {"mean": sum(values) / len(values), "max": max(values)}
+            report.print(f" {name:>22} {results[wire][name]['mean']:8.2f} {max(values):6d}")
     common.finish(report, results, args.json)
     return 0
 

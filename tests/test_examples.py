@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from diloco_comm.tools import ranks
+from diloco_comm.tools.measuring import run_workers
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def run(command: list[str], cwd: Path) -> str:
@@ -21,9 +23,17 @@ def run(command: list[str], cwd: Path) -> str:
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_train_plain_learns(num_replicas: int, tmp_path: Path) -> None:
+    """Two replicas have torchrun's variables; test_integrations_launch.py runs torchrun itself."""
     script = [str(EXAMPLES / "train_plain.py"), "--steps", "12", "--sync-every", "5"]
-    launcher = [sys.executable] if num_replicas == 1 else [*TORCHRUN, str(num_replicas)]
-    output = run([*launcher, *script], tmp_path)
+    command = [sys.executable, *script]
+    if num_replicas == 1:
+        output = run(command, tmp_path)
+    else:
+        with (tmp_path / "output").open("w+") as file:
+            preload = ranks.WITH_OPTIMIZER
+            run_workers(command, num_replicas, preload=preload, stdout=file.fileno())
+            file.seek(0)
+            output = file.read()
     losses = [float(loss) for loss in re.findall(r"validation (\S+)", output)]
     assert len(losses) == 2 and losses[1] < losses[0]
     hashes = re.findall(r"parameters ([0-9a-f]{16})", output)
