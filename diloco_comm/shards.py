@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,11 +105,11 @@ def _largest_mesh(tensors: Sequence[Tensor]) -> Any:
     return max(meshes, key=lambda one: one.size(), default=None)
 
 
-def workers_group(tensors: Sequence[Tensor]) -> dist.ProcessGroup | None:
+def workers_group(tensors: Sequence[Tensor], timeout: float) -> dist.ProcessGroup | None:
     """Return a group of all workers that hold the shards of a replica; None without DTensors.
 
     A mesh of several dimensions has no group of all its members: one is made, which is a
-    collective call.
+    collective call. ``timeout``: of its collectives, in seconds.
     """
     mesh = _largest_mesh(tensors)
     if mesh is None:
@@ -117,7 +118,12 @@ def workers_group(tensors: Sequence[Tensor]) -> dist.ProcessGroup | None:
     if len(wide) <= 1:
         return mesh.get_group(wide[0] if wide else 0)
     ranks = sorted(mesh.mesh.flatten().tolist())
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc="diloco_comm/replica")
+    return dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=timeout),
+        use_local_synchronization=True,
+        group_desc="diloco_comm/replica",
+    )
 
 
 def held_part(tensor: Tensor) -> Any:

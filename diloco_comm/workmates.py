@@ -38,7 +38,7 @@ class Workmates:
     @classmethod
     def of(cls, params: Sequence[Tensor], timeout: float) -> Workmates | None:
         """Find those that hold the shards of DTensors; None when nobody else does."""
-        group = shards.workers_group(params)
+        group = shards.workers_group(params, timeout)
         return None if group is None or group.size() == 1 else cls(group, timeout)
 
     def close(self) -> None:
