@@ -30,7 +30,7 @@ BUILD = export PATH="$(abspath $(BIN)):$$PATH" && cd build/editable-* && cmake -
 emulated: setup
 	$(BUILD) --target cuda_tests
 
-# Two files at a time: half of the tests wait for processes, the other half compute.
+# Two files at a time (JOBS=3: three): half of the tests wait for processes, the other half compute.
 test: setup emulated
 	$(BIN)/pytest --numprocesses $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder
 
