@@ -15,8 +15,10 @@ from torch import Tensor
 from diloco_comm import streams
 from diloco_comm.errors import NonFiniteError
 
-METHOD = {**METHODS["diloco"], "fragments": 3}
-NAMES = {"diloco": METHOD, "eager": METHODS["eager"]}
+NAMES = {
+    "diloco": {**METHODS["diloco"], "fragments": 2, "chunk_bytes": 8192},
+    "eager": {**METHODS["eager"], "chunk_bytes": 8192},
+}
 
 
 def make_worker(rank: int, here: torch.device, name: str, arguments: dict[str, Any]) -> Replica:
@@ -43,9 +45,9 @@ def run_sharded(
     """Train, flush, go on; say whether the group for messages is gone afterwards."""
     one = make_worker(rank, here, name, arguments)
     with one.diloco as diloco:
-        one.steps(0, 14)
+        one.steps(0, 9)
         diloco.flush()
-        one.steps(14, 17)
+        one.steps(9, 13)
         tensors = one.all()
     return tensors, diloco._workmates._control.is_closed
 

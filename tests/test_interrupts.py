@@ -25,7 +25,7 @@ from diloco_comm.parts import ParameterPart
 PACKAGE = str(Path(diloco_comm.__file__).parent)
 SYNC_EVERY, LAST = 2, 6
 # With 1, at every line, the tests take a minute more.
-STRIDE = 17
+STRIDE = 31
 POLICIES: dict[str, dict[str, Any]] = {
     "blocking": {"overlap": Blocking()},
     "streaming": {"overlap": Streaming(1, 0.5)},

@@ -137,7 +137,7 @@ def lose_what_is_under_way(rank: int, world: int, names: list[str]) -> dict[str,
 
 
 def test_a_round_lost_after_a_resume_counts_no_rounding_twice(workers) -> None:
-    names = ["streaming", "delayed_2", "eager_2"]
+    names = ["streaming", "delayed_2"]
     assert workers(3).run(lose_what_is_under_way, names) == [dict.fromkeys(names, True)] * 3
 
 
