@@ -21,7 +21,9 @@ class Control:
 
     Args:
         group: Of the workers. Its own gloo part carries the messages where it has one.
-        timeout: Seconds, of the group that is made where it has none; a collective call then.
+        timeout: Seconds that an exchange may take. Where the group has no such part, one is made,
+            which is a collective call, and waits twice as long: a workmate may come to a message
+            only after it has waited that long for a peer that hangs.
 
     Raises:
         SyncError: If that group could not be connected.
@@ -33,7 +35,7 @@ class Control:
         self.is_closed = False
         if all(device.type != "cpu" for device in group._device_types):
             store, rank, size = regroup.store_of_group(group)
-            self._group = rendezvous.connect(store, rank, size, timeout, "a replica's workers")
+            self._group = rendezvous.connect(store, rank, size, 2 * timeout, "a replica's workers")
 
     def largest(self, value: int) -> int:
         """Return the largest of the workers' values."""

@@ -109,7 +109,8 @@ def workers_group(tensors: Sequence[Tensor], timeout: float) -> dist.ProcessGrou
     """Return a group of all workers that hold the shards of a replica; None without DTensors.
 
     A mesh of several dimensions has no group of all its members: one is made, which is a
-    collective call. ``timeout``: of its collectives, in seconds.
+    collective call. ``timeout``: seconds that an exchange may take; its collectives wait twice as
+    long, see ``Control``.
     """
     mesh = _largest_mesh(tensors)
     if mesh is None:
@@ -120,7 +121,7 @@ def workers_group(tensors: Sequence[Tensor], timeout: float) -> dist.ProcessGrou
     ranks = sorted(mesh.mesh.flatten().tolist())
     return dist.new_group(
         ranks,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=2 * timeout),
         use_local_synchronization=True,
         group_desc="diloco_comm/replica",
     )
