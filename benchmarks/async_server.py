@@ -8,8 +8,10 @@
 ``apply`` compares with a loop that moves the bytes of a Nesterov step and computes nothing of
 note, timed in turns with it. ``trips`` times a whole round trip of every worker (encode, send,
 apply, fetch exact parameters, write them) and, in turns with it, a raw gloo all_reduce of the same
-fp32 bytes between the same processes. ``busy`` lets the workers run as fast as they can and says
-how many cores they and the server used: where workers block each other cores are idle.
+fp32 bytes between the same processes; and, for information, ZeroMQ carrying the bytes of the round
+trip in messages of the same size with no work at either end. ``busy`` lets the workers run as fast
+as they can and says how many cores they and the server used: where workers block each other cores
+are idle.
 docs/asynchronous.md explains the figures.
 """
 
@@ -30,6 +32,7 @@ import common
 import psutil
 import torch
 import torch.distributed as dist
+from async_floor import Courier, carrying
 from torch import nn
 
 from diloco_comm import Adam, Nesterov
@@ -39,7 +42,7 @@ from diloco_comm.asynchronous.rules import DelayedNesterov, Immediate, ServerRul
 from diloco_comm.asynchronous.server import AsyncServer
 from diloco_comm.asynchronous.worker import AsyncDiLoCo
 from diloco_comm.exchange import empty_pages
-from diloco_comm.wire import WireFormat
+from diloco_comm.wire import WireFormat, parse
 
 RESULTS = Path(__file__).parent / "results"
 RULES: dict[str, ServerRule] = {
@@ -145,7 +148,9 @@ def worker_main(options: argparse.Namespace) -> None:
         run_freely(options, worker, model)
         return
     buffer = torch.zeros(size)
-    trips, reduces, moved = [], [], []
+    trips, reduces, floors, moved = [], [], [], []
+    courier = Courier(options.floor, up=int(size * parse(options.wire).bits_per_element) // 8)
+    down = 4 * size if options.fetch == "parameters" else (world - 1) * courier.up
     worker.on_round = lambda m: moved.append(m.sent_bytes + m.received_bytes)
     for index in range(options.rounds + 1):
         with torch.no_grad():
@@ -154,12 +159,19 @@ def worker_main(options: argparse.Namespace) -> None:
         trip = seconds_of(worker.step)
         dist.barrier()
         reduce = seconds_of(lambda: dist.all_reduce(buffer))
+        dist.barrier()
+        floor = seconds_of(lambda: courier.carry(down))
         if index:
             trips.append(trip)
             reduces.append(reduce)
+            floors.append(floor)
     dist.barrier()
     worker.close()
-    row = {"trips_s": trips, "reduces_s": reduces, "bytes": common.percentile(moved[1:], 50)}
+    courier.close()
+    row = {
+        "trips_s": trips, "reduces_s": reduces, "floors_s": floors,
+        "bytes": common.percentile(moved[1:], 50),
+    }  # fmt: skip
     print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
@@ -206,7 +218,7 @@ def measure_trips(report: common.Report, size: int, rounds: int) -> dict:
     results = {}
     report.print(
         "#  workers   wire   fetch        trip ms (p10-p90)        all_reduce ms   ratio"
-        "   updates/s   MB up+down"
+        "   of the bytes alone   MB up+down"
     )
     for num_workers, wire, fetch in (
         (1, "int8", "parameters"),
@@ -218,20 +230,22 @@ def measure_trips(report: common.Report, size: int, rounds: int) -> dict:
         (4, "int4", "updates"),
     ):
         torch.set_num_threads(1)
-        with AsyncServer(RULES["nesterov"], sync_every=1) as server:
-            rows = run_workers(server, num_workers, size, rounds, wire, fetch)
+        with AsyncServer(RULES["nesterov"], sync_every=1) as server, carrying() as port:
+            rows = run_workers(server, num_workers, size, rounds, wire, fetch, f"--floor={port}")
         trips = [max(at) for at in zip(*(row["trips_s"] for row in rows), strict=True)]
         reduces = [max(at) for at in zip(*(row["reduces_s"] for row in rows), strict=True)]
-        ratio = common.median_ratio(trips, reduces)
+        floors = [max(at) for at in zip(*(row["floors_s"] for row in rows), strict=True)]
+        ratio, floor = (common.median_ratio(times, reduces) for times in (trips, floors))
         p10, p50, p90 = (1e3 * common.percentile(trips, p) for p in (10, 50, 90))
-        rate = num_workers * 1e3 / p50
         moved = common.percentile([row["bytes"] for row in rows], 50) / 1e6
         report.print(
             f"   {num_workers:7d}   {wire:5}  {fetch:10} {p50:8.1f} ({p10:.1f}-{p90:.1f})"
-            f" {1e3 * common.percentile(reduces, 50):18.1f} {ratio:9.2f} {rate:9.1f} {moved:10.1f}"
+            f" {1e3 * common.percentile(reduces, 50):18.1f} {ratio:9.2f} {floor:15.2f}"
+            f" {moved:16.1f}"
         )
         results[f"{num_workers} workers, {wire}, {fetch}"] = {
             "trips_s": trips, "reduces_s": reduces, "ratio": ratio, "mb_per_trip": moved,
+            "floors_s": floors, "floor_ratio": floor,
             "apply_s": server.state.status.apply_s, "updates": num_workers * (rounds + 1),
         }  # fmt: skip
     return results
@@ -344,7 +358,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     for name, kind in (("address", str), ("rule", str), ("wire", str), ("fetch", str)):
         parser.add_argument(f"--{name}", type=kind, default="")
-    for name in ("rank", "workers", "store", "free"):
+    for name in ("rank", "workers", "store", "free", "floor"):
         parser.add_argument(f"--{name}", type=int, default=0)
     options = parser.parse_args()
     if options.what == "worker":
