@@ -149,8 +149,9 @@ def worker_main(options: argparse.Namespace) -> None:
         return
     buffer = torch.zeros(size)
     trips, reduces, floors, moved = [], [], [], []
-    courier = Courier(options.floor, up=int(size * parse(options.wire).bits_per_element) // 8)
-    down = 4 * size if options.fetch == "parameters" else (world - 1) * courier.up
+    up = int(size * parse(options.wire).bits_per_element) // 8
+    courier = Courier(options.floor, up) if options.floor else None
+    down = 4 * size if options.fetch == "parameters" else (world - 1) * up
     worker.on_round = lambda m: moved.append(m.sent_bytes + m.received_bytes)
     for index in range(options.rounds + 1):
         with torch.no_grad():
@@ -159,17 +160,18 @@ def worker_main(options: argparse.Namespace) -> None:
         trip = seconds_of(worker.step)
         dist.barrier()
         reduce = seconds_of(lambda: dist.all_reduce(buffer))
-        dist.barrier()
-        floor = seconds_of(lambda: courier.carry(down))
         if index:
             trips.append(trip)
             reduces.append(reduce)
-            floors.append(floor)
+        if courier is not None:
+            dist.barrier()
+            floors.append(seconds_of(lambda: courier.carry(down)))
     dist.barrier()
     worker.close()
-    courier.close()
+    if courier is not None:
+        courier.close()
     row = {
-        "trips_s": trips, "reduces_s": reduces, "floors_s": floors,
+        "trips_s": trips, "reduces_s": reduces, "floors_s": floors[1:],
         "bytes": common.percentile(moved[1:], 50),
     }  # fmt: skip
     print(json.dumps(row), flush=True)
