@@ -308,7 +308,7 @@ def test_a_candidate_must_beat_the_default(
     assert chosen["config"]["chunk_bytes"] == (None, 1 << 20)[expected]
 
 
-MACHINE = ("cpu", "cores", "memory_gib", "isa", "kernel")
+MACHINE = ("cpu", "cores", "memory_gib", "isa", "kernel", "tcp")
 
 
 def test_links() -> None:

@@ -29,10 +29,10 @@ def store() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running ``diloco-comm store`` and the address that it printed."""
     # The example of the help, but for the port.
     (example,) = help_examples("store")["store"]
-    command = [*CLI, *example.split()[1:], "--port", "0"]
+    command = [*CLI, *example.split()[1:], "--port", "0", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    yield process, process.stdout.readline().strip()
+    yield process, json.loads(process.stdout.readline())["address"]
     process.kill()
     process.communicate()
 
@@ -160,12 +160,16 @@ def test_examples_of_serve_run(
     made = run_cli(*keygen.split()[1:])
     assert made.status == 0 and (tmp_path / "keys/allowed/tokyo.key").exists()
     serve, status = (line.split()[1:] for line in lines["serve"])
-    words = ["diloco-comm", *serve, "--address", "tcp://127.0.0.1:0"]
+    words = ["diloco-comm", *serve, "--address", "tcp://127.0.0.1:0", "--json"]
     program = "import os, sys; from diloco_comm.tools import cli; os.chdir(sys.argv[1]); "
     job = Job(zygote, f"{program} sys.argv = {words}; cli.main()", tmp_path)
-    address = job.output.readline().strip()
+    announced = json.loads(job.output.readline())
+    address = announced["address"]
+    assert announced == {"schema": 1, "address": address}
     shown = run_cli(*status, "--address", address)
     assert (shown.status, shown.err) == (0, "")
     assert json.loads(shown.out)["updates"] == 0
+    again = run_cli("serve", "keygen", "others", "--json")
+    assert set(json.loads(again.out)["keys"]) == {str(p) for p in Path("others").rglob("*.key*")}
     job.send_signal(signal.SIGTERM)
     assert job.finish() == (0, "closed by SIGTERM\n")

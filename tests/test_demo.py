@@ -32,14 +32,17 @@ FAST_LINK = ["--gbps", "10", "--rtt-ms", "0"]
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
-    """Run the demo once; return what it printed, its JSON and its folder."""
+    """Run the demo once; return its progress and tables, its JSON and its folder."""
     out = tmp_path_factory.mktemp("demo")
     # The example of the help, with options behind it that make it short.
     (example,) = help_examples("demo")["demo"]
-    command = [*DEMO, *example.split()[2:], *TINY, *FAST_LINK, "--out", str(out)]
+    command = [*DEMO, *example.split()[2:], *TINY, *FAST_LINK, "--out", str(out), "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout, json.loads((out / "demo.json").read_text()), out
+    documented = (Path(__file__).parents[1] / "docs/demo.md").read_text()
+    assert [key for key in json.loads(ended.stdout) if f"`{key}`" not in documented] == []
+    assert ended.stdout == (out / "demo.json").read_text()
+    return ended.stderr, json.loads(ended.stdout), out
 
 
 def test_all_rows_train_from_the_same_weights(demo: tuple[str, dict[str, Any], Path]) -> None:

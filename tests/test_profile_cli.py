@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -113,16 +114,21 @@ torch.distributed.destroy_process_group()
 
 
 def profile_run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    options = ["--out", "traces", "--skip", "3", "--steps", "40", "--"]
+    options = ["--out", "traces", "--skip", "3", "--steps", "40", "--json", "--"]
     line = [sys.executable, "-m", "diloco_comm.tools.cli", "profile", "run", *options, *command]
     return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
 
 
 def test_run_records_a_program_that_ends_early(tmp_path: Path) -> None:
     """Seven steps: three are skipped, and the rest is written when the program ends."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    ended = profile_run(tmp_path, sys.executable, "train.py", "7")
-    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    (tmp_path / "train.py").write_text(SCRIPT + "print('trained')\n")
+    command = [sys.executable, "train.py", "7"]
+    ended = profile_run(tmp_path, *command)
+    assert ended.returncode == 0, ended.stderr
+    trace = str(tmp_path / "traces/rank0.json.gz")
+    traces = [str(tmp_path / path) for path in json.loads(ended.stdout).pop("traces")]
+    assert traces == [trace] and json.loads(ended.stdout)["command"] == command
+    assert "trained\n" in ended.stderr
     assert "diloco-comm profile report traces/rank0.json.gz\n" in ended.stderr
     (rank,) = report_json(tmp_path / "traces/rank0.json.gz")["ranks"]
     assert rank["phases"]["encode"]["count"] == 2
@@ -169,6 +175,8 @@ def test_nsys_line_wraps_every_rank(
     ended = run_cli("profile", "run", "--out", "t", "--nsys", "--", *command.split())
     nsys = "nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --export=sqlite"
     assert (ended.status, ended.out) == (0, line.format(nsys=nsys) + "\n")
+    printed = run_cli("profile", "run", "--out", "t", "--nsys", "--json", "--", *command.split())
+    assert json.loads(printed.out) == {"schema": 1, "command": shlex.split(ended.out)}
 
 
 def test_nsys_line_within_slurm_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +219,10 @@ def test_examples_of_run_are_understood(
     """The programs in them do not exist here; what would run them is replaced."""
     started: list[list[str]] = []
 
-    def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    def run(
+        command: list[str], env: dict[str, str], stdout: int | None
+    ) -> subprocess.CompletedProcess[bytes]:
+        assert stdout is None
         assert env["DILOCO_COMM_PROFILE"].endswith("/traces")
         assert env["DILOCO_COMM_PROFILE_STEPS"] == ("40" if "--steps" in arguments else "20")
         started.append(command)

@@ -39,6 +39,7 @@ class Status:
     ) -> dict[str, Any]:
         """Return everything as JSON types, small enough for one message."""
         report: dict[str, Any] = {
+            "schema": 1,
             "uptime_s": round(time.monotonic() - self.started_at, 3),
             "rule": rule.config(),
             "connections": len(sessions.all()),

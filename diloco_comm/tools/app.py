@@ -19,6 +19,7 @@ from .doctor_command import doctor
 from .exits import fail
 from .plan_command import EXAMPLES as PLAN_EXAMPLES
 from .plan_command import plan
+from .printing import announcer
 from .profile_command import profile
 from .serve_command import serve_app
 
@@ -67,6 +68,9 @@ def demo(
     check: Annotated[
         bool, typer.Option("--check", help="Exit with status 1 unless all claims hold.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; progress and tables go to stderr.")
+    ] = False,
 ) -> None:
     """Train a small language model on local replicas: DDP, FedAvg and DiLoCo side by side."""
     from .demo import ReplicaError, run
@@ -83,7 +87,7 @@ def demo(
             link_gbps=gbps,
             link_rtt_ms=rtt_ms,
         )
-        results = run(settings, out)
+        results = run(settings, out, as_json=as_json)
     except KeyboardInterrupt:
         print("diloco-comm: interrupted, all replicas are stopped", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -97,6 +101,7 @@ def demo(
 def store(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 29400,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
 ) -> None:
     """Host the store through which replicas meet, until Ctrl-C or SIGTERM.
 
@@ -106,7 +111,7 @@ def store(
     from .store import host_store
 
     try:
-        signal_name = host_store(host, port, lambda address: print(address, flush=True))
+        signal_name = host_store(host, port, announcer(as_json))
     except OSError as error:
         # Negative numbers come from the resolver.
         number = error.errno or 0

@@ -15,21 +15,28 @@ from .demo_settings import Settings
 __all__ = ["ReplicaError", "run"]
 
 
-def run(settings: Settings, out: Path, console: Console | None = None) -> Results:
+def run(
+    settings: Settings, out: Path, console: Console | None = None, *, as_json: bool = False
+) -> Results:
     """Run the demo, print its table, and write ``demo.png`` and ``demo.json`` to ``out``.
+
+    Args:
+        as_json: Print what ``demo.json`` holds, and all else to stderr.
 
     Raises:
         ValueError: If the text is missing or too short.
         ReplicaError: If a replica failed.
     """
-    console = console or Console(soft_wrap=True)
+    console = console or Console(soft_wrap=True, stderr=as_json)
     results = run_demo(settings, open_display(console))
     out.mkdir(parents=True, exist_ok=True)
     print_results(console, results)
     _write_plot(console, results, out / "demo.png")
-    results.write_json(out / "demo.json")
+    (out / "demo.json").write_text(results.as_json() + "\n")
     console.print(f"numbers: {out / 'demo.json'}", highlight=False)
     console.print(f"[dim]{results.total_seconds:.0f} s in all[/]", highlight=False)
+    if as_json:
+        print(results.as_json())
     return results
 
 

@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,12 +157,13 @@ class Results:
             ),
         ]
 
-    def write_json(self, path: Path) -> None:
-        """Write settings, machine, rows, curves and claims."""
-        path.write_text(json.dumps(self._as_dict(), indent=1, default=str) + "\n")
+    def as_json(self) -> str:
+        """Return settings, machine, rows, curves and claims."""
+        return json.dumps(self._as_dict(), indent=1, default=str)
 
     def _as_dict(self) -> dict[str, Any]:
         return {
+            "schema": 1,
             "diloco_comm": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),

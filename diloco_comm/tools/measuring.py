@@ -273,7 +273,15 @@ def machine() -> dict[str, object]:
         "isa": torch.backends.cpu.get_cpu_capability(),
         "memory_gib": round(memory / 2**30, 1),
         "kernel": platform.release().split("-")[0],
+        "tcp": _congestion_control(),
     }
+
+
+def _congestion_control() -> str | None:
+    """Name what paces TCP: loopback throughput differs between them by a factor."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return None
 
 
 def versions() -> dict[str, str]:
@@ -333,7 +341,8 @@ class Report:
         box = machine()
         self.print(f"# {title}: {numbers}  commit {commit() or 'unknown'}")
         cpu = f"{box['cpu']}, {box['cores']} cores, {box['memory_gib']} GiB, {box['isa']}"
-        self.print(f"# machine: {cpu}, Linux {box['kernel']}; processes unpinned")
+        system = f"Linux {box['kernel']}, TCP {box['tcp'] or 'unknown'}"
+        self.print(f"# machine: {cpu}, {system}; processes unpinned")
         for name, value in header.items():
             self.print(f"# {name}: {value}")
         self.print(f"# command: {command_line()}")

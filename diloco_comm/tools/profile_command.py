@@ -35,6 +35,7 @@ diloco-comm profile report traces/rank0.json.gz --json
 diloco-comm profile report traces/rank0.sqlite traces/rank1.sqlite --plot timeline.png
 """
 COMMAND_NOT_FOUND = 127
+STDERR = 2
 
 profile = typer.Typer(
     help="Record where the time of each rank goes, and report how much communication is hidden.",
@@ -51,6 +52,9 @@ def run(
     nsys: Annotated[
         bool, typer.Option("--nsys", help="Print the command for Nsight Systems; run nothing.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; what the program prints goes to stderr.")
+    ] = False,
 ) -> None:
     """Run a training program and record some of its steps with torch.profiler.
 
@@ -60,14 +64,16 @@ def run(
         if value < 1:
             misuse(f"--{name} must be at least 1, got {value}")
     if nsys:
-        print(shlex.join(nsys_command(command, out)))
+        words = nsys_command(command, out)
+        print(json.dumps({"schema": 1, "command": words}) if as_json else shlex.join(words))
         return
     if shutil.which(command[0]) is None:
         misuse(f"there is no program {command[0]!r} to run")
     variables = {"PROFILE": str(out.absolute()), "PROFILE_SKIP": skip, "PROFILE_STEPS": steps}
     added = {f"DILOCO_COMM_{name}": str(value) for name, value in variables.items()}
     before = _versions(out)
-    status = subprocess.run(command, env={**os.environ, **added}).returncode
+    stdout = STDERR if as_json else None
+    status = subprocess.run(command, env={**os.environ, **added}, stdout=stdout).returncode
     written = sorted(
         path for path, time_ns in _versions(out).items() if before.get(path) != time_ns
     )
@@ -79,7 +85,10 @@ def run(
             f"no trace was written: did the program import diloco_comm and step an optimizer more "
             f"than {skip} times?"
         )
-    print(f"diloco-comm profile report {shlex.join(map(str, written))}", file=sys.stderr)
+    traces = [str(path) for path in written]
+    if as_json:
+        print(json.dumps({"schema": 1, "command": command, "traces": traces}))
+    print(f"diloco-comm profile report {shlex.join(traces)}", file=sys.stderr)
 
 
 def _versions(folder: Path) -> dict[Path, int]:

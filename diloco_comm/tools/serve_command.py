@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from .exits import fail, misuse
+from .printing import announcer
 
 # The paragraphs behind \b keep their line breaks.
 EXAMPLES = """Examples:
@@ -59,7 +61,7 @@ def serve(
     status: Annotated[
         bool, typer.Option("--status", help="Show the server at --address instead.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --status: as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="With --status: every second.")] = False,
     timeout: Annotated[float, typer.Option(help="With --status: seconds to wait.")] = 5.0,
 ) -> None:
@@ -102,7 +104,7 @@ def serve(
             insecure=insecure,
             model_sizes=model_sizes,
         )
-        name = host_server(server, lambda where: print(where, flush=True))
+        name = host_server(server, announcer(as_json))
         print(f"closed by {name}", file=sys.stderr)
     except KeyboardInterrupt:
         return
@@ -118,12 +120,13 @@ def keygen(
     worker: Annotated[
         list[str] | None, typer.Option(help="Name of a worker's pair; may be repeated.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the paths in JSON.")] = False,
 ) -> None:
     """Make CURVE keys for a server and its workers."""
     from ..asynchronous.keys import make_keys
 
     try:
-        for path in make_keys(folder, worker or None):
-            print(path)
+        paths = [str(path) for path in make_keys(folder, worker or None)]
+        print(json.dumps({"schema": 1, "keys": paths}) if as_json else "\n".join(paths))
     except ValueError as error:
         misuse(str(error))
