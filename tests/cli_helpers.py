@@ -7,8 +7,9 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -75,6 +76,12 @@ def help_examples(*path: str) -> dict[str, list[str]]:
     for name in getattr(command, "commands", ()):
         found |= help_examples(*path, name)
     return found
+
+
+def check_documented(keys: Iterable[str], page: str) -> None:
+    """Every key stands in a page of ``docs/``, in backquotes."""
+    text = (Path(__file__).parent.parent / "docs" / page).read_text()
+    assert [key for key in keys if f"`{key}`" not in text] == []
 
 
 def check_schema(value: Any, schema: Any, path: str = "$") -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cli_helpers import help_examples
+from cli_helpers import check_documented, help_examples
 from typer.testing import CliRunner
 
 from diloco_comm.tools.app import app
@@ -39,8 +39,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any],
     command = [*DEMO, *example.split()[2:], *TINY, *FAST_LINK, "--out", str(out), "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr
-    documented = (Path(__file__).parents[1] / "docs/demo.md").read_text()
-    assert [key for key in json.loads(ended.stdout) if f"`{key}`" not in documented] == []
+    check_documented(json.loads(ended.stdout), "demo.md")
     assert ended.stdout == (out / "demo.json").read_text()
     return ended.stderr, json.loads(ended.stdout), out
 

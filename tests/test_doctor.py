@@ -9,12 +9,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_helpers import check_misuse, check_schema, examples, run_cli
+from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
 from workers import Pool
 
 from diloco_comm import __version__, ops
@@ -127,14 +126,12 @@ def test_errors_set_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_documented_keys_are_those_of_the_json() -> None:
-    documented = (Path(__file__).parent.parent / "docs/doctor.md").read_text()
     keys = {*SCHEMA, *FINDING}
     for section in ("extension", "processor", "gpu", "network", "settings"):
         keys |= SCHEMA[section].keys()
     for section in ("self_test", "job"):
         keys |= SCHEMA[section][0].keys()
-    for key in keys:
-        assert f"`{key}`" in documented
+    check_documented(keys, "doctor.md")
 
 
 @pytest.mark.parametrize(

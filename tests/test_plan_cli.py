@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import check_misuse, check_schema, examples, run_cli
+from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
 
 from diloco_comm.tools import plan_command, plan_model
 
@@ -89,9 +89,8 @@ def test_json_has_the_documented_schema(method: str) -> None:
     plan = plan_json(*SMALL, *own, "--bits", 13.4, "--gbps", 1)
     check_schema(plan, SCHEMA)
     assert len(plan["curve"]["gbps"]) == len(plan["curve"]["step"]) == 50
-    documented = (Path(__file__).parent.parent / "docs/plan.md").read_text()
-    for key in [*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0], *SCHEMA["curve"]]:
-        assert f"`{key}`" in documented
+    keys = [*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0], *SCHEMA["curve"]]
+    check_documented(keys, "plan.md")
 
 
 def test_scripts_get_a_row_of_the_papers_table() -> None:

@@ -222,14 +222,12 @@ class AsyncServer:
         closes_at = None if coordinator is None else coordinator.grace.closes_at
         if closes_at is not None:
             timeout = min(timeout, max(0, int(1000 * (closes_at - time.monotonic())) + 1))
-        frames = receive(self._socket, timeout)
-        for _ in range(64):
+        for _ in range(65):
+            frames = receive(self._socket, timeout)
             if frames is None:
                 break
             self._receive(frames)
-            frames = receive(self._socket)
-        if frames is not None:
-            self._receive(frames)
+            timeout = 0
         self._sender.release()
 
     def _receive(self, frames: list[zmq.Frame]) -> None:

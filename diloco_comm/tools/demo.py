@@ -32,11 +32,12 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     print_results(console, results)
     _write_plot(console, results, out / "demo.png")
-    (out / "demo.json").write_text(results.as_json() + "\n")
+    numbers = results.as_json()
+    (out / "demo.json").write_text(numbers + "\n")
     console.print(f"numbers: {out / 'demo.json'}", highlight=False)
     console.print(f"[dim]{results.total_seconds:.0f} s in all[/]", highlight=False)
     if as_json:
-        print(results.as_json())
+        print(numbers)
     return results
 
 
