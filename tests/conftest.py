@@ -11,12 +11,16 @@ import devices
 import pytest
 import torch
 from workers import Crew, Pool
-from zygote import Zygote
+from zygote import Zygote, look_up_names_in_files_only
 
 # Without a GPU Triton's kernels run in its interpreter. Triton looks when it is imported, which any
 # test in this process may bring about.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+look_up_names_in_files_only()
+# The programs that tests start look names up as they like, but wait for an answer only once.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_replicas import Replica, Setup, connect, engine_threads, wait_for
+from fault_replicas import REPORT_S, Replica, Setup, connect, engine_threads, wait_for
 from workers import Pool
 from zygote import Job, Zygote
 
@@ -140,3 +143,93 @@ def test_close_does_not_wait_for_a_store_that_hangs(
     wait_for(pool, [f"closed/{rank}" for rank in range(2)])
     job.send_signal(signal.SIGCONT)
     pool.collect(timeout=30)
+
+
+def leave_while_the_store_hangs(
+    rank: int, world: int, addresses: list[tuple[str, int]], setup: Setup
+) -> tuple[str, tuple[int, ...], tuple[int, ...], bool] | None:
+    other = connect(addresses[1])
+    replica = Replica(addresses[0], rank, range(world), setup)
+    replica.train_to(H + 1)
+    other.set(f"ready/{rank}", "")
+    other.wait(["store is gone"])
+    if rank == 0:
+        replica.diloco.close()
+        other.set("left", "")
+        return None
+    replica.train_to(2 * H - 1)
+    other.wait(["left"])
+    failure = replica.train_until_failure(1)
+    details = failure.details
+    return failure.kind, details["replicas"], details["inner_steps"], failure.is_state_kept
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_who_left_is_named_without_the_store(
+    fresh_workers: Callable[..., Pool], host: Any, world: int
+) -> None:
+    pool = fresh_workers(world, init_group=False)
+    job, address = host
+    pool.submit(leave_while_the_store_hangs, [address, pool.store], Setup(timeout=300.0))
+    wait_for(pool, [f"ready/{rank}" for rank in range(world)])
+    job.send_signal(signal.SIGSTOP)
+    pool.crew.store.set("store is gone", "")
+    results: list[Any] = pool.collect(timeout=30)
+    assert results[1:] == [("PeerLeft", (0,), (H + 1,), True)] * (world - 1)
+
+
+class SlowToConnect:
+    """A way to a store on which every connection takes ``delay_s`` longer to answer."""
+
+    def __init__(self, port: int, delay_s: float) -> None:
+        self.port, self.delay_s = port, delay_s
+        self.loop = asyncio.new_event_loop()
+        self.server = self.loop.run_until_complete(
+            asyncio.start_server(self._serve, "127.0.0.1", 0)
+        )
+        self.address = self.server.sockets[0].getsockname()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(self.delay_s)
+        to_store = await asyncio.open_connection("127.0.0.1", self.port)
+        await asyncio.gather(self._copy(reader, to_store[1]), self._copy(to_store[0], writer))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+
+def fail_while_the_store_is_in_use(
+    rank: int, world: int, address: tuple[str, int], setup: Setup
+) -> str | None:
+    replica = Replica(address, rank, range(world), setup)
+    waiter = threading.Thread(target=replica.store.wait, args=(["the end"],))
+    waiter.start()
+    if rank == 0:
+        replica.fault("kill", "reduce")
+    failure = replica.train_until_failure(H)
+    connect(address).set("the end", "")
+    waiter.join()
+    return failure.message
+
+
+def test_a_slow_way_to_the_store_does_not_cost_the_reports(
+    fresh_workers: Callable[..., Pool],
+) -> None:
+    # Connecting takes longer than a report may: our own connection must come about all the same,
+    # because the one that we were given is in use for as long as its owner likes.
+    pool = fresh_workers(3, init_group=False)
+    way = SlowToConnect(pool.store[1], 1.5 * REPORT_S)
+    pool.submit(fail_while_the_store_is_in_use, way.address, Setup("int8", 1, H))
+    results: list[Any] = pool.collect(timeout=60, expect_exit={0})
+    way.close()
+    for message in results[1:]:
+        assert "replica 0 did not report" in message, message

@@ -44,9 +44,20 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def look_up_names_in_files_only() -> None:
+    """Ask no name server: torch asks one for 127.0.0.1 with every connection to a store.
+
+    Many tests connect at once, and a server that limits their rate answers after five seconds.
+    """
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # of glibc
+    if configure is not None:
+        configure(b"hosts", b"files")
+
+
 def serve(fd: int, preload: Sequence[str]) -> str | None:
     """Import torch once, then fork at every request; returns in a child that is a program."""
     die_with_parent()
+    look_up_names_in_files_only()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in (*PRELOAD, *preload):
         importlib.import_module(name)

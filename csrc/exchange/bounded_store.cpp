@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -95,15 +96,15 @@ void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) con
 }
 
 template <typename Body>
-auto BoundedStore::call(Body body) const {
+auto BoundedStore::call(milliseconds limit, Body body) const {
     // Shared with the thread, which may write it when nobody waits any more.
     const auto result = std::make_shared<decltype(body(*store_))>();
-    run(limit_, [result, body = std::move(body)](Store& store) { *result = body(store); });
+    run(limit, [result, body = std::move(body)](Store& store) { *result = body(store); });
     return std::move(*result);
 }
 
 c10::intrusive_ptr<c10d::Store> BoundedStore::clone() {
-    auto copy = call([](Store& store) { return store.clone(); });
+    auto copy = call(std::max(timeout_, limit_), [](Store& store) { return store.clone(); });
     return c10::make_intrusive<BoundedStore>(std::move(copy), limit_);
 }
 
@@ -112,23 +113,23 @@ void BoundedStore::set(const std::string& key, const Bytes& value) {
 }
 
 BoundedStore::Bytes BoundedStore::get(const std::string& key) {
-    return call([key](Store& store) { return store.get(key); });
+    return call(limit_, [key](Store& store) { return store.get(key); });
 }
 
 int64_t BoundedStore::add(const std::string& key, int64_t value) {
-    return call([key, value](Store& store) { return store.add(key, value); });
+    return call(limit_, [key, value](Store& store) { return store.add(key, value); });
 }
 
 bool BoundedStore::deleteKey(const std::string& key) {
-    return call([key](Store& store) { return store.deleteKey(key); });
+    return call(limit_, [key](Store& store) { return store.deleteKey(key); });
 }
 
 bool BoundedStore::check(const std::vector<std::string>& keys) {
-    return call([keys](Store& store) { return store.check(keys); });
+    return call(limit_, [keys](Store& store) { return store.check(keys); });
 }
 
 int64_t BoundedStore::getNumKeys() {
-    return call([](Store& store) { return store.getNumKeys(); });
+    return call(limit_, [](Store& store) { return store.getNumKeys(); });
 }
 
 void BoundedStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }

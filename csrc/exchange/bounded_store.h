@@ -31,6 +31,7 @@ class BoundedStore : public c10d::Store {
     // c10::DistStoreError when it is over, and whatever `store` throws.
     BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds limit);
 
+    // Connects within the store's own timeout: torch asks a name server, which may take seconds.
     c10::intrusive_ptr<Store> clone() override;
     void set(const std::string& key, const Bytes& value) override;
     Bytes get(const std::string& key) override;
@@ -44,7 +45,7 @@ class BoundedStore : public c10d::Store {
   private:
     void run(milliseconds limit, std::function<void(Store&)> body) const;
     template <typename Body>
-    auto call(Body body) const;
+    auto call(milliseconds limit, Body body) const;
 
     c10::intrusive_ptr<Store> store_;
     milliseconds limit_;

@@ -64,6 +64,8 @@ class Session {
     int data_tag(int phase, int64_t index) const;
     void post_header_recvs();
     void exchange_headers(Job& job);
+    const Header& receive_header(int rank, Clock::time_point deadline);
+    std::vector<Header> leaves_that_arrived();
     void check_headers(Job& job);
     void run_chunks(Job& job, const at::Tensor& staging);
     void run_step(Job& job, const Step& step, const at::Tensor& staging);

@@ -12,6 +12,8 @@ namespace {
 
 uint8_t* bytes(const at::Tensor& tensor) { return tensor.data_ptr<uint8_t>(); }
 
+bool is_leave(const Header& header) { return Kind(header.kind) == Kind::kLeave; }
+
 }  // namespace
 
 void Session::post_header_recvs() {
@@ -32,37 +34,62 @@ void Session::exchange_headers(Job& job) {
     job.header.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
     header_out_ = job.header;
     is_waiting_for_headers_ = true;
-    for (int i = 1; i <= num_peers(); ++i) {
-        faults_.before("header", -1, i - 1);
-        control_sends_.push_back(
-            transport_.send(kControl, peer(i), header_tag(sequence), &header_out_, sizeof(Header)));
-    }
     job.headers.assign(headers_in_.size(), job.header);
-    Failure left;
-    for (int rank = 0; rank < transport_.size(); ++rank) {
-        if (rank == transport_.rank()) continue;
-        const auto from = static_cast<size_t>(rank);
-        transport_.wait(header_recvs_[from], deadline_);
-        const Header& header = headers_in_[from];
-        if (header.magic != kMagic || header.sequence != sequence) {
-            throw TransportError(rank, "a header that is not ours arrived");
+    std::vector<Header> leaves;
+    try {
+        for (int i = 1; i <= num_peers(); ++i) {
+            faults_.before("header", -1, i - 1);
+            control_sends_.push_back(transport_.send(kControl, peer(i), header_tag(sequence),
+                                                     &header_out_, sizeof(Header)));
         }
-        if (Kind(header.kind) == Kind::kLeave) {
-            left.replicas.push_back(header.replica);
-            left.inner_steps.push_back(header.inner_step);
-            break;
+        for (int rank = 0; rank < transport_.size() && leaves.empty(); ++rank) {
+            if (rank == transport_.rank()) continue;
+            const Header& header = receive_header(rank, deadline_);
+            if (is_leave(header)) leaves.push_back(header);
+            job.headers[static_cast<size_t>(rank)] = header;
         }
-        job.headers[from] = header;
+    } catch (const TransportError&) {
+        leaves = leaves_that_arrived();
+        if (leaves.empty()) throw;
     }
     is_waiting_for_headers_ = false;
-    if (!left.replicas.empty()) {
-        left.kind = "PeerLeft";
-        left.stage = stage_;
-        throw Rejected(std::move(left));
+    if (!leaves.empty()) {
+        Failure failure;
+        failure.kind = "PeerLeft";
+        failure.stage = stage_;
+        for (const Header& leave : leaves) {
+            failure.replicas.push_back(leave.replica);
+            failure.inner_steps.push_back(leave.inner_step);
+        }
+        throw Rejected(std::move(failure));
     }
     wait_all(control_sends_);
     ++sequence_;
     post_header_recvs();
+}
+
+const Header& Session::receive_header(int rank, Clock::time_point deadline) {
+    const Header& header = headers_in_[static_cast<size_t>(rank)];
+    transport_.wait(header_recvs_[static_cast<size_t>(rank)], deadline);
+    if (header.magic != kMagic || header.sequence != sequence_) {
+        throw TransportError(rank, "a header that is not ours arrived");
+    }
+    return header;
+}
+
+// Who left has closed its connections, so that a send to it fails; its last word lies here already.
+std::vector<Header> Session::leaves_that_arrived() {
+    std::vector<Header> leaves;
+    for (int rank = 0; rank < transport_.size(); ++rank) {
+        if (!header_recvs_[static_cast<size_t>(rank)].work) continue;
+        try {
+            const Header& header = receive_header(rank, Clock::now());
+            if (is_leave(header)) leaves.push_back(header);
+        } catch (const TransportError&) {
+        } catch (const Aborted&) {
+        }
+    }
+    return leaves;
 }
 
 void Session::check_headers(Job& job) {
