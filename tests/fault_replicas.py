@@ -30,7 +30,7 @@ LR, MOMENTUM = 0.7, 0.9
 TESTS = str(Path(__file__).parent)
 BLOCK = 32
 # Long enough for survivors on a loaded machine to report, short enough for a whole suite.
-REPORT_S = 1.0
+REPORT_S = 2.0
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ HANG_TIMEOUT = 3.0
 def _connect(address: Address, replica: int, members: list[int], **kwargs: Any) -> Exchange:
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
     defaults: dict[str, Any] = {
-        "chunk_bytes": CHUNK_BYTES, "timeout": TIMEOUT, "report_patience": 1.0, "window": 3,
+        "chunk_bytes": CHUNK_BYTES, "timeout": TIMEOUT, "report_patience": 2.0, "window": 3,
     }  # fmt: skip
     return Exchange(store, replica, members, **{**defaults, **kwargs})
 

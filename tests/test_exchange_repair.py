@@ -24,7 +24,7 @@ WIRE = WireFormat("int4")
 def _connect(address: tuple[str, int], replica: int, world: int) -> tuple[Exchange, Slot]:
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
     ex = Exchange(
-        store, replica, range(world), chunk_bytes=CHUNK_BYTES, timeout=20.0, report_patience=1.0
+        store, replica, range(world), chunk_bytes=CHUNK_BYTES, timeout=20.0, report_patience=2.0
     )
     return ex, ex.slot(N, WIRE, error_feedback=True)
 

@@ -25,6 +25,16 @@ struct Call {
     std::exception_ptr error;
 };
 
+// Waits up to `limit` for what `call` does. A machine that stands still for a while (suspended, or
+// out of its share of a processor) costs one slice of the limit, however long it was.
+bool is_done_within(milliseconds limit, Call& call, std::unique_lock<std::mutex>& lock) {
+    constexpr int kSlices = 10;
+    for (int slice = 0; slice < kSlices; ++slice) {
+        if (call.changed.wait_for(lock, limit / kSlices, [&] { return call.is_done; })) return true;
+    }
+    return false;
+}
+
 // Runs `body` on a thread of its own; rethrows what it throws. False if it takes longer than
 // `limit`: then the thread is left behind, and is counted in `num_late` until the body ends.
 bool run_within(milliseconds limit, const Counter& num_late, std::function<void()> body) {
@@ -44,7 +54,7 @@ bool run_within(milliseconds limit, const Counter& num_late, std::function<void(
         call->changed.notify_all();
     });
     std::unique_lock<std::mutex> lock(call->mutex);
-    if (!call->changed.wait_for(lock, limit, [&] { return call->is_done; })) {
+    if (!is_done_within(limit, *call, lock)) {
         call->is_left_behind = true;
         ++*num_late;
         thread.detach();
