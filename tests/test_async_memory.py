@@ -89,6 +89,39 @@ def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.Monk
         assert first.hear().kind == Kind.GONE
 
 
+@pytest.mark.parametrize("turn_s", [1e6, 0.2])
+def test_a_newer_version_is_begun_when_older_ones_are_read_or_take_too_long(
+    monkeypatch: pytest.MonkeyPatch, turn_s: float
+) -> None:
+    monkeypatch.setattr("diloco_comm.asynchronous.sending.TURN_S", turn_s)
+    zeros = torch.zeros(7)
+    with (
+        serving(parameters=[zeros]) as server,
+        Peer(server.address) as slow,
+        Peer(server.address) as quick,
+    ):
+        start_by_hand(slow)
+        slow.say(Message(Kind.PULL))
+        assert slow.hear().kind == Kind.READY
+        quick.say(Message(Kind.HELLO, meta={**HELLO, "worker": "quick"}))
+        assert quick.hear().kind == Kind.WELCOME
+        assert push_by_hand(quick, payload([1.0] * 7)).kind == Kind.OUTCOME
+        quick.say(Message(Kind.PULL))
+        assert quick.hear(skip=(Kind.READY,)).kind == Kind.WAIT
+        if turn_s > 1e3:
+            assert quick.hear(0.5) is None
+            slow.say(Message(Kind.DONE, 0, 0))
+            assert slow.hear().kind == Kind.KEPT
+        ready = quick.hear()
+        assert (ready.kind, ready.version) == (Kind.READY, 1)
+        for peer, version, value in ((slow, 0, 0.0), (quick, 1, -1.0)):
+            if peer is slow and turn_s > 1e3:
+                continue
+            peer.say(Message(Kind.GET, 0, version, 0, 0, count=1))
+            body = peer.hear().body
+            assert torch.frombuffer(bytearray(body), dtype=torch.float32).eq(value).all()
+
+
 # Two whole runs and a short one.
 SIZE = 2 * RUN_ELEMENTS + 1001
 RULES = {

@@ -19,6 +19,9 @@ from .window import bodies, is_within
 _FP32 = WireFormat("fp32")
 # A whole download may keep others waiting for so long, if memory is short, this many times.
 PATIENCE_S, MAX_EVICTIONS = 30.0, 2
+# Who reads an older version may end within so long before a newer one is begun: what the buffers do
+# not hold yet costs a pass over them for each of its readers.
+TURN_S = 0.1
 # A reader that asks for nothing for so long makes room for others that wait, as often.
 PAUSE_S = 3.0
 
@@ -67,13 +70,19 @@ class Sender:
 
     def _ready(self, session: Session) -> None:
         assert session.held is not None
-        readers = [s for s in self.state.sessions.all() if s.is_reading]
-        if session.is_reading or len(readers) < self.state.max_readers:
+        if session.is_reading or self._is_its_turn(session):
             session.is_reading = True
             meta = self._how(session)
             self._send(
                 session.peer, Message(session.answer, 0, session.held, 0, session.token, meta=meta)
             )
+
+    def _is_its_turn(self, session: Session) -> bool:
+        """Tell whether a worker may begin to read what is held for it."""
+        oldest, is_new = self.state.model.oldest_read, session.answer != Kind.UPDATES
+        if is_new and oldest != session.held and time.monotonic() - session.held_at < TURN_S:
+            return False
+        return sum(s.is_reading for s in self.state.sessions.all()) < self.state.max_readers
 
     def _how(self, session: Session) -> dict[str, Any]:
         """Return what the worker must know to get to the version that is held for it."""
