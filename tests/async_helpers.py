@@ -109,9 +109,9 @@ def tcp(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def start_by_hand(peer: Peer) -> None:
+def start_by_hand(peer: Peer, worker: str = "peer") -> None:
     """Attach by hand to a server with parameters."""
-    peer.say(Message(Kind.HELLO, meta=HELLO))
+    peer.say(Message(Kind.HELLO, meta={**HELLO, "worker": worker}))
     assert peer.hear().kind == Kind.WELCOME
 
 

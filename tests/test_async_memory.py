@@ -103,8 +103,7 @@ def test_a_newer_version_is_begun_when_older_ones_are_read_or_take_too_long(
         start_by_hand(slow)
         slow.say(Message(Kind.PULL))
         assert slow.hear().kind == Kind.READY
-        quick.say(Message(Kind.HELLO, meta={**HELLO, "worker": "quick"}))
-        assert quick.hear().kind == Kind.WELCOME
+        start_by_hand(quick, "quick")
         assert push_by_hand(quick, payload([1.0] * 7)).kind == Kind.OUTCOME
         quick.say(Message(Kind.PULL))
         assert quick.hear(skip=(Kind.READY,)).kind == Kind.WAIT
