@@ -40,11 +40,13 @@ def philox(counter: Sequence[Tensor], key: int, rounds: int = 7) -> list[Tensor]
 def random_bits(first_index: int, count: int, key: int) -> Tensor:
     """Return the 16 random bits of elements first_index, first_index + 1, ... of a fragment."""
     index = torch.arange(first_index, first_index + count, dtype=torch.int64)
-    block = index >> 3
+    block = index >> 4
     zero = torch.zeros_like(block)
     words = torch.stack(philox([block & 0xFFFFFFFF, block >> 32, zero, zero], key))
-    word = words.gather(0, ((index >> 1) & 3).unsqueeze(0)).squeeze(0)
-    return (word >> (16 * (index & 1))) & 0xFFFF
+    word = words.gather(0, ((index >> 2) & 3).unsqueeze(0)).squeeze(0)
+    # An element's own byte, and below it its neighbour's.
+    own = (word >> (8 * (index & 3))) & 0xFF
+    return (own << 8) | ((word >> (8 * ((index & 3) ^ 1))) & 0xFF)
 
 
 # Kept mantissa bits and smallest normal exponent of the floating-point codes. Below the smallest

@@ -29,20 +29,22 @@ def magnitude_bits(x):
 
 @triton.jit
 def random_bits(first, key, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The 16 random bits of elements first, first + 1, ... (a multiple of 8), [ROWS, COLUMNS].
+    """The 16 random bits of elements first, first + 1, ... (a multiple of 16), [ROWS, COLUMNS].
 
-    One Philox block serves eight elements; ``csrc/wire/philox.h`` has the exact mapping.
+    One Philox block serves sixteen elements; ``csrc/wire/philox.h`` has the exact mapping.
     """
-    PER_ROW: tl.constexpr = COLUMNS // 8
+    PER_ROW: tl.constexpr = COLUMNS // 16
     block = tl.arange(0, ROWS)[:, None] * PER_ROW + tl.arange(0, PER_ROW)[None, :]
-    counter = (first // 8).to(tl.uint64) + block.to(tl.uint64)
+    counter = (first // 16).to(tl.uint64) + block.to(tl.uint64)
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = (counter >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
     w0, w1, w2, w3 = tl.philox(key, low, high, zero, zero, n_rounds=7)
-    # A join adds the fastest dimension: words first, then the two halves of each.
+    # A join adds the fastest dimension: words first, then the halves of each, then the two elements
+    # of a half, of which the first has its bytes the other way round.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    pieces = tl.join(words & 0xFFFF, words >> 16)
+    halves = tl.join(words & 0xFFFF, words >> 16)
+    pieces = tl.join(((halves << 8) | (halves >> 8)) & 0xFFFF, halves)
     return tl.reshape(pieces, [ROWS, COLUMNS])
 
 

@@ -27,11 +27,10 @@ struct PhiloxKeys {
     }
 };
 
-// The random bits of `size` elements (wire/philox.h), the upper kBits of the 16; more may be
-// written, up to a multiple of 64.
-template <int kBits>
+// The random bytes of `size` elements (wire/philox.h); more may be written, up to a multiple of
+// 128.
 DILOCO_INLINE void fill_random(uint64_t element, const PhiloxKeys& keys, int size,
-                               uint16_t* random) {
+                               uint8_t* random) {
     const Vec::I m0 = Vec::set64(wire::kPhiloxM0), m1 = Vec::set64(wire::kPhiloxM1);
     constexpr int kStep = Vec::kPhiloxLanes * wire::kElementsPerPhilox;
     for (int j = 0; j < size; j += kStep) {
@@ -54,13 +53,8 @@ DILOCO_INLINE void fill_random(uint64_t element, const PhiloxKeys& keys, int siz
             c2 = Vec::xor3(Vec::high_half(p0), c3, Vec::set64(keys.k1[round]));
             c3 = p0;
         }
-        Vec::store_philox<16 - kBits>(random + j, c0, c1, c2, c3);
+        Vec::store_philox(random + j, c0, c1, c2, c3);
     }
-}
-
-// How many of an element's 16 random bits its rounding takes.
-constexpr int random_bits(Format format) {
-    return format == Format::kInt8 || format == Format::kInt4 ? wire::kIntegerShift : 16;
 }
 
 // u = (2 r + 1) * 2^-17, exactly: 1 + u is made from its bits.
@@ -133,9 +127,10 @@ struct Rounding {
         } else if constexpr (kFormat == Format::kInt8 || kFormat == Format::kInt4) {
             // The scale is rounded up, so |y| <= qmax * (1 + 2^-22): the nearest code never clips.
             if constexpr (!kIsStochastic) return Vec::round_even(y);
-            // Above the code stays wire::kIntegerBias, which is not stored; r has 14 bits.
+            // Above the code stays wire::kIntegerBias, which is not stored.
             const Vec::I bits = Vec::as_int(Vec::add(y, Vec::set(wire::kIntegerMagic)));
-            return Vec::shift_right<wire::kIntegerShift>(Vec::add(bits, r));
+            const Vec::I added = Vec::shift_right<16 - wire::kIntegerShift>(r);
+            return Vec::shift_right<wire::kIntegerShift>(Vec::add(bits, added));
         } else if constexpr (kFormat == Format::kBf16) {
             const Vec::I bits = Vec::as_int(y);
             const Vec::I half =

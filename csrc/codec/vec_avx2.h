@@ -158,14 +158,22 @@ struct Vec {
     static I multiply_low(I a, I b) { return _mm256_mul_epu32(a, b); }
     static I set64(uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
     static I xor3(I a, I b, I c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
-    // Eight 16-bit pieces a counter, less their lowest kDropped bits.
-    template <int kDropped>
-    static void store_philox(uint16_t* p, I w0, I w1, I w2, I w3) {
+    // The 16 bytes of each counter.
+    static void store_philox(uint8_t* p, I w0, I w1, I w2, I w3) {
         const I a = _mm256_blend_epi32(w0, _mm256_slli_epi64(w1, 32), 0xAA);
         const I b = _mm256_blend_epi32(w2, _mm256_slli_epi64(w3, 32), 0xAA);
         I* out = reinterpret_cast<I*>(p);
-        _mm256_storeu_si256(out, _mm256_srli_epi16(_mm256_unpacklo_epi64(a, b), kDropped));
-        _mm256_storeu_si256(out + 1, _mm256_srli_epi16(_mm256_unpackhi_epi64(a, b), kDropped));
+        _mm256_storeu_si256(out, _mm256_unpacklo_epi64(a, b));
+        _mm256_storeu_si256(out + 1, _mm256_unpackhi_epi64(a, b));
+    }
+    // The 16 bits of eight elements from their bytes: each one's own above its neighbour's.
+    static I load_random(const uint8_t* p) {
+        const I order =
+            _mm256_setr_epi32(static_cast<int>(0x80800001), static_cast<int>(0x80800100),
+                              static_cast<int>(0x80800203), static_cast<int>(0x80800302),
+                              static_cast<int>(0x80800405), static_cast<int>(0x80800504),
+                              static_cast<int>(0x80800607), static_cast<int>(0x80800706));
+        return _mm256_shuffle_epi8(_mm256_broadcastq_epi64(load64(p)), order);
     }
 
   private:

@@ -134,13 +134,20 @@ struct Vec {
     static I multiply_low(I a, I b) { return _mm512_mul_epu32(a, b); }
     static I set64(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
     static I xor3(I a, I b, I c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
-    // Eight 16-bit pieces a counter, less their lowest kDropped bits.
-    template <int kDropped>
-    static void store_philox(uint16_t* p, I w0, I w1, I w2, I w3) {
+    // The 16 bytes of each counter.
+    static void store_philox(uint8_t* p, I w0, I w1, I w2, I w3) {
         const I a = _mm512_mask_shuffle_epi32(w0, 0xAAAA, w1, _MM_PERM_CCAA);
         const I b = _mm512_mask_shuffle_epi32(w2, 0xAAAA, w3, _MM_PERM_CCAA);
-        _mm512_storeu_si512(p, _mm512_srli_epi16(_mm512_unpacklo_epi64(a, b), kDropped));
-        _mm512_storeu_si512(p + 32, _mm512_srli_epi16(_mm512_unpackhi_epi64(a, b), kDropped));
+        _mm512_storeu_si512(p, _mm512_unpacklo_epi64(a, b));
+        _mm512_storeu_si512(p + 64, _mm512_unpackhi_epi64(a, b));
+    }
+    // The 16 bits of sixteen elements from their bytes: each one's own above its neighbour's.
+    static I load_random(const uint8_t* p) {
+        const I order =
+            _mm512_set_epi32(0x80800F0E, 0x80800E0F, 0x80800D0C, 0x80800C0D, 0x80800B0A, 0x80800A0B,
+                             0x80800908, 0x80800809, 0x80800706, 0x80800607, 0x80800504, 0x80800405,
+                             0x80800302, 0x80800203, 0x80800100, 0x80800001);
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load128(p)), order);
     }
 
   private:

@@ -17,8 +17,7 @@ struct PerQuad {
 };
 
 struct RandomWords {
-    uint32_t own[2];
-    uint32_t other[2];
+    uint32_t own, other;
 };
 
 // Fills in the magnitudes of quads and adds the bad elements to `bad`.
@@ -99,8 +98,8 @@ DILOCO_DEVICE void find_scales(const Lanes& lanes, const Runs& runs, const Tile&
     }
 }
 
-// The random words of quads j and j + 1 of each lane. One Philox block serves the quads of two
-// neighbouring lanes: the even lane computes that of j, the odd one that of j + 1, and they swap.
+// The random words of quads j and j + 1 of each lane. Neighbouring lanes share a Philox block: the
+// even one computes that of j, the odd one that of j + 1, and they swap.
 template <class Lanes>
 DILOCO_DEVICE void draw(const Lanes& lanes, const EncodeTarget& target, const Tile& tile, int j,
                         typename Lanes::template Of<RandomWords>& words) {
@@ -110,14 +109,13 @@ DILOCO_DEVICE void draw(const Lanes& lanes, const EncodeTarget& target, const Ti
                                  static_cast<uint64_t>(quad_at(lane, is_odd ? j + 1 : j));
         const wire::PhiloxBlock block =
             wire::philox(element / wire::kElementsPerPhilox, target.key);
-        DILOCO_UNROLL
-        for (int i = 0; i < 2; ++i) {
-            words[lane].own[i] = is_odd ? block.word[2 + i] : block.word[i];
-            words[lane].other[i] = is_odd ? block.word[i] : block.word[2 + i];
-        }
+        const bool is_upper = lane / 2 % 2 != 0;
+        const uint32_t even = is_upper ? block.word[2] : block.word[0];
+        const uint32_t odd = is_upper ? block.word[3] : block.word[1];
+        words[lane].own = is_odd ? odd : even;
+        words[lane].other = is_odd ? even : odd;
     });
-    lanes.swap([&](int lane) -> uint32_t& { return words[lane].other[0]; });
-    lanes.swap([&](int lane) -> uint32_t& { return words[lane].other[1]; });
+    lanes.swap([&](int lane) -> uint32_t& { return words[lane].other; });
 }
 
 // The code of element i of quad j, x being its value and `quads` its block's scale.
@@ -140,12 +138,11 @@ DILOCO_DEVICE uint32_t code_of(float x, const PerQuad& quads, int j, uint32_t ra
 // wanted.
 template <Format kFormat, bool kStochastic>
 DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bool keeps_rest,
-                               Quad& x, const PerQuad& quads, int j, const uint32_t* words,
-                               int& bad) {
+                               Quad& x, const PerQuad& quads, int j, uint32_t word, int& bad) {
     CodeQuad<kFormat> codes{};
     DILOCO_UNROLL
     for (int i = 0; i < kQuad; ++i) {
-        const uint32_t random = kStochastic ? (words[i / 2] >> (16 * (i % 2))) & 0xFFFFu : 0;
+        const uint32_t random = kStochastic ? wire::random16_of(word, i) : 0;
         uint32_t code = code_of<kFormat, kStochastic>(x.v[i], quads, j, random);
         if constexpr (kFormat == Format::kFp16) {
             const bool is_bad = wire::is_code_bad<kFormat>(code);
@@ -201,15 +198,12 @@ DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, 
             DILOCO_UNROLL
             for (int j = pair; j < pair + 2; ++j) {
                 const bool is_own = (j - pair) == lane % 2;
-                uint32_t random[2] = {0, 0};
-                if constexpr (kStochastic) {
-                    random[0] = is_own ? words[lane].own[0] : words[lane].other[0];
-                    random[1] = is_own ? words[lane].own[1] : words[lane].other[1];
-                }
+                uint32_t word = 0;
+                if constexpr (kStochastic) word = is_own ? words[lane].own : words[lane].other;
                 encode_quad<kFormat, kStochastic>(
                     payload + tile.codes + quad_at(lane, j) * wire::code_bits(kFormat) / 8,
                     is_aligned, tile.count(lane, j), target.new_residual != nullptr, x[lane].q[j],
-                    quads[lane], j, random, bad[lane]);
+                    quads[lane], j, word, bad[lane]);
             }
         });
     }
