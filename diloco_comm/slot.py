@@ -16,7 +16,7 @@ from .wire import Layout, WireFormat
 
 # Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
 # at 100 Mbit/s, at 1 Gbit/s and on a loopback.
-_CHUNKS = ((3 << 20, 3 << 20), (24 << 20, 768 << 10))
+_CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 768 << 10), (24 << 20, 1536 << 10))
 _LARGE_CHUNK = 4 << 20
 _MANY_ELEMENTS = 16 << 20
 _CHUNK_OF_MANY = 16 << 20
