@@ -135,6 +135,7 @@ class Engine:
         new_reduce_residual: Tensor | None,
         bad: Tensor | None,
         staging: Staging | None,
+        is_overlapped: bool,
     ) -> Job: ...
     def submit(
         self,

@@ -233,11 +233,13 @@ class Exchange:
         stochastic: bool = False,
         seed: int = 0,
         loader: _C.ChunkLoader | None = None,
+        overlapped: bool = False,
     ) -> Pending:
         """Encode a fragment and begin its exchange; return when everything is encoded.
 
-        The first chunk travels while the second is encoded. ``params`` and ``outer`` may change as
-        soon as this returns: on a device, in the caller's stream, where the encoding is enqueued.
+        The first chunk travels while the second is encoded, unless ``overlapped``. ``params`` and
+        ``outer`` may change as soon as this returns: on a device, in the caller's stream, where the
+        encoding is enqueued.
 
         Args:
             slot: The fragment's buffers.
@@ -246,6 +248,8 @@ class Exchange:
             header: What the other replicas are told and compare.
             stochastic: Round stochastically, keyed by ``seed``, replica, round and fragment.
             loader: Brings ``outer``, which is in page-locked memory then, to the device.
+            overlapped: The caller computes before it waits. What is in host memory is encoded
+                whole before any of it is sent, which would hold the caller up where cores are few.
 
         Raises:
             SyncError: If the epoch is dead.
@@ -281,6 +285,7 @@ class Exchange:
             new_reduce_residual=new_reduce_residual,
             bad=round.own.bad_host,
             staging=self._staging(slot, round, loader),
+            is_overlapped=overlapped,
         )
         pending = Pending(slot, round, job)
         slot.add_round(round, pending)

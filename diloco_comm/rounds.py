@@ -200,9 +200,10 @@ class Rounds:
             gap=policy.gap_for(part.step_norm, part.largest_norm),
         )
         reading = self._norms.of_sent(part, self._squared_norm(part)) if self.norms else None
-        with span("encode", part.index, number):
-            pending = self._start(part, slot, header)
         delay = 0 if kind == "flush" else policy.steps()
+        is_overlapped = delay > 0 or (policy.rounds > 0 and kind != "flush")
+        with span("encode", part.index, number):
+            pending = self._start(part, slot, header, is_overlapped)
         apply_step = -1 if policy.rounds else inner_step + delay
         flight = Flight(
             number=number,
@@ -219,7 +220,7 @@ class Rounds:
         part.in_flight.append(flight)
         return flight
 
-    def _start(self, part: Part, slot: Slot, header: Header) -> Pending:
+    def _start(self, part: Part, slot: Slot, header: Header, is_overlapped: bool) -> Pending:
         return self.exchange.start(
             slot,
             outer=part.state.outer if isinstance(part, ParameterPart) else None,
@@ -228,6 +229,7 @@ class Rounds:
             header=header,
             stochastic=self.settings.rounding == "stochastic",
             seed=self.settings.seed,
+            overlapped=is_overlapped,
         )
 
     def lr(self, part: Part, number: int) -> float:

@@ -198,7 +198,8 @@ JobPtr start(Engine& engine, const std::shared_ptr<Plan>& plan, const Header& he
              const std::optional<at::Tensor>& new_residual,
              const std::optional<at::Tensor>& reduce_residual,
              const std::optional<at::Tensor>& new_reduce_residual,
-             const std::optional<at::Tensor>& bad, const std::optional<StagingArguments>& staging) {
+             const std::optional<at::Tensor>& bad, const std::optional<StagingArguments>& staging,
+             bool is_overlapped) {
     auto job = std::make_shared<Job>();
     job->plan = plan;
     job->header = header;
@@ -206,6 +207,7 @@ JobPtr start(Engine& engine, const std::shared_ptr<Plan>& plan, const Header& he
     job->result = alias(result);
     job->encode = {alias_value(outer), alias_list(params), encode_key, alias_value(residual),
                    alias_value(new_residual)};
+    job->is_overlapped = is_overlapped;
     job->reduce_key = reduce_key;
     set_reduce_residuals(*job, reduce_residual, new_reduce_residual);
     job->encode_bad = bad.has_value() ? bad->detach() : at::zeros({1}, at::kLong);
@@ -277,7 +279,7 @@ void register_engine(py::module_& m) {
              py::arg("result"), py::arg("outer"), py::arg("params"), py::arg("encode_key"),
              py::arg("reduce_key"), py::arg("residual"), py::arg("new_residual"),
              py::arg("reduce_residual"), py::arg("new_reduce_residual"), py::arg("bad"),
-             py::arg("staging"))
+             py::arg("staging"), py::arg("is_overlapped"))
         .def("submit", &submit, py::arg("header"), py::arg("blob") = py::none(),
              py::arg("sends") = std::vector<std::pair<int, at::Tensor>>(),
              py::arg("recvs") = std::vector<std::pair<int, at::Tensor>>())

@@ -132,6 +132,10 @@ void Engine::encode_all(const JobPtr& job) {
     const Plan& plan = *job->plan;
     const Layout& layout = plan.layout;
     const bool is_staged = job->staging.has_value();
+    // A caller that waits for the result sends what is encoded while it encodes the rest. One that
+    // goes on to compute encodes everything first: there is time to send it, and whoever does would
+    // take this thread's core while it is held up.
+    const bool sends_early = is_staged || !job->is_overlapped;
     // Little first, so that the peers hear of this job and the link has work; then enough for
     // every intra-op thread. A device is given whole chunks.
     constexpr int64_t kFirstElements = int64_t{1} << 18;
@@ -148,8 +152,8 @@ void Engine::encode_all(const JobPtr& job) {
     try {
         if (is_staged) begin_staging(*job);
         for (int64_t run = 0; run < layout.num_runs;) {
-            const int64_t num_runs =
-                is_submitted || is_staged ? batch : num_runs_of(kFirstElements);
+            const bool is_first = run == 0 && sends_early && !is_staged;
+            const int64_t num_runs = is_first ? num_runs_of(kFirstElements) : batch;
             const int64_t end_run = std::min(layout.num_runs, run + num_runs);
             const int64_t begin = layout.run_begin(run);
             const int64_t end = layout.run_begin(end_run);
@@ -157,10 +161,12 @@ void Engine::encode_all(const JobPtr& job) {
             job->announce(end_run, is_staged ? fetch_runs(*job, run, end_run) : nullptr);
             run = end_run;
             // A wrong argument shows in the first call, before any peer has heard of this job.
-            if (!is_submitted) submit(job);
-            is_submitted = true;
+            if (!is_submitted && (sends_early || run == layout.num_runs)) {
+                submit(job);
+                is_submitted = true;
+            }
             // Where cores are scarce, the threads that ship must not wait for all of this.
-            if (!is_staged) sched_yield();
+            if (sends_early && !is_staged) sched_yield();
         }
     } catch (...) {
         std::lock_guard<std::mutex> lock(job->mutex);

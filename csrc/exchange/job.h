@@ -104,6 +104,7 @@ struct Job {
     at::Tensor payload;  // own, uint8
     at::Tensor result;   // the average (two phases) or the peer's payload (one phase)
     EncodeInputs encode;
+    bool is_overlapped = false;  // the caller goes on to compute, and takes the result later
     int64_t reduce_key = 0;
     at::Tensor reduce_residual;  // [num_chunks * run_elements] fp32/bf16, own runs, or undefined
     at::Tensor new_reduce_residual;  // same
