@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import ops
 from .errors import SyncError
-from .exchange import DEFAULT_TIMEOUT, Exchange, Header, Pending, Slot, Terms
+from .exchange import DEFAULT_TIMEOUT, Exchange, Header, Pending, Slot
 from .fragments import is_served
-from .wire import Layout, WireFormat, parse
+from .pending import Outcome, decode_terms
+from .wire import WireFormat, parse
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Idle buffers kept for each group; the least recently used ones go first.
@@ -53,13 +53,21 @@ _lock = threading.Lock()
 
 
 class AllReduceWork:
-    """An ``all_reduce`` under way; the tensor changes inside ``wait()`` only."""
+    """An ``all_reduce`` under way; the mean is written inside ``wait()`` only."""
 
-    def __init__(self, engine: _GroupEngine, slot: Slot, pending: Pending, tensor: Tensor) -> None:
+    def __init__(
+        self,
+        engine: _GroupEngine,
+        slot: Slot,
+        pending: Pending,
+        tensor: Tensor,
+        out: Tensor | None,
+    ) -> None:
         self._engine = engine
         self._slot = slot
         self._pending = pending
         self._tensor = tensor
+        self._out = out
         self._is_applied = False
         self._is_given_back = False
 
@@ -68,30 +76,35 @@ class AllReduceWork:
         return self._pending.done()
 
     def wait(self, timeout: float | None = None) -> Tensor:
-        """Write the weighted mean into the tensor and return it.
+        """Write the weighted mean into ``out``, or the tensor, and return it.
 
         Raises:
-            SyncError: Or one of its kinds; the tensor is as it was.
+            SyncError: Or one of its kinds; the tensor is as it was, an ``out`` is undefined.
             TimeoutError: After ``timeout`` seconds; the exchange goes on.
         """
+        result = self._tensor if self._out is None else self._out
         try:
-            outcome = self._pending.wait(timeout)
+            if self._is_applied or not result.numel():
+                self._pending.wait(timeout)
+            elif self._out is None:
+                self._write(self._pending.wait(timeout))
+            else:
+                self._pending.collect(self._out.detach(), timeout)
         except SyncError:
             self._give_back()
             raise
-        if self._is_applied:
-            return self._tensor
-        layout = outcome.layout
-        if self._tensor.numel():
-            target = self._tensor.detach()
-            out = target if _is_dense(target) else target.contiguous()
-            _decode(outcome.terms, layout, out)
-            if out is not target:
-                target.copy_(out)
-        self._is_applied = True
-        self._slot.commit()
-        self._give_back()
-        return self._tensor
+        if not self._is_applied:
+            self._is_applied = True
+            self._slot.commit()
+            self._give_back()
+        return result
+
+    def _write(self, outcome: Outcome) -> None:
+        target = self._tensor.detach()
+        dense = target if _is_dense(target) else target.contiguous()
+        outcome.decode([dense])
+        if dense is not target:
+            target.copy_(dense)
 
     def sent(self, out: Tensor) -> Tensor:
         """Write what this rank's values became on the wire into ``out``; before ``wait()``.
@@ -100,7 +113,7 @@ class AllReduceWork:
             out: Contiguous, with as many elements as the tensor; fp32, bf16 or fp16.
         """
         if self._tensor.numel():
-            _decode([(self._pending.payload, 1.0)], self._pending.layout, out)
+            decode_terms([(self._pending.payload, 1.0)], self._pending.layout, [out])
         return out
 
     def _give_back(self) -> None:
@@ -116,6 +129,7 @@ def all_reduce(
     group: dist.ProcessGroup | None = ...,
     wire: str | WireFormat = ...,
     *,
+    out: Tensor | None = ...,
     block_size: int = ...,
     weight: float = ...,
     async_op: Literal[False] = ...,
@@ -132,6 +146,7 @@ def all_reduce(
     group: dist.ProcessGroup | None = ...,
     wire: str | WireFormat = ...,
     *,
+    out: Tensor | None = ...,
     block_size: int = ...,
     weight: float = ...,
     async_op: Literal[True],
@@ -147,6 +162,7 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
     wire: str | WireFormat = "int8",
     *,
+    out: Tensor | None = None,
     block_size: int = 256,
     weight: float = 1.0,
     async_op: bool = False,
@@ -155,7 +171,11 @@ def all_reduce(
     lanes: int = 1,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> Tensor | AllReduceWork:
-    """Replace ``tensor`` by the weighted mean over the group, bit-identical on all ranks.
+    """Average ``tensor`` over the group, weighted; the mean is bit-identical on all ranks.
+
+    The mean replaces ``tensor`` when all ranks have all of it, and not at all after an error. Into
+    an ``out`` it is decoded while the rest arrives, which hides most of the decoding from a caller
+    who can do without what ``out`` held.
 
     Ranks call this in the same order with the same sizes and options; several calls may be under
     way. The engine, with connections of its own, is made in the first call for a group and lives
@@ -165,15 +185,17 @@ def all_reduce(
         tensor: fp32, bf16 or fp16, any shape; may differ in dtype between ranks.
         group: Default: the world.
         wire: What travels; ``block_size`` elements share a scale.
+        out: Contiguous, with the shape and device of ``tensor``, fp32, bf16 or fp16; may be
+            ``tensor`` itself, which else keeps its values. After an error it is undefined.
         weight: Not negative; normalised over the ranks.
-        async_op: Return a work object; the tensor changes in its ``wait()``.
+        async_op: Return a work object; its ``wait()`` writes the mean.
         rounding: "nearest", or "stochastic" keyed by ``seed`` and the number of the call.
         lanes: Connections to each peer.
         timeout: Of one exchange; that of the first call for a group counts.
 
     Raises:
         TypeError, ValueError: For a tensor or an option that is not one of the above.
-        ReplicaMismatch: If the ranks' sizes or options differ; no tensor is changed.
+        ReplicaMismatch: If the ranks' sizes or options differ; nothing is written.
         SyncError: If the group failed, in this or an earlier call; ``shutdown()`` on all ranks lets
             the next call connect anew.
         NonFiniteError: If a rank's tensor holds NaN, Inf or values out of range; likewise.
@@ -186,6 +208,8 @@ def all_reduce(
         )
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    if out is not None:
+        _check_out(out, tensor)
     wire = parse(wire, block_size)
     with _lock:
         engine = _engine_of(group, lanes, timeout)
@@ -205,8 +229,20 @@ def all_reduce(
             stochastic=rounding == "stochastic",
             seed=seed,
         )
-    work = AllReduceWork(engine, slot, pending, tensor)
+    work = AllReduceWork(engine, slot, pending, tensor, out)
     return work if async_op else work.wait()
+
+
+def _check_out(out: Tensor, tensor: Tensor) -> None:
+    if out.dtype not in _DTYPES:
+        raise TypeError(f"out must be fp32, bf16 or fp16, got {out.dtype}")
+    if out.shape != tensor.shape or out.device != tensor.device:
+        raise ValueError(
+            f"out must have the shape and device of the tensor, {tuple(tensor.shape)} on "
+            f"{tensor.device}, got {tuple(out.shape)} on {out.device}"
+        )
+    if not _is_dense(out):
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
 
 
 def _start(engine: _GroupEngine, slot: Slot, **arguments: Any) -> Pending:
@@ -245,20 +281,6 @@ def _engine_of(
     if lanes not in by_lanes:
         by_lanes[lanes] = _GroupEngine(group, lanes, timeout)
     return by_lanes[lanes]
-
-
-def _decode(terms: Terms, layout: Layout, out: Tensor) -> None:
-    """Write the sum of payloads times their coefficients."""
-    ops.decode(
-        [payload for payload, _ in terms],
-        [coefficient for _, coefficient in terms],
-        [out],
-        0,
-        layout.num_elements,
-        layout.run_elements,
-        layout.wire.name,
-        layout.wire.block_size,
-    )
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
 from .exchange import Exchange, Header
 from .memory import device_of
 from .parts import ParameterPart, Part
@@ -73,16 +72,5 @@ def _mean(
     slot = exchange.slot(count, WireFormat("fp32"), device=device_of(tensors))
     header = Header("all_reduce", layout_hash=count, fragment=number)
     outcome = exchange.start(slot, outer=None, params=tensors, header=header).wait()
-    layout = outcome.layout
-    ops.decode(
-        [payload for payload, _ in outcome.terms],
-        [coefficient for _, coefficient in outcome.terms],
-        outs,
-        0,
-        count,
-        layout.run_elements,
-        layout.wire.name,
-        layout.wire.block_size,
-        impl=impl,
-    )
+    outcome.decode(outs, impl=impl)
     slot.commit()

@@ -19,6 +19,7 @@ from .memory import Reading, device_of, page_locked, persistent
 from .offload import CHUNK_ELEMENTS, slices
 from .outer import OuterOptimizer, Update
 from .overlap import Own
+from .pending import decode_terms
 from .wire import Layout, WireFormat
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ class ParameterPart(Part):
     def decode(self, payload: Tensor, layout: Layout, impl: str) -> Tensor:
         """Decode a payload to fp32 [num_elements]."""
         values = torch.empty(self.num_elements, device=self.device)
-        _decode([(payload, 1.0)], [values], layout, impl)
+        decode_terms([(payload, 1.0)], layout, [values], impl=impl)
         return values
 
     def on_device(self, *, copy: bool = False) -> Tensor:
@@ -315,11 +316,11 @@ class BufferPart(Part):
         if not step.terms:
             return
         if step.own is None:
-            _decode(step.terms, self.tensors(), step.layout, step.impl)
+            decode_terms(step.terms, step.layout, self.tensors(), impl=step.impl)
             return
         # What the buffers have seen since the send stays in them.
         change = torch.empty(self.num_elements, device=self.device)
-        _decode([*step.terms, (step.own, -1.0)], [change], step.layout, step.impl)
+        decode_terms([*step.terms, (step.own, -1.0)], step.layout, [change], impl=step.impl)
         offset = 0
         for tensor in self.tensors():
             flat = memory_order(tensor)
@@ -332,20 +333,6 @@ def squared_norm(outer: Tensor | None, tensors: list[Tensor], impl: str) -> Tens
     squared = torch.zeros(2, dtype=torch.float64, device=device_of(tensors))
     ops.norms(outer, tensors, squared, impl=impl)
     return squared
-
-
-def _decode(terms: Terms, outs: list[Tensor], layout: Layout, impl: str) -> None:
-    ops.decode(
-        [payload for payload, _ in terms],
-        [coefficient for _, coefficient in terms],
-        outs,
-        0,
-        layout.num_elements,
-        layout.run_elements,
-        layout.wire.name,
-        layout.wire.block_size,
-        impl=impl,
-    )
 
 
 def _floating_buffers(model: nn.Module) -> Sequence[_Buffer]:

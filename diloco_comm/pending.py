@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from . import _C
+from . import _C, ops
 from .errors import SyncError
 from .headers import Header, error_from, from_native
 from .memory import Payload
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Terms = list[tuple[Tensor, float]]
 _POLL_S = 2e-5
+_LONG_S = 3600.0
 
 
 @dataclass
@@ -48,6 +49,33 @@ class Outcome:
     received_bytes: int
     counters: dict[str, int] = field(default_factory=dict)
     verdict: Tensor | None = None
+
+    def decode(self, outs: list[Tensor], *, impl: str = "") -> None:
+        """Write the weighted mean into tensors: dense, as many elements, fp32, bf16 or fp16."""
+        decode_terms(self.terms, self.layout, outs, impl=impl)
+
+
+def decode_terms(
+    terms: Terms,
+    layout: Layout,
+    outs: list[Tensor],
+    begin: int = 0,
+    end: int | None = None,
+    *,
+    impl: str = "",
+) -> None:
+    """Set elements [begin, end) of ``outs`` to the sum of the payloads times their coefficients."""
+    ops.decode(
+        [payload for payload, _ in terms],
+        [coefficient for _, coefficient in terms],
+        outs,
+        begin,
+        layout.num_elements if end is None else end,
+        layout.run_elements,
+        layout.wire.name,
+        layout.wire.block_size,
+        impl=impl,
+    )
 
 
 @dataclass(eq=False)
@@ -81,6 +109,7 @@ class Pending:
         self._slot = slot
         self._round = round
         self._job = job
+        self._num_collected = 0  # runs of the result
         self._outcome: Outcome | None = None
         self._error: SyncError | None = None
 
@@ -117,7 +146,7 @@ class Pending:
         if self._outcome is None:
             begin = time.perf_counter()
             deadline = None if timeout is None else begin + timeout
-            while not self._job.wait(3600.0 if deadline is None else timeout or 0.0):
+            while not self._job.wait(_LONG_S if deadline is None else timeout or 0.0):
                 if deadline is not None and time.perf_counter() >= deadline:
                     raise TimeoutError(f"the exchange was not done after {timeout} s")
             self._resolve(time.perf_counter() - begin)
@@ -126,6 +155,45 @@ class Pending:
         assert self._outcome is not None
         self._job.block_caller()
         return self._outcome
+
+    def collect(self, out: Tensor, timeout: float | None = None, *, impl: str = "") -> Outcome:
+        """Write the mean into ``out``, part by part as it arrives, and wait for the vote.
+
+        Where the link is the limit, the last part alone is decoded after it. After an error, what
+        ``out`` holds is undefined. On a device all of it is decoded at the end.
+
+        Args:
+            out: Dense, as many elements as the payload; fp32, bf16 or fp16. It may be what was
+                encoded.
+
+        Raises:
+            ReplicaMismatch, PeerLeft, NonFiniteError, SyncError, TimeoutError: As ``wait``; the
+                next call goes on after a timeout, with the same ``out``.
+        """
+        begin, layout = time.perf_counter(), self.layout
+
+        def remaining() -> float:
+            return _LONG_S if timeout is None else timeout - (time.perf_counter() - begin)
+
+        while self._num_collected < layout.num_runs and isinstance(self._job, _C.Job):
+            landed = self._job.wait_landed(self._num_collected, remaining())
+            if landed == self._num_collected:
+                break
+            self._collect(landed, self._slot.terms_of(self._round, self._job.weights), out, impl)
+        outcome = self.wait(None if timeout is None else max(remaining(), 0.0))
+        # One rank alone has nothing to wait for; nothing lands that is on a device.
+        self._collect(layout.num_runs, outcome.terms, out, impl)
+        return outcome
+
+    def _collect(self, num_runs: int, terms: Terms, out: Tensor, impl: str) -> None:
+        layout = self.layout
+        begin, end = (
+            min(runs * layout.run_elements, layout.num_elements)
+            for runs in (self._num_collected, num_runs)
+        )
+        if begin < end:
+            decode_terms(terms, layout, [out], begin, end, impl=impl)
+        self._num_collected = num_runs
 
     def offer(self) -> Outcome:
         """Return the outcome, with the verdict still open where it is found on the device.

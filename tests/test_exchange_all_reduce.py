@@ -1,7 +1,8 @@
-"""The public all_reduce: in place, any dtype and shape, several under way, errors not aborts."""
+"""The public all_reduce: any dtype and shape, in place or not, several under way, errors."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,8 @@ from workers import Pool
 from diloco_comm import reference
 from diloco_comm.collective import all_reduce, shutdown
 from diloco_comm.errors import NonFiniteError, ReplicaMismatch
-from diloco_comm.wire import WireFormat
+from diloco_comm.exchange import Exchange, Header
+from diloco_comm.wire import Layout, WireFormat
 
 Workers = Callable[[int], Pool]
 
@@ -26,10 +28,12 @@ def _expected(tensors: list[torch.Tensor], weights: list[float], wire: WireForma
     slot = exchange.slot(tensors[0].numel(), wire)
     terms = reference.all_reduce([[t] for t in tensors], slot.layout, weights)
     out = tensors[0].clone()
-    form = (slot.layout.run_elements, wire.name, wire.block_size)
-    payloads, coefficients = [p for p, _ in terms], [c for _, c in terms]
-    reference.decode(payloads, coefficients, [out], 0, out.numel(), *form)
+    reference.decode(*zip(*terms, strict=True), [out], 0, out.numel(), *_form(slot.layout))
     return out
+
+
+def _form(layout: Layout) -> tuple[int, str, int]:
+    return layout.run_elements, layout.wire.name, layout.wire.block_size
 
 
 def _reduce(rank: int, world: int, dtype: torch.dtype) -> None:
@@ -41,8 +45,16 @@ def _reduce(rank: int, world: int, dtype: torch.dtype) -> None:
         mine = tensors[rank].clone()
         result = all_reduce(mine, wire=wire, weight=weights[rank])
         assert result is mine
+        into = tensors[rank].clone()
+        out = torch.full(shape, 7.0, dtype=dtype)
+        for target in (out, into):
+            source = into.clone() if target is out else into
+            result = all_reduce(source, wire=wire, weight=weights[rank], out=target)
+            assert result is target
+            assert target is into or torch.equal(source, tensors[rank])
         if count:
-            assert torch.equal(mine, _expected(tensors, weights, wire))
+            expected = _expected(tensors, weights, wire)
+            assert all(torch.equal(mean, expected) for mean in (mine, out, into))
     shutdown()
 
 
@@ -64,6 +76,38 @@ def _non_contiguous(rank: int, world: int) -> None:
 
 def test_all_reduce_of_a_strided_tensor(workers: Workers) -> None:
     workers(2).run(_non_contiguous)
+
+
+def _part_by_part(rank: int, world: int, num_chunks: int) -> None:
+    wire = WireFormat("int8", 64)
+    count = 6400 * world * num_chunks - 17
+    tensors = [values(3, r, count) for r in range(world)]
+    with Exchange.from_group(None, chunk_bytes=6600 * world, name="parts", window=1) as exchange:
+        slot = exchange.slot(count, wire)
+        assert slot.num_chunks == num_chunks
+        terms = reference.all_reduce([[t] for t in tensors], slot.layout, [1.0] * world)
+        expected = torch.empty(count)
+        reference.decode(*zip(*terms, strict=True), [expected], 0, count, *_form(slot.layout))
+        # A chunk takes a tenth of a second or more.
+        exchange.emulate_link(6400 * 8 / 1e8)
+        header = Header("all_reduce", layout_hash=count)
+        pending = exchange.start(slot, outer=None, params=[tensors[rank]], header=header)
+        out = torch.full((count,), 7.0)
+        while not pending.done() and out[0] == 7.0:
+            with contextlib.suppress(TimeoutError):
+                pending.collect(out, timeout=0.02)
+        arrived = int((out != 7.0).nonzero().max()) + 1
+        assert not pending.done() and arrived < count
+        assert torch.equal(out[:arrived], expected[:arrived])
+        outcome = pending.collect(out, timeout=60.0)
+        assert torch.equal(out, expected)
+        outcome.decode([out.zero_()])
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_mean_is_decoded_while_the_rest_arrives(workers: Workers, world: int) -> None:
+    workers(world).run(_part_by_part, 8)
 
 
 def _concurrent(rank: int, world: int) -> None:
@@ -98,6 +142,16 @@ def _errors(rank: int, world: int) -> None:
         all_reduce(torch.ones(rank))
     with pytest.raises(NonFiniteError, match="replica 1"):
         all_reduce(torch.tensor([1.0, float("nan") if rank else 2.0]))
+    with pytest.raises(NonFiniteError, match="replica 1"):
+        source = torch.tensor([float("nan") if rank else 1.0, 3.0])
+        all_reduce(source, out=torch.ones(2))
+    assert source[1] == 3.0
+    with pytest.raises(TypeError, match="out must be fp32, bf16 or fp16"):
+        all_reduce(tensor, out=tensor.double())
+    with pytest.raises(ValueError, match=r"the shape and device .* got \(4,"):
+        all_reduce(tensor, out=torch.ones(4))
+    with pytest.raises(ValueError, match=r"contiguous, got strides \(1, 2\)"):
+        all_reduce(torch.ones(2, 2), out=torch.ones(2, 2).t())
     with pytest.raises(TypeError, match="int64"):
         all_reduce(torch.ones(3, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"takes tensors .* CPU memory, got one on meta"):

@@ -59,20 +59,36 @@ std::shared_ptr<Plan> make_plan(int64_t num_elements, int64_t num_runs, int64_t 
     return plan;
 }
 
-// Waits at most `seconds`; true when the job is done. Releases the GIL in slices, so that Ctrl-C
-// ends the wait.
-bool wait_job(Job& job, double seconds) {
+// Waits at most `seconds` for `is_there`, which is asked under the job's mutex; whether it is. Holds
+// the GIL between slices, so that Ctrl-C ends the wait.
+template <class Condition>
+bool wait_for(Job& job, double seconds, Condition is_there) {
     const auto deadline = Clock::now() + from_seconds(seconds);
     while (true) {
         {
             py::gil_scoped_release no_gil;
             std::unique_lock<std::mutex> lock(job.mutex);
             const auto slice = std::min(deadline, Clock::now() + milliseconds(100));
-            if (job.changed.wait_until(lock, slice, [&] { return job.is_done; })) return true;
+            if (job.changed.wait_until(lock, slice, is_there)) return true;
         }
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
         if (Clock::now() >= deadline) return false;
     }
+}
+
+bool wait_job(Job& job, double seconds) {
+    return wait_for(job, seconds, [&] { return job.is_done; });
+}
+
+// Waits at most `seconds` until more than `runs` runs of the result are complete, or the job is
+// done; how many are.
+int64_t wait_landed(Job& job, int64_t runs, double seconds) {
+    int64_t num_landed = runs;
+    wait_for(job, seconds, [&] {
+        num_landed = job.num_landed;
+        return job.is_done || num_landed > runs;
+    });
+    return num_landed;
 }
 
 // For a job that is done: its copies are enqueued.
@@ -161,7 +177,9 @@ void register_jobs(py::module_& m) {
         .def_readonly("replicas", &Failure::replicas)
         .def_readonly("inner_steps", &Failure::inner_steps);
     py::class_<Job, std::shared_ptr<Job>>(m, "Job")
-        .def("wait", &wait_job, py::arg("seconds"))
+        .def("wait", &wait_job, py::arg("seconds"), "Whether it is done by then.")
+        .def("wait_landed", &wait_landed, py::arg("runs"), py::arg("seconds"),
+             "Wait until more than so many runs of the result are complete; how many are.")
         .def("block_caller", &block_caller,
              "Make the caller's stream wait until the result is on the device.")
         .def_property_readonly("is_done",

@@ -118,6 +118,7 @@ struct Job {
     std::condition_variable changed;
     int64_t num_encoded = 0;                        // runs, or those whose encoding is enqueued
     std::vector<std::pair<int64_t, Mark>> fetched;  // staged: (end run, when it is in host memory)
+    int64_t num_landed = 0;  // runs of the result that are complete, in host memory alone
     bool is_encode_failed = false;
     bool is_done = false;
 
@@ -142,6 +143,15 @@ struct Job {
             std::lock_guard<std::mutex> lock(mutex);
             num_encoded = runs;
             if (mark) fetched.emplace_back(runs, std::move(mark));
+        }
+        changed.notify_all();
+    }
+
+    // The first `runs` runs of the result are complete, though not voted on.
+    void land(int64_t runs) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            num_landed = runs;
         }
         changed.notify_all();
     }

@@ -85,9 +85,9 @@ void Session::wait_for_mark(const Mark& mark) {
     }
 }
 
-// Hands a chunk's result to the device.
-void Session::store_chunk(Job& job, int64_t chunk) {
-    if (!job.staging || job.plan->num_phases == 0) return;
+// A chunk of the result is complete: tells the caller, or hands it to the device.
+void Session::deliver_chunk(Job& job, int64_t chunk) {
+    if (!job.staging) return job.land((chunk + 1) * transport_.size());
     Staging& staging = *job.staging;
     const int64_t num_bytes = transport_.size() * job.plan->layout.run_bytes;
     staging.stored =
@@ -126,7 +126,7 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
             wait_all(chunk.exchange_recvs);
             if (job.plan->num_phases == 1) {
                 wait_all(chunk.sends);
-                store_chunk(job, step.chunk);
+                deliver_chunk(job, step.chunk);
             }
             break;
         }
@@ -142,7 +142,7 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
             Stopwatch watch(job.seconds["exchange"]);
             wait_all(chunk.publish_recvs);
             wait_all(chunk.sends);
-            store_chunk(job, step.chunk);
+            deliver_chunk(job, step.chunk);
             break;
         }
         case Action::kVote: {

@@ -100,19 +100,7 @@ class DilocoAllReduce:
     def run(self) -> None:
         header = self._header()
         pending = self.exchange.start(self.slot, outer=None, params=[self.tensor], header=header)
-        self.last = pending.wait()
-        terms = self.last.terms
-        ops.decode(
-            [payload for payload, _ in terms],
-            [coefficient for _, coefficient in terms],
-            [self.tensor],
-            begin=0,
-            end=self.tensor.numel(),
-            run_elements=self.slot.layout.run_elements,
-            wire=self.format.name,
-            block_size=self.format.block_size,
-            impl=self.exchange.impl,
-        )
+        self.last = pending.collect(self.tensor, impl=self.exchange.impl)
         self.slot.commit()
         self.round += 1
 

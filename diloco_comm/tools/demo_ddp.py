@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import ops
 from ..exchange import Exchange, Header, Pending, Slot
 from ..wire import WireFormat
 
@@ -81,21 +80,9 @@ class BucketExchange:
     def _finish(
         self, slot: Slot, pending: Pending, gradients: Tensor, future: Future[Tensor]
     ) -> None:
-        """Wait for the average, write it over the gradients, and release DDP."""
+        """Write the average over the gradients while it arrives, and release DDP."""
         try:
-            outcome = pending.wait()
-            payloads = [payload for payload, _ in outcome.terms]
-            coefficients = [coefficient for _, coefficient in outcome.terms]
-            ops.decode(
-                payloads,
-                coefficients,
-                [gradients],
-                0,
-                gradients.numel(),
-                slot.layout.run_elements,
-                self._wire.name,
-                self._wire.block_size,
-            )
+            outcome = pending.collect(gradients)
             slot.commit()
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
