@@ -181,7 +181,7 @@ class Pending:
                 break
             self._collect(landed, self._slot.terms_of(self._round, self._job.weights), out, impl)
         outcome = self.wait(None if timeout is None else max(remaining(), 0.0))
-        # One rank alone has nothing to wait for; nothing lands that is on a device.
+        # The last part; all of them on a device, and of one rank alone.
         self._collect(layout.num_runs, outcome.terms, out, impl)
         return outcome
 

@@ -118,7 +118,7 @@ struct Job {
     std::condition_variable changed;
     int64_t num_encoded = 0;                        // runs, or those whose encoding is enqueued
     std::vector<std::pair<int64_t, Mark>> fetched;  // staged: (end run, when it is in host memory)
-    int64_t num_landed = 0;  // runs of the result that are complete, in host memory alone
+    int64_t num_landed = 0;  // runs of the result that are complete before the vote; not staged
     bool is_encode_failed = false;
     bool is_done = false;
 
