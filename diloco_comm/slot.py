@@ -19,7 +19,7 @@ from .wire import Layout, WireFormat
 _CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 768 << 10), (24 << 20, 1536 << 10))
 _LARGE_CHUNK = 4 << 20
 _MANY_ELEMENTS = 16 << 20
-_CHUNK_OF_MANY = 16 << 20
+_CHUNK_OF_MANY = 8 << 20
 # On streams a chunk costs a few launches and the link is fast; not measured.
 _STREAM_CHUNK = 16 << 20
 
