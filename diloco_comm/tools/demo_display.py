@@ -150,9 +150,9 @@ def _results_table(results: Results) -> Table:
         "final\nloss",
         "sent a\nworker",
         "fewer\nbytes",
-        "wall\ntime",
-        "exposed\n",
-        "tok/s\n",
+        "wall\n(s)",
+        "exposed\n(s)",
+        "1000\ntok/s",
     ):
         table.add_column(title, justify="right", no_wrap=True)
     baseline = results.rows[BASELINE]
@@ -166,9 +166,9 @@ def _results_table(results: Results) -> Table:
             f"{result.final_loss:.3f}",
             megabytes(result.sent_bytes),
             "" if is_baseline else f"{ratio:,.0f}x",
-            f"{result.seconds:.1f} s",
-            f"{result.exposed_s:.1f} s",
-            f"{_tokens_per_second(result, settings):,.0f}",
+            f"{result.seconds:.1f}",
+            f"{result.exposed_s:.1f}",
+            f"{_tokens_per_second(result, settings) / 1e3:,.1f}",
         )
     return table
 

@@ -37,7 +37,7 @@ class Settings:
     """Settings common to all rows; every row starts from the same weights and data order."""
 
     num_replicas: int = 4
-    num_steps: int = 450
+    num_steps: int = 350
     sync_every: int = 50
     batch_size: int = 8
     inner_lr: float = 2e-3
@@ -87,4 +87,4 @@ class Settings:
 
 DEFAULT = Settings()
 # A short run needs a lower rate for its few outer steps to settle.
-QUICK = Settings(num_steps=150, batch_size=4, inner_lr=1e-3)
+QUICK = Settings(num_steps=100, batch_size=4, inner_lr=1e-3)
