@@ -200,8 +200,9 @@ class Rounds:
             gap=policy.gap_for(part.step_norm, part.largest_norm),
         )
         reading = self._norms.of_sent(part, self._squared_norm(part)) if self.norms else None
-        delay = 0 if kind == "flush" else policy.steps()
-        is_overlapped = delay > 0 or (policy.rounds > 0 and kind != "flush")
+        is_flush = kind == "flush"
+        delay = 0 if is_flush else policy.steps()
+        is_overlapped = not is_flush and (delay > 0 or policy.rounds > 0)
         with span("encode", part.index, number):
             pending = self._start(part, slot, header, is_overlapped)
         apply_step = -1 if policy.rounds else inner_step + delay

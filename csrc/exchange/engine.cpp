@@ -134,8 +134,9 @@ void Engine::encode_all(const JobPtr& job) {
     const bool is_staged = job->staging.has_value();
     // A caller that waits for the result sends what is encoded while it encodes the rest. One that
     // goes on to compute encodes everything first: there is time to send it, and whoever does would
-    // take this thread's core while it is held up.
-    const bool sends_early = is_staged || !job->is_overlapped;
+    // take this thread's core while it is held up. A device encodes by itself.
+    const bool is_urgent = !is_staged && !job->is_overlapped;
+    const bool sends_early = is_staged || is_urgent;
     // Little first, so that the peers hear of this job and the link has work; then enough for
     // every intra-op thread. A device is given whole chunks.
     constexpr int64_t kFirstElements = int64_t{1} << 18;
@@ -152,7 +153,7 @@ void Engine::encode_all(const JobPtr& job) {
     try {
         if (is_staged) begin_staging(*job);
         for (int64_t run = 0; run < layout.num_runs;) {
-            const bool is_first = run == 0 && sends_early && !is_staged;
+            const bool is_first = run == 0 && is_urgent;
             const int64_t num_runs = is_first ? num_runs_of(kFirstElements) : batch;
             const int64_t end_run = std::min(layout.num_runs, run + num_runs);
             const int64_t begin = layout.run_begin(run);
@@ -166,7 +167,7 @@ void Engine::encode_all(const JobPtr& job) {
                 is_submitted = true;
             }
             // Where cores are scarce, the threads that ship must not wait for all of this.
-            if (sends_early && !is_staged) sched_yield();
+            if (is_urgent) sched_yield();
         }
     } catch (...) {
         std::lock_guard<std::mutex> lock(job->mutex);
