@@ -59,8 +59,8 @@ std::shared_ptr<Plan> make_plan(int64_t num_elements, int64_t num_runs, int64_t 
     return plan;
 }
 
-// Waits at most `seconds` for `is_there`, which is asked under the job's mutex; whether it is. Holds
-// the GIL between slices, so that Ctrl-C ends the wait.
+// Waits at most `seconds` for `is_there`, which is asked under the job's mutex; whether it is.
+// Holds the GIL between slices, so that Ctrl-C ends the wait.
 template <class Condition>
 bool wait_for(Job& job, double seconds, Condition is_there) {
     const auto deadline = Clock::now() + from_seconds(seconds);
