@@ -85,8 +85,10 @@ def figures(seconds: Seconds) -> list[dict[str, Any]]:
     # A decode moves 5/8 of the bytes of a copy that stores past the caches, and no kernel is faster
     # than that; a copy with ordinary stores reads its target, too. Which of them the C library's
     # memcpy comes near to is for the reader to see.
-    cached = seconds.get("floor memcpy_cached", memcpy)
-    streamed = seconds.get("floor memcpy_stream", memcpy)
+    copies = {
+        "ordinary stores": "floor memcpy_cached",
+        "stores past the caches": "floor memcpy_stream",
+    }
     read = "of the two-stream read floor (%)"
     steps = "outer_step int8"
     bars: list[tuple] = [
@@ -98,14 +100,11 @@ def figures(seconds: Seconds) -> list[dict[str, Any]]:
          share("encode +feedback int8", "feedback"), 70, 85),
         (5, "decode int8, x time of memcpy",
          common.median_ratio(seconds["decode int8"], memcpy), 0.55, 0.48),
-        (5, "decode int8, x time of a copy with ordinary stores",
-         common.median_ratio(seconds["decode int8"], cached), None, None),
-        (5, "decode int8, x time of a copy past the caches",
-         common.median_ratio(seconds["decode int8"], streamed), None, None),
+        *((5, f"decode int8, x time of a copy with {stores}",
+           common.median_ratio(seconds["decode int8"], seconds[copy]), None, None)
+          for stores, copy in copies.items() if copy in seconds),
         (6, "reduce of 4 int8, x time of memcpy",
          common.median_ratio(seconds["reduce of 4 int8"], memcpy), 0.30, 0.20),
-        (6, "reduce of 4 int8, x time of a copy with ordinary stores",
-         common.median_ratio(seconds["reduce of 4 int8"], cached), None, None),
         (7, "outer_step int8, of its traffic (%)", share(steps, "outer_step"), 78, 90),
         (8, "encode int8, x faster than eager", times("eager encode", "encode int8"), 20, 25),
         (8, "encode int8, x faster than torch.compile", times("compile encode", "encode int8"),

@@ -198,7 +198,8 @@ void decode_cpu(TensorList payloads, c10::ArrayRef<double> coefficients, TensorL
     args.term_payloads = terms.payloads.data();
     args.coefficients = terms.coefficients.data();
     args.num_terms = terms.count;
-    args.is_large = end - begin >= kLargeElements;
+    // Also when it is decoded part by part.
+    args.is_large = view.num_elements() >= kLargeElements;
     parallel(begin, end, args.layout.block_size,
              [&](int64_t first, int64_t last) { codec::decode(args, first, last); });
     mark_written(outs);

@@ -80,7 +80,8 @@ class AllReduceWork:
 
         Raises:
             SyncError: Or one of its kinds; the tensor is as it was, an ``out`` is undefined.
-            TimeoutError: After ``timeout`` seconds; the exchange goes on.
+            TimeoutError: After ``timeout`` seconds, and perhaps the decoding of one part; the
+                exchange goes on, and the next call, too.
         """
         result = self._tensor if self._out is None else self._out
         try:

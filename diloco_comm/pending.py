@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -141,13 +142,15 @@ class Pending:
                 (after a SyncError at the vote some may have one; ``change_group`` settles it).
             TimeoutError: After ``timeout`` seconds; the exchange goes on.
         """
+        return self._wait_until(_deadline(timeout), timeout)
+
+    def _wait_until(self, deadline: float, timeout: float | None) -> Outcome:
         if self._error is not None:
             raise self._error
         if self._outcome is None:
             begin = time.perf_counter()
-            deadline = None if timeout is None else begin + timeout
-            while not self._job.wait(_LONG_S if deadline is None else timeout or 0.0):
-                if deadline is not None and time.perf_counter() >= deadline:
+            while not self._job.wait(_until(deadline)):
+                if time.perf_counter() >= deadline:
                     raise TimeoutError(f"the exchange was not done after {timeout} s")
             self._resolve(time.perf_counter() - begin)
         if self._error is not None:
@@ -170,19 +173,17 @@ class Pending:
             ReplicaMismatch, PeerLeft, NonFiniteError, SyncError, TimeoutError: As ``wait``; the
                 next call goes on after a timeout, with the same ``out``.
         """
-        begin, layout = time.perf_counter(), self.layout
-
-        def remaining() -> float:
-            return _LONG_S if timeout is None else timeout - (time.perf_counter() - begin)
-
-        while self._num_collected < layout.num_runs and isinstance(self._job, _C.Job):
-            landed = self._job.wait_landed(self._num_collected, remaining())
+        deadline, job = _deadline(timeout), self._job
+        while isinstance(job, _C.Job) and not job.is_done:
+            landed = job.wait_landed(self._num_collected, _until(deadline))
             if landed == self._num_collected:
                 break
-            self._collect(landed, self._slot.terms_of(self._round, self._job.weights), out, impl)
-        outcome = self.wait(None if timeout is None else max(remaining(), 0.0))
+            self._collect(landed, self._slot.terms_of(self._round, job.weights), out, impl)
+            if time.perf_counter() >= deadline:
+                break
+        outcome = self._wait_until(deadline, timeout)
         # The last part; all of them on a device, and of one rank alone.
-        self._collect(layout.num_runs, outcome.terms, out, impl)
+        self._collect(self.layout.num_runs, outcome.terms, out, impl)
         return outcome
 
     def _collect(self, num_runs: int, terms: Terms, out: Tensor, impl: str) -> None:
@@ -247,6 +248,15 @@ class Pending:
             received_bytes=counters.pop("received_bytes"),
             counters=counters,
         )
+
+
+def _deadline(timeout: float | None) -> float:
+    return inf if timeout is None else time.perf_counter() + timeout
+
+
+def _until(deadline: float) -> float:
+    """Seconds, as many as a C++ clock takes."""
+    return min(deadline - time.perf_counter(), _LONG_S)
 
 
 def _has_voted(job: _C.Job | StreamJob) -> bool:

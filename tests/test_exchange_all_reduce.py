@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,19 +79,20 @@ def test_all_reduce_of_a_strided_tensor(workers: Workers) -> None:
     workers(2).run(_non_contiguous)
 
 
-def _part_by_part(rank: int, world: int, num_chunks: int) -> None:
-    wire = WireFormat("int8", 64)
+def _part_by_part(rank: int, world: int, lanes: int) -> None:
+    num_chunks, weights = 24, [1.0, 3.0, 0.5][:world]
     count = 6400 * world * num_chunks - 17
     tensors = [values(3, r, count) for r in range(world)]
-    with Exchange.from_group(None, chunk_bytes=6600 * world, name="parts", window=1) as exchange:
-        slot = exchange.slot(count, wire)
+    options: dict[str, Any] = {"name": f"{lanes} lanes", "lanes": lanes, "window": lanes}
+    with Exchange.from_group(None, chunk_bytes=6600 * world, **options) as exchange:
+        slot = exchange.slot(count, WireFormat("int8", 64))
         assert slot.num_chunks == num_chunks
-        terms = reference.all_reduce([[t] for t in tensors], slot.layout, [1.0] * world)
+        terms = reference.all_reduce([[t] for t in tensors], slot.layout, weights)
         expected = torch.empty(count)
         reference.decode(*zip(*terms, strict=True), [expected], 0, count, *_form(slot.layout))
         # A chunk takes a tenth of a second or more.
         exchange.emulate_link(6400 * 8 / 1e8)
-        header = Header("all_reduce", layout_hash=count)
+        header = Header("all_reduce", layout_hash=count, weight=weights[rank])
         pending = exchange.start(slot, outer=None, params=[tensors[rank]], header=header)
         out = torch.full((count,), 7.0)
         while not pending.done() and out[0] == 7.0:
@@ -99,15 +101,18 @@ def _part_by_part(rank: int, world: int, num_chunks: int) -> None:
         arrived = int((out != 7.0).nonzero().max()) + 1
         assert not pending.done() and arrived < count
         assert torch.equal(out[:arrived], expected[:arrived])
+        with pytest.raises(TimeoutError, match=r"not done after 0\.001 s"):
+            pending.collect(out, timeout=0.001)
         outcome = pending.collect(out, timeout=60.0)
         assert torch.equal(out, expected)
         outcome.decode([out.zero_()])
         assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_mean_is_decoded_while_the_rest_arrives(workers: Workers, world: int) -> None:
-    workers(world).run(_part_by_part, 8)
+def test_a_mean_is_decoded_while_the_rest_arrives(workers: Workers, world: int, lanes: int) -> None:
+    workers(world).run(_part_by_part, lanes)
 
 
 def _concurrent(rank: int, world: int) -> None:
@@ -115,10 +120,16 @@ def _concurrent(rank: int, world: int) -> None:
     for _ in range(3):
         tensors = [values(i, rank, n) for i, n in enumerate(sizes)]
         works = [all_reduce(t, wire="fp32", async_op=True) for t in tensors]
+        means = [torch.empty_like(t) for t in tensors]
+        pairs = zip(tensors, means, strict=True)
+        into = [all_reduce(t, wire="fp32", async_op=True, out=out) for t, out in pairs]
         # Waiting in another order than starting is fine.
-        for work in reversed(works):
+        for work in (*reversed(into), *reversed(works)):
+            with contextlib.suppress(TimeoutError):
+                work.wait(0.0)
             work.wait(30)
             assert work.is_completed()
+        assert all(torch.equal(t, mean) for t, mean in zip(tensors, means, strict=True))
         for i, (n, tensor) in enumerate(zip(sizes, tensors, strict=True)):
             mean = torch.stack([values(i, r, n) for r in range(world)]).double().mean(0)
             assert torch.allclose(tensor.double(), mean, rtol=1e-6, atol=1e-6)

@@ -142,7 +142,8 @@ def reduced(rank: int, world: int, device: str, library: str) -> bool:
             diloco_comm.all_reduce(tensor, wire="int4", weight=rank + 1.0)
             work = diloco_comm.all_reduce(tensor, wire="fp16", async_op=True)
             work.wait()
-        results.append(tensor.cpu())
+            mean = diloco_comm.all_reduce(tensor, wire="int8", out=torch.empty_like(tensor))
+        results.append(torch.cat([tensor, mean]).cpu())
         diloco_comm.shutdown()
     return equal(results[:1], results[1:])
 

@@ -59,17 +59,17 @@ std::shared_ptr<Plan> make_plan(int64_t num_elements, int64_t num_runs, int64_t 
     return plan;
 }
 
-// Waits at most `seconds` for `is_there`, which is asked under the job's mutex; whether it is.
-// Holds the GIL between slices, so that Ctrl-C ends the wait.
+// Waits at most `seconds` for `is_there`, which is asked under the job's mutex when `changed` is
+// notified; whether it is. Holds the GIL between slices, so that Ctrl-C ends the wait.
 template <class Condition>
-bool wait_for(Job& job, double seconds, Condition is_there) {
+bool wait_for(Job& job, std::condition_variable& changed, double seconds, Condition is_there) {
     const auto deadline = Clock::now() + from_seconds(seconds);
     while (true) {
         {
             py::gil_scoped_release no_gil;
             std::unique_lock<std::mutex> lock(job.mutex);
             const auto slice = std::min(deadline, Clock::now() + milliseconds(100));
-            if (job.changed.wait_until(lock, slice, is_there)) return true;
+            if (changed.wait_until(lock, slice, is_there)) return true;
         }
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
         if (Clock::now() >= deadline) return false;
@@ -77,14 +77,14 @@ bool wait_for(Job& job, double seconds, Condition is_there) {
 }
 
 bool wait_job(Job& job, double seconds) {
-    return wait_for(job, seconds, [&] { return job.is_done; });
+    return wait_for(job, job.changed, seconds, [&] { return job.is_done; });
 }
 
 // Waits at most `seconds` until more than `runs` runs of the result are complete, or the job is
 // done; how many are.
 int64_t wait_landed(Job& job, int64_t runs, double seconds) {
     int64_t num_landed = runs;
-    wait_for(job, seconds, [&] {
+    wait_for(job, job.landed, seconds, [&] {
         num_landed = job.num_landed;
         return job.is_done || num_landed > runs;
     });

@@ -116,6 +116,7 @@ struct Job {
     // Progress, guarded by `mutex`.
     std::mutex mutex;
     std::condition_variable changed;
+    std::condition_variable landed;                 // or done
     int64_t num_encoded = 0;                        // runs, or those whose encoding is enqueued
     std::vector<std::pair<int64_t, Mark>> fetched;  // staged: (end run, when it is in host memory)
     int64_t num_landed = 0;  // runs of the result that are complete before the vote; not staged
@@ -125,7 +126,7 @@ struct Job {
     // Outcome, constant once is_done.
     std::optional<Failure> failure;
     std::vector<Header> headers;
-    std::vector<double> weights;  // normalised, rank order
+    std::vector<double> weights;  // normalised, rank order; constant once a run has landed
     std::vector<at::Tensor> blobs;
     std::map<std::string, double> seconds;
     double encode_seconds = 0.0;
@@ -153,7 +154,7 @@ struct Job {
             std::lock_guard<std::mutex> lock(mutex);
             num_landed = runs;
         }
-        changed.notify_all();
+        landed.notify_all();
     }
 
     // When a run that was announced is in host memory; null: it is. Holds the mutex.
@@ -171,6 +172,7 @@ struct Job {
             is_done = true;
         }
         changed.notify_all();
+        landed.notify_all();
     }
 };
 
