@@ -9,7 +9,8 @@ Importing touches no device and starts no thread.
 
 from __future__ import annotations
 
-from . import env
+# The operators first: they say what to do when the extension is missing.
+from . import env, ops  # noqa: F401
 from .collective import all_reduce, shutdown
 from .diloco import DiLoCo
 from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
