@@ -84,23 +84,33 @@ DILOCO_INLINE Vec::I dropped_bits(Vec::I r) {
     }
 }
 
-// The magnitude of a minifloat's code (wire/codes.h, wire/stochastic.h), not clamped.
-template <Format kFormat, bool kIsStochastic>
-DILOCO_INLINE Vec::I minifloat_magnitude(Vec::I magnitude, Vec::I r) {
+// The magnitude of the nearest code of a scaled minifloat (wire/codes.h) in the low byte of a lane;
+// what stands above it is no part of the code. |y| is added to a number that is so large that the
+// last bit of the sum is the step of the format's grid at y; the addition rounds to it, half to
+// even. The low bits of that number count the codes up to the power of two below y.
+template <Format kFormat>
+DILOCO_INLINE Vec::I nearest_magnitude(Vec::F y) {
+    using L = wire::MinifloatLayout<kFormat>;
+    constexpr uint32_t kCodesBelow = (0 - (L::kSmallestNormalBits >> L::kShift)) & 0xFF;
+    constexpr uint32_t kMagic = (static_cast<uint32_t>(L::kShift) << 23) + kCodesBelow;
+    const Vec::I power = Vec::max(Vec::and_(Vec::as_int(y), Vec::set(0x7F800000)),
+                                  Vec::set(static_cast<int32_t>(L::kSmallestNormalBits)));
+    const Vec::I large = Vec::add(Vec::add(power, Vec::set(static_cast<int32_t>(kMagic))),
+                                  Vec::shift_right<L::kShift>(power));
+    return Vec::as_int(Vec::add(Vec::as_float(magnitude_of(y)), Vec::as_float(large)));
+}
+
+// The magnitude of a minifloat's code, rounded with 16 random bits (wire/stochastic.h), not
+// clamped.
+template <Format kFormat>
+DILOCO_INLINE Vec::I stochastic_magnitude(Vec::I magnitude, Vec::I r) {
     using L = wire::MinifloatLayout<kFormat>;
     const Vec::F grid =
         Vec::mul(Vec::as_float(magnitude), Vec::set(wire::bits_float(L::kSubnormalScaleBits)));
-    Vec::I tiny, added;
-    if constexpr (kIsStochastic) {
-        tiny = Vec::round_down(Vec::add(grid, grid_uniform_of<L::kShift>(r)));
-        added = dropped_bits<L::kShift>(r);
-    } else {
-        tiny = Vec::round_even(grid);
-        const Vec::I lsb = Vec::and_(Vec::shift_right<L::kShift>(magnitude), Vec::set(1));
-        added = Vec::add(lsb, Vec::set((1 << (L::kShift - 1)) - 1));
-    }
-    const Vec::I normal = Vec::sub(Vec::shift_right<L::kShift>(Vec::add(magnitude, added)),
-                                   Vec::set(static_cast<int32_t>(L::kRebias)));
+    const Vec::I tiny = Vec::round_down(Vec::add(grid, grid_uniform_of<L::kShift>(r)));
+    const Vec::I sum = Vec::add(magnitude, dropped_bits<L::kShift>(r));
+    const Vec::I normal =
+        Vec::sub(Vec::shift_right<L::kShift>(sum), Vec::set(static_cast<int32_t>(L::kRebias)));
     const Vec::M is_tiny =
         Vec::less(magnitude, Vec::set(static_cast<int32_t>(L::kSmallestNormalBits)));
     return Vec::select(is_tiny, tiny, normal);
@@ -138,14 +148,19 @@ struct Rounding {
             return Vec::shift_right<16>(Vec::add(bits, kIsStochastic ? r : half));
         } else if constexpr (kFormat == Format::kFp16 && !kIsStochastic) {
             return Vec::to_half_bits(y);
+        } else if constexpr (kFormat == Format::kE3m0 && !kIsStochastic) {
+            const Vec::I magnitude = Vec::and_(nearest_magnitude<kFormat>(y), Vec::set(7));
+            return Vec::or_(magnitude, minifloat_sign<kFormat>(Vec::as_int(y), magnitude));
+        } else if constexpr (!kIsStochastic) {
+            // Nor here: the code never clips. Above its byte stays what is not stored.
+            const Vec::I sign = Vec::shift_right<24>(Vec::as_int(y));
+            return Vec::pick_bits(Vec::set(0x80), sign, nearest_magnitude<kFormat>(y));
         } else {
-            const Vec::I bits = Vec::as_int(y);
             const Vec::I absolute = magnitude_of(y);
-            Vec::I magnitude = minifloat_magnitude<kFormat, kIsStochastic>(absolute, r);
-            magnitude =
-                Vec::min(magnitude,
+            const Vec::I magnitude =
+                Vec::min(stochastic_magnitude<kFormat>(absolute, r),
                          Vec::set(static_cast<int32_t>(wire::MinifloatLayout<kFormat>::kLargest)));
-            return Vec::or_(magnitude, minifloat_sign<kFormat>(bits, magnitude));
+            return Vec::or_(magnitude, minifloat_sign<kFormat>(Vec::as_int(y), magnitude));
         }
     }
 

@@ -131,6 +131,10 @@ struct Vec {
     }
     static M less(I a, I b) { return _mm256_cmpgt_epi32(b, a); }
     static I select(M m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
+    // The bits of `yes` where `mask` has ones, of `no` elsewhere.
+    static I pick_bits(I mask, I yes, I no) {
+        return or_(and_(mask, yes), _mm256_andnot_si256(mask, no));
+    }
     static F zero_where(M m, F v) { return _mm256_andnot_ps(as_float(m), v); }
     static int count(M m) { return __builtin_popcount(_mm256_movemask_ps(as_float(m))); }
     static uint32_t largest(I v) {

@@ -111,6 +111,10 @@ struct Vec {
     }
     static M less(I a, I b) { return _mm512_cmplt_epi32_mask(a, b); }
     static I select(M m, I yes, I no) { return _mm512_mask_mov_epi32(no, m, yes); }
+    // The bits of `yes` where `mask` has ones, of `no` elsewhere.
+    static I pick_bits(I mask, I yes, I no) {
+        return _mm512_ternarylogic_epi32(mask, yes, no, 0xCA);
+    }
     static F zero_where(M m, F v) { return _mm512_maskz_mov_ps(static_cast<M>(~m), v); }
     static int count(M m) { return __builtin_popcount(m); }
     static uint32_t largest(I v) { return static_cast<uint32_t>(_mm512_reduce_max_epi32(v)); }
