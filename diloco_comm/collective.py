@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 import weakref
 from collections import OrderedDict
@@ -15,6 +17,7 @@ from torch import Tensor
 from .errors import SyncError
 from .exchange import DEFAULT_TIMEOUT, Exchange, Header, Pending, Slot
 from .fragments import is_served
+from .interrupts import held_back
 from .pending import Outcome, decode_terms
 from .wire import WireFormat, parse
 
@@ -23,33 +26,63 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_IDLE_SLOTS = 64
 
 
-class _GroupEngine:
-    """The exchange of one process group, and buffers for the sizes seen so far."""
+# Held for moments, while the dictionaries below or an engine's idle buffers change: never while a
+# peer is waited for. A signal's handler may call shutdown() meanwhile.
+_lock = threading.RLock()
 
-    def __init__(self, group: dist.ProcessGroup, lanes: int, timeout: timedelta | float) -> None:
-        self.exchange = Exchange.from_group(group, lanes=lanes, timeout=timeout)
+
+class _GroupEngine:
+    """The exchange of one process group, and buffers for the sizes seen so far.
+
+    Attributes:
+        turn: Held by the call that connects or starts an exchange, so that calls are numbered in
+            the order in which they are started.
+    """
+
+    def __init__(self) -> None:
+        self.turn = threading.RLock()
+        self.exchange: Exchange | None = None
         self.idle: OrderedDict[tuple[int, WireFormat, torch.device], list[Slot]] = OrderedDict()
         self.num_calls = 0
+        self.is_closed = False
 
-    def take(self, num_elements: int, wire: WireFormat, device: torch.device) -> Slot:
-        slots = self.idle.get((num_elements, wire, device))
-        return slots.pop() if slots else self.exchange.slot(num_elements, wire, device=device)
+    def connect(self, group: dist.ProcessGroup, lanes: int, timeout: timedelta | float) -> Exchange:
+        if self.exchange is None and not self.is_closed:
+            self.exchange = Exchange.from_group(group, lanes=lanes, timeout=timeout)
+        if self.exchange is None or self.is_closed:
+            self.close()
+            raise RuntimeError("all_reduce: shutdown() closed the engine of this group meanwhile")
+        return self.exchange
+
+    def take(
+        self, exchange: Exchange, num_elements: int, wire: WireFormat, device: torch.device
+    ) -> Slot:
+        with _lock:
+            slots = self.idle.get((num_elements, wire, device))
+            if slots:
+                return slots.pop()
+        return exchange.slot(num_elements, wire, device=device)
 
     def give_back(self, slot: Slot) -> None:
         key = (slot.num_elements, slot.wire, slot.device)
-        self.idle.setdefault(key, []).append(slot)
-        self.idle.move_to_end(key)
-        while sum(map(len, self.idle.values())) > _MAX_IDLE_SLOTS:
-            oldest = next(iter(self.idle))
-            self.idle[oldest].pop()
-            if not self.idle[oldest]:
-                del self.idle[oldest]
+        with _lock:
+            self.idle.setdefault(key, []).append(slot)
+            self.idle.move_to_end(key)
+            while sum(map(len, self.idle.values())) > _MAX_IDLE_SLOTS:
+                oldest = next(iter(self.idle))
+                self.idle[oldest].pop()
+                if not self.idle[oldest]:
+                    del self.idle[oldest]
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self.exchange is not None:
+            self.exchange.close()
 
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _GroupEngine]] = (
     weakref.WeakKeyDictionary()
 )
-_lock = threading.Lock()
 
 
 class AllReduceWork:
@@ -75,14 +108,19 @@ class AllReduceWork:
         """Whether ``wait()`` would not block."""
         return self._pending.done()
 
-    def wait(self, timeout: float | None = None) -> Tensor:
+    def wait(self, timeout: timedelta | float | None = None) -> Tensor:
         """Write the weighted mean into ``out``, or the tensor, and return it.
+
+        Args:
+            timeout: Seconds, or a timedelta; None waits as long as the exchange may take.
 
         Raises:
             SyncError: Or one of its kinds; the tensor is as it was, an ``out`` is undefined.
             TimeoutError: After ``timeout`` seconds, and perhaps the decoding of one part; the
                 exchange goes on, and the next call, too.
         """
+        if isinstance(timeout, timedelta):
+            timeout = timeout.total_seconds()
         result = self._tensor if self._out is None else self._out
         try:
             if self._is_applied or not result.numel():
@@ -112,7 +150,12 @@ class AllReduceWork:
 
         Args:
             out: Contiguous, with as many elements as the tensor; fp32, bf16 or fp16.
+
+        Raises:
+            RuntimeError: After ``wait()``, when another call may have the buffers.
         """
+        if self._is_given_back:
+            raise RuntimeError("sent() must be called before wait(), and it was called after it")
         if self._tensor.numel():
             decode_terms([(self._pending.payload, 1.0)], self._pending.layout, [out])
         return out
@@ -201,37 +244,60 @@ def all_reduce(
             the next call connect anew.
         NonFiniteError: If a rank's tensor holds NaN, Inf or values out of range; likewise.
     """
+    _check(tensor, is_written=out is None)
+    if out is not None:
+        _check_out(out, tensor)
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    wire = parse(wire, block_size)
+    weight, seed, lanes = (
+        _number("weight", weight),
+        _integer("seed", seed),
+        _integer("lanes", lanes),
+    )
+    group = _group_of(group)
+    with _lock:
+        engine = _engines.setdefault(group, {}).setdefault(lanes, _GroupEngine())
+    with engine.turn:
+        exchange = engine.connect(group, lanes, timeout)
+        slot = engine.take(exchange, max(tensor.numel(), 1), wire, tensor.device)
+        # An empty tensor takes part with one zero: the others must not wait for it.
+        source = tensor.detach() if tensor.numel() else torch.zeros(1, device=tensor.device)
+        header = Header(
+            "all_reduce", layout_hash=tensor.numel(), round=engine.num_calls + 1, weight=weight
+        )
+        # What was started is counted, also when Ctrl-C comes at that moment.
+        with held_back():
+            pending = _start(
+                exchange,
+                slot,
+                outer=None,
+                params=[source if _is_dense(source) else source.contiguous()],
+                header=header,
+                stochastic=rounding == "stochastic",
+                seed=seed,
+            )
+            engine.num_calls += 1
+    work = AllReduceWork(engine, slot, pending, tensor, out)
+    return work if async_op else work.wait()
+
+
+def _check(tensor: Tensor, is_written: bool) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"all_reduce takes a tensor, got a {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"all_reduce takes strided tensors, got one with layout {tensor.layout}")
     if tensor.dtype not in _DTYPES:
         raise TypeError(f"all_reduce takes fp32, bf16 and fp16 tensors, got {tensor.dtype}")
     if not is_served(tensor.device):
         raise TypeError(
             f"all_reduce takes tensors on a GPU or in CPU memory, got one on {tensor.device}"
         )
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
-    if out is not None:
-        _check_out(out, tensor)
-    wire = parse(wire, block_size)
-    with _lock:
-        engine = _engine_of(group, lanes, timeout)
-        slot = engine.take(max(tensor.numel(), 1), wire, tensor.device)
-        engine.num_calls += 1
-        # An empty tensor takes part with one zero: the others must not wait for it.
-        source = tensor.detach() if tensor.numel() else torch.zeros(1, device=tensor.device)
-        header = Header(
-            "all_reduce", layout_hash=tensor.numel(), round=engine.num_calls, weight=weight
+    if is_written and _is_expanded(tensor):
+        raise ValueError(
+            "all_reduce writes the mean into the tensor, whose elements must not share memory, got "
+            f"shape {tuple(tensor.shape)} with strides {tensor.stride()}: give out= or a clone"
         )
-        pending = _start(
-            engine,
-            slot,
-            outer=None,
-            params=[source if _is_dense(source) else source.contiguous()],
-            header=header,
-            stochastic=rounding == "stochastic",
-            seed=seed,
-        )
-    work = AllReduceWork(engine, slot, pending, tensor, out)
-    return work if async_op else work.wait()
 
 
 def _check_out(out: Tensor, tensor: Tensor) -> None:
@@ -246,12 +312,28 @@ def _check_out(out: Tensor, tensor: Tensor) -> None:
         raise ValueError(f"out must be contiguous, got strides {out.stride()}")
 
 
-def _start(engine: _GroupEngine, slot: Slot, **arguments: Any) -> Pending:
+def _number(name: str, value: Any) -> float:
     try:
-        return engine.exchange.start(slot, **arguments)
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0.0 <= number < math.inf:
+        raise ValueError(f"{name} must be a number that is not negative, got {value!r}")
+    return number
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _start(exchange: Exchange, slot: Slot, **arguments: Any) -> Pending:
+    try:
+        return exchange.start(slot, **arguments)
     except RuntimeError as error:
-        engine.give_back(slot)
-        if not engine.exchange.is_dead:
+        if not exchange.is_dead:
             raise
         raise SyncError(
             f"all_reduce: an earlier one of this group failed ({error}); call "
@@ -261,29 +343,39 @@ def _start(engine: _GroupEngine, slot: Slot, **arguments: Any) -> Pending:
 
 
 def shutdown(group: dist.ProcessGroup | None = None) -> None:
-    """Close the engines that ``all_reduce`` made: those of ``group``, or all."""
+    """Close the engines that ``all_reduce`` made: those of ``group``, or all.
+
+    Exchanges under way end with a SyncError, and a first call that is about to connect with a
+    RuntimeError.
+
+    Raises:
+        TypeError: For anything else than a process group.
+    """
     with _lock:
-        groups = list(_engines) if group is None else [group]
+        groups = list(_engines) if group is None else [_group_of(group)]
         engines = [engine for g in groups for engine in _engines.pop(g, {}).values()]
     for engine in engines:
-        engine.exchange.close()
+        engine.close()
 
 
-def _engine_of(
-    group: dist.ProcessGroup | None, lanes: int, timeout: timedelta | float
-) -> _GroupEngine:
+def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = dist.group.WORLD if group is None else group
     if group is None:
-        group = dist.group.WORLD
-        if group is None:
-            raise ValueError("all_reduce needs a group, or torch.distributed to be initialised")
-    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("all_reduce needs a group, or torch.distributed to be initialised")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not a member of the group")
-    by_lanes = _engines.setdefault(group, {})
-    if lanes not in by_lanes:
-        by_lanes[lanes] = _GroupEngine(group, lanes, timeout)
-    return by_lanes[lanes]
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a process group of torch.distributed, got {group!r}")
+    return group
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements in order are one piece of memory."""
     return tensor.is_contiguous()
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements share memory."""
+    return any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

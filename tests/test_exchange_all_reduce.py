@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from exchange_helpers import values
 from workers import Pool
 
-from diloco_comm import reference
+from diloco_comm import collective, reference
 from diloco_comm.collective import all_reduce, shutdown
-from diloco_comm.errors import NonFiniteError, ReplicaMismatch
+from diloco_comm.errors import NonFiniteError, ReplicaMismatch, SyncError
 from diloco_comm.exchange import Exchange, Header
 from diloco_comm.wire import Layout, WireFormat
 
@@ -22,9 +26,7 @@ Workers = Callable[[int], Pool]
 
 
 def _expected(tensors: list[torch.Tensor], weights: list[float], wire: WireFormat) -> torch.Tensor:
-    from diloco_comm.collective import _engines
-
-    (by_lanes,) = _engines.values()
+    (by_lanes,) = collective._engines.values()
     exchange = by_lanes[1].exchange
     slot = exchange.slot(tensors[0].numel(), wire)
     terms = reference.all_reduce([[t] for t in tensors], slot.layout, weights)
@@ -157,26 +159,130 @@ def _errors(rank: int, world: int) -> None:
         source = torch.tensor([float("nan") if rank else 1.0, 3.0])
         all_reduce(source, out=torch.ones(2))
     assert source[1] == 3.0
-    with pytest.raises(TypeError, match="out must be fp32, bf16 or fp16"):
-        all_reduce(tensor, out=tensor.double())
-    with pytest.raises(ValueError, match=r"the shape and device .* got \(4,"):
-        all_reduce(tensor, out=torch.ones(4))
-    with pytest.raises(ValueError, match=r"contiguous, got strides \(1, 2\)"):
-        all_reduce(torch.ones(2, 2), out=torch.ones(2, 2).t())
-    with pytest.raises(TypeError, match="int64"):
-        all_reduce(torch.ones(3, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"takes tensors .* CPU memory, got one on meta"):
-        all_reduce(torch.ones(3, device="meta"))
-    with pytest.raises(ValueError, match="unknown wire 'int7'"):
-        all_reduce(torch.ones(3), wire="int7")
-    with pytest.raises(ValueError, match="rounding"):
-        all_reduce(torch.ones(3), rounding="down")
     assert all_reduce(torch.ones(3), wire="fp32").tolist() == [1.0, 1.0, 1.0]
     shutdown()
 
 
 def test_errors_leave_the_engine_usable(workers: Workers) -> None:
     workers(2).run(_errors)
+
+
+# What to pass in place of a tensor of ones, or beside it; the error; a part of its sentence.
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ([1.0], {}, TypeError, "takes a tensor, got a list"),
+    (torch.ones(3, dtype=torch.int64), {}, TypeError, "int64"),
+    (torch.ones(3, device="meta"), {}, TypeError, r"takes tensors .* CPU memory, got one on meta"),
+    (torch.ones(3).to_sparse(), {}, TypeError, "takes strided tensors, got .*sparse_coo"),
+    (torch.ones(1).expand(3), {}, ValueError, r"not share memory, got shape \(3,\) with .*\(0,\)"),
+    (None, {"out": torch.ones(3).double()}, TypeError, "out must be fp32, bf16 or fp16"),
+    (None, {"out": torch.ones(4)}, ValueError, r"the shape and device .* got \(4,"),
+    (None, {"out": torch.ones(6)[::2]}, ValueError, r"contiguous, got strides \(2,\)"),
+    (None, {"wire": "int7"}, ValueError, "unknown wire 'int7'"),
+    (None, {"rounding": "down"}, ValueError, "rounding must be .* got 'down'"),
+    (None, {"weight": "abc"}, ValueError, "weight must be a number that is not .* got 'abc'"),
+    (None, {"weight": -1.0}, ValueError, "weight must be a number that is not negative, got -1.0"),
+    (None, {"weight": float("nan")}, ValueError, "weight must be a number .* got nan"),
+    (None, {"seed": "x", "rounding": "stochastic"}, TypeError, "seed must be an integer, got 'x'"),
+    (None, {"lanes": 1.5}, TypeError, "lanes must be an integer, got 1.5"),
+    (None, {"group": "int8"}, TypeError, "group must be a process group of .* got 'int8'"),
+]
+
+
+def _refused(rank: int, world: int) -> None:
+    """Refuse on one rank alone: the other must not notice."""
+    if rank == 0:
+        all_reduce(torch.ones(3))
+        for tensor, options, error, sentence in REFUSED:
+            with pytest.raises(error, match=sentence):
+                all_reduce(torch.ones(3) if tensor is None else tensor, **options)
+        with pytest.raises(TypeError, match=r"group must be a process group of .* got 3"):
+            shutdown(3)  # type: ignore[arg-type]
+    else:
+        all_reduce(torch.ones(3))
+    assert all_reduce(torch.ones(3), wire="fp32").tolist() == [1.0, 1.0, 1.0]
+    options = {"rounding": "stochastic", "seed": np.int64(3), "weight": np.float32(2)}
+    assert (
+        all_reduce(torch.ones(3), wire="bf16", lanes=np.int64(1), **options).tolist() == [1.0] * 3
+    )
+    # The source of a mean that goes elsewhere may be expanded.
+    mean = all_reduce(torch.ones(1).expand(3), out=torch.zeros(3), wire="fp32")
+    assert mean.tolist() == [1.0, 1.0, 1.0]
+    shutdown()
+
+
+def test_what_is_refused_is_not_counted(workers: Workers) -> None:
+    workers(2).run(_refused)
+
+
+def _after_wait(rank: int, world: int) -> None:
+    work = all_reduce(torch.ones(3), async_op=True)
+    sent = work.sent(torch.empty(3))
+    assert work.wait(timedelta(seconds=30)).allclose(sent)
+    with pytest.raises(RuntimeError, match=r"sent\(\) must be called before wait\(\)"):
+        work.sent(sent)
+    shutdown()
+
+
+def test_sent_is_of_this_call_or_refused(workers: Workers) -> None:
+    workers(2).run(_after_wait)
+
+
+def _crosswise(rank: int, world: int) -> list[float]:
+    """First calls of two groups: rank 0 begins with one, rank 1 ends with it."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    means = [torch.full((3,), float(rank)) for _ in groups]
+
+    def first_call(k: int) -> None:
+        all_reduce(means[k], groups[k], "fp32", timeout=30.0)
+
+    early = threading.Thread(target=first_call, args=(0,))
+    if rank == 0:
+        early.start()
+        while groups[0] not in collective._engines:
+            time.sleep(0.01)
+        time.sleep(0.2)
+    first_call(1)
+    if rank == 1:
+        early.start()
+    early.join()
+    shutdown()
+    return [mean[0].item() for mean in means]
+
+
+def test_a_first_call_of_a_group_does_not_wait_for_that_of_another(fresh_workers) -> None:
+    assert fresh_workers(2).run(_crosswise, timeout=30) == [[0.5, 0.5]] * 2
+
+
+def _closed_while_connecting(rank: int, world: int) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    errors: list[Exception] = []
+
+    def first_call() -> None:
+        try:
+            all_reduce(torch.ones(3), timeout=30.0)
+        except (RuntimeError, SyncError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=first_call)
+    if rank == 0:
+        thread.start()
+        while not collective._engines:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        shutdown()
+        store.set("closed", "")
+    else:
+        store.wait(["closed"])
+        thread.start()
+    thread.join()
+    shutdown()
+    return str(errors[0])
+
+
+def test_shutdown_does_not_wait_for_a_first_call(fresh_workers) -> None:
+    closed, left = fresh_workers(2).run(_closed_while_connecting, timeout=40)
+    assert closed == "all_reduce: shutdown() closed the engine of this group meanwhile"
+    assert "replica 0" in left
 
 
 def _subgroup(rank: int, world: int) -> None:
