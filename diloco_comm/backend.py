@@ -3,7 +3,7 @@
     import diloco_comm.backend
     dist.init_process_group("diloco")       # or "cpu:diloco"
 
-For code that cannot be edited: every ``all_reduce`` (sum or mean) of an fp32 tensor in CPU memory
+For a loop that cannot be edited: every ``all_reduce`` (sum or mean) of an fp32 tensor in CPU memory
 with ``DILOCO_COMM_BACKEND_MIN_BYTES`` or more travels as ``DILOCO_COMM_BACKEND_WIRE``; such are
 DDP's gradients. Everything else is handed to gloo, or NCCL for CUDA tensors, as it is. The result
 has the same bits on all ranks. Tensors with NaN or Inf are reduced exactly: they spread as usual.
@@ -11,6 +11,7 @@ has the same bits on all ranks. Tensors with NaN or Inf are reduced exactly: the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -146,8 +147,14 @@ class _Work(dist.Work):
     def __init__(self, future: torch.futures.Future[list[Tensor]]) -> None:
         super().__init__()
         self._future = future
+        self._is_done = threading.Event()
+        future.add_done_callback(lambda done: self._is_done.set())
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the tensor is written; DistBackendError after ``timeout``, if positive."""
+        limit = timeout.total_seconds() if timeout is not None else 0.0
+        if limit > 0 and not self._is_done.wait(limit):
+            raise dist.DistBackendError(f"all_reduce is not done after {limit} s")
         self._future.wait()
         return True
 

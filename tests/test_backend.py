@@ -314,6 +314,27 @@ def values_out_of_range(rank: int, world: int, address: tuple[str, int]) -> list
         ]
 
 
+def wait_for_a_late_peer(rank: int, world: int, address: tuple[str, int]) -> bool:
+    with group(rank, world, address, "late"):
+        dist.all_reduce(numbers(rank))  # the first one connects
+        tensor = torch.full((LARGE,), float(rank))
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["waited"])
+        work = dist.all_reduce(tensor, async_op=True)
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match=r"not done after 0\.05 s"):
+                work.wait(timedelta(milliseconds=50))
+            store.set("waited", "")
+        work.wait(timedelta(seconds=30))
+        return bool(tensor.allclose(torch.ones(()), rtol=0.01))
+
+
+def test_a_wait_has_its_timeout(pools: Callable[[int], Pool]) -> None:
+    pool = pools(2)
+    assert pool.run(wait_for_a_late_peer, pool.store) == [True, True]
+
+
 def test_nan_and_inf_spread_as_usual(pools: Callable[[int], Pool]) -> None:
     pool = pools(2)
     assert pool.run(values_out_of_range, pool.store) == [[True] * 4] * 2

@@ -19,7 +19,7 @@ from cli_helpers import check_misuse, help_examples, run_cli
 from workers import Pool
 from zygote import Job, Zygote
 
-from diloco_comm import SGD, DiLoCo
+from diloco_comm import SGD, DiLoCo, __version__
 
 CLI = [sys.executable, "-m", "diloco_comm.tools.cli"]
 
@@ -111,10 +111,16 @@ def test_taken_port_is_one_sentence() -> None:
         (["nothing"], "'nothing'"),
         (["store", "--colour"], "--colour"),
         (["store", "--port", "x"], "--port"),
+        (["store", "--port", "99999999"], "65535"),
     ],
 )
 def test_wrong_command_line_is_one_sentence(arguments: list[str], named: str) -> None:
     check_misuse(run_cli(*arguments), named)
+
+
+def test_version() -> None:
+    ended = run_cli("--version")
+    assert (ended.status, ended.out) == (0, f"{__version__}\n")
 
 
 @pytest.mark.parametrize("module", ["typer", "rich"])

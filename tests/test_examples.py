@@ -41,6 +41,19 @@ def test_train_plain_learns(num_replicas: int, tmp_path: Path) -> None:
     assert len(set(hashes)) == 1
 
 
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    readme = EXAMPLES.parent / "README.md"
+    (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(f"{example}print(diloco.outer_hash(), model.weight.std().item() < 0.1)\n")
+    with (tmp_path / "output").open("w+") as file:
+        preload = ranks.WITH_OPTIMIZER
+        run_workers([sys.executable, str(script)], 2, preload=preload, stdout=file.fileno())
+        file.seek(0)
+        lines = file.read().splitlines()
+    assert len(lines) == 2 and lines[0] == lines[1] and lines[0].endswith("True")
+
+
 def test_optimizers_fills_its_table(tmp_path: Path) -> None:
     output = run([sys.executable, str(EXAMPLES / "optimizers.py"), "--steps", "10"], tmp_path)
     header, *rows = output.splitlines()[:4]

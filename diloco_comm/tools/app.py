@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from .. import __version__
 from . import bench
 from .doctor_command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor_command import doctor
@@ -37,11 +38,28 @@ diloco-comm store --host 127.0.0.1 --port 29400
 """
 
 app = typer.Typer(
-    help="Low-communication training for PyTorch: DiLoCo and its relatives.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Low-communication training for PyTorch: DiLoCo and its relatives."""
+
+
 app.command(epilog=PLAN_EXAMPLES)(plan)
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.add_typer(profile, name="profile")
@@ -100,7 +118,9 @@ def demo(
 @app.command(epilog=STORE_EXAMPLES)
 def store(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 29400,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 29400,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
 ) -> None:
     """Host the store through which replicas meet, until Ctrl-C or SIGTERM.
