@@ -305,7 +305,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checked-out commit, with ``-dirty`` when tracked files differ; empty outside git."""
+    """The checked-out commit; empty outside git.
+
+    It ends in ``-dirty`` when tracked files differ, other than results of earlier runs.
+    """
     git = ["git", "-C", str(_ROOT)]
     try:
         # An environment may lie in somebody else's checkout.
@@ -313,7 +316,8 @@ def commit() -> str:
             [*git, "ls-files", "--error-unmatch", __file__], stderr=subprocess.DEVNULL
         )
         name = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        others = ["--", ".", ":!benchmarks/results"]
+        status = [*git, "status", "--porcelain", "--untracked-files=no", *others]
         return name + ("-dirty" if subprocess.check_output(status) else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
