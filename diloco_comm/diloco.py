@@ -37,7 +37,8 @@ class DiLoCo:
     Args:
         model: Where names and layers come from.
         optimizer: The inner optimizer, or several that together make one step. The parameters in
-            their groups that require gradients are exchanged; they are written in place only.
+            their groups that require gradients are exchanged; they are written in place only. With
+            ``attach=False`` anything that has ``param_groups``.
         sync_every: Inner steps between two sends of the same fragment (H).
         fragments: A number (1), ``"layers:3"``, ``"sequential:3"`` or lists of name patterns.
         offsets: 1-based inner step of each fragment's first send; default floor(H*(p+1)/P).
@@ -81,6 +82,7 @@ class DiLoCo:
 
     Raises:
         ValueError, TypeError: For arguments that cannot be.
+        RuntimeError: If the optimizer is attached to another DiLoCo that is not closed.
         ReplicaMismatch: On every replica, when models, arguments or (``init="check"``) weights
             differ between them.
     """
@@ -146,7 +148,7 @@ class DiLoCo:
         self._recorder = Recorder()
         self._is_swapped = False
 
-        optimizers = hookable(optimizer)
+        optimizers = hookable(optimizer, attach=attach)
         self._skipped = SkippedSteps(optimizers)
         self._hooks: StepHooks | None = None
         self._model, self._optimizers = model, optimizers
@@ -200,7 +202,7 @@ class DiLoCo:
             self.close()
             raise
         if attach:
-            self._hooks = StepHooks(optimizers, self.step)
+            self._hooks = StepHooks(optimizers, self._step)
 
     # ------------------------------------------------------------------------- attaching
 
@@ -258,9 +260,10 @@ class DiLoCo:
     def step(self) -> None:
         """Count one inner step, send what is due and apply what has arrived.
 
-        Called by the optimizer's hook, or by the user with ``attach=False``.
+        For the user with ``attach=False``; else each step of the optimizer does it.
 
         Raises:
+            RuntimeError: The optimizer's steps are counted already.
             SyncError: An exchange failed and nothing of it was applied; other fragments that were
                 due and did not fail are applied. ``change_group`` goes on with the replicas that
                 are left; after a NonFiniteError training may simply go on.
@@ -269,6 +272,14 @@ class DiLoCo:
                 the next call does it. While results are waited for it comes at once, and they are
                 applied by the next call. A second Ctrl-C breaks in, and only ``close`` is left.
         """
+        if self._hooks is not None:
+            raise RuntimeError(
+                "each step of the optimizer is counted already: leave out diloco.step(), or "
+                "construct DiLoCo with attach=False"
+            )
+        self._step()
+
+    def _step(self) -> None:
         self._refuse_if_unfit()
         self._rounds.whole.has_begun = is_done = False
         self.inner_step += 1
@@ -514,6 +525,7 @@ class DiLoCo:
         """Tell the peers, end the engine's threads and take the hooks off; idempotent."""
         if self._hooks is not None:
             self._hooks.remove()
+            self._hooks = None
         self.exchange.inner_step = self.inner_step
         self.exchange.close()
         if self._workmates is not None:

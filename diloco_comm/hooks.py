@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,21 +11,34 @@ import torch
 from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
+# A copy of an optimizer has no hooks, and is none of these.
+_attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def hookable(optimizer: Any) -> list[Optimizer]:
+def hookable(optimizer: Any, *, attach: bool = True) -> list[Optimizer]:
     """Return the real optimizers inside what the user gave: one, a wrapper, or a sequence.
 
+    Args:
+        attach: Whether their steps will be hooked; otherwise ``param_groups`` are enough.
+
     Raises:
-        TypeError: If something in it has no post-step hook.
+        TypeError: If something in it has no post-step hook, or no ``param_groups``.
+        RuntimeError: If one of them is hooked already.
     """
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not given:
         raise TypeError("optimizer is an empty list: at least one is needed")
-    return [_unwrap(item) for item in given]
+    found = [_unwrap(item, attach) for item in given]
+    for item in found:
+        if any(item is other for other in _attached):
+            raise RuntimeError(
+                f"this {type(item).__name__} is attached to a DiLoCo that is not closed, and its "
+                "steps would count twice: close() that one first"
+            )
+    return found
 
 
-def _unwrap(optimizer: Any) -> Optimizer:
+def _unwrap(optimizer: Any, attach: bool) -> Optimizer:
     """Follow ``.optimizer`` until something really was initialised as a torch Optimizer."""
     inner, seen = optimizer, set()
     while id(inner) not in seen:
@@ -33,10 +47,14 @@ def _unwrap(optimizer: Any) -> Optimizer:
         if isinstance(inner, Optimizer) and hasattr(inner, "_optimizer_step_post_hooks"):
             return inner
         inner = getattr(inner, "optimizer", inner)
-    raise TypeError(
-        f"cannot hook the step of a {type(optimizer).__name__}: give the torch.optim.Optimizer "
-        "inside it as optimizer=, or use attach=False and call diloco.step() after each step"
-    )
+    if attach:
+        raise TypeError(
+            f"cannot hook the step of a {type(optimizer).__name__}: give the torch.optim.Optimizer "
+            "inside it as optimizer=, or use attach=False and call diloco.step() after each step"
+        )
+    if not hasattr(inner, "param_groups"):
+        raise TypeError(f"optimizer must have param_groups, got a {type(optimizer).__name__}")
+    return inner
 
 
 class StepHooks:
@@ -50,10 +68,12 @@ class StepHooks:
         self._on_step = on_step
         self._all = set(range(len(optimizers)))
         self._stepped: set[int] = set()
+        self._optimizers = optimizers
         self._handles = [
             optimizer.register_step_post_hook(self._make_hook(index))
             for index, optimizer in enumerate(optimizers)
         ]
+        _attached.update(optimizers)
 
     def _make_hook(self, index: int) -> Callable[..., None]:
         @torch.compiler.disable
@@ -77,6 +97,8 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        _attached.difference_update(self._optimizers)
+        self._optimizers = ()
 
 
 class SkippedSteps:
@@ -95,7 +117,7 @@ class SkippedSteps:
     def observe(self) -> None:
         """Look at the counter of a parameter that had a gradient in this logical step."""
         for optimizer in self._optimizers:
-            for param, state in optimizer.state.items():
+            for param, state in getattr(optimizer, "state", {}).items():
                 now = _counter(state)
                 if now is None or getattr(param, "grad", None) is None:
                     continue

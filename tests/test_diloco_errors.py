@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 import time
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -268,6 +270,52 @@ def test_wrapped_optimizers_are_found() -> None:
 def test_an_optimizer_that_cannot_be_hooked(optimizer: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot hook the step of a .*attach=False"):
         DiLoCo(Regression(), optimizer, sync_every=1)
+
+
+class GroupsAlone(Unhookable):
+    """Has parameters, and no step that could be hooked."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.param_groups = [{"params": list(params)}]
+
+
+def test_without_a_hook_an_optimizer_needs_nothing_but_its_parameters() -> None:
+    model = Regression()
+    for optimizer in (GroupsAlone(model.parameters()), Wrapper(GroupsAlone(model.parameters()))):
+        with DiLoCo(model, optimizer, sync_every=1, attach=False) as diloco:
+            diloco.step()
+            assert diloco.totals().num_syncs == 1
+    with pytest.raises(TypeError, match="optimizer must have param_groups, got a Unhookable"):
+        DiLoCo(model, Unhookable(), sync_every=1, attach=False)
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_an_optimizer_is_attached_once(is_attached: bool) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with DiLoCo(model, Wrapper(optimizer), sync_every=1) as first:
+        with pytest.raises(RuntimeError, match=r"this SGD is attached to a DiLoCo .* close\(\)"):
+            DiLoCo(model, optimizer, sync_every=1, attach=is_attached)
+        train_step(model, optimizer, 0, 0)
+        assert first.totals().num_syncs == 1
+        twin = copy.deepcopy((model, optimizer))
+        with DiLoCo(*twin, sync_every=1) as other:
+            train_step(*twin, 0, 0)
+            assert other.inner_step == 1 == first.inner_step
+    with pytest.raises(ValueError, match="impl"):
+        DiLoCo(model, optimizer, sync_every=1, impl="mmx")
+    with DiLoCo(model, optimizer, sync_every=1) as second:
+        train_step(model, optimizer, 0, 1)
+        assert second.inner_step == 1
+
+
+def test_a_step_is_not_counted_by_hand_too() -> None:
+    model, optimizer, diloco = attach(sync_every=1)
+    with diloco:
+        train_step(model, optimizer, 0, 0)
+        with pytest.raises(RuntimeError, match=r"counted already: .*attach=False"):
+            diloco.step()
+        assert diloco.inner_step == 1
 
 
 @pytest.mark.parametrize(
