@@ -146,7 +146,7 @@ class DiLoCo:
         self.settings = merge(given, config)
         self.inner_step = 0
         self._recorder = Recorder()
-        self._is_swapped = False
+        self._is_swapped = self._is_closed = False
 
         optimizers = hookable(optimizer, attach=attach)
         self._skipped = SkippedSteps(optimizers)
@@ -263,7 +263,7 @@ class DiLoCo:
         For the user with ``attach=False``; else each step of the optimizer does it.
 
         Raises:
-            RuntimeError: The optimizer's steps are counted already.
+            RuntimeError: The optimizer's steps are counted already, or this DiLoCo is closed.
             SyncError: An exchange failed and nothing of it was applied; other fragments that were
                 due and did not fail are applied. ``change_group`` goes on with the replicas that
                 are left; after a NonFiniteError training may simply go on.
@@ -272,7 +272,7 @@ class DiLoCo:
                 the next call does it. While results are waited for it comes at once, and they are
                 applied by the next call. A second Ctrl-C breaks in, and only ``close`` is left.
         """
-        if self._hooks is not None:
+        if self._hooks is not None and not self._is_closed:
             raise RuntimeError(
                 "each step of the optimizer is counted already: leave out diloco.step(), or "
                 "construct DiLoCo with attach=False"
@@ -280,13 +280,14 @@ class DiLoCo:
         self._step()
 
     def _step(self) -> None:
+        self._refuse_if_alone()
         self._refuse_if_unfit()
         self._rounds.whole.has_begun = is_done = False
         self.inner_step += 1
         try:
             self._skipped.observe()
             due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
-            with self._together(self._written(), is_idle=not due):
+            with self._recorder.telling(), self._together(self._written(), is_idle=not due):
                 if due:
                     self._refuse_new_parameters()
                 due = [part for part in due if part.slot is not None]
@@ -329,15 +330,32 @@ class DiLoCo:
 
         Afterwards outer and local parameters are identical on all replicas. A fragment that no
         replica has trained since its last send is left alone.
+
+        Raises:
+            SyncError: As ``step``.
         """
+        self._refuse_if_alone()
         self._refuse_if_unfit()
-        with self._together(self.parts):
+        with self._recorder.telling(), self._together(self.parts):
             self._rounds.flush(self.inner_step, self._skipped.count)
 
     def _refuse_new_parameters(self) -> None:
         """Raise if the optimizers train what was not there, or frozen, when this was attached."""
         known = {id(p) for part in self._parameter_parts() for p in part.fragment.params}
         refuse_new_parameters(self._model, self._optimizers, known)
+
+    def _settle_verdicts(self) -> None:
+        with self._recorder.telling():
+            self._rounds.settle_verdicts(self.inner_step)
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this DiLoCo is closed")
+
+    def _refuse_if_alone(self) -> None:
+        """Raise if the other replicas, or workers, may not do the same now."""
+        self._refuse_if_closed()
+        self._recorder.refuse_if_telling()
 
     def _refuse_if_unfit(self) -> None:
         self._rounds.whole.refuse_if_broken()
@@ -353,8 +371,10 @@ class DiLoCo:
         Args:
             consensus: Take their mean over the replicas, see ``consensus()``; a collective call.
         """
+        if consensus or self._shard_group is not None:
+            self._refuse_if_alone()
         self._refuse_if_unfit()
-        self._rounds.settle_verdicts(self.inner_step)
+        self._settle_verdicts()
         parts = self._parameter_parts()
         outers = [part.outer for part in parts]
         if consensus:
@@ -383,7 +403,8 @@ class DiLoCo:
         Raises:
             SyncError: If the group fails.
         """
-        self._rounds.settle_verdicts(self.inner_step)
+        self._refuse_if_alone()
+        self._settle_verdicts()
         return consensus.mean_state(self.exchange, self.parts, self.impl)
 
     def outer_hash(self) -> str:
@@ -410,7 +431,21 @@ class DiLoCo:
         return self._recorder.totals
 
     def on_sync(self, callback: Callable[[SyncMetrics], None]) -> None:
-        """Call ``callback`` after every exchange, applied or skipped."""
+        """Call ``callback`` after every exchange, applied or skipped.
+
+        It is called when a step, or another method here, has done all its work: it may read the
+        metrics, save ``state_dict()`` and look at ``outer_parameters()``. What needs the other
+        replicas (``step``, ``flush``, ``consensus``, ``change_group``; with ``shard_group`` also
+        ``state_dict`` and ``outer_parameters``) it cannot call: a RuntimeError.
+
+        An error that it raises comes out of that method, after the other callbacks have been
+        called; what was exchanged stays applied.
+
+        Raises:
+            TypeError: If it is not a function.
+        """
+        if not callable(callback):
+            raise TypeError(f"on_sync takes a function of a SyncMetrics, got {callback!r}")
         self._recorder.callbacks.append(callback)
 
     # ------------------------------------------------------------------- saving, resuming
@@ -431,8 +466,10 @@ class DiLoCo:
         Args:
             shared: Refuse if something differs between replicas, for a save by one of them alone.
         """
+        if self._shard_group is not None:
+            self._refuse_if_alone()
         self._rounds.whole.refuse_if_broken()
-        self._rounds.settle_verdicts(self.inner_step)
+        self._settle_verdicts()
         return saved_state.collect(
             self.parts, self._scope(), inner_step=self.inner_step, shared=shared
         )
@@ -460,10 +497,12 @@ class DiLoCo:
         Raises:
             ValueError: If the state was saved with another model, schedule or set of fragments, or
                 lacks something; nothing is changed.
+            RuntimeError: Inside ``outer_parameters()``, or after ``close()``.
         """
-        self._rounds.whole.refuse_if_broken()
+        self._refuse_if_closed()
+        self._refuse_if_unfit()
         write = loading.restore(self.parts, state_dict, self._scope(), strict=strict)
-        with self._rounds.whole():
+        with self._recorder.telling(), self._rounds.whole():
             self._rounds.drop()
             self.inner_step = write()
             self._saved_writes = {}
@@ -488,8 +527,9 @@ class DiLoCo:
         Raises:
             SyncError: If the members did not all come, or are more than one round apart.
         """
+        self._refuse_if_alone()
         self._refuse_if_unfit()
-        with self._together(self.parts):
+        with self._recorder.telling(), self._together(self.parts):
             with suppress(SyncError):
                 self._rounds.settle_verdicts(self.inner_step)
             last_rounds = {part.index: part.round - 1 for part in self.parts}
@@ -522,16 +562,20 @@ class DiLoCo:
         )
 
     def close(self) -> None:
-        """Tell the peers, end the engine's threads and take the hooks off; idempotent."""
+        """Tell the peers, end the engine's threads and take the hooks off; idempotent.
+
+        What this replica has may still be looked at: parameters, metrics, ``state_dict``.
+        """
+        self._is_closed = True
         if self._hooks is not None:
             self._hooks.remove()
-            self._hooks = None
         self.exchange.inner_step = self.inner_step
         self.exchange.close()
         if self._workmates is not None:
             self._workmates.close()
 
     def __enter__(self) -> DiLoCo:
+        self._refuse_if_closed()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 NUM_KEPT = 4096
@@ -90,10 +91,55 @@ class Recorder:
         self.latest: deque[SyncMetrics] = deque(maxlen=NUM_KEPT)
         self.totals = SyncTotals()
         self.callbacks: list[Callable[[SyncMetrics], None]] = []
+        self._untold: deque[SyncMetrics] = deque()
+        self._is_telling = False
 
     def add(self, metrics: SyncMetrics) -> None:
         """Take in one exchange, applied or skipped."""
         self.latest.append(metrics)
         self.totals.add(metrics)
-        for callback in self.callbacks:
-            callback(metrics)
+        self._untold.append(metrics)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Call the callbacks after the block, when this replica's state is consistent again.
+
+        The first error of theirs is raised when all have been called, or is the cause of the
+        block's own. After an interrupt, the next such block calls them.
+        """
+        try:
+            yield
+        except Exception as failure:
+            error = self._tell()
+            if error is not None:
+                raise failure from error
+            raise
+        error = self._tell()
+        if error is not None:
+            raise error
+
+    def _tell(self) -> Exception | None:
+        """Call the callbacks; what ends while one of them runs is told after it."""
+        first: Exception | None = None
+        if self._is_telling:
+            return first
+        self._is_telling = True
+        try:
+            while self._untold:
+                metrics = self._untold.popleft()
+                for callback in list(self.callbacks):
+                    try:
+                        callback(metrics)
+                    except Exception as error:
+                        first = first or error
+        finally:
+            self._is_telling = False
+        return first
+
+    def refuse_if_telling(self) -> None:
+        """Raise RuntimeError inside a callback."""
+        if self._is_telling:
+            raise RuntimeError(
+                "an on_sync callback cannot call what needs the other replicas, which may call "
+                "theirs at another step: do it in the training loop"
+            )

@@ -261,7 +261,7 @@ class Rounds:
                 try:
                     self._arrive(part, flight, arrival, inner_step, exposed_s)
                 except Exception as error:
-                    # What a callback or a warning filter raises costs no other part its round.
+                    # What a warning filter raises costs no other part its round.
                     first = first or error
         if first is not None:
             raise first

@@ -6,7 +6,7 @@ import copy
 import socket
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -316,6 +316,51 @@ def test_a_step_is_not_counted_by_hand_too() -> None:
         with pytest.raises(RuntimeError, match=r"counted already: .*attach=False"):
             diloco.step()
         assert diloco.inner_step == 1
+
+
+CLOSED: dict[str, Callable[[DiLoCo], Any]] = {
+    "with": lambda diloco: diloco.__enter__(),
+    "step": lambda diloco: diloco.step(),
+    "flush": lambda diloco: diloco.flush(),
+    "consensus": lambda diloco: diloco.consensus(),
+    "change_group": lambda diloco: diloco.change_group([0]),
+    "load": lambda diloco: diloco.load_state_dict(diloco.state_dict()),
+}
+
+
+@pytest.mark.parametrize("call", CLOSED)
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_what_is_closed_cannot_be_used(call: str, is_attached: bool) -> None:
+    diloco = attach(attach=is_attached)[2]
+    diloco.close()
+    with pytest.raises(RuntimeError, match=r"^this DiLoCo is closed$") as info:
+        CLOSED[call](diloco)
+    assert type(info.value) is RuntimeError
+
+
+def test_what_is_closed_can_be_looked_at() -> None:
+    model, optimizer, diloco = attach(sync_every=1)
+    train_step(model, optimizer, 0, 0)
+    diloco.close()
+    diloco.close()
+    with diloco.outer_parameters():
+        assert diloco.outer_hash() and diloco.config() and diloco.state_dict()["inner_step"] == 1
+    assert len(diloco.metrics()) == diloco.totals().num_syncs == 1
+
+
+def test_no_state_is_loaded_while_the_model_holds_the_outer_parameters() -> None:
+    model, optimizer, diloco = attach(sync_every=2)
+    with diloco:
+        train_step(model, optimizer, 0, 0)
+        state = copy.deepcopy(diloco.state_dict())
+        with diloco.outer_parameters(), pytest.raises(RuntimeError, match="leave outer_parameters"):
+            diloco.load_state_dict(state)
+        diloco.load_state_dict(state)
+
+
+def test_what_cannot_be_called_is_no_callback() -> None:
+    with attach()[2] as diloco, pytest.raises(TypeError, match=r"on_sync takes .* got 3"):
+        diloco.on_sync(3)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,17 @@ from problems import Regression, equal, parameters_of, train_step
 from torch import nn
 
 import diloco_comm
-from diloco_comm import DiLoCo, Nesterov, NonFiniteError, PeerLeft, SyncError, collective
+from diloco_comm import (
+    Blocking,
+    DiLoCo,
+    Eager,
+    Nesterov,
+    NonFiniteError,
+    PeerLeft,
+    Streaming,
+    SyncError,
+    collective,
+)
 from diloco_comm.exchange import Pending
 
 
@@ -58,7 +68,29 @@ def test_the_other_fragments_of_a_failed_step_are_applied(bad: int, workers) -> 
     assert first[:-1] == (bad, rounds, [0, 0, 0], 2, [r + 1 for r in rounds], True)
 
 
-def callback_raises(rank: int, world: int) -> tuple[list[int], bool]:
+def callback_raises(rank: int, world: int) -> tuple[list[int], bool, list[int]]:
+    model, optimizer, diloco = attach(fragments=2, offsets=[2, 2])
+    told = []
+
+    def refuse(metrics: Any) -> None:
+        raise LookupError(f"fragment {metrics.fragment}")
+
+    with diloco:
+        diloco.on_sync(refuse)
+        diloco.on_sync(lambda metrics: told.append(metrics.fragment))
+        train_step(model, optimizer, rank, 0)
+        with pytest.raises(LookupError, match="fragment 0"):
+            train_step(model, optimizer, rank, 1)
+        local = parameters_of(model)
+        with diloco.outer_parameters():
+            return [part.round for part in diloco.parts], equal(local, parameters_of(model)), told
+
+
+def test_a_callback_that_raises_keeps_nothing_from_being_applied_and_told(workers) -> None:
+    assert workers(2).run(callback_raises) == [([1, 1], True, [0, 1])] * 2
+
+
+def callback_raises_beside_a_failure(rank: int, world: int) -> tuple[int, str]:
     model, optimizer, diloco = attach(fragments=2, offsets=[2, 2])
 
     def refuse(metrics: Any) -> None:
@@ -67,15 +99,60 @@ def callback_raises(rank: int, world: int) -> tuple[list[int], bool]:
     with diloco:
         diloco.on_sync(refuse)
         train_step(model, optimizer, rank, 0)
-        with pytest.raises(LookupError, match="fragment 0"):
-            train_step(model, optimizer, rank, 1)
-        local = parameters_of(model)
+        diloco.parts[0].tensors()[0].fill_(math.nan)
+        with pytest.raises(NonFiniteError) as info:
+            optimizer.step()
+        return info.value.fragment, str(info.value.__cause__)
+
+
+def test_a_round_that_failed_says_more_than_a_callback(workers) -> None:
+    assert workers(2).run(callback_raises_beside_a_failure) == [(0, "fragment 1")] * 2
+
+
+# A round is applied in its own step, in a later one, or inside flush().
+@pytest.mark.parametrize("overlap", [Blocking(), Streaming(1, 0.5), Eager()])
+def test_a_callback_may_look_at_everything(overlap: Any) -> None:
+    model, optimizer, diloco = attach(sync_every=2, fragments=2, overlap=overlap)
+    seen = []
+
+    def look(metrics: Any) -> None:
+        local, hashed = parameters_of(model), diloco.outer_hash()
+        state = diloco.state_dict()
         with diloco.outer_parameters():
-            return [part.round for part in diloco.parts], equal(local, parameters_of(model))
+            assert state["inner_step"] == diloco.inner_step
+        assert equal(local, parameters_of(model)) and hashed == diloco.outer_hash()
+        seen.append(metrics)
+
+    with diloco:
+        diloco.on_sync(look)
+        for step in range(5):
+            train_step(model, optimizer, 0, step)
+        diloco.flush()
+        assert seen == diloco.metrics() and len(seen) >= 5
 
 
-def test_a_callback_that_raises_does_not_keep_a_fragment_from_being_applied(workers) -> None:
-    assert workers(2).run(callback_raises) == [([1, 1], True)] * 2
+@pytest.mark.parametrize("call", ["step", "flush", "consensus", "change_group", "optimizer"])
+def test_a_callback_cannot_do_what_needs_the_others(call: str) -> None:
+    model, optimizer, diloco = attach(sync_every=1, attach=call != "step")
+    calls = {"change_group": lambda: diloco.change_group([0]), "optimizer": optimizer.step}
+    act = calls.get(call) or getattr(diloco, call)
+    diloco.on_sync(lambda metrics: act())
+    with diloco:
+        train = train_step if call != "step" else lambda *arguments: diloco.step()
+        with pytest.raises(RuntimeError, match="an on_sync callback cannot call"):
+            train(model, optimizer, 0, 0)
+        diloco._recorder.callbacks.clear()
+        train(model, optimizer, 0, 1)
+        diloco.flush()
+        assert [m.round for m in diloco.metrics()] == [0, 1]
+
+
+def test_a_callback_may_close() -> None:
+    model, optimizer, diloco = attach(sync_every=1)
+    diloco.on_sync(lambda metrics: diloco.close())
+    for step in range(3):
+        train_step(model, optimizer, 0, step)
+    assert diloco.inner_step == 1
 
 
 def test_an_interrupted_wait_keeps_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
