@@ -209,7 +209,7 @@ class DiLoCo:
     def _start(self, model: nn.Module, group: dist.ProcessGroup | None, init: str) -> None:
         if group is not None:
             handshake.warn_if_spans_replicas(model, group)
-        self._agree()
+        self._agree(init)
         named = {name: tensor for part in self.parts for name, tensor in part.named().items()}
         if init == "check":
             handshake.check_same_weights(self.exchange, named)
@@ -232,9 +232,13 @@ class DiLoCo:
             for part in self._parameter_parts():
                 part.count([next(is_counted) for _ in part.fragment.params])
 
-    def _agree(self) -> None:
+    def _agree(self, init: str) -> None:
         """Compare model and settings with the other replicas."""
-        shown = {"number of fragments": self._plan.num_fragments, **self.settings.shared()}
+        shown = {
+            "number of fragments": self._plan.num_fragments,
+            **self.settings.shared(),
+            "init": init,
+        }
         if self.exchange.joined:
             # It may have been assigned since the start; the joiner is given the present one.
             shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
@@ -543,7 +547,7 @@ class DiLoCo:
             if not self.exchange.joined:
                 self._fix_weight()
             if self.exchange.joined:
-                self._agree()
+                self._agree("join")
                 self._share_state()
 
     def _turn_back(self, inner_step: int) -> None:

@@ -190,9 +190,11 @@ def agree(
 
 def _model_difference(first: int, ours: list[str], second: int, theirs: list[str]) -> str:
     if len(ours) != len(theirs):
+        has_buffers = any(line.startswith("buffer ") for line in [*ours, *theirs])
         return (
-            f"the model differs between replicas: {len(ours)} parameters on replica {first}, "
-            f"{len(theirs)} on replica {second}"
+            f"the model differs between replicas: {len(ours)} parameters"
+            f"{' and averaged buffers' * has_buffers} on replica {first}, {len(theirs)} on replica "
+            f"{second}"
         )
     a, b = next((a, b) for a, b in zip(ours, theirs, strict=True) if a != b)
     return (

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from .slot import Slot
 
 Kind = Literal["sync", "flush", "all_reduce"]
+# From which call of the user's they come, where replicas that have attached differ in the kind.
+_CALLS = {"exchange_objects": "start of flush", "all_reduce": "consensus"}
 
 
 @dataclass
@@ -64,8 +66,12 @@ def from_native(native: _C.Header | Header) -> Header:
 
 def error_from(failure: _C.Failure, header: Header | None = None) -> SyncError:
     """Make the exception that a failed job stands for."""
+    message = failure.message
+    if "kind differs" in message:
+        for kind, call in _CALLS.items():
+            message = message.replace(kind, call)
     error = ERRORS[failure.kind](
-        failure.message,
+        message,
         fragment=-1 if header is None or header.kind == "all_reduce" else header.fragment,
         round=-1 if header is None or header.kind == "all_reduce" else header.round,
         stage=failure.stage,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import socket
 import time
 import warnings
@@ -40,6 +41,10 @@ def attach_differently(rank: int, world: int, choices: list[dict[str, Any]]) -> 
         (
             [{"fragments": 2}, {"fragments": 3}],
             "number of fragments differs between replicas: 2 on replica 0, 3 on replica 1",
+        ),
+        (
+            [{}, {"init": "check"}],
+            "init differs between replicas: 'broadcast' on replica 0, 'check' on replica 1",
         ),
         (
             [{"wire": "int8"}, {"wire": "int4"}],
@@ -106,6 +111,43 @@ def broadcast_start(rank: int, world: int) -> tuple[bool, str]:
 def test_broadcast_gives_the_weights_of_replica_0(workers) -> None:
     (is_equal_0, hash_0), (is_equal_1, hash_1) = workers(2).run(broadcast_start)
     assert is_equal_0 and is_equal_1 and hash_0 == hash_1
+
+
+def average_a_mask(rank: int, world: int) -> str:
+    """The buffer is left out on replica 1 alone."""
+    model = Regression()
+    model.register_buffer("mean", torch.full((3,), math.nan if rank else 0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(ReplicaMismatch) as info:
+        DiLoCo(model, optimizer, sync_every=2, average_buffers=True)
+    return str(info.value)
+
+
+def test_buffers_that_are_averaged_are_counted(workers) -> None:
+    count = len(list(Regression().parameters()))
+    sentence = (
+        f"the model differs between replicas: {count + 1} parameters and averaged buffers on "
+        f"replica 0, {count} on replica 1"
+    )
+    assert workers(2).run(average_a_mask) == [sentence] * 2
+
+
+def one_calls(rank: int, world: int, call: str) -> str:
+    """Replica 1 calls something else while replica 0 takes the step that sends."""
+    with attach(attach=False, timeout=30.0)[2] as diloco:
+        diloco.step()
+        with pytest.raises(ReplicaMismatch) as info:
+            getattr(diloco, call if rank else "step")()
+        return str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"), [("flush", "start of flush"), ("consensus", "consensus")]
+)
+def test_calls_that_differ_go_by_the_names_of_the_user(call: str, kind: str, workers) -> None:
+    sentence = f"kind differs between replicas: sync on replica 0; {kind} on replica 1"
+    subjects = ["sync of fragment 0, round 0", kind]
+    assert workers(2).run(one_calls, call) == [f"{subject}: {sentence}" for subject in subjects]
 
 
 def learning_rates_differ(rank: int, world: int) -> tuple[str, bool]:
