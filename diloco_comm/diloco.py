@@ -60,7 +60,8 @@ class DiLoCo:
         rounding, seed: "nearest" (default) or "stochastic", and the seed of the latter (0).
         error_feedback: Add what the last encoding lost to the next one (default: no).
         weight: This replica's weight in the mean, a number or a callable (tokens of the round),
-            called once in each step that sends, whatever the number of fragments.
+            called once in each step that sends, whatever the number of fragments. When it raises,
+            that comes out of the step, and the round fails on the other replicas too.
         init: "broadcast" (weights of the lowest replica), "check" (raise if they differ) or
             "join" (take over the state of replicas that train already; see ``change_group``).
         impl: Force an implementation of the operators.

@@ -104,14 +104,13 @@ class Rounds:
             SyncError: See ``DiLoCo.step``.
         """
         late = self._look_at_verdicts(inner_step, parts)
-        refusal: Exception | None = None
+        weight, refusal = self._offered_weight() if parts else (0.0, None)
         try:
-            weight = self.current_weight() if parts else 0.0
             with self.whole():
                 for part in parts:
                     self.send(part, inner_step, num_skipped, weight, kind)
         except Exception as error:
-            refusal = error
+            refusal = refusal or error
         self._norms.post_sent()
         try:
             self.receive(inner_step)
@@ -167,6 +166,18 @@ class Rounds:
             raise ValueError(f"weight must be finite and not negative, got {weight}")
         return weight
 
+    def _offered_weight(self) -> tuple[float, Exception | None]:
+        """Return the weight to send with; if there is none, NaN and why.
+
+        With a NaN the round fails at once on all replicas, who would wait for this one in vain.
+        """
+        try:
+            return self.current_weight(), None
+        except Exception as error:
+            if self.exchange.size == 1:
+                raise
+            return math.nan, error
+
     def send(
         self,
         part: Part,
@@ -178,7 +189,7 @@ class Rounds:
         """Encode a part and hand it to the engine; returns while it travels.
 
         Args:
-            weight: This replica's, see ``current_weight``; the others as in ``exchange_parts``.
+            weight: This replica's, see ``_offered_weight``; the others as in ``exchange_parts``.
 
         Raises:
             SyncError: The group died before.
@@ -211,7 +222,8 @@ class Rounds:
             kind=kind,
             sent_step=inner_step,
             apply_step=apply_step,
-            weight=weight,
+            # Without a weight it does not count, neither here before it has failed.
+            weight=0.0 if math.isnan(weight) else weight,
             lr=lr,
             own=pending.payload,
             layout=pending.layout,

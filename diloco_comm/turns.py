@@ -43,13 +43,12 @@ class Turns(Rounds):
         """
         if not parts:
             return
-        weight = self.current_weight()
+        weight, first = self._offered_weight()
         due = [part.in_flight[0] if self._is_due(part) else None for part in parts]
         waits = [
             (None, 0.0) if flight is None else self._wait(part, flight)
             for part, flight in zip(parts, due, strict=True)
         ]
-        first: Exception | None = None
         moves: list[tuple[Part, Flight | None, Flight, float]] = []
         with self.whole():
             for part, flight, (arrival, exposed_s) in zip(parts, due, waits, strict=True):

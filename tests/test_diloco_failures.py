@@ -15,6 +15,7 @@ from torch import nn
 import diloco_comm
 from diloco_comm import (
     Blocking,
+    Delayed,
     DiLoCo,
     Eager,
     Nesterov,
@@ -203,6 +204,44 @@ def test_a_weight_that_raises_sends_nothing() -> None:
         with pytest.raises(LookupError, match="no tokens"):
             train_step(model, optimizer, 0, 0)
         assert not any(part.in_flight for part in diloco.parts) and not diloco.metrics()
+
+
+def one_weight_fails(rank: int, world: int, overlap: Any, bad: float | None) -> list[Any]:
+    """Replica 1 has no weight at the second of five sends."""
+    asked: list[int] = []
+
+    def weight() -> float:
+        asked.append(rank)
+        if asked != [1, 1]:
+            return 1.0 + rank
+        if bad is None:
+            raise LookupError("no tokens")
+        return bad
+
+    model, optimizer, diloco = attach(overlap=overlap, weight=weight, timeout=60.0)
+    failures = []
+    with diloco:
+        for step in range(10):
+            try:
+                train_step(model, optimizer, rank, step)
+            except (SyncError, LookupError, ValueError) as error:
+                failures.append((type(error).__name__, str(error)))
+                optimizer.zero_grad()
+        diloco.flush()
+        values = torch.cat([part.outer for part in diloco.parts])
+        return [failures, diloco.outer_hash(), bool(values.isfinite().all())]
+
+
+@pytest.mark.parametrize("bad", [None, -1.0])
+@pytest.mark.parametrize(
+    "overlap", [Blocking(), Streaming(1, 0.5), Delayed(), Eager(), Eager(2, "sync")]
+)
+def test_a_weight_that_fails_is_told_to_the_others(overlap: Any, bad: Any, workers) -> None:
+    first, second = workers(2).run(one_weight_fails, overlap, bad)
+    ((name, message),) = first[0]
+    assert name == "SyncError" and message.endswith("replica 0 has 1; replica 1 has nan")
+    assert second[0][0][0] == ("LookupError" if bad is None else "ValueError")
+    assert first[1:] == second[1:] == [first[1], True]
 
 
 # ------------------------------------------------------------- what is trained but not exchanged
