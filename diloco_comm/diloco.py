@@ -227,7 +227,8 @@ class DiLoCo:
     def _meet(self, workmates: Workmates, norms: bool) -> None:
         """Compare model and settings with the replica's other workers; agree on who counts what."""
         model = describe_parameters([p.fragment for p in self._parameter_parts()], whole=True)
-        workmates.check_alike({"the model": model, **self.settings.as_json(), "norms": norms})
+        shown = {**self.settings.as_json(), "outer": self.outer.shared_config()}
+        workmates.check_alike({"the model": model, **shown, "norms": norms})
         if self._shard_group is None:
             is_counted = iter(workmates.counted(self._parameters()))
             for part in self._parameter_parts():

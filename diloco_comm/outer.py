@@ -2,15 +2,15 @@
 
 A pseudo-gradient is outer minus local parameters, so every outer optimizer descends it. An object
 of this module holds numbers only; the buffers of a fragment live in its ``OuterState``. The
-learning rate may be assigned at any time (``diloco.outer.lr = 0.5``) or be a function of the
-round; all replicas use the one that the lowest replica sent with the round.
+learning rate, and nothing else, may be assigned at any time (``diloco.outer.lr = 0.5``) or be a
+function of the round; all replicas use the one that the lowest replica sent with the round.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _C, ops
+from .checks import number
 from .memory import persistent_like
 from .offload import Offloaded, chunks_of
 from .wire import Layout
@@ -126,23 +127,67 @@ class OuterState(ABC):
 
 
 class OuterOptimizer(ABC):
-    """Base of the outer optimizers: numbers that all replicas must share."""
+    """Base of the outer optimizers: numbers that all replicas must share.
+
+    Of a made one only ``lr`` may be assigned: it travels with each round.
+    """
 
     lr: LearningRate
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_argument = name in {field.name for field in fields(self)}  # type: ignore[arg-type]
+        is_first = is_argument and name not in vars(self)
+        if not (is_first or name == "lr" or name.startswith("_")):
+            raise AttributeError(
+                f"{type(self).__name__}.{name} cannot be assigned: only the lr of an outer "
+                "optimizer may change, the rest is given when it is made"
+            )
+        super().__setattr__(name, self._checked(name, value))
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return the value of an argument as plain numbers.
+
+        Raises:
+            TypeError, ValueError: If it cannot be.
+        """
+        if name == "lr" and not callable(value):
+            return _learning_rate("outer lr", value, "a number or a function")
+        if name == "momentum":
+            return _fraction("momentum", value)
+        if name == "betas":
+            if not isinstance(value, Sequence) or len(value) != 2:
+                raise TypeError(f"betas must be two numbers, got {value!r}")
+            return tuple(_fraction("each of betas", beta) for beta in value)
+        if name == "eps":
+            eps = number("eps", value)
+            if not 0 < eps < math.inf:
+                raise ValueError(f"eps must be positive and finite, got {eps}")
+            return eps
+        return value
 
     @abstractmethod
     def make_state(self, outer: Tensor) -> OuterState:
         """Allocate the buffers for one fragment's outer parameters."""
 
     def lr_at(self, round: int, state: OuterState) -> float:
-        """Return the learning rate of this round."""
-        return float(self.lr(round) if callable(self.lr) else self.lr)
+        """Return the learning rate of this round.
+
+        Raises:
+            TypeError, ValueError: If a function gives what is no learning rate.
+        """
+        if callable(self.lr):
+            return _learning_rate(f"outer lr {name_of(self.lr)}({round})", self.lr(round))
+        return self.lr
 
     def config(self) -> dict[str, Any]:
         """Return class and arguments as JSON types; a function is shown by its name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         shown = {k: name_of(v) if callable(v) else v for k, v in values.items()}
         return {"name": type(self).__name__, **shown}
+
+    def shared_config(self) -> dict[str, Any]:
+        """Return what all replicas must have in common, after ``make_state``."""
+        return self.config()
 
 
 # ------------------------------------------------------------------------- the fused operators
@@ -277,13 +322,29 @@ class FromTorch(OuterOptimizer):
     factory: Factory
     lr: LearningRate | None = None  # type: ignore[assignment]
 
+    def __post_init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
     def make_state(self, outer: Tensor) -> OuterState:
-        return _TorchState(outer, self.factory)
+        state = _TorchState(outer, self.factory)
+        group = state.optimizer.param_groups[0]
+        self._made = {
+            "optimizer": type(state.optimizer).__name__,
+            **{name: _plain(value) for name, value in group.items() if name != "params"},
+        }
+        return state
+
+    def shared_config(self) -> dict[str, Any]:
+        """Return this, and class and arguments of the optimizer that was made."""
+        return {**self._made, **{k: v for k, v in self.config().items() if v is not None}}
+
+    def _checked(self, name: str, value: Any) -> Any:
+        return None if name == "lr" and value is None else super()._checked(name, value)
 
     def lr_at(self, round: int, state: OuterState) -> float:
         assert isinstance(state, _TorchState)
         if self.lr is None:
-            return float(state.optimizer.param_groups[0].get("lr", 0.0))
+            return _learning_rate("lr", state.optimizer.param_groups[0].get("lr", 0.0))
         return super().lr_at(round, state)
 
 
@@ -340,40 +401,72 @@ class _TorchState(OuterState):
         self.optimizer.state[self.param] = copies
 
 
+def _plain(value: Any) -> Any:
+    """Return an optimizer's argument as JSON types, alike in all processes."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "tolist"):  # a tensor or a number of NumPy
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return name_of(value)
+
+
 def make_outer(outer: OuterOptimizer | Factory | dict[str, Any] | None) -> OuterOptimizer:
     """Turn the argument ``outer`` into an optimizer; None is ``Nesterov()``.
 
     Raises:
         TypeError: If it is neither an outer optimizer nor callable.
-        ValueError: If a saved configuration names none of this package.
+        ValueError: If a saved configuration names none of this package, or a function, which cannot
+            be restored.
     """
     if outer is None:
         return Nesterov()
     if isinstance(outer, OuterOptimizer):
-        if isinstance(outer.lr, str):
-            raise TypeError(f"outer lr must be a number or a function, got {outer.lr!r}")
         return outer
     if isinstance(outer, dict):
-        arguments = dict(outer)
-        name = arguments.pop("name", None)
-        if name not in _BY_NAME:
-            raise ValueError(f"unknown outer {name!r}: it must be one of {', '.join(_BY_NAME)}")
-        if isinstance(arguments.get("lr"), str):
+        return _from_config(outer)
+    if isinstance(outer, type) and issubclass(outer, OuterOptimizer):
+        raise TypeError(f"outer={outer.__name__} is a class: give an object, {outer.__name__}(...)")
+    if callable(outer):
+        return FromTorch(outer)  # type: ignore[arg-type]
+    raise TypeError(f"outer must be SGD, HeavyBall, Nesterov, Adam or a callable, got {outer!r}")
+
+
+def _from_config(config: dict[str, Any]) -> OuterOptimizer:
+    arguments = dict(config)
+    name = arguments.pop("name", None)
+    for key, what in (("factory", "outer"), ("lr", "outer lr")):
+        if isinstance(arguments.get(key), str):
             raise ValueError(
-                f"the saved configuration names a function as outer lr, {arguments['lr']!r}, which "
+                f"the saved configuration names a function as {what}, {arguments[key]!r}, which "
                 "cannot be restored: give outer= again"
             )
-        if "betas" in arguments:
-            arguments["betas"] = tuple(arguments["betas"])
-        return _BY_NAME[name](**arguments)
-    if callable(outer):
-        return FromTorch(outer)
-    raise TypeError(f"outer must be SGD, HeavyBall, Nesterov, Adam or a callable, got {outer!r}")
+    if name not in _BY_NAME:
+        raise ValueError(f"unknown outer {name!r}: it must be one of {', '.join(_BY_NAME)}")
+    unknown = arguments.keys() - {field.name for field in fields(_BY_NAME[name])}  # type: ignore[arg-type]
+    if unknown:
+        raise ValueError(f"the saved outer {name} has unknown arguments {sorted(unknown)}")
+    return _BY_NAME[name](**arguments)
 
 
 _BY_NAME: dict[str, type[OuterOptimizer]] = {
     c.__name__: c for c in (SGD, HeavyBall, Nesterov, Adam)
 }
+
+
+def _learning_rate(name: str, value: Any, expected: str = "a number") -> float:
+    lr = number(name, value, expected)
+    if not 0 <= lr < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {lr}")
+    return lr
+
+
+def _fraction(name: str, value: Any) -> float:
+    fraction = number(name, value)
+    if not 0 <= fraction < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {fraction}")
+    return fraction
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -61,7 +61,8 @@ class Settings:
 
     def shared(self) -> dict[str, Any]:
         """Return what replicas compare: all but what each may have for itself."""
-        return {**self.as_json(), "overlap": self.overlap.shared_config()}
+        parts = {"outer": self.outer.shared_config(), "overlap": self.overlap.shared_config()}
+        return {**self.as_json(), **parts}
 
 
 Config = Mapping[str, Any] | str | os.PathLike[str]

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from problems import INNER_LR, START, Quadratic, inner_steps, ulps
+from problems import (
+    INNER_LR,
+    START,
+    Quadratic,
+    attach,
+    equal,
+    everything,
+    inner_steps,
+    train_step,
+    ulps,
+)
 
-from diloco_comm import SGD, Adam, DiLoCo, FromTorch, HeavyBall, Nesterov, ops
+from diloco_comm import (
+    SGD,
+    Adam,
+    DiLoCo,
+    FromTorch,
+    HeavyBall,
+    Nesterov,
+    ReplicaMismatch,
+    ops,
+)
 from diloco_comm.outer import OuterOptimizer, OuterState, Update, make_outer
 from diloco_comm.wire import Layout, WireFormat
 
@@ -186,12 +208,124 @@ def test_learning_rate_may_change_between_rounds(how: str, workers) -> None:
         np.testing.assert_allclose(values, theta, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("make", "error", "sentence"),
+    [
+        (lambda: Nesterov(lr=math.nan), ValueError, "outer lr must be finite and not negative"),
+        (lambda: SGD(-1), ValueError, "outer lr must be finite and not negative, got -1.0"),
+        (lambda: SGD(None), TypeError, "outer lr must be a number or a function, got None"),
+        (lambda: SGD(torch.ones(2)), TypeError, "outer lr must be a number or a function, got"),
+        (lambda: FromTorch(TORCH["sgd"], "a"), TypeError, "outer lr must be a number or a func"),
+        (lambda: HeavyBall(momentum="a"), TypeError, "momentum must be a number, got 'a'"),
+        (
+            lambda: Nesterov(momentum=math.nan),
+            ValueError,
+            "momentum must be at least 0 and below 1",
+        ),
+        (
+            lambda: Nesterov(momentum=1),
+            ValueError,
+            "momentum must be at least 0 and below 1, got 1",
+        ),
+        (lambda: Adam(betas=(2, 3)), ValueError, "each of betas must be at least 0 and below 1"),
+        (lambda: Adam(betas=(0.9,)), TypeError, r"betas must be two numbers, got \(0.9,\)"),
+        (lambda: Adam(betas="ab"), TypeError, "each of betas must be a number, got 'a'"),
+        (lambda: Adam(eps=0), ValueError, "eps must be positive and finite, got 0.0"),
+    ],
+)
+def test_arguments_that_cannot_be(make: Any, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "sentence"),
+    [
+        (
+            math.nan,
+            ValueError,
+            r"outer lr .*<lambda>\(0\) must be finite and not negative, got nan",
+        ),
+        (-0.5, ValueError, r"outer lr .*<lambda>\(0\) must be finite and not negative, got -0.5"),
+        (None, TypeError, r"outer lr .*<lambda>\(0\) must be a number, got None"),
+    ],
+)
+def test_a_learning_rate_of_a_function_is_checked_before_the_send(
+    value: Any, error: type[Exception], sentence: str
+) -> None:
+    model, optimizer, diloco = attach(sync_every=1, outer=Nesterov(lambda round: value))
+    with diloco:
+        before = everything(model, diloco)[-2:]
+        with pytest.raises(error, match=sentence):
+            train_step(model, optimizer, 0, 0)
+        assert equal(before, everything(model, diloco)[-2:]) and not diloco.parts[0].in_flight
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(0.5), np.float32(0.5), 0.5])
+def test_a_learning_rate_is_kept_as_a_plain_number(lr: Any) -> None:
+    outer = SGD(lr)
+    assert outer.lr == 0.5 and type(outer.lr) is float
+    outer.lr = lr
+    assert type(outer.lr) is float
+
+
+@pytest.mark.parametrize("name", [*OUTERS, "torch"])
+def test_only_the_learning_rate_may_be_assigned(name: str) -> None:
+    outer = OUTERS[name] if name in OUTERS else FromTorch(TORCH["sgd"])
+    before = outer.config()
+    for attribute in {*before, "learning_rate"} - {"lr"}:
+        with pytest.raises(AttributeError, match=rf"{attribute} cannot be assigned: only the lr"):
+            setattr(outer, attribute, 0.5)
+    with pytest.raises(ValueError, match="outer lr must be finite"):
+        outer.lr = -1.0
+    assert outer.config() == before
+    assert copy.deepcopy(outer).config() == before
+
+
+def make_sgd(momentum: float) -> Any:
+    return lambda params: torch.optim.SGD(params, lr=0.7, momentum=momentum)
+
+
+def make_adam() -> Any:
+    return lambda params: torch.optim.Adam(params, lr=0.7)
+
+
+def attach_optimizers_of_torch(rank: int, world: int, factories: list[Any]) -> str:
+    make, *arguments = factories[rank]
+    outer = FromTorch(make(*arguments))
+    outer.factory.__qualname__ = "factory"
+    try:
+        attach(outer=outer)[2].close()
+    except ReplicaMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_optimizers_of_torch_that_differ_are_refused(workers) -> None:
+    same, momentum, kind = (
+        workers(2).run(attach_optimizers_of_torch, [(make_sgd, 0.9), other])
+        for other in [(make_sgd, 0.9), (make_sgd, 0.1), (make_adam,)]
+    )
+    assert same == ["", ""]
+    for one in momentum:
+        assert one.startswith("outer differs between replicas: {'optimizer': 'SGD', 'lr': 0.7")
+        assert "'momentum': 0.9" in one and "'momentum': 0.1" in one
+    for one in kind:
+        assert "{'optimizer': 'SGD'" in one and "{'optimizer': 'Adam'" in one
+
+
 def test_configuration_round_trip() -> None:
     for outer in OUTERS.values():
         assert make_outer(outer.config()) == outer
     assert make_outer(None) == Nesterov(0.7, 0.9)
     with pytest.raises(ValueError, match="unknown outer 'Lion'"):
         make_outer({"name": "Lion"})
+    with pytest.raises(ValueError, match=r"outer Adam has unknown arguments \['beta'\]"):
+        make_outer({"name": "Adam", "beta": 1})
+    with pytest.raises(ValueError, match=r"names a function as outer, .* give outer= again"):
+        make_outer(json.loads(json.dumps(make_outer(make_adam()).config())))
+    with pytest.raises(TypeError, match=r"^outer=Nesterov is a class: give an object, Nesterov\("):
+        make_outer(Nesterov)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="outer must be SGD"):
         make_outer(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer is expected"):

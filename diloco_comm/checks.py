@@ -1,0 +1,57 @@
+"""Checks of single arguments; what passes comes back as a plain value of Python, which JSON takes.
+
+This module imports nothing of ours: everything else may import it.
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import suppress
+from typing import Any
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """Return an integer of any type, NumPy's too, as int.
+
+    Raises:
+        ValueError: If it is none, a bool, or below ``least``.
+    """
+    found = None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            found = operator.index(value)
+    if found is None or (least is not None and found < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name} must be an integer{bound}, got {value!r}")
+    return found
+
+
+def number(name: str, value: Any, expected: str = "a number") -> float:
+    """Return a number of any type, also a tensor of one element, as float.
+
+    Raises:
+        TypeError: If it is none, a bool or text.
+    """
+    if not isinstance(value, (bool, str, bytes)):
+        # A tensor of several elements raises RuntimeError.
+        with suppress(TypeError, ValueError, RuntimeError):
+            return float(value)
+    raise TypeError(f"{name} must be {expected}, got {value!r}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return a bool.
+
+    Raises:
+        TypeError: If it is anything else, such as "no".
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
+    """Raise ValueError unless the value is one of those allowed."""
+    if value not in allowed:
+        names = ", ".join(map(str, allowed))
+        raise ValueError(f"{name} must be one of {names}, got {value!r}")
