@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -13,6 +14,7 @@ from torch import nn
 
 from . import consensus, env, handshake, joining, loading, ops
 from . import state as saved_state
+from .checks import choice, flag, number
 from .consensus import mean_outer
 from .errors import SyncError
 from .evaluation import swapped_in
@@ -24,7 +26,7 @@ from .overlap import Overlap
 from .parts import ParameterPart, Part
 from .planning import make_plan
 from .rounds import Rounds, Weight
-from .settings import Config, choice, merge
+from .settings import Config, merge
 from .shard_group import ShardGroup
 from .turns import Turns
 from .wire import WireFormat
@@ -141,6 +143,14 @@ class DiLoCo:
             "chunk_bytes": chunk_bytes,
             "on_nonfinite": on_nonfinite,
         }
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+        if not callable(weight):
+            weight = number("weight", weight, "a number or a function")
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"weight must be finite and not negative, got {weight}")
+        flag("norms", norms)
+        flag("attach", attach)
         choice("init", init, ("broadcast", "check", "join"))
         choice("offload", offload, (None, "cpu"))
         seconds = handshake.seconds(env.timeout_s() if timeout is None else timeout)
@@ -245,15 +255,19 @@ class DiLoCo:
             # It may have been assigned since the start; the joiner is given the present one.
             shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
         policy = self.settings.overlap
-        views = handshake.agree(
-            self.exchange, self._plan.description, shown, policy.private_config()
-        )
+        weight = None if callable(self._weight) else self._weight
+        private = {"overlap": policy.private_config(), "weight": weight}
+        views = handshake.agree(self.exchange, self._plan.description, shown, private)
+        weights = [view["weight"] for view in views]
+        if all(weight == 0 for weight in weights):
+            raise ValueError(f"the weights of all replicas are zero: {weights}")
         self._fix_weight()
-        self._is_state_shared = policy.is_shared and all(view == views[0] for view in views)
+        overlaps = [view["overlap"] for view in views]
+        self._is_state_shared = policy.is_shared and all(one == overlaps[0] for one in overlaps)
 
     def _fix_weight(self) -> None:
         """Tell the replicas a weight that will not change."""
-        self.exchange.fix_weight(None if callable(self._weight) else float(self._weight))
+        self.exchange.fix_weight(None if callable(self._weight) else self._weight)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [param for part in self._parameter_parts() for param in part.fragment.params]

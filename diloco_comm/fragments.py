@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import shards
+from .checks import integer
 from .cutting import Named, balanced, by_layers, by_patterns
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -251,9 +253,9 @@ def make_fragments(model: nn.Module, named: Named, spec: FragmentSpec) -> list[F
 
     Raises:
         ValueError: If the parameters cannot be cut that way; says which one or how many.
+        TypeError: If ``spec`` is none of these.
     """
-    if isinstance(spec, bool) or not isinstance(spec, (int, str, Sequence)):
-        raise TypeError(f"fragments must be a number, a string or patterns, got {spec!r}")
+    spec = fragment_spec(spec)
     if isinstance(spec, int):
         parts = balanced(named, spec)
     elif isinstance(spec, str):
@@ -265,6 +267,27 @@ def make_fragments(model: nn.Module, named: Named, spec: FragmentSpec) -> list[F
         Fragment(index, tuple(name for name, _ in part), tuple(param for _, param in part), modules)
         for index, part in enumerate(parts)
     ]
+
+
+def fragment_spec(spec: Any) -> FragmentSpec:
+    """Return a specification of fragments in plain values.
+
+    Raises:
+        TypeError: If it is neither a number, a string nor patterns.
+    """
+    if isinstance(spec, str):
+        return spec
+    if isinstance(spec, Sequence) and all(map(_is_pattern, spec)):
+        return [entry if isinstance(entry, str) else list(entry) for entry in spec]
+    with suppress(ValueError):
+        return integer("fragments", spec)
+    raise TypeError(f"fragments must be a number, a string or patterns, got {spec!r}")
+
+
+def _is_pattern(entry: Any) -> bool:
+    if isinstance(entry, str):
+        return True
+    return isinstance(entry, Sequence) and all(isinstance(one, str) for one in entry)
 
 
 # ----------------------------------------------------------------------------------- schedule
@@ -290,10 +313,12 @@ class Schedule:
 
         Raises:
             ValueError: If ``sync_every`` is below 1 or an offset is outside 1..2*sync_every.
+            TypeError: If ``offsets`` is no list.
         """
-        if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
-            raise ValueError(f"sync_every must be an integer of at least 1, got {sync_every!r}")
-        if offsets is None:
+        sync_every = integer("sync_every", sync_every, 1)
+        if offsets is not None:
+            offsets = inner_steps(offsets)
+        else:
             offsets = [max(1, sync_every * (p + 1) // num_fragments) for p in range(num_fragments)]
         if len(offsets) != num_fragments or any(not 1 <= t <= 2 * sync_every for t in offsets):
             raise ValueError(
@@ -309,6 +334,18 @@ class Schedule:
             for index, offset in enumerate(self.offsets)
             if inner_step >= offset and (inner_step - offset) % self.sync_every == 0
         ]
+
+
+def inner_steps(offsets: Any) -> list[int]:
+    """Return offsets as a list of int.
+
+    Raises:
+        TypeError: If they are no list.
+        ValueError: If one of them is no integer.
+    """
+    if isinstance(offsets, (str, bytes)) or not isinstance(offsets, Iterable):
+        raise TypeError(f"offsets must be a list of inner steps, got {offsets!r}")
+    return [integer("each of offsets", offset) for offset in offsets]
 
 
 # ------------------------------------------------------------------------------------- layout

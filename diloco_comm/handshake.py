@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _C, shards
+from .checks import number
 from .errors import ReplicaMismatch
 from .exchange import Exchange
 from .fragments import memory_order
@@ -238,7 +239,8 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 def seconds(timeout: float | timedelta) -> float:
     """Return a timeout in seconds, checked to be positive and finite."""
-    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    value = number("timeout", seconds)
     if not value > 0:
         raise ValueError(f"timeout must be positive, got {timeout!r}")
     if math.isinf(value):

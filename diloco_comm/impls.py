@@ -46,7 +46,10 @@ def resolve_impl(impl: str = "", device: str = "cpu") -> str:
 
     Raises:
         ValueError: If the name is unknown or cannot run here on tensors of that device.
+        TypeError: If it is no string.
     """
+    if not isinstance(impl, str):
+        raise TypeError(f'impl must be a name, or "" for the default, got {impl!r}')
     if not impl and env.impl() and not _is_of_another_device(env.impl(), device):
         impl = env.impl()
     if device not in IMPLEMENTATIONS:

@@ -26,7 +26,10 @@ def restore(
 
     Raises:
         ValueError: If it does not fit this model, schedule, overlap or replica; nothing is changed.
+        TypeError: If it is no mapping.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the saved state must be a dictionary, got {type(state).__name__}")
     if state.get("version") != VERSION:
         raise ValueError(f"saved state has version {state.get('version')}, {VERSION} expected")
     if state.get("layout") != scope.layout:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from .checks import integer, number
 from .outer import HeavyBall, Nesterov, OuterOptimizer, name_of
 from .wire import Layout
 
@@ -135,7 +136,8 @@ class Streaming(Overlap):
     private: ClassVar[tuple[str, ...]] = ("delay",)
 
     def __post_init__(self) -> None:
-        _check_integer("delay", self.delay, 0)
+        object.__setattr__(self, "delay", integer("delay", self.delay, 0))
+        object.__setattr__(self, "alpha", number("alpha", self.alpha))
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be between 0 and 1, got {self.alpha}")
 
@@ -162,7 +164,7 @@ class Delayed(Overlap):
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        _check_rounds(self.rounds)
+        _check_rounds(self)
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class Eager(Overlap):
     is_shared: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_rounds(self.rounds)
+        _check_rounds(self)
         if self.first not in ("zero", "skip", "sync"):
             raise ValueError(f"first must be one of zero, skip, sync, got {self.first!r}")
 
@@ -229,7 +231,9 @@ class CO2(Overlap):
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        _check_rounds(self.rounds)
+        _check_rounds(self)
+        if self.clip is not None:
+            object.__setattr__(self, "clip", number("clip", self.clip, "a number or None"))
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be positive or None, got {self.clip}")
         if self.inner_lr is not None and not callable(self.inner_lr):
@@ -323,14 +327,10 @@ def _refuse_function_names(arguments: dict[str, Any]) -> None:
             )
 
 
-def _check_integer(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
-def _check_rounds(rounds: Any) -> None:
-    if isinstance(rounds, bool) or rounds not in (1, 2):
-        raise ValueError(f"rounds must be 1 or 2, got {rounds!r}")
+def _check_rounds(policy: Overlap) -> None:
+    if isinstance(policy.rounds, bool) or policy.rounds not in (1, 2):
+        raise ValueError(f"rounds must be 1 or 2, got {policy.rounds!r}")
+    object.__setattr__(policy, "rounds", int(policy.rounds))
 
 
 def _check_gap(gap: Any) -> float:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from . import env
-from .fragments import FragmentSpec
+from .checks import choice, flag, integer
+from .fragments import FragmentSpec, fragment_spec, inner_steps
 from .outer import make_outer
 from .overlap import make_overlap
-from .wire import parse
+from .wire import WireFormat, parse
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Settings:
     overlap: Any = None
     outer: Any = None
     wire: Any = "int8"
-    block_size: int = 256
+    block_size: int | None = None
     rounding: str = "nearest"
     error_feedback: bool = False
     seed: int = 0
@@ -38,18 +39,21 @@ class Settings:
     def __post_init__(self) -> None:
         self.wire = parse(self.wire, self.block_size)
         self.block_size = self.wire.block_size
+        self.sync_every = integer("sync_every", self.sync_every, 1)
+        self.fragments = fragment_spec(self.fragments)
+        self.offsets = None if self.offsets is None else inner_steps(self.offsets)
         self.outer = make_outer(self.outer)
         self.overlap = make_overlap(self.overlap)
-        self.lanes = env.lanes() if self.lanes is None else self.lanes
-        self.chunk_bytes = env.chunk_bytes() if self.chunk_bytes is None else self.chunk_bytes
-        if isinstance(self.sync_every, int) and self.sync_every >= 1:
-            self.overlap.check(self.sync_every, self.outer)
+        self.overlap.check(self.sync_every, self.outer)
         choice("rounding", self.rounding, ("nearest", "stochastic"))
         choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
-        if self.lanes < 1:
-            raise ValueError(f"lanes must be at least 1, got {self.lanes}")
-        if self.chunk_bytes is not None and self.chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be at least 1, got {self.chunk_bytes}")
+        self.seed = integer("seed", self.seed)
+        lanes = env.lanes() if self.lanes is None else self.lanes
+        self.lanes = integer("lanes", lanes, 1)
+        chunk_bytes = env.chunk_bytes() if self.chunk_bytes is None else self.chunk_bytes
+        self.chunk_bytes = None if chunk_bytes is None else integer("chunk_bytes", chunk_bytes, 1)
+        for name in ("error_feedback", "average_buffers"):
+            flag(name, getattr(self, name))
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``DiLoCo(..., config=...)`` takes."""
@@ -77,16 +81,21 @@ def merge(given: dict[str, Any], config: Config | None) -> Settings:
     Raises:
         ValueError: If the configuration has an unknown key or cannot be read, or ``sync_every`` is
             nowhere.
+        TypeError: If it is neither a mapping nor the name of a file.
     """
     name = "config"
     if config is None and env.config_path():
         name, config = "DILOCO_COMM_CONFIG", env.config_path()
     if isinstance(config, (str, os.PathLike)):
         name, config = f"{name} {os.fspath(config)}", _read(name, Path(config))
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"config must be a dictionary or a JSON file, got {config!r}")
     config = dict(config or {})
     unknown = config.keys() - {field.name for field in fields(Settings)}
     if unknown:
         raise ValueError(f"{name} has unknown arguments {sorted(unknown)}")
+    if isinstance(given.get("wire"), WireFormat):
+        config.pop("block_size", None)
     values = {**config, **{name: value for name, value in given.items() if value is not None}}
     if values.get("sync_every") is None:
         raise ValueError("sync_every is missing: give the inner steps between two outer steps")
@@ -105,10 +114,3 @@ def _read(name: str, path: Path) -> Mapping[str, Any]:
             f"{name} {path} must hold a JSON object of arguments, got a {type(found).__name__}"
         )
     return found
-
-
-def choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
-    """Raise ValueError unless the value is one of those allowed."""
-    if value not in allowed:
-        names = ", ".join(map(str, allowed))
-        raise ValueError(f"{name} must be one of {names}, got {value!r}")

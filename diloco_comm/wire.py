@@ -65,6 +65,8 @@ class WireFormat:
         if self.block_size not in BLOCK_SIZES:
             allowed = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size must be one of {allowed}, got {self.block_size!r}")
+        # NumPy's 64 is not an int, which JSON wants.
+        object.__setattr__(self, "block_size", int(self.block_size))
 
     @property
     def code_bits(self) -> int:
@@ -104,18 +106,24 @@ class WireFormat:
         return self.code_offset(run_elements) + _round_up(code_bytes, ALIGNMENT)
 
 
-def parse(wire: str | WireFormat, block_size: int = 256) -> WireFormat:
+def parse(wire: str | WireFormat, block_size: int | None = None) -> WireFormat:
     """Turn a wire's name into a ``WireFormat``; a ``WireFormat`` is returned as it is.
 
+    Args:
+        block_size: None is that of the ``WireFormat``, or 256.
+
     Raises:
-        ValueError: If the name or the block size is unknown.
+        ValueError: If the name or the block size is unknown, or the block size is not that of the
+            ``WireFormat``.
         TypeError: If ``wire`` is neither a string nor a ``WireFormat``.
     """
     if isinstance(wire, WireFormat):
+        if block_size not in (None, wire.block_size):
+            raise ValueError(f"block_size={block_size!r} is not that of wire={wire!r}: give one")
         return wire
     if not isinstance(wire, str):
         raise TypeError(f"wire must be a name or a WireFormat, got {type(wire).__name__}")
-    return WireFormat(wire, block_size)
+    return WireFormat(wire) if block_size is None else WireFormat(wire, block_size)
 
 
 @dataclass(frozen=True)

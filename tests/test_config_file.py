@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diloco_comm import DiLoCo, Eager, HeavyBall
+from diloco_comm.wire import WireFormat
 
 
 def attach(**arguments: Any) -> DiLoCo:
@@ -28,6 +29,8 @@ def test_a_file_is_as_good_as_the_arguments(
     for config in (expected, path, str(path)):
         with attach(config=config) as diloco:
             assert diloco.config() == expected
+    with attach(config=path, wire=WireFormat("fp16", 64)) as diloco:
+        assert diloco.config() == {**expected, "wire": "fp16", "block_size": 64}
     monkeypatch.setenv("DILOCO_COMM_CONFIG", str(path))
     with attach() as diloco:
         assert diloco.config() == expected

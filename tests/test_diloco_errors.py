@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import socket
 import time
@@ -10,14 +11,25 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from problems import Regression, attach, batch, equal, everything, train_step
 from torch import nn
 
-from diloco_comm import SGD, DiLoCo, Nesterov, NonFiniteError, ReplicaMismatch
+from diloco_comm import (
+    CO2,
+    SGD,
+    DiLoCo,
+    Eager,
+    Nesterov,
+    NonFiniteError,
+    ReplicaMismatch,
+    Streaming,
+)
 from diloco_comm.hooks import SkippedSteps
+from diloco_comm.wire import WireFormat
 
 # ------------------------------------------------------------------- replicas that do not agree
 
@@ -419,7 +431,27 @@ def test_what_cannot_be_called_is_no_callback() -> None:
         ({"on_nonfinite": "x"}, ValueError, "on_nonfinite must be one of raise, skip, got 'x'"),
         ({"impl": "mmx"}, ValueError, "impl must be one of"),
         ({"timeout": 0}, ValueError, "timeout must be positive, got 0"),
-        ({"lanes": 0}, ValueError, "lanes must be at least 1, got 0"),
+        ({"lanes": 0}, ValueError, "lanes must be an integer of at least 1, got 0"),
+        ({"lanes": 1.5}, ValueError, "lanes must be an integer of at least 1, got 1.5"),
+        ({"chunk_bytes": "1"}, ValueError, "chunk_bytes must be an integer of at least 1, got '1'"),
+        ({"seed": "x"}, ValueError, "seed must be an integer, got 'x'"),
+        ({"offsets": [1.5]}, ValueError, "each of offsets must be an integer, got 1.5"),
+        ({"fragments": [1]}, TypeError, "fragments must be a number, a string or patterns, got"),
+        ({"impl": None}, TypeError, "impl must be a name, or .* got None"),
+        ({"timeout": "abc"}, TypeError, "timeout must be a number, got 'abc'"),
+        ({"weight": "x"}, TypeError, "weight must be a number or a function, got 'x'"),
+        ({"weight": -1}, ValueError, "weight must be finite and not negative, got -1.0"),
+        ({"weight": math.nan}, ValueError, "weight must be finite and not negative, got nan"),
+        ({"weight": 0}, ValueError, r"the weights of all replicas are zero: \[0.0\]"),
+        ({"config": 3}, TypeError, "config must be a dictionary or a JSON file, got 3"),
+        ({"error_feedback": "no"}, TypeError, "error_feedback must be True or False, got 'no'"),
+        ({"average_buffers": 0}, TypeError, "average_buffers must be True or False, got 0"),
+        ({"norms": "no"}, TypeError, "norms must be True or False, got 'no'"),
+        (
+            {"wire": WireFormat("int8", 64), "block_size": 256},
+            ValueError,
+            r"block_size=256 is not that of wire=WireFormat\(.*\): give one",
+        ),
         ({"replica": 0}, ValueError, "replica, num_replicas and members need store="),
         ({"store": dist.HashStore()}, ValueError, "store needs replica, and one of num_replicas"),
         (
@@ -439,6 +471,28 @@ def test_what_cannot_be_called_is_no_callback() -> None:
 def test_arguments_that_cannot_be(arguments: Any, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         attach(**arguments)
+
+
+def test_numbers_of_numpy_are_as_good_as_those_of_python() -> None:
+    one, two = np.int64(1), np.int64(2)
+    numbers: dict[str, Any] = {"sync_every": two, "fragments": one, "offsets": np.array([2])}
+    numbers |= {"seed": one, "lanes": one, "chunk_bytes": np.int64(64), "block_size": np.int64(64)}
+    numbers |= {"outer": Nesterov(np.float32(0.5), np.float32(0.5)), "weight": np.float32(2)}
+    for overlap in (Eager(one), Streaming(one, np.float32(0.5)), CO2(clip=np.float32(1))):
+        model, optimizer, diloco = attach(overlap=overlap, **numbers)
+        with diloco:
+            for step in range(5):
+                train_step(model, optimizer, 0, step)
+            assert diloco.totals().num_syncs >= 1
+            assert json.loads(json.dumps(diloco.config())) == diloco.config()
+
+
+def test_what_is_no_model_or_no_state_is_refused() -> None:
+    model, _, diloco = attach()
+    with diloco, pytest.raises(TypeError, match="the saved state must be a dictionary, got NoneTy"):
+        diloco.load_state_dict(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got None"):
+        DiLoCo(None, torch.optim.SGD(model.parameters()), sync_every=1)  # type: ignore[arg-type]
 
 
 def test_a_buffer_on_another_device_is_refused() -> None:

@@ -176,7 +176,7 @@ def test_only_trained_layers_count() -> None:
     assert [layers_in(part) for part in cut(model, "layers:1")] == [[4], [5], []]
 
 
-@pytest.mark.parametrize("spec", ["layers", "layers:0", "layers:x", "strided:3", ""])
+@pytest.mark.parametrize("spec", ["layers", "layers:0", "layers:x", "layers:²", "strided:3", ""])
 def test_unknown_scheme_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match="unknown fragments"):
         cut(Transformer(), spec)
@@ -204,8 +204,12 @@ def test_patterns_must_match_exactly_once() -> None:
         cut(model, ["*", "gone"])
     with pytest.raises(ValueError, match="at most one 'rest'"):
         cut(model, ["rest", "rest"])
-    with pytest.raises(TypeError, match="must be a number, a string or patterns"):
-        cut(model, 1.5)
+
+
+@pytest.mark.parametrize("bad", [1.5, True, [1, 2], [["weight", 1]], b"layers:3", None])
+def test_a_specification_of_another_type_is_refused(bad: object) -> None:
+    with pytest.raises(TypeError, match="fragments must be a number, a string or patterns, got"):
+        cut(nn.Linear(2, 2), bad)
 
 
 # ----------------------------------------------------------------------------- schedule
@@ -231,6 +235,18 @@ def test_offsets_are_the_first_send_and_repeat_every_h() -> None:
 def test_sync_every_below_one_is_refused(bad: object) -> None:
     with pytest.raises(ValueError, match="sync_every must be an integer of at least 1, got"):
         Schedule.plan(bad, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("offsets", [[1.5, 2], ["1", 2], [True, 2]])
+def test_offsets_that_are_no_integers_are_refused(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="each of offsets must be an integer, got"):
+        Schedule.plan(4, 2, offsets)
+
+
+@pytest.mark.parametrize("offsets", [1, "12"])
+def test_offsets_that_are_no_list_are_refused(offsets: list[int]) -> None:
+    with pytest.raises(TypeError, match="offsets must be a list of inner steps, got"):
+        Schedule.plan(4, 2, offsets)
 
 
 @pytest.mark.parametrize("offsets", [[1], [0, 4], [1, 9], [1, 2, 3]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat, _splitmix64, parse, rng_key
@@ -78,7 +79,10 @@ def test_empty_fragment_has_empty_runs() -> None:
 def test_parse() -> None:
     assert parse("fp8_e4m3", 64) == WireFormat("fp8_e4m3", 64)
     wire = WireFormat("int4", 32)
-    assert parse(wire, 256) is wire
+    assert parse(wire) is wire and parse(wire, 32) is wire
+    assert type(parse("int8", np.int64(64)).block_size) is int
+    with pytest.raises(ValueError, match="block_size=256 is not that of wire=WireFormat"):
+        parse(wire, 256)
 
 
 def test_errors_name_the_value_and_what_is_allowed() -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from .. import env
+from ..checks import choice
 from ..errors import NonFiniteError
 from ..fragments import FragmentSpec
 from ..hooks import StepHooks, hookable
-from ..settings import choice
 from ..trace import span
 from ..wire import WireFormat, parse
 from .following import Follower, Pursuit
@@ -100,7 +100,7 @@ class AsyncDiLoCo:
         name: str | None = None,
         fragments: FragmentSpec = 1,
         wire: str | WireFormat = "int8",
-        block_size: int = 256,
+        block_size: int | None = None,
         rounding: str = "nearest",
         seed: int = 0,
         error_feedback: bool = False,

@@ -37,7 +37,7 @@ class QuantizedAllReduce:
         group: dist.ProcessGroup | None = None,
         *,
         wire: str | WireFormat = "int8",
-        block_size: int = 256,
+        block_size: int | None = None,
         error_feedback: bool = False,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
     ) -> None:
