@@ -144,7 +144,7 @@ class DiLoCo:
             "on_nonfinite": on_nonfinite,
         }
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not callable(weight):
             weight = number("weight", weight, "a number or a function")
             if not 0 <= weight < math.inf:
@@ -287,7 +287,8 @@ class DiLoCo:
             SyncError: An exchange failed and nothing of it was applied; other fragments that were
                 due and did not fail are applied. ``change_group`` goes on with the replicas that
                 are left; after a NonFiniteError training may simply go on.
-            ValueError: The optimizer trains parameters that it did not when this was constructed.
+            ValueError: The optimizer trains parameters that it did not when this was constructed,
+                or one has had another shape, dtype, device or order in memory since.
             KeyboardInterrupt: On Ctrl-C, when the outer step is done, or before it has begun: then
                 the next call does it. While results are waited for it comes at once, and they are
                 applied by the next call. A second Ctrl-C breaks in, and only ``close`` is left.
@@ -307,9 +308,12 @@ class DiLoCo:
         try:
             self._skipped.observe()
             due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
-            with self._recorder.telling(), self._together(self._written(), is_idle=not due):
+            written = self._written()
+            with self._recorder.telling(), self._together(written, is_idle=not due):
                 if due:
                     self._refuse_new_parameters()
+                if due or written:
+                    self._refuse_changes()
                 due = [part for part in due if part.slot is not None]
                 self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
@@ -357,12 +361,18 @@ class DiLoCo:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         with self._recorder.telling(), self._together(self.parts):
+            self._refuse_changes()
             self._rounds.flush(self.inner_step, self._skipped.count)
 
     def _refuse_new_parameters(self) -> None:
         """Raise if the optimizers train what was not there, or frozen, when this was attached."""
         known = {id(p) for part in self._parameter_parts() for p in part.fragment.params}
         refuse_new_parameters(self._model, self._optimizers, known)
+
+    def _refuse_changes(self) -> None:
+        """Raise if a parameter or buffer does not lie in memory as when this was attached."""
+        for part in self.parts:
+            part.refuse_changes()
 
     def _settle_verdicts(self) -> None:
         with self._recorder.telling():
@@ -394,6 +404,7 @@ class DiLoCo:
         if consensus or self._shard_group is not None:
             self._refuse_if_alone()
         self._refuse_if_unfit()
+        self._refuse_changes()
         self._settle_verdicts()
         parts = self._parameter_parts()
         outers = [part.outer for part in parts]
@@ -424,6 +435,7 @@ class DiLoCo:
             SyncError: If the group fails.
         """
         self._refuse_if_alone()
+        self._refuse_changes()
         self._settle_verdicts()
         return consensus.mean_state(self.exchange, self.parts, self.impl)
 
@@ -489,6 +501,7 @@ class DiLoCo:
         if self._shard_group is not None:
             self._refuse_if_alone()
         self._rounds.whole.refuse_if_broken()
+        self._refuse_changes()
         self._settle_verdicts()
         return saved_state.collect(
             self.parts, self._scope(), inner_step=self.inner_step, shared=shared
@@ -521,6 +534,7 @@ class DiLoCo:
         """
         self._refuse_if_closed()
         self._refuse_if_unfit()
+        self._refuse_changes()
         write = loading.restore(self.parts, state_dict, self._scope(), strict=strict)
         with self._recorder.telling(), self._rounds.whole():
             self._rounds.drop()
@@ -550,6 +564,7 @@ class DiLoCo:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         with self._recorder.telling(), self._together(self.parts):
+            self._refuse_changes()
             with suppress(SyncError):
                 self._rounds.settle_verdicts(self.inner_step)
             last_rounds = {part.index: part.round - 1 for part in self.parts}

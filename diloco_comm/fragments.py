@@ -42,6 +42,7 @@ class Fragment:
         params: The parameters themselves; virtually concatenated in memory order.
         modules: FSDP modules that may hold gathered copies of them.
         filler: None where it is not needed.
+        memory: How the parameters lay in memory when this was made.
     """
 
     index: int
@@ -49,12 +50,22 @@ class Fragment:
     params: tuple[nn.Parameter, ...]
     modules: tuple[Any, ...] = ()
     filler: Tensor | None = field(init=False, default=None)
+    memory: tuple[Memory, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        is_empty = not any(shards.local(param).numel() for param in self.params)
-        if is_empty and any(shards.is_sharded(param) for param in self.params):
+        object.__setattr__(self, "memory", tuple(map(memory_of, self.params)))
+        if self._needs_filler():
             device = shards.local(self.params[0]).device
             object.__setattr__(self, "filler", torch.zeros(1, device=device))
+
+    def _needs_filler(self) -> bool:
+        is_empty = not any(shards.local(param).numel() for param in self.params)
+        return is_empty and any(shards.is_sharded(param) for param in self.params)
+
+    def refuse_changes(self) -> None:
+        """Raise ValueError if a parameter does not lie in memory as it did."""
+        for name, param, before in zip(self.names, self.params, self.memory, strict=True):
+            refuse_change(f"parameter {name!r}", param, before)
 
     @property
     def num_elements(self) -> int:
@@ -131,6 +142,32 @@ class Fragment:
 def memory_order(tensor: Tensor) -> Tensor:
     """View a dense tensor of any shape as 1-D, in the order of its memory."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+Memory = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def memory_of(tensor: Tensor) -> Memory:
+    """Return shape, strides, dtype and device of what this worker holds of a tensor."""
+    tensor = shards.local(tensor) if shards.is_sharded(tensor) else tensor
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def refuse_change(what: str, tensor: Tensor, before: Memory) -> None:
+    """Raise ValueError unless ``memory_of`` the tensor is what it was.
+
+    The outer parameters are kept in the order of that memory.
+    """
+    now = memory_of(tensor)
+    if now != before:
+        old, new = (
+            f"{list(shape)} {list(strides)} {str(dtype).removeprefix('torch.')} on {device}"
+            for shape, strides, dtype, device in (before, now)
+        )
+        raise ValueError(
+            f"{what} was {old} (shape, strides, dtype) when the model was attached and is {new} "
+            "now: change the model before that, or attach it anew, on all replicas"
+        )
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from . import _C, ops, shards
 from .exchange import Exchange, Slot, Terms
 from .flights import Flight
-from .fragments import DTYPES, Fragment, is_dense, is_served, memory_order, unwrap_model
+from .fragments import (
+    DTYPES,
+    Fragment,
+    is_dense,
+    is_served,
+    memory_of,
+    memory_order,
+    refuse_change,
+    unwrap_model,
+)
 from .memory import Reading, device_of, page_locked, persistent
 from .offload import CHUNK_ELEMENTS, slices
 from .outer import OuterOptimizer, Update
@@ -131,6 +140,10 @@ class Part(ABC):
     def named(self) -> dict[str, Tensor]:
         """Return the local tensors, detached, under their names in the model."""
 
+    @abstractmethod
+    def refuse_changes(self) -> None:
+        """Raise ValueError if a local tensor does not lie in memory as it did at first."""
+
     def tensors(self) -> list[Tensor]:
         """Return what is exchanged: the local tensors, detached."""
         return list(self.named().values())
@@ -207,6 +220,9 @@ class ParameterPart(Part):
 
     def named(self) -> dict[str, Tensor]:
         return self.fragment.named()
+
+    def refuse_changes(self) -> None:
+        self.fragment.refuse_changes()
 
     def tensors(self) -> list[Tensor]:
         return self.fragment.tensors()
@@ -300,6 +316,7 @@ class BufferPart(Part):
         self._buffers = _floating_buffers(model)
         super().__init__(index, sum(tensor.numel() for tensor in self.tensors()))
         self.device = device_of(self.tensors())
+        self._memory = {name: memory_of(tensor) for name, tensor in self.named().items()}
 
     @property
     def outer(self) -> None:
@@ -307,6 +324,10 @@ class BufferPart(Part):
 
     def named(self) -> dict[str, Tensor]:
         return {b.name: getattr(b.owner, b.attribute).detach() for b in self._buffers}
+
+    def refuse_changes(self) -> None:
+        for name, tensor in self.named().items():
+            refuse_change(f"buffer {name!r}", tensor, self._memory[name])
 
     def open_slot(self, exchange: Exchange) -> None:
         if self.num_elements:

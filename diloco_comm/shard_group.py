@@ -82,11 +82,9 @@ class SharedFragment(Fragment):
     group: ShardGroup = None  # type: ignore[assignment]
     block_size: int = 256
 
-    def __post_init__(self) -> None:
+    def _needs_filler(self) -> bool:
         begin, end = self.range_of(self.group.rank)
-        if begin == end and self.whole_elements:
-            device = self.params[0].device
-            object.__setattr__(self, "filler", torch.zeros(1, device=device))
+        return begin == end and self.whole_elements > 0
 
     @property
     def whole_elements(self) -> int:

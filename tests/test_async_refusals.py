@@ -68,6 +68,16 @@ def test_values_that_are_not_finite_are_never_sent() -> None:
         )
 
 
+def test_parameters_that_were_laid_out_anew_are_never_sent() -> None:
+    with serving() as server:
+        model, worker = attach(server.address, "a")
+        param = next(model.parameters())
+        param.data = param.data.reshape(1, -1)
+        with pytest.raises(ValueError, match=r"^parameter .* when the model was attached and is"):
+            worker.step()
+        worker.close()
+
+
 def test_hostile_updates_are_refused_in_a_sentence() -> None:
     with serving(parameters=[torch.ones(7)]) as server, Peer(server.address) as peer:
         start_by_hand(peer)

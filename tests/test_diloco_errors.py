@@ -491,7 +491,7 @@ def test_what_is_no_model_or_no_state_is_refused() -> None:
     model, _, diloco = attach()
     with diloco, pytest.raises(TypeError, match="the saved state must be a dictionary, got NoneTy"):
         diloco.load_state_dict(None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got None"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got NoneType"):
         DiLoCo(None, torch.optim.SGD(model.parameters()), sync_every=1)  # type: ignore[arg-type]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from problems import Regression, batch, equal, parameters_of, train_step
 from torch import Tensor, nn
 
-from diloco_comm import SGD, DiLoCo
+from diloco_comm import SGD, DiLoCo, Streaming
 
 # ----------------------------------------------------------------------- kinds of parameters
 
@@ -155,6 +157,108 @@ def test_buffers_are_averaged_by_weight_and_exactly(workers) -> None:
 def test_buffers_stay_local_by_default(workers) -> None:
     (before, after, _), (_, other, _) = workers(2).run(train_batch_norm, False)
     assert torch.equal(before, after) and not torch.equal(after, other)
+
+
+# ------------------------------------------------------------------ parameters that are changed
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 4, 2)
+        self.register_buffer("mean", torch.zeros(2, 3, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x)
+
+
+def convolve(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    like = next(model.parameters())
+    model(torch.ones(1, 3, 2, 2, dtype=like.dtype)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def transpose(model: Convolution) -> None:
+    weight = model.convolution.weight
+    weight.data = weight.data.transpose(2, 3)
+
+
+def reshape(model: Convolution) -> None:
+    model.convolution.bias.data = torch.ones(2, 2)
+
+
+def spread_buffer(model: Convolution) -> None:
+    model.mean = model.mean.to(memory_format=torch.channels_last)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "channels_last": (
+        lambda model: model.to(memory_format=torch.channels_last),
+        r"parameter 'convolution.weight' was \[4, 3, 2, 2\] \[12, 4, 2, 1\] float32 on cpu .* when "
+        r"the model was attached and is \[4, 3, 2, 2\] \[12, 1, 6, 3\] float32 on cpu now",
+    ),
+    "dtype": (lambda model: model.bfloat16(), "'convolution.weight' was .* float32 .* bfloat16 on"),
+    "transposed": (transpose, r"'convolution.weight' was .* \[12, 4, 2, 1\] .* \[12, 4, 1, 2\]"),
+    "shape": (reshape, r"'convolution.bias' was \[4\] \[1\] float32 .* is \[2, 2\] \[2, 1\]"),
+    "buffer": (
+        spread_buffer,
+        r"buffer 'mean' was .* \[12, 4, 2, 1\] .* \[12, 1, 6, 3\]",
+    ),
+}
+USES: dict[str, Callable[[DiLoCo], Any]] = {
+    "step": lambda diloco: diloco.step(),
+    "flush": lambda diloco: diloco.flush(),
+    "outer_parameters": lambda diloco: diloco.outer_parameters().__enter__(),
+    "consensus": lambda diloco: diloco.consensus(),
+    "state_dict": lambda diloco: diloco.state_dict(),
+    "load_state_dict": lambda diloco: diloco.load_state_dict({}),
+    "change_group": lambda diloco: diloco.change_group([0]),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "use"),
+    [*((name, "step") for name in CHANGES), *(("channels_last", name) for name in USES)],
+)
+def test_memory_that_was_laid_out_anew_is_refused(change: str, use: str) -> None:
+    model = Convolution()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make, sentence = CHANGES[change]
+    with DiLoCo(model, optimizer, sync_every=1, average_buffers=True, attach=False) as diloco:
+        convolve(model, optimizer)
+        diloco.step()
+        make(model)
+        before = parameters_of(model)
+        with pytest.raises(ValueError, match=sentence):
+            USES[use](diloco)
+        assert equal(before, parameters_of(model))
+
+
+def test_memory_is_looked_at_when_a_result_is_applied() -> None:
+    model = Convolution()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(model, optimizer, sync_every=3, overlap=Streaming(1, 0.5)) as diloco:
+        for _ in range(3):
+            convolve(model, optimizer)
+        weight = model.convolution.weight
+        weight.data = weight.data.to(memory_format=torch.channels_last)
+        with pytest.raises(ValueError, match=r"'convolution\.weight' was .* when the model was"):
+            convolve(model, optimizer)
+        weight.data, weight.grad = weight.data.contiguous(), None
+        convolve(model, optimizer)
+        assert diloco.totals().num_syncs == 1
+
+
+def test_memory_before_the_start_is_free() -> None:
+    model = Convolution().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = parameters_of(model)
+    with DiLoCo(model, optimizer, sync_every=1) as diloco:
+        model.convolution.weight.data = model.convolution.weight.data.clone()
+        convolve(model, optimizer)
+        assert equal(before, parameters_of(model)) and diloco.totals().num_syncs == 1
 
 
 # ------------------------------------------------------------------------- kinds of optimizers

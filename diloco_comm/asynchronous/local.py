@@ -83,6 +83,7 @@ class LocalModel:
         Returns:
             False if some value is not finite.
         """
+        self._refuse_changes()
         bad = torch.zeros(1, dtype=torch.int64)
         for index, fragment in enumerate(self.fragments):
             layout, residual = self.layouts[index], self.residuals[index]
@@ -128,6 +129,7 @@ class LocalModel:
 
     def write(self) -> None:
         """Set the parameters to the shared ones, in place."""
+        self._refuse_changes()
         for outer, fragment in zip(self.outer, self.fragments, strict=True):
             ops.merge(outer, fragment.tensors(), impl=self.impl)
 
@@ -135,3 +137,7 @@ class LocalModel:
         """Set the shared parameters to the local ones."""
         for outer, fragment in zip(self.outer, self.fragments, strict=True):
             torch.cat([memory_order(t).float() for t in fragment.tensors()], out=outer)
+
+    def _refuse_changes(self) -> None:
+        for fragment in self.fragments:
+            fragment.refuse_changes()
