@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import threading
 import weakref
 from collections import OrderedDict
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .checks import integer, number
 from .errors import SyncError
 from .exchange import DEFAULT_TIMEOUT, Exchange, Header, Pending, Slot
 from .fragments import is_served
@@ -250,11 +250,10 @@ def all_reduce(
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     wire = parse(wire, block_size)
-    weight, seed, lanes = (
-        _number("weight", weight),
-        _integer("seed", seed),
-        _integer("lanes", lanes),
-    )
+    seed, lanes = integer("seed", seed), integer("lanes", lanes, 1)
+    weight = number("weight", weight)
+    if not 0.0 <= weight < math.inf:
+        raise ValueError(f"weight must be finite and not negative, got {weight}")
     group = _group_of(group)
     with _lock:
         engine = _engines.setdefault(group, {}).setdefault(lanes, _GroupEngine())
@@ -310,23 +309,6 @@ def _check_out(out: Tensor, tensor: Tensor) -> None:
         )
     if not _is_dense(out):
         raise ValueError(f"out must be contiguous, got strides {out.stride()}")
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0.0 <= number < math.inf:
-        raise ValueError(f"{name} must be a number that is not negative, got {value!r}")
-    return number
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
 
 
 def _start(exchange: Exchange, slot: Slot, **arguments: Any) -> Pending:

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from . import handshake
+from . import checks, handshake
 from .errors import NonFiniteError, SyncError
 from .exchange import Exchange, Header, Pending, Repair, Slot
 from .flights import Arrival, Flight
@@ -160,8 +160,9 @@ class Rounds:
 
         Raises:
             ValueError: If it is negative or not finite.
+            TypeError: If it is no number.
         """
-        weight = float(self.weight() if callable(self.weight) else self.weight)
+        weight = checks.number("weight", self.weight() if callable(self.weight) else self.weight)
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight must be finite and not negative, got {weight}")
         return weight

@@ -179,11 +179,11 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (None, {"out": torch.ones(6)[::2]}, ValueError, r"contiguous, got strides \(2,\)"),
     (None, {"wire": "int7"}, ValueError, "unknown wire 'int7'"),
     (None, {"rounding": "down"}, ValueError, "rounding must be .* got 'down'"),
-    (None, {"weight": "abc"}, ValueError, "weight must be a number that is not .* got 'abc'"),
-    (None, {"weight": -1.0}, ValueError, "weight must be a number that is not negative, got -1.0"),
-    (None, {"weight": float("nan")}, ValueError, "weight must be a number .* got nan"),
-    (None, {"seed": "x", "rounding": "stochastic"}, TypeError, "seed must be an integer, got 'x'"),
-    (None, {"lanes": 1.5}, TypeError, "lanes must be an integer, got 1.5"),
+    (None, {"weight": "abc"}, TypeError, "weight must be a number, got 'abc'"),
+    (None, {"weight": -1.0}, ValueError, "weight must be finite and not negative, got -1.0"),
+    (None, {"weight": float("nan")}, ValueError, "weight must be finite .* got nan"),
+    (None, {"seed": "x", "rounding": "stochastic"}, ValueError, "seed must be an integer, got 'x'"),
+    (None, {"lanes": 1.5}, ValueError, "lanes must be an integer of at least 1, got 1.5"),
     (None, {"group": "int8"}, TypeError, "group must be a process group of .* got 'int8'"),
 ]
 
