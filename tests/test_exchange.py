@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from exchange_helpers import decode, digest, exchange, reference_digest, split, sync, values
 from workers import Pool
 
@@ -160,6 +161,28 @@ def _overlapping_rounds(rank: int, world: int) -> tuple[int, int]:
 def test_a_round_may_start_before_the_last_is_applied(workers: Workers, world: int) -> None:
     for num_owns, num_results in workers(world).run(_overlapping_rounds):
         assert num_owns == num_results == 2
+
+
+def _larger_while_one_waits(rank: int, world: int) -> list[tuple[str, str]]:
+    """Rank 1 comes only when rank 0 has started a second exchange, larger than any before."""
+    pendings = []
+    with exchange(rank, world) as ex:
+        go = torch.zeros(1)
+        if rank == 1:
+            dist.recv(go, 0)
+        for round, n in enumerate((1000, 200_003)):
+            inputs = [[values(round, replica, n)] for replica in range(world)]
+            slot = ex.slot(n, WireFormat("int8"))
+            header = Header("sync", round=round)
+            pending = ex.start(slot, outer=None, params=inputs[rank], header=header)
+            pendings.append((pending, reference_digest(inputs, slot.layout, [1.0] * world)))
+        if rank == 0:
+            dist.send(go, 1)
+        return [(digest(pending.wait(40)), expected) for pending, expected in pendings]
+
+
+def test_a_larger_exchange_starts_while_one_waits(workers: Workers) -> None:
+    _check(workers(3).run(_larger_while_one_waits))
 
 
 def _objects_and_broadcast(rank: int, world: int) -> bool:

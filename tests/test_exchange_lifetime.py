@@ -89,6 +89,28 @@ def test_exit_without_close() -> None:
     assert done.stdout == "ends\n"
 
 
+def test_no_room_for_a_second_thread() -> None:
+    # A thread started now gets a stack of 64 MB: there is room for one.
+    done = _run_script(
+        """
+        import os, re, resource, sys
+        if len(sys.argv) == 1:
+            resource.setrlimit(resource.RLIMIT_STACK, (64 << 20, resource.RLIM_INFINITY))
+            os.execv(sys.executable, [*sys.orig_argv, "again"])
+        from diloco_comm import _C
+        kilobytes = int(re.search(r"VmSize:\\s*(\\d+)", open("/proc/self/status").read())[1])
+        resource.setrlimit(resource.RLIMIT_AS, ((kilobytes << 10) + (96 << 20),) * 2)
+        threads = os.listdir("/proc/self/task")
+        try:
+            _C.Engine(0, 10.0, 3.0)
+        except RuntimeError as error:
+            print(error, os.listdir("/proc/self/task") == threads)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "Resource temporarily unavailable True\n"
+
+
 def test_a_forked_child_is_told() -> None:
     ex = _alone()
     slot = ex.slot(100, WireFormat("int8"))

@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,9 @@ from torch import Tensor
 
 import diloco_comm
 from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, Streaming
+from diloco_comm.exchange import Exchange, Header
 from diloco_comm.parts import ParameterPart
+from diloco_comm.wire import WireFormat
 
 PACKAGE = str(Path(diloco_comm.__file__).parent)
 SYNC_EVERY, LAST = 2, 6
@@ -184,6 +187,37 @@ def test_others_do_not_notice(name: str, is_shared: bool, workers) -> None:
     first, second = workers(2).run(in_the_middle, name, is_shared)
     assert (first[0], second[0]) == (False, True)
     assert first[1] == second[1]
+
+
+def while_a_peer_is_awaited(rank: int, world: int, call: str) -> None:
+    """The peer is a second Exchange of this process, and never comes to the exchange."""
+    store, made = dist.HashStore(), {}
+
+    def make(replica: int) -> None:
+        made[replica] = Exchange(store, replica, [0, 1])
+
+    threads = [threading.Thread(target=make, args=(replica,)) for replica in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    exchange = made[0]
+    slot = exchange.slot(100, WireFormat("int8"))
+    pending = exchange.start(slot, outer=None, params=[torch.ones(100)], header=Header())
+    with default_handler():
+        timer = threading.Timer(0.3, interrupt)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            exchange.emulate_link(1.0) if call == "emulate_link" else exchange.close()
+        timer.join()
+    assert pending.done() == (call == "close")
+    for exchange in made.values():
+        exchange._close(patience_s=0.0)
+
+
+@pytest.mark.parametrize("call", ["emulate_link", "close"])
+def test_a_wait_for_an_earlier_exchange_ends(call: str, workers) -> None:
+    workers(1).run(while_a_peer_is_awaited, call)
 
 
 def twice(rank: int, world: int) -> list[str]:

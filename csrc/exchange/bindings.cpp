@@ -59,6 +59,11 @@ std::shared_ptr<Plan> make_plan(int64_t num_elements, int64_t num_runs, int64_t 
     return plan;
 }
 
+void check_signals() {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 // Waits at most `seconds` for `is_there`, which is asked under the job's mutex when `changed` is
 // notified; whether it is. Holds the GIL between slices, so that Ctrl-C ends the wait.
 template <class Condition>
@@ -71,7 +76,7 @@ bool wait_for(Job& job, std::condition_variable& changed, double seconds, Condit
             const auto slice = std::min(deadline, Clock::now() + milliseconds(100));
             if (changed.wait_until(lock, slice, is_there)) return true;
         }
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        check_signals();
         if (Clock::now() >= deadline) return false;
     }
 }
@@ -282,13 +287,14 @@ void register_engine(py::module_& m) {
         .def("finish", &ChunkLoader::finish, release());
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init([](int64_t replica, double timeout_s, double report_patience_s) {
-                 return std::shared_ptr<Engine>(new Engine({replica, from_seconds(timeout_s),
-                                                            from_seconds(report_patience_s)}),
-                                                [](Engine* engine) {
-                                                    if (!engine->is_own_process()) return;
-                                                    py::gil_scoped_release no_gil;
-                                                    delete engine;
-                                                });
+                 return std::shared_ptr<Engine>(
+                     new Engine({replica, from_seconds(timeout_s), from_seconds(report_patience_s),
+                                 check_signals}),
+                     [](Engine* engine) {
+                         if (!engine->is_own_process()) return;
+                         py::gil_scoped_release no_gil;
+                         delete engine;
+                     });
              }),
              py::arg("replica"), py::arg("timeout_s"), py::arg("report_patience_s"))
         .def("attach", &attach, py::arg("epoch"), py::arg("rank"), py::arg("replicas"),

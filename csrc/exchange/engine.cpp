@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <exception>
 #include <sstream>
 #include <utility>
 
@@ -56,7 +57,12 @@ std::string subject(const Header& header) {
 
 Engine::Engine(EngineOptions options) : options_(options), pid_(getpid()) {
     thread_ = std::make_unique<std::thread>([this] { loop(); });
-    watcher_ = std::make_unique<std::thread>([this] { watch(); });
+    try {
+        watcher_ = std::make_unique<std::thread>([this] { watch(); });
+    } catch (...) {
+        close(milliseconds(0), -1);
+        throw;
+    }
 }
 
 Engine::~Engine() { close(milliseconds(0), -1); }
@@ -95,8 +101,7 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
     std::shared_ptr<Session> old;
     {
         std::unique_lock<std::mutex> lock(mutex_);
-        TORCH_CHECK(!is_closing_, "this Exchange is closed");
-        wait_until_idle(lock);
+        require_idle(lock);
         session->emulate_link(link_gbps_, link_rtt_ms_);
         epoch_ = session->membership().epoch;
         old = std::exchange(session_, std::move(session));
@@ -106,9 +111,25 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
     }
 }
 
-void Engine::wait_until_idle(std::unique_lock<std::mutex>& lock) {
-    const bool is_idle =
-        changed_.wait_for(lock, options_.timeout, [this] { return queue_.empty() && !is_busy_; });
+// Whether no job runs by then. Without the lock if check_signals() throws.
+bool Engine::wait_until_idle(std::unique_lock<std::mutex>& lock, milliseconds patience) {
+    constexpr milliseconds kSlice{100};
+    const auto deadline = Clock::now() + patience;
+    const auto is_idle = [this] { return queue_.empty() && !is_busy_; };
+    while (!changed_.wait_until(lock, std::min(deadline, Clock::now() + kSlice), is_idle)) {
+        if (Clock::now() >= deadline) return false;
+        if (!options_.check_signals) continue;
+        lock.unlock();
+        options_.check_signals();
+        lock.lock();
+    }
+    return true;
+}
+
+// For a change of the session, which neither a job nor close() may be using.
+void Engine::require_idle(std::unique_lock<std::mutex>& lock) {
+    const bool is_idle = wait_until_idle(lock, options_.timeout);
+    TORCH_CHECK(!is_closing_, "this Exchange is closed");
     TORCH_CHECK(is_idle, "an exchange that was started before is still under way after ",
                 rounded(std::chrono::duration<double>(options_.timeout).count()), " s");
 }
@@ -193,16 +214,20 @@ void Engine::submit(const JobPtr& job) {
 
 void Engine::reserve_staging(int64_t num_bytes) {
     check_process();
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (staging_.defined() && staging_.numel() >= num_bytes) return;
-    wait_until_idle(lock);
-    staging_ = empty_pages(num_bytes);
+    const auto is_enough = [&] { return staging_.defined() && staging_.numel() >= num_bytes; };
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (is_enough()) return;
+    }
+    at::Tensor larger = empty_pages(num_bytes);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_enough()) std::swap(staging_, larger);
 }
 
 void Engine::emulate_link(double gbps, double rtt_ms) {
     check_process();
     std::unique_lock<std::mutex> lock(mutex_);
-    wait_until_idle(lock);
+    require_idle(lock);
     link_gbps_ = gbps;
     link_rtt_ms_ = rtt_ms;
     if (session_) session_->emulate_link(gbps, rtt_ms);
@@ -215,22 +240,35 @@ void Engine::inject_fault(const Fault& fault) {
 
 void Engine::close(milliseconds patience, int64_t inner_step) {
     if (!is_own_process()) return;
+    std::exception_ptr interrupt;
     {
         std::unique_lock<std::mutex> lock(mutex_);
         if (is_closing_) return;
         is_closing_ = true;
         leave_step_ = inner_step;
         changed_.notify_all();
-        const bool is_idle =
-            changed_.wait_for(lock, patience, [this] { return queue_.empty() && !is_busy_; });
+        bool is_idle = false;
+        try {
+            is_idle = wait_until_idle(lock, patience);
+        } catch (...) {
+            interrupt = std::current_exception();
+            lock.lock();
+        }
         // A job that still waits for a peer ends here; those behind it fail with it.
         if (!is_idle && session_) session_->abort();
     }
     thread_->join();
-    watcher_->join();
-    session_.reset();
-    board_.reset();
-    finished_.clear();
+    if (watcher_) watcher_->join();
+    std::shared_ptr<Session> session;  // these are freed without the lock
+    std::shared_ptr<Board> board;
+    std::vector<JobPtr> finished;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        session.swap(session_);
+        board.swap(board_);
+        finished.swap(finished_);
+    }
+    if (interrupt) std::rethrow_exception(interrupt);
 }
 
 // ---------------------------------------------------------------------- on the engine's threads
@@ -298,10 +336,12 @@ void Engine::watch() {
 void Engine::run(const JobPtr& job) {
     const auto begin = Clock::now();
     const int64_t faults = minor_faults();
+    at::Tensor staging;  // outlives the session, whose messages go there
     std::shared_ptr<Session> session;
     Failure failure;
     {
         std::lock_guard<std::mutex> lock(mutex_);
+        staging = staging_;
         session = session_;
         failure = dead_failure_;
     }
@@ -314,7 +354,7 @@ void Engine::run(const JobPtr& job) {
     failure = Failure();
     failure.kind = "SyncError";
     try {
-        session->run(*job, staging_);
+        session->run(*job, staging);
         job->seconds["total"] = seconds_since(begin);
         job->engine_faults = minor_faults() - faults;
         job->finish();

@@ -8,6 +8,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -26,6 +27,8 @@ struct EngineOptions {
     std::chrono::milliseconds timeout{1800000};
     // How long a replica that saw a failure waits for the reports of the others.
     std::chrono::milliseconds report_patience{3000};
+    // Asked by a caller that waits, a few times a second; what it throws ends the wait.
+    std::function<void()> check_signals{};
 };
 
 class Engine {
@@ -36,8 +39,8 @@ class Engine {
     Engine& operator=(const Engine&) = delete;
 
     // Starts an epoch. `groups`: two for each lane; empty for a single replica. The store carries
-    // failure reports under `prefix`. Waits until no job runs, as reserve_staging() and
-    // emulate_link() do, and throws after the timeout.
+    // failure reports under `prefix`. Waits until no job runs, as emulate_link() does, and throws
+    // after the timeout.
     void attach(Membership membership, std::vector<BackendPtr> groups,
                 c10::intrusive_ptr<c10d::Store> store, const std::string& prefix);
 
@@ -47,13 +50,15 @@ class Engine {
     // Queues a job without a payload of its own to encode.
     void submit(const JobPtr& job);
 
-    // Grows the shared receive buffer; call before the first job that needs it.
+    // Grows the shared receive buffer; call before the first job that needs it. A job that runs
+    // keeps the one that it has.
     void reserve_staging(int64_t num_bytes);
 
     void emulate_link(double gbps, double rtt_ms);
     void inject_fault(const Fault& fault);
 
     // Finishes what is queued within `patience`, tells the peers, ends the threads. Idempotent.
+    // Rethrows at its end what check_signals() threw, which ends the patience.
     void close(std::chrono::milliseconds patience, int64_t inner_step);
 
     // Why the current epoch is dead; empty while it lives.
@@ -71,7 +76,8 @@ class Engine {
     void fail_epoch(const Job& job, Failure& failure);
     void blame(Failure& failure, const std::string& where);
     void refuse_if_dead() const;
-    void wait_until_idle(std::unique_lock<std::mutex>& lock);
+    bool wait_until_idle(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds patience);
+    void require_idle(std::unique_lock<std::mutex>& lock);
     void encode_all(const JobPtr& job);
 
     const EngineOptions options_;

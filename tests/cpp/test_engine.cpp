@@ -280,6 +280,68 @@ void test_attach_while_a_job_runs() {
     world.attach(engine, 0, 2);
 }
 
+// close() comes while the next epoch waits for a job of the last one.
+void test_close_while_attach_waits() {
+    World world(1);
+    const auto plan = make_plan(1000, 1, 2, 1);
+    Engine engine(options(0));
+    world.attach(engine, 0, 1);
+    const JobPtr job = make_job(plan, 1, input(0, 1000), 0);
+    engine.submit(job);  // and not encoded
+    std::string why;
+    std::thread attaching([&] {
+        try {
+            world.attach(engine, 0, 2);
+        } catch (const c10::Error& error) {
+            why = error.what_without_backtrace();
+        }
+    });
+    std::thread closing([&] { engine.close(20s, 0); });
+    try {
+        while (true) {
+            const JobPtr other = make_job(plan, 1, input(0, 1000), 1);
+            other->announce(2);
+            engine.submit(other);
+            std::this_thread::sleep_for(1ms);
+        }
+    } catch (const c10::Error&) {
+        // It is closing.
+    }
+    job->announce(2);
+    attaching.join();
+    closing.join();
+    EXPECT(why == "this Exchange is closed");
+}
+
+// Nothing waits while a job runs when a later one needs a larger receive buffer.
+void test_larger_job_while_one_runs() {
+    World world(3);
+    const std::vector<std::shared_ptr<Plan>> plans{make_plan(1000, 3, 1, 1),
+                                                   make_plan(50000, 3, 4, 1)};
+    world.run([&](int rank) {
+        Engine engine(options(rank));
+        world.attach(engine, rank, 1);
+        std::vector<JobPtr> jobs;
+        for (const auto& plan : plans) {
+            engine.reserve_staging(kWindow * 3 * plan->layout.run_bytes);
+            jobs.push_back(make_job(plan, 3, input(rank, plan->layout.num_elements), 0));
+            // The first is encoded only when the second is under way.
+            if (jobs.size() == 1) engine.submit(jobs[0]);
+        }
+        engine.submit(jobs[1]);
+        for (size_t i = 0; i < jobs.size(); ++i) {
+            diloco::call_encode(*jobs[i], 0, plans[i]->layout.num_elements);
+            jobs[i]->announce(plans[i]->layout.num_runs);
+        }
+        for (size_t i = 0; i < jobs.size(); ++i) {
+            wait(*jobs[i]);
+            EXPECT(!jobs[i]->failure.has_value());
+            EXPECT(at::equal(jobs[i]->result, expected_result(plans[i], 3)));
+        }
+        engine.close(5s, 0);
+    });
+}
+
 // A job that waits for a peer that never comes does not hold up the end.
 void test_close_while_waiting() {
     World world(2);
@@ -312,5 +374,7 @@ int main() {
     test_close_while_waiting();
     test_store_that_hangs();
     test_attach_while_a_job_runs();
+    test_close_while_attach_waits();
+    test_larger_job_while_one_runs();
     return passed("engine");
 }
