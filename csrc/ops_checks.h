@@ -22,6 +22,9 @@ using codec::DType;
 using wire::Format;
 using OptionalTensor = std::optional<Tensor>;
 
+// More than any memory holds; bytes and bits of as many elements are still far from an overflow.
+constexpr int64_t kMaxElements = int64_t{1} << 48;
+
 Format parse_format(c10::string_view name) {
     constexpr std::array<const char*, wire::kNumFormats> kNames{
         "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "e3m0"};
@@ -41,6 +44,8 @@ codec::RunLayout parse_layout(c10::string_view wire, int64_t block_size, int64_t
     TORCH_CHECK_VALUE(run_elements > 0 && run_elements % block_size == 0,
                       "run_elements must be a positive multiple of block_size ", block_size,
                       ", got ", run_elements);
+    TORCH_CHECK_VALUE(run_elements <= kMaxElements, "run_elements must be at most 2^48, got ",
+                      run_elements);
     return {format, static_cast<int>(block_size), run_elements};
 }
 

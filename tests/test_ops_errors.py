@@ -108,6 +108,8 @@ CASES: list[tuple[Callable, dict, type[Exception], str]] = [
     (encode, {"block_size": 2048}, ValueError, r"block_size .*got 2048"),
     (encode, {"run_elements": 300}, ValueError, r"run_elements .*multiple .*256, got 300"),
     (encode, {"run_elements": 0}, ValueError, r"run_elements .*got 0"),
+    (encode, {"run_elements": 2**59, "wire": "fp32"}, ValueError, r"at most 2\^48, got 576460"),
+    (encode, {"run_elements": 2**48 + 256}, ValueError, r"run_elements .*at most 2\^48"),
     (encode, {"begin": 100}, ValueError, r"\[100, 1000\) must be whole runs of 512"),
     (encode, {"end": 600}, ValueError, r"\[0, 600\) must be whole runs of 512"),
     (encode, {"end": 1001}, ValueError, r"\[0, 1001\) must lie in .*\[0, 1000\)"),
