@@ -39,7 +39,7 @@ class Control:
 
     def largest(self, value: int) -> int:
         """Return the largest of the workers' values."""
-        values = torch.tensor([value])
+        values = torch.tensor([value], device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._group.allreduce([values], options).wait()
@@ -49,8 +49,8 @@ class Control:
         """Return every worker's value, in their order."""
         own = _as_bytes(value)
         num_bytes = self.largest(own.numel())
-        everyone = torch.empty(self.size, num_bytes, dtype=torch.uint8)
-        padded = torch.zeros(num_bytes, dtype=torch.uint8)
+        everyone = torch.empty(self.size, num_bytes, dtype=torch.uint8, device="cpu")
+        padded = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
         self._group.allgather([list(everyone.unbind())], [padded]).wait()
         # What follows a pickled value is not read.
@@ -60,7 +60,8 @@ class Control:
         """Return the value of one worker."""
         own = _as_bytes(value)
         num_bytes = self.largest(own.numel() if self.rank == source else 0)
-        given = own if self.rank == source else torch.empty(num_bytes, dtype=torch.uint8)
+        room = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        given = own if self.rank == source else room
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._group.broadcast([given], options).wait()

@@ -374,7 +374,7 @@ class Exchange:
         tensor = (
             torch.frombuffer(bytearray(blob), dtype=torch.uint8)
             if blob
-            else torch.empty(0, dtype=torch.uint8)
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         header = _C.Header("exchange_objects")
         header.blob_bytes = len(blob)

@@ -46,7 +46,7 @@ def persistent_like(tensor: Tensor) -> Tensor:
 
 def page_locked(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Allocate a zeroed CPU tensor that a device copies to and from without a wait of the host."""
-    return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    return torch.zeros(shape, dtype=dtype, pin_memory=True, device="cpu")
 
 
 @dataclass(eq=False)
