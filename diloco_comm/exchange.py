@@ -192,6 +192,10 @@ class Exchange:
             residual_dtype: Of what is kept, fp32 or bf16.
             carries: The caller moves the parameters at each send; see ``residuals``.
             device: Of the fragment; default: that of this exchange.
+
+        Raises:
+            ValueError: If there is no element, or chunk_bytes would cut it into more chunks than an
+                exchange may have.
         """
         device = self.device if device is None else device
         slot = Slot(

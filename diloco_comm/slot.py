@@ -100,6 +100,9 @@ class Slot:
         """Lay the fragment out for a group.
 
         Residuals of reductions go on if this rank owns the same runs as before, else they are zero.
+
+        Raises:
+            ValueError: If chunk_bytes would make more chunks than an exchange may have.
         """
         block, wire = self.wire.block_size, self.wire
         payload = Layout.plan(self.num_elements, world_size, 1, wire).payload_bytes

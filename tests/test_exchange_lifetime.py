@@ -164,6 +164,14 @@ def test_arguments_are_checked() -> None:
         sync(ex, slot, [torch.ones(100)])
 
 
+def test_more_chunks_than_tags() -> None:
+    with Exchange(dist.HashStore(), 0, [0], chunk_bytes=16) as ex:
+        with pytest.raises(
+            ValueError, match=r"at most 524288 chunks, got 6\d+: chunk_bytes is too"
+        ):
+            ex.slot(20_000_000, WireFormat("int8", 32))
+
+
 def test_empty_pages_are_aligned_and_zero() -> None:
     for shape in [(0,), (1,), (1000,), (3, 5), (3 << 20,)]:
         tensor = empty_pages(shape)

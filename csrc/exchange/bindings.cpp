@@ -51,6 +51,9 @@ std::shared_ptr<Plan> make_plan(int64_t num_elements, int64_t num_runs, int64_t 
     plan->layout = {num_elements, num_runs,   run_elements, run_bytes,
                     wire,         block_size, code_offset,  code_bits};
     plan->num_chunks = num_runs / world_size;
+    TORCH_CHECK_VALUE(plan->num_chunks <= kMaxChunks, "an exchange has at most ", kMaxChunks,
+                      " chunks, got ", plan->num_chunks, ": chunk_bytes is too small for ",
+                      num_elements, " elements");
     plan->num_phases = world_size == 1 ? 0 : world_size == 2 ? 1 : 2;
     plan->window = window;
     plan->schedule = make_schedule(static_cast<int>(plan->num_chunks),

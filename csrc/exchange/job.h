@@ -50,6 +50,9 @@ struct Layout {
     }
 };
 
+// What a message's tag has room for.
+constexpr int64_t kMaxChunks = int64_t{1} << 19;
+
 // What a slot's exchanges have in common; made once.
 struct Plan {
     Layout layout;

@@ -29,8 +29,8 @@ Session::Session(Membership membership, std::vector<BackendPtr> groups,
 }
 
 int Session::data_tag(int phase, int64_t index) const {
-    // Ten bits of sequence keep neighbouring jobs apart; 2^19 chunks or transfers in a job.
-    TORCH_CHECK(index < (1 << 19), "an exchange cannot have more than 524288 chunks");
+    // Ten bits of sequence keep neighbouring jobs apart; the index is of a chunk or a transfer.
+    TORCH_CHECK(index < kMaxChunks, "an exchange has at most ", kMaxChunks, " messages to a peer");
     const auto job = static_cast<int>((sequence_ & 0x3ff) << 20);
     return job | (phase << 19) | static_cast<int>(index);
 }
@@ -85,6 +85,12 @@ void Session::wait_for_mark(const Mark& mark) {
     }
 }
 
+// Posting does not wait, and would notice neither an abort nor the deadline.
+void Session::check_time() const {
+    if (transport_.is_aborted()) throw Aborted();
+    if (Clock::now() >= deadline_) throw std::runtime_error("timed out");
+}
+
 // A chunk of the result is complete: tells the caller, or hands it to the device.
 void Session::deliver_chunk(Job& job, int64_t chunk) {
     if (!job.staging) {
@@ -119,6 +125,7 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
     stage_ = action_name(step.action);
     switch (step.action) {
         case Action::kPostExchange:
+            check_time();
             if (job.plan->num_phases == 1) {
                 post_chunk(job, step);
             } else {
@@ -140,6 +147,7 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
             break;
         }
         case Action::kPostPublish:
+            check_time();
             post_publish(job, step);
             break;
         case Action::kWaitPublish: {

@@ -75,6 +75,7 @@ class Session {
     void post_publish(Job& job, const Step& step);
     void wait_for_encoded(Job& job, int64_t run);
     void wait_for_mark(const Mark& mark);
+    void check_time() const;
     void deliver_chunk(Job& job, int64_t chunk);
     void exchange_blobs(Job& job);
     void broadcast(Job& job);
