@@ -8,6 +8,8 @@ from collections.abc import Sequence
 class SyncError(RuntimeError):
     """An exchange has no result; outer and local parameters are as before it.
 
+    Where a message was lost, ``__cause__`` has what the transport said of it.
+
     Attributes:
         fragment: Index of the fragment, -1 when the exchange was of none.
         round: Outer round of that fragment, -1 likewise.

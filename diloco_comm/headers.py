@@ -78,6 +78,8 @@ def error_from(failure: _C.Failure, header: Header | None = None) -> SyncError:
         seconds=failure.seconds,
         missing=failure.missing,
     )
+    if failure.cause:
+        error.__cause__ = RuntimeError(failure.cause)
     if isinstance(error, PeerLeft | NonFiniteError):
         error.replicas = tuple(failure.replicas)
     if isinstance(error, PeerLeft):

@@ -145,7 +145,8 @@ class StreamJob:
         if failure is None:
             self._fail("ReplicaMismatch", self._mismatch(), stage="header")
             return
-        more = {name: getattr(failure, name) for name in ("missing", "replicas", "inner_steps")}
+        names = ("missing", "replicas", "inner_steps", "cause")
+        more = {name: getattr(failure, name) for name in names}
         self._fail(failure.kind, failure.message, stage=failure.stage, **more)
 
     def _fail(self, kind: str, why: str, stage: str = "", **more: Any) -> None:
@@ -173,7 +174,7 @@ class StreamJob:
         return self.done.query() and not bool(self.round.own.ballot.host_counts.any())
 
     def _set_failure(self, kind: str, message: str, stage: str, **more: Any) -> None:
-        empty: dict[str, Any] = {"missing": [], "replicas": [], "inner_steps": []}
+        empty: dict[str, Any] = {"missing": [], "replicas": [], "inner_steps": [], "cause": ""}
         seconds = time.monotonic() - self._begin
         self.failure = SimpleNamespace(
             kind=kind, message=message, stage=stage, seconds=seconds, **{**empty, **more}

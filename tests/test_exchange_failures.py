@@ -105,6 +105,7 @@ def test_sigkill_of_a_peer(
         assert error.missing == (victim,), str(error)
         assert error.fragment == 0 and error.round == 2 and error.stage
         assert f"replica {victim} did not report" in str(error)
+        assert "gloo" not in str(error) and "the connection was closed" in str(error)
         assert going_on
 
 
@@ -133,6 +134,7 @@ def _hang(rank: int, world: int, address: Address) -> Any:
         _round(ex, slot, 1, list(range(world)))
     connect(address).set(f"failed/{rank}", "")
     ex.close()
+    caught.value.raw = str(caught.value.__cause__)  # which is not pickled
     return caught.value
 
 
@@ -146,6 +148,8 @@ def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh) -> None:
     for rank in (0, 2):
         assert results[rank].missing == (1,), str(results[rank])
         assert results[rank].seconds >= HANG_TIMEOUT
+        assert "(replica 1: timed out): replica 1 did not report within" in str(results[rank])
+        assert "gloo" in results[rank].raw
 
 
 def _late(rank: int, world: int, address: Address) -> Any:

@@ -180,6 +180,7 @@ void register_jobs(py::module_& m) {
         .def_readonly("kind", &Failure::kind)
         .def_readonly("message", &Failure::message)
         .def_readonly("stage", &Failure::stage)
+        .def_readonly("cause", &Failure::cause)
         .def_readonly("seconds", &Failure::seconds)
         .def_readonly("missing", &Failure::missing)
         .def_readonly("replicas", &Failure::replicas)

@@ -367,8 +367,9 @@ void Engine::run(const JobPtr& job) {
         failure.message = "replica " +
                           std::to_string(replicas[static_cast<size_t>(std::max(error.peer, 0))]) +
                           ": " + error.what();
+        failure.cause = error.cause;
     } catch (const std::exception& error) {
-        failure.message = error.what();
+        failure.message = text_of(error);
     }
     failure.stage = session->stage();
     failure.seconds = seconds_since(begin);

@@ -67,6 +67,7 @@ struct Plan {
 struct Failure {
     std::string kind;  // "SyncError", "ReplicaMismatch", "PeerLeft", "NonFiniteError"
     std::string message;
+    std::string cause;  // what the backend said, if it was that
     std::string stage;
     double seconds = 0.0;
     std::vector<int64_t> missing;   // replicas that did not report

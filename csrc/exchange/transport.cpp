@@ -1,6 +1,7 @@
 #include "exchange/transport.h"
 
 #include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
 
 #include <utility>
 
@@ -16,7 +17,24 @@ std::chrono::milliseconds remaining(Clock::time_point deadline) {
     return std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
 }
 
+std::string in_words(const std::string& text) {
+    const auto says = [&](const char* part) { return text.find(part) != std::string::npos; };
+    if (says("imed out") || says("timeout")) return "timed out";
+    if (says("onnection closed") || says("onnection reset") || says("Broken pipe")) {
+        return "the connection was closed";
+    }
+    return text;
+}
+
 }  // namespace
+
+std::string text_of(const std::exception& error) {
+    const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+    return torch_error ? torch_error->what_without_backtrace() : error.what();
+}
+
+TransportError::TransportError(int peer, const std::exception& error)
+    : std::runtime_error(in_words(text_of(error))), peer(peer), cause(text_of(error)) {}
 
 Transport::Transport(std::vector<BackendPtr> groups, int rank, int size)
     : groups_(std::move(groups)), rank_(rank), size_(size) {}
@@ -48,7 +66,7 @@ Receipt Transport::send(int lane, int peer, int tag, const void* data, size_t nu
             receipt.work = post_send(lane, peer, tag, data, num_bytes);
         }
     } catch (const std::exception& error) {
-        throw TransportError(peer, error.what());
+        throw TransportError(peer, error);
     }
     return receipt;
 }
@@ -63,7 +81,7 @@ Receipt Transport::recv(int lane, int peer, int tag, void* data, size_t num_byte
         std::lock_guard<std::mutex> lock(post_mutex_);
         receipt.work = group(lane, peer, rank_).recv(tensors, peer, tag);
     } catch (const std::exception& error) {
-        throw TransportError(peer, error.what());
+        throw TransportError(peer, error);
     }
     return receipt;
 }
@@ -82,7 +100,7 @@ void Transport::wait(Receipt& receipt, Clock::time_point deadline) {
             try {
                 std::rethrow_exception(message.error);
             } catch (const std::exception& error) {
-                throw TransportError(receipt.peer, error.what());
+                throw TransportError(receipt.peer, error);
             }
         }
         receipt.work = std::move(message.work);
@@ -97,7 +115,7 @@ void Transport::wait(Receipt& receipt, Clock::time_point deadline) {
     } catch (const Aborted&) {
         throw;
     } catch (const std::exception& error) {
-        throw TransportError(receipt.peer, error.what());
+        throw TransportError(receipt.peer, error);
     }
 }
 

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -25,11 +26,17 @@ using Clock = std::chrono::steady_clock;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+// What an error says, without the C++ stack that torch adds.
+std::string text_of(const std::exception& error);
+
 // A message was lost: the group is dead from here on.
 class TransportError : public std::runtime_error {
   public:
     TransportError(int peer, const std::string& what) : std::runtime_error(what), peer(peer) {}
+    // Says in a few words what a backend reports with file names and guesses.
+    TransportError(int peer, const std::exception& error);
     int peer;
+    std::string cause;  // the backend's text
 };
 
 // abort() ended a wait.

@@ -313,6 +313,46 @@ void test_close_while_attach_waits() {
     EXPECT(why == "this Exchange is closed");
 }
 
+// Two ranks post all chunks at once, and stop doing so at the deadline.
+void test_deadline_while_posting() {
+    World world(2);
+    const auto plan = make_plan(1000, 2, 5, 1);
+    world.run([&](int rank) {
+        Engine engine({rank, 1000ms, 500ms});
+        world.attach(engine, rank, 1);
+        const JobPtr job = make_job(plan, 2, input(rank, 1000), 0);
+        engine.submit(job);
+        std::this_thread::sleep_for(1500ms);
+        job->announce(plan->layout.num_runs);
+        wait(*job);
+        EXPECT(job->failure.has_value() && job->failure->stage == "post_exchange");
+        engine.close(5s, 0);
+    });
+}
+
+// What torch throws carries a C++ stack, which is not for the user.
+void test_error_of_an_operator() {
+    World world(3);
+    const auto plan = make_plan(1000, 3, 1, 1);
+    const auto wrong = std::make_shared<Plan>(*plan);
+    wrong->impl = "none";
+    world.run([&](int rank) {
+        Engine engine(options(rank));
+        world.attach(engine, rank, 1);
+        engine.reserve_staging(kWindow * 3 * plan->layout.run_bytes);
+        const JobPtr job = make_job(wrong, 3, input(rank, 1000), 0);
+        const JobPtr encoding = make_job(plan, 3, input(rank, 1000), 0);
+        encoding->payload = job->payload;
+        diloco::call_encode(*encoding, 0, 1000);
+        job->announce(plan->layout.num_runs);
+        engine.submit(job);
+        wait(*job);
+        EXPECT(job->failure.has_value());
+        EXPECT(job->failure->message.find("Exception raised from") == std::string::npos);
+        engine.close(5s, 0);
+    });
+}
+
 // Nothing waits while a job runs when a later one needs a larger receive buffer.
 void test_larger_job_while_one_runs() {
     World world(3);
@@ -376,5 +416,7 @@ int main() {
     test_attach_while_a_job_runs();
     test_close_while_attach_waits();
     test_larger_job_while_one_runs();
+    test_deadline_while_posting();
+    test_error_of_an_operator();
     return passed("engine");
 }
