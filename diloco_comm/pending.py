@@ -141,6 +141,7 @@ class Pending:
             ReplicaMismatch, PeerLeft, NonFiniteError, SyncError: There is no result, on no replica
                 (after a SyncError at the vote some may have one; ``change_group`` settles it).
             TimeoutError: After ``timeout`` seconds; the exchange goes on.
+            RuntimeError: In a forked child.
         """
         return self._wait_until(_deadline(timeout), timeout)
 

@@ -114,22 +114,32 @@ def test_no_room_for_a_second_thread() -> None:
 def test_a_forked_child_is_told() -> None:
     ex = _alone()
     slot = ex.slot(100, WireFormat("int8"))
+    pending = ex.start(slot, outer=None, params=[torch.ones(100)], header=Header())
+    calls: list[Callable[[], object]] = [
+        lambda: ex.start(slot, outer=None, params=[torch.ones(100)], header=Header()),
+        pending.wait, pending.done, lambda: pending.headers,
+    ]  # fmt: skip
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        try:
-            ex.start(slot, outer=None, params=[torch.ones(100)], header=Header())
-            text = "no error"
-        except RuntimeError as error:
-            text = str(error).splitlines()[0]
-        os.write(writing, text.encode())
+        for call in calls:
+            try:
+                call()
+                text = "no error"
+            except RuntimeError as error:
+                text = str(error)
+            os.write(writing, text.encode() + b"\n")
         ex.close()
-        del ex
+        del ex, pending, calls
         os._exit(0)
     os.close(writing)
-    text = os.read(reading, 1000).decode()
+    with os.fdopen(reading) as answers:
+        texts = answers.read().splitlines()
     assert os.waitpid(child, 0)[1] == 0
-    assert "forked child" in text and "create a new Exchange" in text
+    assert len(texts) == len(calls)
+    assert all("forked child" in text and "create a new Exchange" in text for text in texts)
+    pending.wait(40)
+    slot.commit()
     sync(ex, slot, [torch.ones(100)])
     ex.close()
 

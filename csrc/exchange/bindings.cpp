@@ -71,6 +71,7 @@ void check_signals() {
 // notified; whether it is. Holds the GIL between slices, so that Ctrl-C ends the wait.
 template <class Condition>
 bool wait_for(Job& job, std::condition_variable& changed, double seconds, Condition is_there) {
+    check_process(job.pid);
     const auto deadline = Clock::now() + from_seconds(seconds);
     while (true) {
         {
@@ -106,6 +107,9 @@ void block_caller(Job& job) {
 }
 
 std::map<std::string, int64_t> counters(Job& job) {
+    check_process(job.pid);
+    std::lock_guard<std::mutex> lock(job.mutex);
+    if (!job.is_done) return {};
     return {{"caller_minor_faults", job.caller_faults},
             {"engine_minor_faults", job.engine_faults},
             {"sent_bytes", job.sent_bytes},
@@ -163,11 +167,32 @@ void register_messages(py::module_& m) {
 }
 
 std::optional<int64_t> num_bad_encoded(Job& job) {
+    check_process(job.pid);
     std::unique_lock<std::mutex> lock(job.mutex);
     const Mark mark = job.fetched_mark(job.plan->layout.num_runs - 1);
     lock.unlock();
     if (mark && !mark->query()) return std::nullopt;
     return job.encode_bad.item<int64_t>();
+}
+
+// A member of a job, copied under its mutex.
+template <class T>
+auto guarded(T Job::* member) {
+    return [member](Job& job) {
+        check_process(job.pid);
+        std::lock_guard<std::mutex> lock(job.mutex);
+        return job.*member;
+    };
+}
+
+// One that the engine thread writes without the mutex: empty until the job is done.
+template <class T>
+auto outcome(T Job::* member) {
+    return [member](Job& job) {
+        check_process(job.pid);
+        std::lock_guard<std::mutex> lock(job.mutex);
+        return job.is_done ? job.*member : T();
+    };
 }
 
 void register_jobs(py::module_& m) {
@@ -191,17 +216,13 @@ void register_jobs(py::module_& m) {
              "Wait until more than so many runs of the result are complete; how many are.")
         .def("block_caller", &block_caller,
              "Make the caller's stream wait until the result is on the device.")
-        .def_property_readonly("is_done",
-                               [](Job& job) {
-                                   std::lock_guard<std::mutex> lock(job.mutex);
-                                   return job.is_done;
-                               })
-        .def_readonly("failure", &Job::failure)
-        .def_readonly("headers", &Job::headers)
-        .def_readonly("weights", &Job::weights)
-        .def_readonly("blobs", &Job::blobs)
-        .def_readonly("seconds", &Job::seconds)
-        .def_readonly("encode_seconds", &Job::encode_seconds)
+        .def_property_readonly("is_done", guarded(&Job::is_done))
+        .def_property_readonly("failure", guarded(&Job::failure))
+        .def_property_readonly("headers", guarded(&Job::headers))
+        .def_property_readonly("weights", guarded(&Job::weights))
+        .def_property_readonly("blobs", outcome(&Job::blobs))
+        .def_property_readonly("seconds", outcome(&Job::seconds))
+        .def_property_readonly("encode_seconds", guarded(&Job::encode_seconds))
         .def_property_readonly("num_bad_encoded", &num_bad_encoded,
                                "Own elements that no wire carries; None: not on the host yet.")
         .def_property_readonly("counters", &counters);

@@ -55,6 +55,12 @@ std::string subject(const Header& header) {
 
 }  // namespace
 
+void check_process(pid_t owner) {
+    TORCH_CHECK(getpid() == owner, "this Exchange belongs to process ", owner,
+                " and cannot be used in its forked child ", getpid(),
+                ": create a new Exchange there");
+}
+
 Engine::Engine(EngineOptions options) : options_(options), pid_(getpid()) {
     thread_ = std::make_unique<std::thread>([this] { loop(); });
     try {
@@ -69,11 +75,7 @@ Engine::~Engine() { close(milliseconds(0), -1); }
 
 bool Engine::is_own_process() const { return getpid() == pid_; }
 
-void Engine::check_process() const {
-    TORCH_CHECK(is_own_process(), "this Exchange belongs to process ", pid_,
-                " and cannot be used in its forked child ", getpid(),
-                ": create a new Exchange there");
-}
+void Engine::check_process() const { diloco::check_process(pid_); }
 
 std::string Engine::dead_reason() const {
     std::lock_guard<std::mutex> lock(mutex_);

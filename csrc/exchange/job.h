@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -101,7 +102,12 @@ struct Staging {
     Mark stored;  // outcome: when the result is on the device; null: nothing was copied
 };
 
+// Refuses a forked child, which has no engine thread, and may find a mutex locked for ever.
+void check_process(pid_t owner);
+
 struct Job {
+    const pid_t pid = getpid();
+
     // Inputs, constant once the job is submitted.
     Header header;
     std::shared_ptr<const Plan> plan;
@@ -126,11 +132,11 @@ struct Job {
     int64_t num_landed = 0;  // runs of the result that are complete before the vote; not staged
     bool is_encode_failed = false;
     bool is_done = false;
+    std::vector<Header> headers;  // of all ranks, in rank order; empty until all are here
+    std::vector<double> weights;  // normalised, likewise
 
     // Outcome, constant once is_done.
     std::optional<Failure> failure;
-    std::vector<Header> headers;
-    std::vector<double> weights;  // normalised, rank order; constant once a run has landed
     std::vector<at::Tensor> blobs;
     std::map<std::string, double> seconds;
     double encode_seconds = 0.0;

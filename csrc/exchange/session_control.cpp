@@ -34,7 +34,7 @@ void Session::exchange_headers(Job& job) {
     job.header.replica = membership_.replicas[static_cast<size_t>(membership_.rank)];
     header_out_ = job.header;
     is_waiting_for_headers_ = true;
-    job.headers.assign(headers_in_.size(), job.header);
+    std::vector<Header> headers(headers_in_.size(), job.header);
     std::vector<Header> leaves;
     try {
         for (int i = 1; i <= num_peers(); ++i) {
@@ -46,7 +46,7 @@ void Session::exchange_headers(Job& job) {
             if (rank == transport_.rank()) continue;
             const Header& header = receive_header(rank, deadline_);
             if (is_leave(header)) leaves.push_back(header);
-            job.headers[static_cast<size_t>(rank)] = header;
+            headers[static_cast<size_t>(rank)] = header;
         }
     } catch (const TransportError&) {
         leaves = leaves_that_arrived();
@@ -62,6 +62,10 @@ void Session::exchange_headers(Job& job) {
             failure.inner_steps.push_back(leave.inner_step);
         }
         throw Rejected(std::move(failure));
+    }
+    {
+        std::lock_guard<std::mutex> lock(job.mutex);
+        job.headers = std::move(headers);
     }
     wait_all(control_sends_);
     ++sequence_;
@@ -118,10 +122,12 @@ void Session::check_headers(Job& job) {
         failure.message.pop_back();
         throw Rejected(std::move(failure));
     }
-    job.weights.clear();
+    std::vector<double> weights;
     for (const Header& header : job.headers) {
-        job.weights.push_back(static_cast<double>(static_cast<float>(header.weight / sum)));
+        weights.push_back(static_cast<double>(static_cast<float>(header.weight / sum)));
     }
+    std::lock_guard<std::mutex> lock(job.mutex);
+    job.weights = std::move(weights);
 }
 
 void Session::leave(int64_t inner_step) {
