@@ -111,6 +111,9 @@ class Exchange:
         for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
             if value is not None and value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}")
+        patience = env.report_s() if report_patience is None else report_patience
+        if not patience > 0:
+            raise ValueError(f"report_patience must be positive, got {patience}")
         self.device = torch.device(device)
         self._check_collectives(collectives, lanes)
         self.collectives = collectives
@@ -132,7 +135,6 @@ class Exchange:
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
         self.store = store
-        patience = env.report_s() if report_patience is None else report_patience
         self._engine = _C.Engine(replica, self.timeout, patience)
         _open.add(self)
         try:
@@ -448,6 +450,7 @@ class Exchange:
             The rounds that the others have applied and this replica must still apply.
 
         Raises:
+            ValueError: If the members are not ids that an exchange may have.
             SyncError: If somebody does not come, or a replica is more than one round behind.
         """
         self._engine.check_process()
@@ -501,6 +504,8 @@ def _checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:
         raise ValueError(f"members must be sorted, unique ids from 0, got {list(result)}")
     if replica not in result:
         raise ValueError(f"replica {replica} is not one of the members {list(result)}")
+    if len(result) > _C.MAX_REPLICAS:
+        raise ValueError(f"members must be at most {_C.MAX_REPLICAS} replicas, got {len(result)}")
     return result
 
 

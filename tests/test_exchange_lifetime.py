@@ -162,11 +162,18 @@ def test_arguments_are_checked() -> None:
         Exchange(store, 0, [0], lanes=0)
     with pytest.raises(ValueError, match="timeout must be positive"):
         Exchange(store, 0, [0], timeout=0.0)
+    for patience in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"report_patience must be positive, got {patience}"):
+            Exchange(store, 0, [0], report_patience=patience)
+    with pytest.raises(ValueError, match="members must be at most 1024 replicas, got 1025"):
+        Exchange(store, 0, range(1025))
     with _alone() as ex:
         with pytest.raises(ValueError, match="emulate_link needs"):
             ex.emulate_link(-1.0)
         with pytest.raises(ValueError, match="at least one element"):
             ex.slot(0, WireFormat("int8"))
+        with pytest.raises(ValueError, match="at most 1024 replicas, got 1025"):
+            ex.change_group(range(1025), last_rounds={})
         slot = ex.slot(100, WireFormat("int8"))
         # A wrong argument surfaces before any peer hears of the exchange.
         with pytest.raises((ValueError, RuntimeError)):

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "codec/codec.h"
 #include "exchange/bounded_store.h"
 #include "exchange/engine.h"
 #include "exchange/pages.h"
@@ -351,6 +352,7 @@ void register_engine(py::module_& m) {
 }  // namespace
 
 void register_exchange(py::module_& m) {
+    m.attr("MAX_REPLICAS") = codec::kMaxTerms;
     m.def("empty_pages", &empty_pages, py::arg("num_bytes"),
           "A zeroed uint8 tensor, 64-byte aligned, huge pages advised, every page touched.");
     m.def(
