@@ -462,10 +462,6 @@ class Exchange:
         """For tests: delay, stop or kill this replica at a stage; see csrc/exchange/faults.h."""
         self._engine.inject_fault(**fault)
 
-    def leave(self) -> None:
-        """Tell the peers that we go, and close."""
-        self.close()
-
     def close(self) -> None:
         """Finish what is under way, tell the peers, and end the engine thread; idempotent.
 
