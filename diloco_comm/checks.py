@@ -5,9 +5,14 @@ This module imports nothing of ours: everything else may import it.
 
 from __future__ import annotations
 
+import math
 import operator
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
+
+# Beyond it, clocks that count nanoseconds overflow.
+_MAX_TIMEOUT_S = 10 * 365 * 86400.0
 
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
@@ -55,3 +60,20 @@ def choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
         names = ", ".join(map(str, allowed))
         raise ValueError(f"{name} must be one of {names}, got {value!r}")
+
+
+def timeout_seconds(timeout: float | timedelta) -> float:
+    """Return a timeout in seconds, at most ten years.
+
+    Raises:
+        ValueError: If it is not positive, or infinite.
+        TypeError: If it is neither a number nor a timedelta.
+    """
+    value = number(
+        "timeout", timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    )
+    if not value > 0:
+        raise ValueError(f"timeout must be positive, got {timeout!r}")
+    if math.isinf(value):
+        raise ValueError(f"timeout must be finite, got {timeout!r}")
+    return min(value, _MAX_TIMEOUT_S)

@@ -14,7 +14,7 @@ from torch import nn
 
 from . import consensus, env, handshake, joining, loading, ops
 from . import state as saved_state
-from .checks import choice, flag, number
+from .checks import choice, flag, number, timeout_seconds
 from .consensus import mean_outer
 from .errors import SyncError
 from .evaluation import swapped_in
@@ -153,7 +153,7 @@ class DiLoCo:
         flag("attach", attach)
         choice("init", init, ("broadcast", "check", "join"))
         choice("offload", offload, (None, "cpu"))
-        seconds = handshake.seconds(env.timeout_s() if timeout is None else timeout)
+        seconds = timeout_seconds(env.timeout_s() if timeout is None else timeout)
         self.settings = merge(given, config)
         self.inner_step = 0
         self._recorder = Recorder()

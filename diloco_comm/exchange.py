@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _C, env, regroup, streams
+from .checks import timeout_seconds
 from .errors import SyncError
 from .headers import Header, error_from, from_native, to_native
 from .memory import empty_pages
@@ -103,11 +103,7 @@ class Exchange:
         collectives: str = "gloo",
         report_patience: float | None = None,
     ) -> None:
-        self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        if not self.timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
-        if math.isinf(self.timeout):
-            raise ValueError(f"timeout must be finite, got {timeout}")
+        self.timeout = timeout_seconds(timeout)
         for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
             if value is not None and value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}")
@@ -338,7 +334,7 @@ class Exchange:
             weights = [json.loads(blob) for blob in self.exchange_objects(own)]
         total = sum(weights)
         if not total > 0:
-            raise ValueError(f"the weights of all replicas are zero: {weights}")
+            raise ValueError(f"weights must be finite and not all zero, got {weights}")
         sending.weights = [weight / total for weight in weights]
         control = self._submit_blob(header_bytes(header), of=header)
         events = driver.enqueue(slot, round, sending)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _C, shards
-from .checks import number
+from .checks import timeout_seconds
 from .errors import ReplicaMismatch
 from .exchange import Exchange
 from .fragments import memory_order
@@ -35,7 +34,8 @@ def connected_store(
     ``timeout`` (seconds, if a number) bounds the connection and the later waits of that store.
 
     Raises:
-        ValueError: If the address is not of the form ``tcp://host:port``.
+        ValueError: If the address is not of the form ``tcp://host:port``, or the timeout is not
+            positive and finite.
         torch.distributed.DistError: If no store answers there in time.
     """
     if not isinstance(store, str):
@@ -47,8 +47,7 @@ def connected_store(
         host = port = None
     if host is None or port is None or url.scheme != "tcp":
         raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}")
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return _C.connect_store(host, port, seconds)
+    return _C.connect_store(host, port, timeout_seconds(timeout))
 
 
 def replica_group(
@@ -235,14 +234,3 @@ def digest(tensors: Sequence[Tensor]) -> str:
         if flat.numel():
             state.update(flat.view(torch.uint8).numpy().data)
     return state.hexdigest()
-
-
-def seconds(timeout: float | timedelta) -> float:
-    """Return a timeout in seconds, checked to be positive and finite."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    value = number("timeout", seconds)
-    if not value > 0:
-        raise ValueError(f"timeout must be positive, got {timeout!r}")
-    if math.isinf(value):
-        raise ValueError(f"timeout must be finite, got {timeout!r}")
-    return value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import torch.distributed as dist
 from exchange_helpers import decode, digest, exchange, reference_digest, split, sync, values
 from workers import Pool
 
+from diloco_comm import DiLoCo, Nesterov
+from diloco_comm.control import Control
 from diloco_comm.exchange import Header
 from diloco_comm.wire import WIRES, WireFormat
 
@@ -183,6 +187,71 @@ def _larger_while_one_waits(rank: int, world: int) -> list[tuple[str, str]]:
 
 def test_a_larger_exchange_starts_while_one_waits(workers: Workers) -> None:
     _check(workers(3).run(_larger_while_one_waits))
+
+
+def _headers_early(rank: int, world: int) -> set[tuple[float, ...]]:
+    """What rank 0 sees of the headers' weights from its start to its end; rank 1 comes late."""
+    go, seen = torch.zeros(1), set()
+    with exchange(rank, world) as ex:
+        slot = ex.slot(1000, WireFormat("int8"))
+        if rank == 1:
+            dist.recv(go, 0)
+        header = Header("sync", weight=1.0 + rank)
+        pending = ex.start(slot, outer=None, params=[torch.ones(1000)], header=header)
+        for count in itertools.count():
+            is_done = pending.done()
+            seen.add(tuple(header.weight for header in pending.headers))
+            if is_done:
+                return seen
+            if rank == 0 and count == 1000:
+                dist.send(go, 1)
+
+
+def test_headers_are_all_there_or_none(workers: Workers) -> None:
+    first, second = workers(2).run(_headers_early)
+    assert first == {(), (1.0, 2.0)}
+    assert second <= first
+
+
+def _other_default_device(rank: int, world: int) -> tuple[str, str]:
+    n = 1000
+    inputs = [values(0, replica, n) for replica in range(world)]
+    with torch.device("meta"), exchange(rank, world) as ex:
+        outcome = sync(ex, ex.slot(n, WireFormat("int8")), [inputs[rank]])
+        assert ex.exchange_objects(b"x" * rank) == [b"", b"x"]
+        control = Control(dist.group.WORLD, 30.0)
+        assert control.gather(rank) == [0, 1] and control.broadcast("x" * rank, 1) == "x"
+    return digest(outcome), reference_digest([[x] for x in inputs], outcome.layout, [1.0] * world)
+
+
+def test_a_default_device_is_not_where_messages_are(workers: Workers) -> None:
+    _check([[result] for result in workers(2).run(_other_default_device)])
+
+
+def _diloco_on_another_default_device(rank: int, world: int) -> list[float]:
+    model = torch.nn.Linear(30, 30, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.weight.grad = torch.full((30, 30), float(rank))
+    settings = {"sync_every": 1, "outer": Nesterov(1.0, 0.0), "wire": "fp32"}
+    with torch.device("meta"), DiLoCo(model, optimizer, timeout=timedelta.max, **settings):
+        optimizer.step()
+    return model.weight.unique().tolist()
+
+
+def test_a_round_of_diloco_on_another_default_device(workers: Workers) -> None:
+    assert workers(2).run(_diloco_on_another_default_device) == [[0.5]] * 2
+
+
+def _long_timeout(rank: int, world: int, timeout: float | timedelta) -> list[float]:
+    with exchange(rank, world, timeout=timeout) as ex:
+        slot = ex.slot(1000, WireFormat("fp32"))
+        return decode(sync(ex, slot, [torch.full((1000,), float(rank))])).unique().tolist()
+
+
+@pytest.mark.parametrize("timeout", [1e10, 1e300, timedelta.max])
+def test_a_timeout_longer_than_a_clock_counts(workers: Workers, timeout: float | timedelta) -> None:
+    assert workers(2).run(_long_timeout, timeout) == [[0.5]] * 2
 
 
 def _objects_and_broadcast(rank: int, world: int) -> bool:

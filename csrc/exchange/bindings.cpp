@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 #include <torch/extension.h>
 
+#include <algorithm>
+#include <cmath>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -18,8 +20,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
+// At most ten years: a clock that counts nanoseconds ends after three hundred. Never less than it
+// says.
 milliseconds from_seconds(double seconds) {
-    return milliseconds(static_cast<int64_t>(seconds * 1e3));
+    constexpr double kMostSeconds = 10 * 365 * 86400.0;
+    TORCH_CHECK_VALUE(!std::isnan(seconds), "a time must be a number of seconds, got nan");
+    const std::chrono::duration<double> clamped(std::clamp(seconds, 0.0, kMostSeconds));
+    return std::chrono::ceil<milliseconds>(clamped);
 }
 
 // A tensor of the same storage without a Python object; undefined for None.
