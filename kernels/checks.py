@@ -23,6 +23,7 @@ WIRES = {
 }
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 MAX_TERMS = 1024
+MAX_ELEMENTS = 1 << 48
 
 
 def _align(num_bytes: int) -> int:
@@ -89,6 +90,8 @@ def check_layout(wire: str, block_size: int, run_elements: int) -> RunLayout:
             f"run_elements must be a positive multiple of block_size {block_size}, got "
             f"{run_elements}"
         )
+    if run_elements > MAX_ELEMENTS:
+        raise ValueError(f"run_elements must be at most 2^48, got {run_elements}")
     return RunLayout(wire, block_size, run_elements)
 
 
