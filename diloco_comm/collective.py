@@ -344,7 +344,7 @@ def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("all_reduce needs a group, or torch.distributed to be initialised")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not a member of the group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group of torch.distributed, got {group!r}")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _C, shards
-from .checks import timeout_seconds
+from .checks import integer, timeout_seconds
 from .errors import ReplicaMismatch
 from .exchange import Exchange
 from .fragments import memory_order
@@ -36,10 +36,13 @@ def connected_store(
     Raises:
         ValueError: If the address is not of the form ``tcp://host:port``, or the timeout is not
             positive and finite.
+        TypeError: If it is neither a store nor an address.
         torch.distributed.DistError: If no store answers there in time.
     """
-    if not isinstance(store, str):
+    if store is None or isinstance(store, dist.Store):
         return store
+    if not isinstance(store, str):
+        raise TypeError(f"store must be a Store or 'tcp://host:port', got {store!r}")
     try:
         url = urlsplit(store)
         host, port = url.hostname, url.port
@@ -57,17 +60,22 @@ def replica_group(
 
     Raises:
         ValueError: If more than one is given, or this process is not among the replicas.
+        TypeError: If group or mesh is none.
     """
     if sum(item is not None for item in (group, mesh, store)) > 1:
         raise ValueError("give only one of group, mesh and store")
     if mesh is not None:
+        if not hasattr(mesh, "get_group"):
+            raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
         if mesh.ndim != 1:
             raise ValueError(f"mesh must have one dimension, the replicas, got {mesh.ndim}")
         group = mesh.get_group()
     if group is None and store is None and dist.is_initialized():
         group = dist.group.WORLD
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group does not contain this rank: only its members can attach to it")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a process group of torch.distributed, got {group!r}")
     return group
 
 
@@ -122,7 +130,11 @@ def _from_store(
 ) -> Exchange:
     if replica is None or (num_replicas is None) == (members is None):
         raise ValueError("store needs replica, and one of num_replicas and members")
-    everyone = sorted(set(members)) if members is not None else list(range(num_replicas or 0))
+    replica = integer("replica", replica, 0)
+    if members is None:
+        everyone = list(range(integer("num_replicas", num_replicas, 1)))
+    else:
+        everyone = sorted({integer("each of members", member, 0) for member in members})
     if replica not in everyone:
         raise ValueError(f"replica must be one of the members {everyone}, got {replica}")
     return Exchange(store, replica, everyone, **options)
