@@ -44,6 +44,19 @@ def number(name: str, value: Any, expected: str = "a number") -> float:
     raise TypeError(f"{name} must be {expected}, got {value!r}")
 
 
+def not_negative(name: str, value: Any, expected: str = "a number") -> float:
+    """Return a finite ``number`` of 0 or more, such as a weight or a learning rate.
+
+    Raises:
+        ValueError: If it is negative or not finite.
+        TypeError: If it is no number.
+    """
+    found = number(name, value, expected)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {found}")
+    return found
+
+
 def flag(name: str, value: Any) -> bool:
     """Return a bool.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections import OrderedDict
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checks import integer, number
+from . import checks
 from .errors import SyncError
 from .exchange import DEFAULT_TIMEOUT, Exchange, Header, Pending, Slot
 from .fragments import is_served
@@ -250,10 +249,8 @@ def all_reduce(
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     wire = parse(wire, block_size)
-    seed, lanes = integer("seed", seed), integer("lanes", lanes, 1)
-    weight = number("weight", weight)
-    if not 0.0 <= weight < math.inf:
-        raise ValueError(f"weight must be finite and not negative, got {weight}")
+    seed, lanes = checks.integer("seed", seed), checks.integer("lanes", lanes, 1)
+    weight = checks.not_negative("weight", weight)
     group = _group_of(group)
     with _lock:
         engine = _engines.setdefault(group, {}).setdefault(lanes, _GroupEngine())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -14,7 +13,7 @@ from torch import nn
 
 from . import consensus, env, handshake, joining, loading, ops
 from . import state as saved_state
-from .checks import choice, flag, number, timeout_seconds
+from .checks import choice, flag, not_negative, timeout_seconds
 from .consensus import mean_outer
 from .errors import SyncError
 from .evaluation import swapped_in
@@ -146,9 +145,7 @@ class DiLoCo:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not callable(weight):
-            weight = number("weight", weight, "a number or a function")
-            if not 0 <= weight < math.inf:
-                raise ValueError(f"weight must be finite and not negative, got {weight}")
+            weight = not_negative("weight", weight, "a number or a function")
         flag("norms", norms)
         flag("attach", attach)
         choice("init", init, ("broadcast", "check", "join"))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _C, ops
-from .checks import number
+from .checks import not_negative, number
 from .memory import persistent_like
 from .offload import Offloaded, chunks_of
 from .wire import Layout
@@ -151,7 +151,7 @@ class OuterOptimizer(ABC):
             TypeError, ValueError: If it cannot be.
         """
         if name == "lr" and not callable(value):
-            return _learning_rate("outer lr", value, "a number or a function")
+            return not_negative("outer lr", value, "a number or a function")
         if name == "momentum":
             return _fraction("momentum", value)
         if name == "betas":
@@ -176,7 +176,7 @@ class OuterOptimizer(ABC):
             TypeError, ValueError: If a function gives what is no learning rate.
         """
         if callable(self.lr):
-            return _learning_rate(f"outer lr {name_of(self.lr)}({round})", self.lr(round))
+            return not_negative(f"outer lr {name_of(self.lr)}({round})", self.lr(round))
         return self.lr
 
     def config(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class FromTorch(OuterOptimizer):
     def lr_at(self, round: int, state: OuterState) -> float:
         assert isinstance(state, _TorchState)
         if self.lr is None:
-            return _learning_rate("lr", state.optimizer.param_groups[0].get("lr", 0.0))
+            return not_negative("lr", state.optimizer.param_groups[0].get("lr", 0.0))
         return super().lr_at(round, state)
 
 
@@ -453,13 +453,6 @@ def _from_config(config: dict[str, Any]) -> OuterOptimizer:
 _BY_NAME: dict[str, type[OuterOptimizer]] = {
     c.__name__: c for c in (SGD, HeavyBall, Nesterov, Adam)
 }
-
-
-def _learning_rate(name: str, value: Any, expected: str = "a number") -> float:
-    lr = number(name, value, expected)
-    if not 0 <= lr < math.inf:
-        raise ValueError(f"{name} must be finite and not negative, got {lr}")
-    return lr
 
 
 def _fraction(name: str, value: Any) -> float:

@@ -162,10 +162,8 @@ class Rounds:
             ValueError: If it is negative or not finite.
             TypeError: If it is no number.
         """
-        weight = checks.number("weight", self.weight() if callable(self.weight) else self.weight)
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight must be finite and not negative, got {weight}")
-        return weight
+        weight = self.weight() if callable(self.weight) else self.weight
+        return checks.not_negative("weight", weight)
 
     def _offered_weight(self) -> tuple[float, Exception | None]:
         """Return the weight to send with; if there is none, NaN and why.
