@@ -8,7 +8,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated test cpptest cuda kernels demo bench bars soak-async lint format sanitize clean
+.PHONY: setup emulated test cpptest cuda kernels gpu-build demo bench bars soak-async lint format sanitize clean
 
 setup: $(VENV)/.built
 
@@ -47,6 +47,30 @@ cuda: emulated
 # Every specialisation of Triton's kernels for sm_80, sm_90 and gfx942: registers, spills, arithmetic.
 kernels: setup
 	$(BIN)/python tests/triton_specialisations.py --all --jobs $(or $(JOBS),2) $(ARGS)
+
+# The extension with CUDA for a torch that has it, in a copy of the sources; it is loaded, the names of
+# torch that we use are looked up, the GPU tests are collected. This needs nvcc and no GPU. The torch
+# (5 GB) goes into a virtual environment of its own, once; its versions are those of our GPU runs.
+GPU_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/diloco_comm/gpu
+GPU_TORCH ?= torch==2.11.0
+GPU_ARCHS ?= 90
+GPU_TREE = build/gpu-tree
+
+$(GPU_VENV)/.installed:
+	mkdir -p $(GPU_VENV)
+	test $$(df --output=avail -k $(GPU_VENV) | tail -n 1) -gt 8000000
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/pip install --quiet --no-cache-dir $(GPU_TORCH) "setuptools>=77,<82" numpy cmake ninja pytest pytest-timeout hypothesis psutil
+	touch $@
+
+gpu-build: $(GPU_VENV)/.installed
+	mkdir -p $(GPU_TREE)
+	git ls-files -z | xargs -0 cp --parents -dpu -t $(GPU_TREE)
+	cd $(GPU_TREE) && export PYTHONPATH="$$PWD" && python=$(abspath $(GPU_VENV))/bin/python \
+		&& benchmarks/gpu_build.sh $$python ON $(GPU_ARCHS) \
+		&& $$python benchmarks/gpu_facts.py --versions --extension \
+		&& $$python benchmarks/gpu_names.py \
+		&& $$python -m pytest -q -m gpu --collect-only -p no:cacheprovider tests/test_*ops*.py tests/test_triton_*.py tests/test_gpu_*.py
 
 demo: setup
 	$(BIN)/diloco-comm demo $(if $(QUICK),--quick) $(ARGS)

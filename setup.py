@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -15,8 +16,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 NEEDS_BUILD = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 
-if importlib.util.find_spec("torch") is None and NEEDS_BUILD & set(sys.argv):
+if not HAS_TORCH and NEEDS_BUILD & set(sys.argv):
     sys.exit(
         "diloco_comm is compiled against the PyTorch that you run: install torch first, "
         "then use `pip install --no-build-isolation .`"
@@ -41,6 +43,25 @@ def find_tool(name: str) -> str:
     return tool
 
 
+def dependencies() -> list[str]:
+    """Return what a package needs that is built here, or else (sdist) what its sources need."""
+    torch = "torch>=2.6"
+    if HAS_TORCH and (NEEDS_BUILD | {"dist_info"}) & set(sys.argv):
+        # Neither a local suffix as in 2.13.0+cpu nor a patch changes torch's C++ interface.
+        torch = f"torch=={'.'.join(torch_version().split('+')[0].split('.')[:2])}.*"
+    return [torch, "numpy"]
+
+
+def torch_version() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        # A build of one's own that was never installed.
+        import torch
+
+        return torch.__version__
+
+
 class CMakeBuild(build_ext):
     """Configure with CMake, build with ninja, and put the library where setuptools expects it."""
 
@@ -57,6 +78,7 @@ class CMakeBuild(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "DILOCO_WERROR": os.environ.get("DILOCO_WERROR", "OFF"),
             "DILOCO_CUDA": os.environ.get("DILOCO_CUDA", "AUTO"),
+            "DILOCO_FP8_HARDWARE": os.environ.get("DILOCO_FP8_HARDWARE", "OFF"),
             "DILOCO_CUDA_ARCHS": os.environ.get("DILOCO_CUDA_ARCHS", ""),
         }
         flags = [f"-D{key}={value}" for key, value in options.items()]
@@ -66,6 +88,7 @@ class CMakeBuild(build_ext):
 
 
 setup(
+    install_requires=dependencies(),
     ext_modules=[Extension("diloco_comm._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

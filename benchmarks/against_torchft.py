@@ -5,8 +5,9 @@
 
 DIR holds torchft 0.2.0 (the script says how to install it when it is not there). Equal
 transformers of 25 million parameters train in the same processes on the same text, one under
-torchft, one without any exchange, and the others under ours; their rounds of H inner steps
-alternate. Memory is measured afterwards, in processes of its own for each.
+torchft, one without any exchange, one with only the plain traffic of ours (plain_traffic.py), and
+the others under ours; their rounds of H inner steps alternate. Memory is measured afterwards, in
+processes of its own for each.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ import common
 import torch
 import torch.distributed as dist
 import torchft_peer
+from against_torchft_report import OURS, PEERS, PLAIN, VARIANTS, add_ratios, print_table
 from outer_step import Transformer, memory_growth
+from plain_traffic import Traffic
 from torch import Tensor, nn
 
 from diloco_comm.tools.demo_data import Batches, load_corpus, validation_windows
 
 SKIPPED = 77
 LR, MOMENTUM = 0.7, 0.9
-PEERS = ("torchft", "torchft_buckets")
-OURS = ("diloco_fp32", "diloco_int8")
-VARIANTS = (*PEERS, "alone", *OURS)
 _CONTEXT = 32
 
 
@@ -78,13 +78,12 @@ class Ours:
     ) -> None:
         from diloco_comm import Blocking, DiLoCo, Nesterov, Streaming
 
-        period = args.sync_every // args.fragments
         self._diloco = DiLoCo(
             model,
             optimizer,
             sync_every=args.sync_every,
             fragments=fragment_patterns(args.fragments),
-            offsets=[period * (i + 1) - args.delay for i in range(args.fragments)],
+            offsets=first_sends(args),
             overlap=Streaming(args.delay, alpha=0.0) if args.delay else Blocking(),
             outer=Nesterov(LR, MOMENTUM),
             wire=args.variant.removeprefix("diloco_"),
@@ -129,6 +128,14 @@ class Replica:
             return Alone()
         if args.variant in OURS:
             return Ours(self.model, self.optimizer, args)
+        if args.variant == PLAIN:
+            modules = fragment_modules(self.model, args.fragments)
+            return Traffic(
+                [sum(p.numel() for p in module.parameters()) for module in modules],
+                sync_every=args.sync_every,
+                first_sends=first_sends(args),
+                delay=args.delay,
+            )
         return torchft_peer.Peer(
             fragment_modules(self.model, args.fragments),
             self.optimizer,
@@ -150,6 +157,12 @@ class Replica:
     def validate(self) -> float:
         """Loss of the parameters that are in the model now, nats a byte."""
         return float(self.model.loss(self._windows))
+
+
+def first_sends(args: argparse.Namespace) -> list[int]:
+    """The inner step at which each fragment is sent first, counted from 1."""
+    period = args.sync_every // args.fragments
+    return [period * (i + 1) - args.delay for i in range(args.fragments)]
 
 
 def fragment_modules(model: Transformer, num_fragments: int) -> list[nn.Module]:
@@ -180,14 +193,16 @@ def run_round(replica: Replica, args: argparse.Namespace) -> dict[str, float]:
     """One round of H inner steps: seconds blocked and its parts, CPU seconds, and seconds in all.
 
     Replicas in lockstep meet before every call: waiting for a peer's inner steps is in no figure.
+    Plain traffic is always moved by all replicas at once.
     """
     dist.barrier()
     backend = replica.backend
+    meets = args.lockstep or isinstance(backend, Traffic)
     blocked, before = 0.0, backend.parts()
     begin, cpu = time.perf_counter(), time.process_time()
     for _ in range(args.sync_every):
         replica.inner_step()
-        if args.lockstep:
+        if meets:
             dist.barrier()
         step_begin = time.perf_counter()
         backend.step()
@@ -247,65 +262,7 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     return memory_growth(replica.model, lambda: replica._open(chosen), steps)
 
 
-# ---------------------------------------------------------------------------------- report
-
-
-def add_ratios(results: dict[str, Any]) -> None:
-    """Summaries, CPU beyond training alone, and ratios taken round by round."""
-    for name, result in results.items():
-        samples = result["samples"]
-        if "alone" in results and name != "alone":
-            alone = results["alone"]["samples"]["cpu"]
-            samples["cpu_extra"] = [a - b for a, b in zip(samples["cpu"], alone, strict=True)]
-        result.update({key: common.summary(values) for key, values in samples.items()})
-        for peer in (p for p in PEERS if p in results and name in OURS):
-            theirs = results[peer]["samples"]
-            uncoordinated = [
-                b - c for b, c in zip(theirs["blocked"], theirs["coordination"], strict=True)
-            ]
-            ratios = {
-                "blocked": common.median_ratio(theirs["blocked"], samples["blocked"]),
-                "blocked_without_coordination": common.median_ratio(
-                    uncoordinated, samples["blocked"]
-                ),
-            }
-            result[f"against_{peer}"] = ratios
-
-
-def print_table(report: common.Report, results: dict[str, Any]) -> None:
-    columns = ("blocked", "quorum+", "CPU", "round", "memory", "loss", "distance", "x torchft")
-    report.print("#")
-    report.print(f"#{'':>16}" + "".join(f"{c:>10}" for c in columns) + f"{'x buckets':>10}")
-    units = ("ms", "commit ms", "ms extra", "ms", "models", "nats", "", "blocked", "blocked")
-    report.print(f"#{'':>16}" + "".join(f"{u:>10}" for u in units))
-    for name, result in results.items():
-        names = ("blocked", "coordination")
-        cells = [result.get(key, {"median": 0.0})["median"] * 1e3 for key in names]
-        cells += [result.get("cpu_extra", {"median": 0.0})["median"] * 1e3]
-        cells += [result["round"]["median"] * 1e3]
-        row = "".join(f"{cell:10.1f}" for cell in cells)
-        memory = result.get("memory", {}).get("peak_sizes")
-        row += f"{'-':>10}" if memory is None else f"{memory:10.2f}"
-        row += f"{result['loss']:10.4f}"
-        row += f"{result['distance']:10.2g}" if "distance" in result else f"{'-':>10}"
-        for peer in PEERS:
-            ratio = result.get(f"against_{peer}")
-            row += f"{'-':>10}" if ratio is None else f"{ratio['blocked']:10.2f}"
-        report.print(f" {name:>16}{row}")
-    for name, result in results.items():
-        if "encode" in result:
-            parts = [result[key]["median"] * 1e3 for key in ("encode", "exposed", "outer_step")]
-            text = "encode {:.1f}, waiting {:.1f}, outer step {:.1f} ms".format(*parts)
-            report.print(f"# {name} blocks by {text}")
-    report.print("# blocked: in a round of H inner steps, slowest replica, median of the rounds;")
-    report.print("#   'quorum+commit' is the part of it that is torchft's coordination.")
-    report.print("# CPU ms extra: CPU of all threads in a round, beyond training alone.")
-    report.print("# memory: growth of the resident set at its peak, in sizes of the fp32 model.")
-    report.print(
-        "# loss: outer parameters on held-out text; distance: of the outer parameters from"
-    )
-    report.print("#   torchft's, over the way that those went from the start.")
-    report.print("# torchft's should_quantize changes nothing on CPU: it sends fp32.")
+# ---------------------------------------------------------------------------------- launch
 
 
 def launch(args: argparse.Namespace) -> dict[str, Any]:
@@ -322,7 +279,7 @@ def launch(args: argparse.Namespace) -> dict[str, Any]:
 
         results = part("time", ",".join(args.variants)) if not args.memory_only else {}
         for variant in args.variants:
-            if variant != "alone":
+            if variant not in ("alone", PLAIN) and not args.time_only:
                 results.setdefault(variant, {})["memory"] = part("memory", variant)
     return results
 
@@ -349,8 +306,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of weights and data")
     add("--variants", type=parse_variants, default=list(VARIANTS), help="a comma list")
     add("--memory-only", action="store_true", help="leave time out")
+    add("--time-only", action="store_true", help="leave memory out")
     add("--impl", default="", help="force an implementation of ours")
-    add("--json", default="", metavar="PATH", help="write figures and output there")
+    common.add_output(parser)
     add("--part", choices=("time", "memory"), default="time", help=argparse.SUPPRESS)
     add("--part-json", default="", help=argparse.SUPPRESS)
     return parser
@@ -372,7 +330,8 @@ def main() -> int:
         return SKIPPED
     schedule = {"H": args.sync_every, "fragments": args.fragments, "delay": args.delay}
     schedule["lockstep"] = args.lockstep
-    schedule["torchft"] = torchft_peer.VERSION
+    if set(args.variants) & set(PEERS):
+        schedule["torchft"] = torchft_peer.VERSION
     report = common.Report("against_torchft", workers=args.nprocs, link="loopback", **schedule)
     with common.stoppable():
         results = launch(args)
@@ -383,8 +342,7 @@ def main() -> int:
     else:
         add_ratios(results)
         print_table(report, results)
-    if args.json:
-        report.save(args.json, results)
+    common.save(report, args.json, results)
     return 0
 
 

@@ -1,11 +1,13 @@
 """Asynchronous training against synchronous DiLoCo, on a virtual clock in one process.
 
     python benchmarks/async_convergence.py               # the runs that are missing, then the table
-    python benchmarks/async_convergence.py --report      # table and plot of what has been run
+    python benchmarks/async_convergence.py --cpu-minutes 40   # as many runs as fit
+    python benchmarks/async_convergence.py --report      # table and plots of the runs there are
 
 The claims of arXiv 2401.09135 at a small scale: a byte-level transformer on the standard library's
 sources, workers of different speed, the same number of inner steps for every method. The outer
-learning rate of each method is the best of three on another seed, at very different speeds.
+learning rate of each method is searched on another seed, at very different speeds, until a smaller
+and a larger one are worse; where that fails the report says so and the script ends with status 1.
 Every run is one line of the result file, and a run that is there is not repeated.
 docs/asynchronous.md explains the table.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -23,8 +25,9 @@ from typing import Any
 
 import common
 import torch
-from async_methods import GRID, METHODS, SPEEDS, Method
+from async_methods import METHODS, SPEEDS, Method
 from async_report import write_report
+from async_tuning import Choice, choose, next_rate
 from torch import Tensor
 
 from diloco_comm.asynchronous.coordinator import Coordinator, Outcome
@@ -37,8 +40,9 @@ from diloco_comm.tools.demo_model import ByteTransformer, ModelConfig, byte_loss
 from diloco_comm.wire import WireFormat
 
 TUNING_SEED = 1000
+NUM_SEEDS = 3
 SYNC_EVERY = 16
-SHORT, LONG = 160, 480  # inner steps of each worker
+SHORT, LONG, LONGEST = 160, 480, 1440  # inner steps of each worker
 PRETRAINING_STEPS = 100
 BATCH_SIZE = 8
 INNER_LR, LAST_LR = 2e-3, 2e-4
@@ -47,6 +51,18 @@ MODELS = {
     "118k": ModelConfig(context=32, width=64, num_layers=2),
     "34k": ModelConfig(context=32, width=32, num_layers=1),
 }
+# Which methods are run for how long.
+LENGTHS = {
+    SHORT: tuple(METHODS),
+    LONG: (
+        "DiLoCo", "async Nesterov", "async SGD", "DN", "DN + DyLU", "DN + DyLU, c = 0.1/N",
+        "DN + DyLU, grace",
+    ),
+    LONGEST: ("DiLoCo", "async SGD", "DN + DyLU", "DN + DyLU, grace"),
+}  # fmt: skip
+# Methods that are run at other speeds, and with other models and numbers of workers.
+AT_SPEEDS = ("async Nesterov", "async SGD", "DN", "DN + DyLU", "DN + DyLU, grace")
+AT_SIZES = ("DiLoCo", "async Nesterov", "DN + DyLU", "DN + DyLU, grace")
 
 
 @dataclass(frozen=True)
@@ -66,44 +82,26 @@ class Run:
         return json.dumps(asdict(self), sort_keys=True)
 
 
-# Long runs are made for these alone.
-LONG_METHODS = ("DiLoCo", "async Nesterov", "async SGD", "DN", "DN + DyLU")
+def tuning(name: str, lr: float, steps: int) -> Run:
+    """Return a run that helps to choose the learning rate."""
+    return Run(name, "very", 4, "118k", TUNING_SEED, lr, steps)
 
 
-def tuning(steps: int) -> Iterator[Run]:
-    """All runs that choose the learning rates."""
-    for name, method in METHODS.items():
-        for lr in GRID[method.grid]:
-            if steps == SHORT or name in LONG_METHODS:
-                yield Run(name, "very", 4, "118k", TUNING_SEED, lr, steps)
+def at_very_different_speeds(lrs: dict[str, float], steps: int) -> Iterator[Run]:
+    for seed in range(NUM_SEEDS):
+        for name in LENGTHS[steps]:
+            yield Run(name, "very", 4, "118k", seed, lrs[name], steps)
 
 
-def long_table(lrs: dict[str, float]) -> Iterator[Run]:
-    """Three times as many rounds, at very different speeds."""
-    for seed in range(3):
-        for name in LONG_METHODS:
-            yield Run(name, "very", 4, "118k", seed, lrs[name], LONG)
-
-
-def table(lrs: dict[str, float]) -> Iterator[Run]:
-    """All runs of the table, the most important ones first."""
-    main = ("DiLoCo", "async Nesterov", "DN", "DN + DyLU")
-    for seed in range(3):
-        for name in main:
-            yield Run(name, "very", 4, "118k", seed, lrs[name])
+def at_other_speeds_and_sizes(lrs: dict[str, float]) -> Iterator[Run]:
     for speeds in ("none", "moderate", "slight"):
-        for seed in range(3):
-            # A barrier makes the result the same at all speeds.
-            for name in main[1:]:
+        for seed in range(NUM_SEEDS):
+            # A barrier makes the result of a synchronous method the same at all speeds.
+            for name in AT_SPEEDS:
                 yield Run(name, speeds, 4, "118k", seed, lrs[name])
-    for speeds in ("very", "none"):
-        for seed in range(3):
-            for name in METHODS:
-                if name not in main and (speeds == "very" or name != "DiLoCo, outer SGD"):
-                    yield Run(name, speeds, 4, "118k", seed, lrs[name])
-    for num_workers, model in ((4, "34k"), (2, "118k"), (8, "118k")):
-        for seed in range(3):
-            for name in ("DiLoCo", "async Nesterov", "DN + DyLU"):
+    for num_workers, model in ((2, "118k"), (8, "118k"), (4, "34k")):
+        for seed in range(NUM_SEEDS):
+            for name in AT_SIZES:
                 yield Run(name, "very", num_workers, model, seed, lrs[name])
 
 
@@ -205,7 +203,15 @@ class Evaluation:
         self.local.write()
         with torch.no_grad():
             loss = byte_loss(self.net, self.windows[:, :-1], self.windows[:, 1:]).item()
-        self.points.append({"steps": self.virtual.num_steps, "seconds": now, "loss": loss})
+        virtual = self.virtual
+        self.points.append(
+            {
+                "steps": virtual.num_steps,
+                "updates": virtual.num_updates,
+                "seconds": now,
+                "loss": loss,
+            }
+        )
 
     def after_update(self, now: float, worker: int, outcome: Outcome) -> None:
         if self.virtual.num_steps >= self.every * len(self.points):
@@ -218,8 +224,8 @@ def train(run: Run) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     method: Method = METHODS[run.method]
     shards = Shards(run)
-    workers = []
-    for index, seconds in enumerate(SPEEDS[run.speeds](run.num_workers)):
+    workers, step_seconds = [], SPEEDS[run.speeds](run.num_workers)
+    for index, seconds in enumerate(step_seconds):
         trainer = Trainer(run, shards, index if method.is_synchronous else None)
         local = LocalModel(
             trainer.net, [trainer.optimizer], wire=WireFormat("int8"), name=str(index)
@@ -230,7 +236,7 @@ def train(run: Run) -> dict[str, Any]:
         model,
         sync_every=SYNC_EVERY,
         dylu=method.uses_dylu,
-        grace=float("inf") if method.is_synchronous else 0.0,
+        grace=float("inf") if method.is_synchronous else method.grace_steps * max(step_seconds),
     )
     # Speeds are known from the start: all but the first rounds would be measured anyway.
     for index, worker in enumerate(workers):
@@ -264,50 +270,101 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return {Run(**{name: row[name] for name in fields}).key: row for row in rows}
 
 
+def losses_of(rows: Iterable[dict[str, Any]], name: str, steps: int) -> dict[float, float]:
+    """Return the losses of a method's tuning runs by learning rate."""
+    return {
+        row["lr"]: row["loss"]
+        for row in rows
+        if (row["method"], row["steps"], row["seed"]) == (name, steps, TUNING_SEED)
+    }
+
+
+def choices(rows: dict[str, dict[str, Any]], steps: int) -> dict[str, Choice]:
+    """Return the learning rate of each method that was tuned for so many steps."""
+    found = {name: losses_of(rows.values(), name, steps) for name in LENGTHS[steps]}
+    return {name: choose(losses) for name, losses in found.items() if losses}
+
+
 def best_lrs(rows: dict[str, dict[str, Any]], steps: int) -> dict[str, float]:
     """Return the learning rate of each method whose tuning run ended lowest."""
-    best: dict[str, tuple[float, float]] = {}
-    for run in tuning(steps):
-        if run.key not in rows:
-            continue
-        row = rows[run.key]
-        loss = row["loss"] if row["loss"] == row["loss"] else float("inf")
-        best[run.method] = min(best.get(run.method, (float("inf"), 0.0)), (loss, run.lr))
-    return {name: lr for name, (_, lr) in best.items()}
+    return {name: choice.lr for name, choice in choices(rows, steps).items()}
 
 
-def run_missing(path: Path, runs: Iterator[Run]) -> dict[str, dict[str, Any]]:
-    done = read(path)
-    for run in runs:
-        if run.key in done:
-            continue
-        done[run.key] = train(run)
-        with path.open("a") as file:
-            file.write(json.dumps(done[run.key]) + "\n")
-        row = done[run.key]
+class OutOfTimeError(Exception):
+    """The processor time that was granted is used up."""
+
+
+class Runner:
+    """Make the runs that a file does not hold yet.
+
+    Args:
+        path: The file.
+        cpu_minutes: Processor time after which no further run is begun.
+    """
+
+    def __init__(self, path: Path, cpu_minutes: float) -> None:
+        self.path, self.rows = path, read(path)
+        self._cpu_s = 60 * cpu_minutes
+
+    def make(self, run: Run) -> None:
+        if run.key in self.rows:
+            return
+        if time.process_time() > self._cpu_s:
+            raise OutOfTimeError
+        row = self.rows[run.key] = train(run)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
         print(f"{row['cpu_s']:6.1f} s  {row['loss']:.4f}  {run}", flush=True)
-    return done
+
+    def tune(self, name: str, steps: int, start: float) -> None:
+        """Try learning rates until the best one is bracketed."""
+        while True:
+            lr = next_rate(losses_of(self.rows.values(), name, steps), start)
+            if lr is None:
+                return
+            self.make(tuning(name, lr, steps))
+
+    def make_all(self) -> None:
+        """Make the most important runs first."""
+        starts = {name: method.start for name, method in METHODS.items()}
+        for steps, names in LENGTHS.items():
+            for name in names:
+                self.tune(name, steps, starts[name])
+            lrs = best_lrs(self.rows, steps)
+            # A search for longer runs begins where that for shorter ones ended.
+            starts |= lrs
+            for run in at_very_different_speeds(lrs, steps):
+                self.make(run)
+        for run in at_other_speeds_and_sizes(best_lrs(self.rows, SHORT)):
+            self.make(run)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = Path(__file__).parent / "results" / "async-convergence.jsonl"
-    parser.add_argument("--out", type=Path, default=default, help="file of the runs")
+    common.add_output(parser, "--out", default=default, help="file of the runs")
     parser.add_argument("--report", action="store_true", help="train nothing")
+    parser.add_argument(
+        "--cpu-minutes", type=float, default=float("inf"), help="begin no run after so many"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.out.exists():
         about = {"machine": common.machine(), "versions": common.versions()}
         command = "python benchmarks/async_convergence.py"
         options.out.write_text(json.dumps({**about, "command": command}) + "\n")
+    runner, is_complete = Runner(options.out, options.cpu_minutes), True
     if not options.report:
-        for steps, runs in ((SHORT, table), (LONG, long_table)):
-            lrs = best_lrs(run_missing(options.out, tuning(steps)), steps)
-            run_missing(options.out, runs(lrs))
-    rows = read(options.out)
-    lrs_by_steps = {steps: best_lrs(rows, steps) for steps in (SHORT, LONG)}
-    write_report(options.out, list(rows.values()), lrs_by_steps, TUNING_SEED)
+        try:
+            runner.make_all()
+        except OutOfTimeError:
+            is_complete = False
+            print("the processor time is used up; the next call goes on from here")
+    chosen = {steps: choices(runner.rows, steps) for steps in LENGTHS}
+    write_report(options.out, list(runner.rows.values()), chosen, TUNING_SEED)
+    is_bracketed = all(choice.is_bracketed for row in chosen.values() for choice in row.values())
+    return 0 if is_complete and is_bracketed else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=LONG, help="inner steps of each worker")
     parser.add_argument("--unit-ms", type=float, default=20.0, help="a step of the fastest worker")
-    parser.add_argument("--json", type=Path, default=common.RESULTS / "async-real.json")
+    common.add_output(parser, default=common.RESULTS / "async-real.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lrs = best_lrs(read(common.RESULTS / "async-convergence.jsonl"), LONG)
@@ -297,7 +297,7 @@ def main() -> None:
                 f" {target:8.4f} {row['seconds_to_target']:15.1f}"
                 f" {row['seconds_to_target'] / first:10.2f}"
             )
-    report.save(options.json, rows)
+    common.save(report, options.json, rows)
 
 
 if __name__ == "__main__":

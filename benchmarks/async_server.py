@@ -357,7 +357,7 @@ def main() -> None:
     )
     parser.add_argument("--elements", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--json", type=Path, default=None)
+    common.add_output(parser)
     for name, kind in (("address", str), ("rule", str), ("wire", str), ("fetch", str)):
         parser.add_argument(f"--{name}", type=kind, default="")
     for name in ("rank", "workers", "store", "free", "floor"):
@@ -377,10 +377,11 @@ def main() -> None:
     }
     measure, elements, rounds = measures[options.what]
     elements, rounds = options.elements or elements, options.rounds or rounds
+    path = options.json or RESULTS / f"async-server-{options.what}.json"
+    common.check_default(parser, "--json", path)
     report = common.Report(f"asynchronous server, {options.what}", elements=elements)
     results = measure(report, elements, rounds)
-    path = options.json or RESULTS / f"async-server-{options.what}.json"
-    report.save(path, results)
+    common.save(report, path, results)
 
 
 if __name__ == "__main__":

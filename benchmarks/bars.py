@@ -23,6 +23,9 @@ from typing import Any
 
 import common
 import netns
+import torchft_peer
+
+from diloco_comm.tools import outputs
 
 _SKIPPED = 77  # exit status of private_loopback.py where it may not make a namespace
 HERE = Path(__file__).resolve().parent
@@ -130,10 +133,19 @@ def shaped_link(bar: int, rate: str, size: str) -> Iterator[Figure]:
 
 
 def loopback() -> Iterator[Figure]:
-    """Bars 11 and 12: speed-up over gloo fp32 where the processor is the limit."""
+    """Bars 11 and 12: where the processor is the limit, against the floor and gloo fp32."""
     biggest = common.parse_size("128M")
-    must11 = {(2, "int8"): 2.0, (4, "int8"): 2.5, (2, "int4"): 3.5, (4, "int4"): 3.5}
-    aim11 = {"int8": 4.0, "int4": 6.0}
+    floors = {}
+    for world in (2, 4):
+        floors[world] = run_script("loopback_floor.py", "-g", world, "-e", biggest, "-n", 15)
+        for wire, found in floors[world].items():
+            name = f"all-reduce 128MiB, loopback, W={world}, {wire}, x its floor"
+            yield Figure(11, name, found["over_floor"], 1.25, 1.1, False)
+    for world, found_by_wire in floors.items():
+        for wire, found in found_by_wire.items():
+            for key, what in (("ours", "all-reduce"), ("floor", "its floor")):
+                name = f"{what} 128MiB, loopback, W={world}, {wire}, x gloo fp32"
+                yield Figure(11, name, found[f"{key}_vs_gloo"], None, None)
     sweeps = {}
     # Small messages are a matter of wake-ups, and vary most.
     steps = (("64K", "8M", 45), ("16M", biggest // 2, 15), (biggest, biggest, 15))
@@ -143,15 +155,6 @@ def loopback() -> Iterator[Figure]:
         for first, last, samples in steps:
             sizes = ["-b", first, "-e", last, "-n", samples]
             sweeps[world] += run_script("exchange.py", *options, *sizes)
-    for (world, wire), must in must11.items():
-        value = row_of(sweeps[world], wire, biggest)["vs_reference"]
-        name = f"all-reduce 128MiB over loopback, W={world}, {wire}, x gloo fp32"
-        yield Figure(11, name, value, must, aim11[wire])
-    for world in (2, 4):
-        floors = run_script("loopback_floor.py", "-g", world, "-e", biggest, "-n", 15)
-        for wire, value in floors.items():
-            name = f"read, send and write alone, W={world}, {wire}, x gloo fp32"
-            yield Figure(11, name, value, None, None)
     for world, rows in sweeps.items():
         ours = [row for row in rows if row["wire"] == "int8"]
         for floor, must, aim in (("1M", 1.0, None), ("64K", None, 1.0)):
@@ -219,28 +222,42 @@ def outer_step() -> Iterator[Figure]:
     memory = run_script("against_torchft.py", "-n", 3, *_STREAMING, *ours)["diloco_int8"]["memory"]
     name = "extra memory at peak, 4 fragments, delay 1, int8"
     yield Figure(18, name, memory["peak_sizes"], 2.75, 2.5, False)
-    yield from torchft()
+    yield from against_others()
 
 
 _STREAMING = ("--sync-every", 8, "--fragments", 4, "--delay", 1)
 _PEERS = {"torchft": "torchft", "torchft_buckets": "torchft with buckets"}
 
 
-def torchft() -> Iterator[Figure]:
-    """Bars 16 and 17 against torchft, where it is installed; no time is lost where it is not."""
-    free = ("4 fragments, delay 1", 17, 5.0, 8.0, _STREAMING)
+def against_others() -> Iterator[Figure]:
+    """Bars 16 and 17: ours against its plain traffic, and against torchft where it is installed."""
+    reason = torchft_peer.missing() or ""
+    peers = () if reason else tuple(_PEERS)
     # Replicas that meet before every call do not wait for each other, which is what overlap hides.
-    lockstep = ("4 fragments, delay 1, in lockstep", 17, None, None, (*_STREAMING, "--lockstep"))
-    for what, bar, must, aim, options in (("blocking", 16, 4.0, 6.0, ()), free, lockstep):
-        results, reason = None, ""
-        try:
-            results = run_script("against_torchft.py", "-n", 7, "-w", 1, *options)["diloco_int8"]
-        except Unavailable as error:
-            reason = str(error)
-        for key, peer in _PEERS.items():
-            value = None if results is None else results[f"against_{key}"]["blocked"]
-            name = f"blocked time of {peer}, {what}, x ours"
-            yield Figure(bar, name, value, must, aim, reason=reason)
+    for what, options, limits in (
+        ("4 fragments, delay 1", _STREAMING, (1.35, 1.15)),
+        ("4 fragments, delay 1, in lockstep", (*_STREAMING, "--lockstep"), (None, None)),
+    ):
+        ours = compare(*options, "--variants", ",".join((*peers, "plain", "diloco_int8")))
+        name = f"blocked, {what}, x its plain traffic"
+        yield Figure(17, name, ours["over_plain"], *limits, False)
+        yield from of_peers(17, what, ours, (None, None), reason)
+    ours = {} if reason else compare("--variants", ",".join((*peers, "diloco_int8")))
+    yield from of_peers(16, "blocking", ours, (4.0, 6.0), reason)
+
+
+def compare(*options: object) -> dict[str, Any]:
+    """Run against_torchft.py; what it says of our int8 wire."""
+    timing = ("-n", 7, "-w", 1, "--time-only")
+    return run_script("against_torchft.py", *timing, *options)["diloco_int8"]
+
+
+def of_peers(
+    bar: int, what: str, ours: dict[str, Any], limits: tuple[Any, Any], reason: str
+) -> Iterator[Figure]:
+    for key, peer in _PEERS.items():
+        value = None if reason else ours[f"against_{key}"]["blocked"]
+        yield Figure(bar, f"blocked time of {peer}, {what}, x ours", value, *limits, reason=reason)
 
 
 OPERATOR_BARS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -265,20 +282,33 @@ def parse_only(text: str) -> set[int]:
     return chosen
 
 
+def save(report: common.Report, path: Path, figures: list[Figure]) -> bool:
+    """Write the figures, and the text beside them; False after a sentence where that fails."""
+    results = [asdict(figure) | {"verdict": figure.verdict} for figure in figures]
+    try:
+        report.save(path, results)
+        with outputs.writing("--json", path.with_suffix(".txt")) as text:
+            text.write_text("\n".join(report.lines) + "\n")
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return False
+    return True
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=parse_only, default="", help="bars to measure, as 9,10")
     parser.add_argument(
         "--size", type=common.parse_size, default=1 << 30, help="bytes of parameters, bars 1 to 8"
     )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="results file, the text goes beside it (.txt); all bars: benchmarks/results/bars.json",
-    )
+    everything = "all bars: benchmarks/results/bars.json"
+    common.add_output(parser, help=f"results file, the text goes beside it (.txt); {everything}")
     args = parser.parse_args()
     if args.json is None and args.only == parse_only(""):
         args.json = common.RESULTS / "bars.json"
+    if args.json is not None:
+        for path in (args.json, args.json.with_suffix(".txt")):
+            common.check_default(parser, "--json", path)
     size = common.format_size(args.size)
     report = common.Report("bars", link="loopback; 9 and 10: network namespaces", size=size)
     report.print("#")
@@ -298,11 +328,8 @@ def main() -> int:
         # A benchmark that fails, or Ctrl-C, does not lose what was measured before.
         failed = [figure for figure in figures if figure.verdict == "FAIL"]
         report.print(f"# {len(figures)} figures, {len(failed)} below their must")
-        results = [asdict(figure) | {"verdict": figure.verdict} for figure in figures]
-        if args.json is not None:
-            report.save(args.json, results)
-            args.json.with_suffix(".txt").write_text("\n".join(report.lines) + "\n")
-    return 1 if failed else 0
+        is_saved = args.json is None or save(report, args.json, figures)
+    return 0 if is_saved and not failed else 1
 
 
 if __name__ == "__main__":

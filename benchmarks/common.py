@@ -6,16 +6,18 @@ this module from their own folder.
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from diloco_comm.tools import ranks
+from diloco_comm.tools import outputs, ranks
 from diloco_comm.tools.measuring import (
     Report,
     WorkerError,
+    check_output,
     command_line,
     commit,
-    format_size,
     free_port,
     init_workers,
     interleave,
@@ -23,7 +25,6 @@ from diloco_comm.tools.measuring import (
     leave_workers,
     machine,
     median_ratio,
-    parse_size,
     percentile,
     run_workers,
     slowest_of_ranks,
@@ -31,12 +32,16 @@ from diloco_comm.tools.measuring import (
     summary,
     versions,
 )
+from diloco_comm.tools.sizes import format_size, parse_size
 
 __all__ = [
     "RESULTS",
     "ROOT",
     "Report",
     "WorkerError",
+    "add_output",
+    "add_plot",
+    "check_default",
     "command_line",
     "commit",
     "finish",
@@ -52,6 +57,8 @@ __all__ = [
     "percentile",
     "relaunch",
     "run_workers",
+    "save",
+    "save_plot",
     "slowest_of_ranks",
     "stoppable",
     "summary",
@@ -62,14 +69,81 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def add_output(
+    parser: argparse.ArgumentParser,
+    option: str = "--json",
+    *,
+    default: Path | None = None,
+    metavar: str = "PATH",
+    help: str = "write figures and output there",
+) -> None:
+    """Add an option of a file to write, a Path or None, which is looked at before any work."""
+
+    def checked(text: str) -> Path | None:
+        path = Path(text) if text else None
+        try:
+            if metavar == "PNG":
+                path = outputs.plot_file(path)
+                outputs.check_plot(option, path)
+            check_output(option, path)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return path
+
+    # Only a default that is text is looked at as well.
+    text = None if default is None else str(default)
+    parser.add_argument(option, type=checked, default=text, metavar=metavar, help=help)
+
+
+def add_plot(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add ``--plot``, the file of a figure."""
+    add_output(parser, "--plot", metavar="PNG", help=help)
+
+
+def check_default(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
+    """Look at the file that is written when an option was left out; end with 2 if it cannot be."""
+    try:
+        check_output(option, path)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def relaunch(world: int, **options: object) -> None:
     """Run this very command as `world` local workers (the meaning of ``-g N``)."""
     options = {"preload": ranks.WITH_OPTIMIZER, **options}
-    run_workers([sys.executable, *sys.argv], world, **options)  # type: ignore[arg-type]
+    try:
+        run_workers([sys.executable, *sys.argv], world, **options)  # type: ignore[arg-type]
+    except WorkerError as error:
+        # A worker that ended by itself has said why.
+        if error.status in (1, 2):
+            sys.exit(error.status)
+        raise
 
 
-def finish(report: Report, results: object, path: str) -> None:
-    """Save what was measured, where a file was asked for, and leave the group; on every worker."""
-    if path and not report.quiet:
+def save(report: Report, path: Path | None, results: object) -> None:
+    """Write what was measured and printed, where a file was asked for; else end with a sentence."""
+    if path is None or report.quiet:
+        return
+    try:
         report.save(path, results)
-    leave_workers()
+    except OSError as error:
+        sys.exit(str(error))
+
+
+def save_plot(path: Path | None, draw: Callable[[Path], None]) -> None:
+    """Draw into a file, where one was asked for; as the last, or end with a sentence."""
+    if path is None:
+        return
+    try:
+        with outputs.writing("--plot", path):
+            draw(path)
+    except OSError as error:
+        sys.exit(str(error))
+
+
+def finish(report: Report, results: object, path: Path | None) -> None:
+    """Save what was measured, where a file was asked for, and leave the group; on every worker."""
+    try:
+        save(report, path, results)
+    finally:
+        leave_workers()

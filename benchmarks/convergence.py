@@ -12,6 +12,7 @@ table (convergence_methods.py). docs/benchmarks.md explains the table.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -24,7 +25,7 @@ import common
 import torch
 import torch.distributed as dist
 from convergence_methods import FAMILIES, ROW_OF, ROWS, Row, tuning_row
-from convergence_report import write_report
+from convergence_report import draw, write_report
 from convergence_tasks import SIZES, SMOKE, TASKS, Size, Task
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -284,8 +285,8 @@ def main() -> int:
     add("--folder", type=Path, default=common.RESULTS / "convergence", help="one JSON a run")
     add("--smoke", action="store_true", help="eight steps a run: shows that it works, no figures")
     add("--timeout", type=float, default=7200.0, help="seconds for all of it")
-    add("--plot", default="", metavar="PNG", help="draw the table")
-    add("--json", default="", metavar="PATH", help="write figures and output there")
+    common.add_plot(parser, "draw the table")
+    common.add_output(parser)
     args = parser.parse_args()
     if common.is_worker():
         sweep(args)
@@ -299,9 +300,9 @@ def main() -> int:
     with common.stoppable():
         common.relaunch(args.nprocs, timeout_s=args.timeout)
     results = [json.loads((args.folder / run.file_name).read_text()) for run in plan(args)]
-    summary = write_report(report, results, args.plot)
-    if args.json:
-        report.save(args.json, {"table": summary, "runs": results})
+    summary = write_report(report, results)
+    common.save(report, args.json, {"table": summary, "runs": results})
+    common.save_plot(args.plot, functools.partial(draw, summary))
     return 0
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 import common
 
 
 def write_report(
-    report: common.Report, results: list[dict[str, Any]], plot: str
+    report: common.Report, results: list[dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Print one table a task, best loss first, and draw them; the rows as they are printed."""
+    """Print one table a task, best loss first; returns the rows as they are printed."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for task in dict.fromkeys(result["task"] for result in results):
         rows = tables[task] = _rows([r for r in results if r["task"] == task])
@@ -27,8 +28,6 @@ def write_report(
     report.print("# loss: outer parameters after flush(), on held-out data, mean of the seeds;")
     report.print("#   spread: their sample standard deviation.")
     report.print("# exposed s: what a whole run would have waited on the link, from a few rounds.")
-    if plot:
-        draw(tables, plot)
     return tables
 
 
@@ -61,7 +60,7 @@ def _rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: (r["loss"] != r["loss"], r["loss"]))
 
 
-def draw(tables: dict[str, list[dict[str, Any]]], path: str) -> None:
+def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Draw mean and every seed of each method, one panel a task."""
     import matplotlib
 

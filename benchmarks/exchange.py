@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--count-bytes", action="store_true", help="read the network interface's counter")
     add("--link", default="", help="what the link is, for the header")
     add("--drain", type=int, default=0, help="bytes sent before each sample to empty a shaper")
-    add("--json", default="", metavar="PATH", help="write figures and output there")
+    common.add_output(parser)
     return parser.parse_args()
 
 
@@ -82,10 +82,8 @@ def main() -> int:
         engine=f"{args.lanes} lanes, chunk {args.chunk or 'auto'}",
     )
     rows = bench_exchange.run(report, settings, chosen)
-    if args.json and rank == 0:
-        report.save(args.json, rows)
     bench_exchange.close(chosen)
-    common.leave_workers()
+    common.finish(report, rows, args.json)
     return 1 if bench_exchange.count_wrong(rows) else 0
 
 

@@ -148,7 +148,7 @@ def main() -> int:
     add("-n", "--iters", type=int, default=9, help="rounds measured")
     add("-c", "--check", type=int, default=0, help="1: compare with the equations in fp64 first")
     add("--size", type=common.parse_size, default="101M", help="fp32 bytes of the model")
-    add("--json", default="", metavar="PATH", help="write figures and output there")
+    common.add_output(parser)
     args = parser.parse_args()
     if args.nprocs and not common.is_worker():
         common.relaunch(args.nprocs)

@@ -1,73 +1,161 @@
 #!/usr/bin/env bash
-# Proves on one NVIDIA GPU what tests without one cannot, in ten minutes and one command:
+# Proves on one NVIDIA GPU what tests without one cannot:
 #
-#     benchmarks/gpu_check.sh OUT
+#     benchmarks/gpu_check.sh OUT [A|B|C]
 #
-# OUT gets a log and a line of JSON for each part, the results, and a profiler trace; a table comes
-# last. A part that fails does not stop the others, and the exit status is then 1; what matters most
-# comes first, and writes what it has before its time is over. The Python that runs is $PYTHON
-# (default: python3); it needs torch with CUDA, numpy, pytest, hypothesis and the build's tools
-# (cmake, ninja).
+# in three parts, each at most nine minutes long and complete by itself; without a letter, in turn:
+#
+#     A  CUDA kernels: speed against the bars, Nsight Compute, their tests
+#     B  Triton's kernels: their tests; the table of all operators, with torch.compile
+#     C  NCCL, the engine's tests, profiler traces, training, compute-sanitizer
+#
+# A step that fails or runs into its limit stops nothing. OUT has two files, new after every step:
+# summary.txt, and all.tgz with logs, figures and traces; a part adds to what is there of another
+# part. The exit status is 1 when a step failed or a figure misses its bar; the summary's end says
+# which. The Python that runs is $PYTHON (default: python3); it needs torch with CUDA, numpy, pytest
+# and hypothesis. Where no extension is built yet, cmake, ninja and nvcc; if CUDA's part of it does
+# not build, Triton serves the operators, and what needs CUDA's kernels is left out.
 set -uo pipefail
-if [ $# -ne 1 ]; then
-    echo "usage: benchmarks/gpu_check.sh OUT" >&2
+usage() {
+    echo "usage: benchmarks/gpu_check.sh OUT [A|B|C]" >&2
     exit 2
-fi
+}
+[ $# -eq 1 ] || [ $# -eq 2 ] || usage
+case "${2:-}" in A | B | C) parts=$2 ;; "") parts="A B C" ;; *) usage ;; esac
 mkdir -p "$1" || exit 2
 out=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-rm -f "$out/parts.jsonl"
+work=$(mktemp -d) || exit 2
+trap 'rm -rf "$work"' EXIT
+[ -f "$out/all.tgz" ] && tar -xzf "$out/all.tgz" -C "$work"
 
-# part NAME SECONDS COMMAND...: runs it under its own limit and notes how it ended.
-part() {
+PART_SECONDS=540
+GRACE=2           # for a step that ignores the first signal
+MOST_BYTES=$((15 << 20)) # of the archive; traces are left out of one that would be larger
+begun=$SECONDS    # of the part
+
+# Puts what is known so far where it is found.
+publish() {
+    "$python" benchmarks/gpu_summary.py "$work" >"$work/summary.txt" 2>&1
+    local leave_out=() more
+    for more in none '*.json.gz' '*.ncu-rep'; do
+        leave_out+=("--exclude=$more")
+        tar -cf "$out/.all.tgz" -I "gzip -1" -C "$work" "${leave_out[@]}" . || return
+        [ "$(stat -c %s "$out/.all.tgz")" -le "$MOST_BYTES" ] && break
+    done
+    mv "$out/.all.tgz" "$out/all.tgz"
+    cp "$work/summary.txt" "$out/summary.txt"
+}
+
+# note NAME STATUS SECONDS LIMIT REASON
+note() {
+    printf '{"part": "%s", "step": "%s", "status": %s, "seconds": %s, "limit": %s, "reason": "%s"}\n' \
+        "$part" "$@" >>"$work/steps.jsonl"
+    publish
+}
+
+# step NAME SECONDS COMMAND...: runs it under its own limit and notes how it ended.
+step() {
     local name=$1 limit=$2 begin=$SECONDS status
     shift 2
-    echo "== $name (at most $limit s)"
-    timeout --kill-after=5 "$limit" "$@" >"$out/$name.log" 2>&1
+    local left=$((PART_SECONDS - GRACE - (SECONDS - begun)))
+    [ "$limit" -le "$left" ] || limit=$left
+    if [ "$limit" -lt 1 ]; then
+        skip "$name" "the part's time is over"
+        return 1
+    fi
+    echo "== $part: $name (at most $limit s)"
+    timeout --kill-after="$GRACE" "$limit" "$@" >"$work/$name.log" 2>&1
     status=$?
-    tail -n 3 "$out/$name.log" | sed 's/^/   /'
-    printf '{"part": "%s", "status": %d, "seconds": %d, "limit": %d}\n' \
-        "$name" "$status" "$((SECONDS - begin))" "$limit" >>"$out/parts.jsonl"
+    tail -n 3 "$work/$name.log" | sed 's/^/   /'
+    note "$name" "$status" $((SECONDS - begin)) "$limit" ""
     return "$status"
 }
 
 skip() {
-    printf '{"part": "%s", "status": null, "reason": "%s"}\n' "$1" "$2" >>"$out/parts.jsonl"
+    note "$1" null 0 0 "$2"
 }
 
-part versions 20 "$python" benchmarks/gpu_facts.py --versions
-# For the device that is here alone: that is what the time limit allows.
-arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
-part build 75 env DILOCO_CUDA=ON DILOCO_CUDA_ARCHS="$arch" "$python" setup.py -q build_ext --inplace
-part first_call 15 "$python" benchmarks/gpu_facts.py --first-call
-if [ $? -eq 0 ]; then
+# prepare BUILD_SECONDS FALLBACK_SECONDS: an extension and a device that answers, or status 1.
+prepare() {
+    step versions 10 "$python" benchmarks/gpu_facts.py --versions
+    impl=cuda
+    if ! step extension 10 "$python" benchmarks/gpu_facts.py --extension; then
+        # For the device that is here alone: that is what the limit allows.
+        arch=$(timeout 3 nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
+        if ! step build "$1" benchmarks/gpu_build.sh "$python" ON "$arch" ||
+            ! step built_extension 10 "$python" benchmarks/gpu_facts.py --extension; then
+            impl=triton
+            step fallback "$2" benchmarks/gpu_build.sh "$python" OFF
+        fi
+    fi
+    step first_call 12 "$python" benchmarks/gpu_facts.py --first-call
+}
+
+# sources of the operators' tests
+operators=(tests/test_ops_{encode,reduce,outer_step,bounds,examples,digest}.py
+    tests/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py)
+
+part_A() {
+    prepare 120 40 || return
+    step bars 60 "$python" benchmarks/kernels_gpu.py --check --impl "$impl" --no-compile \
+        --wires int8,int4 --json "$work/bars.json"
+    if command -v ncu >/dev/null; then
+        step ncu_encode 25 benchmarks/gpu_ncu.sh "$python" encode "$impl" "$work"
+        step ncu_outer_step 25 benchmarks/gpu_ncu.sh "$python" outer_step "$impl" "$work"
+        step ncu_reduce 25 benchmarks/gpu_ncu.sh "$python" reduce "$impl" "$work"
+        step ncu_decode 25 benchmarks/gpu_ncu.sh "$python" decode "$impl" "$work"
+    else
+        skip ncu "ncu is not on PATH"
+    fi
+    step forked_call 15 "$python" benchmarks/gpu_facts.py --forked-call
+    if [ "$impl" = cuda ]; then
+        step cuda_tests 90 "$python" benchmarks/gpu_tests.py --processes 12 --select "not triton" \
+            --logs "$work/cuda_tests" "${operators[@]}"
+    else
+        skip cuda_tests "the extension has no CUDA kernels"
+    fi
+}
+
+part_B() {
+    prepare 110 40 || return
+    step triton_tests 110 "$python" benchmarks/gpu_tests.py --processes 14 --select triton \
+        --logs "$work/triton_tests" "${operators[@]}"
+    step kernels 190 "$python" benchmarks/kernels_gpu.py --check --jobs 14 \
+        --json "$work/kernels.json"
+}
+
+part_C() {
+    prepare 75 35 || return
     # Two ranks of NCCL on one GPU are refused unless they seem to be on two hosts. Nobody has shown
     # that they then work; where they do not, that alone stays unproven.
-    part nccl_two_ranks 30 "$python" benchmarks/gpu_nccl_probe.py
+    step nccl_two_ranks 20 "$python" benchmarks/gpu_nccl_probe.py
     if [ $? -eq 0 ]; then ranks=2; else ranks=1; fi
     export DILOCO_TEST_NCCL_RANKS=$ranks NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
-    part kernel_tests 80 "$python" benchmarks/gpu_tests.py --processes 12 \
-        --logs "$out/kernel_tests" tests/test_ops_{encode,reduce,outer_step,bounds,examples}.py \
-        tests/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py
-    part kernels 125 "$python" benchmarks/kernels_gpu.py --check --jobs 12 --json "$out/kernels.json"
-    part engine_tests 90 "$python" benchmarks/gpu_tests.py --processes 3 \
-        --logs "$out/engine_tests" tests/test_gpu_{engine,streams,sharded}.py
-    part trace 30 "$python" benchmarks/gpu_trace.py --device cuda \
-        --json "$out/trace.json" --trace "$out/trace-events.json"
-    part trace_nccl 25 "$python" benchmarks/gpu_trace.py --device cuda --backend nccl \
-        --replicas "$ranks" --json "$out/trace_nccl.json" --trace "$out/trace_nccl-events.json"
-    part training 40 "$python" benchmarks/gpu_training.py --device cuda --json "$out/training.json"
+    step engine_tests 55 "$python" benchmarks/gpu_tests.py --processes 3 \
+        --logs "$work/engine_tests" tests/test_gpu_{engine,streams,sharded}.py
+    step trace 25 "$python" benchmarks/gpu_trace.py --device cuda --least_overlap 95 \
+        --json "$work/trace.json" --trace "$work/trace-events.json.gz"
+    step trace_nccl 20 "$python" benchmarks/gpu_trace.py --device cuda --backend nccl \
+        --replicas "$ranks" --json "$work/trace_nccl.json" --trace "$work/trace_nccl-events.json.gz"
+    step training 30 "$python" benchmarks/gpu_training.py --device cuda --json "$work/training.json"
     sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
-    for tool in memcheck racecheck; do
-        part "$tool" 35 "$sanitizer" --tool "$tool" --error-exitcode 9 \
-            "$python" benchmarks/gpu_operators.py
-    done
-else
-    for name in nccl_two_ranks kernel_tests kernels engine_tests trace trace_nccl training memcheck racecheck; do
-        skip "$name" "no CUDA device"
-    done
-fi
-"$python" benchmarks/gpu_summary.py "$out" | tee "$out/summary.txt"
-exit "${PIPESTATUS[0]}"
+    step memcheck 90 "$sanitizer" --tool memcheck --error-exitcode 9 \
+        "$python" benchmarks/gpu_operators.py
+    step racecheck 90 "$sanitizer" --tool racecheck --error-exitcode 9 \
+        "$python" benchmarks/gpu_operators.py
+}
+
+# Figures and steps of an earlier run of the same part are not this run's.
+for part in $parts; do
+    [ -f "$work/steps.jsonl" ] && sed -i "/^{\"part\": \"$part\"/d" "$work/steps.jsonl"
+done
+for part in $parts; do
+    begun=$SECONDS
+    "part_$part"
+done
+echo
+"$python" benchmarks/gpu_summary.py "$work"
+exit $?

@@ -1,6 +1,6 @@
 """Say what a GPU check runs on, and make the first call to the device.
 
-python benchmarks/gpu_facts.py --versions | --first-call
+python benchmarks/gpu_facts.py --versions | --extension | --first-call | --forked-call
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -60,13 +61,63 @@ def first_call() -> dict[str, Any]:
     }
 
 
+def extension() -> dict[str, Any]:
+    """Load the extension; what serves tensors of a GPU.
+
+    Raises:
+        RuntimeError: If it does not load here, or has no CUDA kernels.
+    """
+    try:
+        from diloco_comm import ops
+    except Exception as error:
+        raise RuntimeError(f"the extension does not load: {error}") from error
+    impls = ops.available_impls("cuda")
+    if "cuda" not in impls:
+        raise RuntimeError(f"the extension has no CUDA kernels; there is {impls}")
+    return {"impls": impls}
+
+
+def forked_call() -> dict[str, Any]:
+    """Make the first call in a process forked after the imports, as the tests' workers are.
+
+    Raises:
+        RuntimeError: If the child could not use the device.
+    """
+    import diloco_comm  # noqa: F401 (must have touched no device)
+
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            first_call()
+            status = 0
+        except RuntimeError as error:
+            print(error)
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    if status != 0:
+        raise RuntimeError("a process forked after the imports cannot use the device")
+    return {"forked_call": "works"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--versions", action="store_true", help="no call to a device")
-    parser.add_argument("--first-call", action="store_true", help="use the device once")
-    args = parser.parse_args()
+    calls = {
+        "versions": (versions, "no call to a device"),
+        "extension": (extension, "status 1 unless the extension loads and has CUDA kernels"),
+        "first-call": (first_call, "use the device once"),
+        "forked-call": (forked_call, "use the device once, in a child process"),
+    }
+    for name, (_, text) in calls.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    wanted = vars(parser.parse_args())
+    facts: dict[str, Any] = {}
     try:
-        facts = (versions() if args.versions else {}) | (first_call() if args.first_call else {})
+        for name, (call, _) in calls.items():
+            if wanted[name.replace("-", "_")]:
+                facts |= call()
     except RuntimeError as error:
         print(f"{error}")
         return 1

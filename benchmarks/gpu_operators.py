@@ -66,7 +66,10 @@ def run(device: torch.device, wire: str, stochastic: bool) -> list[Tensor]:
     ops.merge(outer, params, 0.25)
     squared = torch.zeros(2, dtype=torch.float64, device=device)
     ops.norms(outer, params, squared)
-    written = [payload, result, decoded, outer, momentum, second, pending, lost, bad, *params]
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    for data in (outer, outer[1:], payload[3:], *params):
+        ops.digest(data, sums)
+    written = [payload, result, decoded, outer, momentum, second, pending, lost, bad, sums, *params]
     return [tensor.cpu() for tensor in written]
 
 

@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def start(number: int, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start one process with its share of the tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", args.mark, "-p", "no:cacheprovider"]
+    if args.select:
+        command += ["-k", args.select]
     command += ["-p", "gpu_tests", "--share", f"{number}/{args.processes}", *args.files]
     # As many threads for each as there are cores would only wait for one another.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -59,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("files", nargs="+", metavar="FILE", help="test files")
     add("--logs", type=Path, required=True, help="folder for a log of each process")
     add("--processes", type=int, default=8)
+    add("--select", default="", metavar="EXPR", help="pytest's -k")
     add("--mark", default="gpu", help="marker of the tests (default: gpu)")
     args = parser.parse_args(arguments)
     args.logs.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ HOST_WAITS = re.compile(
     r"|hip(Stream|Device|Event)Synchronize)"
 )
 _OURS = re.compile(r"^diloco_comm::(\w+) fragment=(-?\d+) round=(-?\d+)")
+_EXCHANGE = re.compile(r"^diloco_comm::exchange fragment=(\d+) round=(\d+) us=(\d+)")
 _NCCL = re.compile(r"^nccl", re.IGNORECASE)
 
 
@@ -73,6 +74,12 @@ def host_waits_in_ranges(events: Sequence[Event]) -> list[str]:
                 f"{event['name']} in {one.stage} of fragment {one.fragment}, round {one.round}"
             )
     return found
+
+
+def exchange_seconds(events: Iterable[Event]) -> dict[tuple[int, int], float]:
+    """Read from the ranges' names how long each exchange took, by (fragment, round)."""
+    found = (_EXCHANGE.match(event["name"]) for event in complete(events))
+    return {(int(m[1]), int(m[2])): int(m[3]) / 1e6 for m in found if m}
 
 
 def exchanges(events: Sequence[Event], seconds: dict[tuple[int, int], float]) -> list[Interval]:

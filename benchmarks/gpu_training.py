@@ -81,7 +81,7 @@ def main() -> int:
     add("-n", "--iters", type=int, default=120, help="steps measured")
     add("-w", "--warmup_iters", type=int, default=10, help="steps before them")
     add("--sync_every", type=int, default=20, help="inner steps between two sends of a fragment")
-    add("--json", default="", metavar="PATH", help="write the figures there")
+    common.add_output(parser, help="write the figures there")
     args = parser.parse_args()
     if not common.is_worker():
         try:
@@ -99,10 +99,8 @@ def main() -> int:
         gathered.append(everyone)
     figures = report_on(*gathered)
     report.print(figures["summary"])
-    if args.json and rank == 0:
-        report.header["summary"] = figures.pop("summary")
-        report.save(args.json, figures)
-    common.leave_workers()
+    report.header["summary"] = figures.pop("summary")
+    common.finish(report, figures, args.json)
     return 0 if figures["is_passed"] else 1
 
 

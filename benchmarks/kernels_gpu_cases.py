@@ -16,13 +16,14 @@ from diloco_comm.wire import WIRES, Layout, WireFormat
 BLOCK = 256
 NUM_RUNS = 4  # the shards that `reduce` sums
 NUM_TENSORS = 300
+LAYOUTS = ("one", "mixed", "odd")
 
 
 def split(num_elements: int, layout: str) -> list[int]:
     """Return the sizes of a fragment's tensors.
 
     ``one`` tensor; ``mixed``: matrices and vectors as in a model, multiples of 8; ``odd``: about
-    the same, each begun at an odd place, so that no two arrays are aligned to each other.
+    the same, of odd sizes, so that a tensor and its part of a flat array differ in alignment.
     """
     if layout == "one":
         return [num_elements]
@@ -37,8 +38,23 @@ def split(num_elements: int, layout: str) -> list[int]:
     return sizes
 
 
+def misaligned(sizes: Sequence[int], device: str) -> tuple[Tensor, list[Tensor]]:
+    """Allocate fp32 tensors that each begin 4 bytes behind a multiple of 16; one storage has all.
+
+    A model's tensors are allocated one by one and aligned; these are what is left where they are
+    views, as after FSDP's or a flat optimizer's cutting.
+    """
+    places, end = [], 0
+    for size in sizes:
+        places.append((end + 3) // 4 * 4 + 1)
+        end = places[-1] + size
+    storage = torch.zeros(end, device=device)
+    assert storage.data_ptr() % 16 == 0
+    return storage, [storage[at : at + size] for at, size in zip(places, sizes, strict=True)]
+
+
 class Data:
-    """The buffers of one fragment: about twelve times ``size_bytes`` in all."""
+    """The buffers of one fragment: about fourteen times ``size_bytes`` in all."""
 
     def __init__(self, size_bytes: int, device: str) -> None:
         n = size_bytes // 4 // (NUM_RUNS * 1024) * NUM_RUNS * 1024
@@ -52,6 +68,11 @@ class Data:
         self.params = self.outer + normal(1e-3)
         self.residual, self.second = normal(1e-5), normal(1e-3).square_()
         self.rest = torch.empty_like(self.outer)
+        # What the layout "odd" reads and writes instead of ``params`` and ``rest``.
+        sizes = split(n, "odd")
+        self.odd_storage, self.odd_params = misaligned(sizes, device)
+        self.odd_rest, self.odd_outs = misaligned(sizes, device)
+        torch._foreach_copy_(self.odd_params, list(self.params.split(sizes)))
         self.codes = torch.randint(-127, 128, (n,), dtype=torch.int8, generator=rng, device=device)
         self.scale = torch.full((n // BLOCK, 1), 1e-5, device=device)
         self.layouts = {
@@ -64,6 +85,7 @@ class Data:
             ops.encode(*args, 0, n, *self.form(wire))
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
         self.norms = torch.zeros(2, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2, dtype=torch.int64, device=device)
 
     def payload(self, wire: str) -> Tensor:
         size = self.layouts[wire].payload_bytes
@@ -73,7 +95,9 @@ class Data:
         return self.layouts[wire].run_elements, wire, BLOCK
 
     def tensors(self, layout: str) -> list[Tensor]:
-        """View the parameters as a fragment's tensors."""
+        """Return the parameters as a fragment's tensors."""
+        if layout == "odd":
+            return self.odd_params
         return list(self.params.split(split(self.num_elements, layout)))
 
 
@@ -151,12 +175,15 @@ def arrival_case(data: Data, wire: str) -> Case:
 
 
 def decode_case(data: Data, wire: str, layout: str) -> Case:
-    outs = list(data.rest.split(split(data.num_elements, layout)))
+    result, outs = data.odd_rest, data.odd_outs
+    if layout != "odd":
+        result = data.rest
+        outs = list(result.split(split(data.num_elements, layout)))
     args = ([data.payloads[wire]], [1.0], outs, 0, data.num_elements, *data.form(wire))
     traffic = 4 + WireFormat(wire, BLOCK).bits_per_element / 8
     twin = "decode" if (wire, layout) == ("int8", "one") else ""
     return Case(
-        "decode", wire, layout, lambda impl: ops.decode(*args, impl=impl), traffic, data.rest, twin
+        "decode", wire, layout, lambda impl: ops.decode(*args, impl=impl), traffic, result, twin
     )
 
 
@@ -175,11 +202,27 @@ def reduce_case(data: Data, wire: str) -> Case:
     return Case(f"reduce of {NUM_RUNS}", wire, "one", run, traffic, result, twin)
 
 
+def plain_case(data: Data, name: str, layout: str) -> Case:
+    """merge or norms, which know no wire."""
+    outer, params = data.outer, data.tensors(layout)
+    if name == "norms":
+
+        def norms(impl: str) -> None:
+            ops.norms(outer, params, data.norms, impl=impl)
+
+        return Case(name, "", layout, norms, 8, data.norms)
+
+    def merge(impl: str) -> None:
+        ops.merge(outer, params, impl=impl)
+
+    return Case(name, "", layout, merge, 8, data.odd_storage if layout == "odd" else data.params)
+
+
 def cases(data: Data, wires: Sequence[str]) -> list[Case]:
     """List everything that is timed: all wires on one tensor, two of them on many."""
     found = []
     # First those that the bars are about: what a time limit cuts off is the end.
-    forms = [(layout, wire) for layout in ("one", "mixed", "odd") for wire in wires[:2]]
+    forms = [(layout, wire) for layout in LAYOUTS for wire in wires[:2]]
     for layout, wire in forms + [("one", wire) for wire in wires[2:]]:
         found.append(encode_case(data, wire, layout))
         found.append(step_case(data, wire, layout))
@@ -191,16 +234,12 @@ def cases(data: Data, wires: Sequence[str]) -> list[Case]:
         found.append(step_case(data, wire, "one", 3))
         found.append(adam_case(data, wire, "one"))
         found.append(arrival_case(data, wire))
-    outer, params = data.outer, data.tensors("mixed")
+    found += [plain_case(data, name, layout) for name in ("norms", "merge") for layout in LAYOUTS]
 
-    def merge(impl: str) -> None:
-        ops.merge(outer, params, impl=impl)
+    def digest(impl: str) -> None:
+        ops.digest(data.outer, data.sums, impl=impl)
 
-    def norms(impl: str) -> None:
-        ops.norms(outer, params, data.norms, impl=impl)
-
-    found.append(Case("merge", "", "mixed", merge, 8, data.params))
-    found.append(Case("norms", "", "mixed", norms, 8, data.norms))
+    found.append(Case("digest", "", "one", digest, 4, data.sums))
     return found
 
 

@@ -1,11 +1,12 @@
-"""Measure what would be left of an all-reduce if the codec cost nothing, against gloo's in fp32.
+"""Measure our all-reduce against what would be left of it if the codec cost nothing: its floor.
 
     python benchmarks/loopback_floor.py -g 4 --wire int8,int4 -e 128M
 
-On one machine the ranks share cores and memory, and these alone set a limit. Each rank reads the
-fp32 tensor once, exchanges as many bytes as the wire format has over gloo, and writes the tensor
-once, one after the other. Where there are no more cores than ranks, an engine that overlaps the
-three has little to gain from it. Bar 11 is to be read beside this figure.
+On one machine the ranks share cores and memory, and these alone set a limit. For the floor each
+rank reads the fp32 tensor once, exchanges over gloo as many bytes as the wire format has, in the
+phases of our engine, and writes the tensor once, one after the other. Where there are no more cores
+than ranks, an engine that overlaps the three has little to gain from it. Ours, the floor and gloo's
+fp32 all-reduce take turns in the same processes; all ranks begin together. This is bar 11.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from __future__ import annotations
 import argparse
 import ctypes
 import sys
+from typing import Any
 
 import common
 import torch
 import torch.distributed as dist
 
-from diloco_comm.tools.bench_exchange import Sampler
-from diloco_comm.tools.bench_methods import GlooAllReduce
+from diloco_comm.tools.bench_exchange import Sampler, Settings, make_exchange
+from diloco_comm.tools.bench_methods import DilocoAllReduce, GlooAllReduce, source_of
 from diloco_comm.wire import Layout, WireFormat
+
+_BLOCK = 256
 
 
 class Floor:
     """Read, exchange and write; what an all-reduce in this wire format cannot do without."""
 
     def __init__(self, wire: str) -> None:
-        self.format = WireFormat(wire, 256)
+        self.format = WireFormat(wire, _BLOCK)
 
     def prepare(self, num_elements: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -52,6 +56,18 @@ class Floor:
         ctypes.memset(self.tensor.data_ptr(), 1, 4 * self.tensor.numel())
 
 
+def figures(ours: list[float], floor: list[float], gloo: list[float]) -> dict[str, Any]:
+    """Summaries in seconds, and ratios taken sample by sample."""
+    return {
+        "ours": common.summary(ours),
+        "floor": common.summary(floor),
+        "gloo": common.summary(gloo),
+        "over_floor": common.median_ratio(ours, floor),
+        "ours_vs_gloo": common.median_ratio(gloo, ours),
+        "floor_vs_gloo": common.median_ratio(gloo, floor),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -59,7 +75,7 @@ def main() -> int:
     add("-e", "--bytes", type=common.parse_size, default="128M", help="fp32 bytes of the tensor")
     add("-n", "--iters", type=int, default=15, help="samples")
     add("--wire", default="int8,int4", help="comma list of wire formats")
-    add("--json", default="", metavar="PATH", help="write figures and output there")
+    common.add_output(parser)
     args = parser.parse_args()
     if not common.is_worker():
         common.relaunch(args.nprocs, preload=())
@@ -67,16 +83,24 @@ def main() -> int:
     rank, world = common.init_workers()
     report = common.Report("loopback_floor", quiet=rank != 0, workers=world, link="loopback")
     wires = args.wire.split(",")
-    chosen = [GlooAllReduce(), *map(Floor, wires)]
+    exchange = make_exchange(Settings())
+    chosen: list[Any] = [GlooAllReduce()]
+    for wire in wires:
+        # The floor's turn comes after ours, in every sample.
+        chosen += [DilocoAllReduce(exchange, wire, _BLOCK, torch.float32), Floor(wire)]
     for method in chosen:
         method.prepare(args.bytes // 4)
-    source = torch.ones(args.bytes // 4)
-    gloo, *floors = Sampler().interleaved(chosen, source, 1, args.iters, 3)
+    source = source_of(rank, args.bytes // 4, torch.float32)
+    gloo, *seconds = Sampler().interleaved(chosen, source, 1, args.iters, 3)
+    report.print("#")
+    report.print(f"#{'wire':>9} {'ours':>9} {'floor':>9} {'gloo':>9} {'ours/floor':>11}  (ms)")
     results = {}
-    for wire, seconds in zip(wires, floors, strict=True):
-        results[wire] = common.median_ratio(gloo, seconds)
-        ms = 1e3 * common.summary(seconds)["median"]
-        report.print(f"{wire:>8}  {ms:8.2f} ms  {results[wire]:6.3f} x gloo fp32")
+    for wire, ours, floor in zip(wires, seconds[::2], seconds[1::2], strict=True):
+        found = results[wire] = figures(ours, floor, gloo)
+        ms = [1e3 * found[name]["median"] for name in ("ours", "floor", "gloo")]
+        cells = "".join(f" {one:9.2f}" for one in ms)
+        report.print(f" {wire:>9}{cells} {found['over_floor']:11.3f}")
+    exchange.close()
     common.finish(report, results, args.json)
     return 0
 

@@ -135,3 +135,10 @@ def test_merge(benchmark, state, impl: str) -> None:
 def test_norms(benchmark, state, impl: str) -> None:
     out = torch.zeros(2, dtype=torch.float64)
     run(benchmark, lambda: ops.norms(state["outer"], [state["params"]], out, impl=impl), 8)
+
+
+@every_impl
+@pytest.mark.benchmark(group="digest")
+def test_digest(benchmark, state, impl: str) -> None:
+    sums = torch.zeros(2, dtype=torch.int64)
+    run(benchmark, lambda: ops.digest(state["outer"], sums, impl=impl), 4)

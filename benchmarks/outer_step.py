@@ -234,7 +234,7 @@ def main() -> int:
     add("--memory", action="store_true", help="measure memory instead of time")
     add("--link", default="loopback", help="what the link is, for the header")
     add("--drain", type=int, default=0, help="ignored: rounds are longer than a shaper's bucket")
-    add("--json", default="", metavar="PATH", help="write figures and output there")
+    common.add_output(parser)
     args = parser.parse_args()
     if args.nprocs and not common.is_worker():
         common.relaunch(args.nprocs)

@@ -303,8 +303,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lanes", type=int, default=1, help="connections to each peer")
     add("--seed", type=int, default=0, help="of weights and data")
     add("--sweep", action="store_true", help="all cells of overlap_sweep.py, resumed from --json")
-    add("--plot", default="", metavar="PNG", help="draw the sweep")
-    add("--json", default="", metavar="PATH", help="write figures and output there")
+    common.add_plot(parser, "draw the sweep")
+    common.add_output(parser)
     add("--segments", default="", help=argparse.SUPPRESS)
     # What netns.py tells every benchmark.
     add("--link", default="", help=argparse.SUPPRESS)
@@ -322,7 +322,8 @@ def work(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     if args.namespaces:
         args.gbps = args.rtt_ms = 0.0
     if common.is_worker():
@@ -334,6 +335,8 @@ def main() -> int:
     if args.sweep:
         import overlap_sweep
 
+        args.json = args.json or common.RESULTS / "overlap.json"
+        common.check_default(parser, "--json", args.json)
         return overlap_sweep.run(args)
     count = sum(p.numel() for p in ByteTransformer(model_config(args), 0).parameters())
     header = {"workers": args.nprocs, "link": link_name(args), "H": args.sync_every}
@@ -341,8 +344,7 @@ def main() -> int:
     with common.stoppable():
         rows = run_cell(args)
     print_rows(report, rows)
-    if args.json:
-        report.save(args.json, rows)
+    common.save(report, args.json, rows)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import common
@@ -78,7 +79,7 @@ def print_rows(report: common.Report, rows: list[dict[str, Any]]) -> None:
         report.print(f" {row['variant']:>20}{cells}")
 
 
-def draw(done: list[dict[str, Any]], path: str) -> None:
+def draw(done: list[dict[str, Any]], path: Path) -> None:
     """Draw tokens/s as a share of training alone, one panel a set of workers and link."""
     import matplotlib
 

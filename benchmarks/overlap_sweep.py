@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import common
@@ -55,7 +55,7 @@ def key_of(cell: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the cells that the results file does not have yet; it is written after each."""
-    path = Path(args.json or common.RESULTS / "overlap.json")
+    path = args.json
     done: list[dict[str, Any]] = json.loads(path.read_text())["results"] if path.exists() else []
     if any("cell" not in entry for entry in done):
         print(f"error: {path} has results of one cell, not of a sweep: give another --json")
@@ -68,11 +68,10 @@ def run(args: argparse.Namespace) -> int:
             if found is None:
                 found = {"cell": key, "commit": common.commit(), "rows": overlap.run_cell(cell)}
                 done.append(found)
-                report.save(path, done)
+                common.save(report, path, done)
             link = key["link"]
             report.print(f"# {key['workers']} workers, H {key['H']}, {link}")
             overlap_report.print_rows(report, found["rows"])
-    report.save(path, done)
-    if args.plot:
-        overlap_report.draw(done, args.plot)
+    common.save(report, path, done)
+    common.save_plot(args.plot, functools.partial(overlap_report.draw, done))
     return 0

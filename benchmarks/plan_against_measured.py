@@ -92,7 +92,7 @@ def main() -> int:
     add("-g", "--nprocs", type=int, default=2, help="replicas, one process of one thread each")
     add("-n", "--iters", type=int, default=7, help="segments measured of each variant")
     add("--sync-every", type=int, default=10, help="inner steps a round (H)")
-    add("--json", default="", metavar="PATH", help="write figures and output there")
+    common.add_output(parser)
     args = parser.parse_args()
     links = "simulated, in the engine: see the rows"
     report = common.Report("plan", workers=args.nprocs, link=links, H=args.sync_every)
@@ -109,8 +109,7 @@ def main() -> int:
     report.print(
         f"# largest error: {worst['error']:+.1%} ({worst['variant']}, {worst['gbps']:g} Gbit/s)"
     )
-    if args.json:
-        report.save(args.json, rows)
+    common.save(report, args.json, rows)
     return 0
 
 

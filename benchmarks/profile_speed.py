@@ -77,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--folder", type=Path, default=None, help="where the trace is put")
-    parser.add_argument("--json", default="", metavar="PATH")
+    common.add_output(parser)
     args = parser.parse_args()
     report = common.Report("profile", trace="synthetic, one rank, ten steps")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -99,8 +99,7 @@ def main() -> int:
     }
     for name, value in row.items():
         report.print(f"# {name}: {value:.4g}")
-    if args.json:
-        report.save(args.json, row)
+    common.save(report, args.json, row)
     return 0
 
 

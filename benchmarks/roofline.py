@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import common
@@ -186,7 +185,7 @@ def main() -> None:
     add("--impl", default="", help="implementation (default: the fastest)")
     add("--bars", action="store_true", help="figures of bars 1 to 8 alone, on one thread")
     add("--no-compile", action="store_true", help="leave torch.compile out")
-    add("--json", type=Path, help="also write the figures to this file")
+    common.add_output(parser, help="also write the figures to this file")
     args = parser.parse_args()
     if args.rounds < 7:
         parser.error("--rounds must be at least 7")
@@ -208,8 +207,7 @@ def main() -> None:
         seconds = measure(data, table, rounds=args.rounds, compiled=compiled, twins=twins)
         report = common.Report("roofline", threads=args.threads, **header)
         results = report_rows(report, table, seconds, data.num_elements, impl)
-    if args.json:
-        report.save(args.json, results)
+    common.save(report, args.json, results)
 
 
 if __name__ == "__main__":

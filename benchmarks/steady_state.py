@@ -125,7 +125,7 @@ def main() -> int:
     add("-n", "--iters", type=int, default=50, help="syncs measured")
     add("-w", "--warmup_iters", type=int, default=20, help="syncs before them")
     add("--wire", default="int8", help="wire formats, a comma list")
-    add("--json", default="", metavar="PATH", help="write figures and output there")
+    common.add_output(parser)
     args = parser.parse_args()
     if not common.is_worker():
         with tempfile.TemporaryDirectory() as folder:

@@ -64,7 +64,7 @@ def main() -> int:
     add("--sync-every", type=int, default=50, help="inner steps a round (H)")
     add("--rounds", type=int, default=1, help="rounds of DiLoCo; DDP takes as many steps")
     add("--wire", default="int8", help="wire format of DiLoCo")
-    add("--json", default="", metavar="PATH", help="write figures and output there")
+    common.add_output(parser)
     args = parser.parse_args()
     if args.nprocs and not common.is_worker():
         common.relaunch(args.nprocs)

@@ -1,9 +1,20 @@
 // The Python module: a list of what each area registers, nothing more.
 #include <torch/extension.h>
+#include <torch/version.h>
 
+#include "codec_bindings.h"
 #include "exchange/bindings.h"
+
+namespace {
+
+// extension.py looks for these words in the file before it loads it: another torch may not let it.
+[[gnu::used]] constexpr char kBuiltFor[] = "diloco_comm is built for torch " TORCH_VERSION;
+
+}  // namespace
 
 PYBIND11_MODULE(_C, m) {
     m.doc() = "C++ operators and exchange engine of diloco_comm.";
+    m.attr("built_for") = kBuiltFor;
+    diloco::register_codec(m);
     diloco::register_exchange(m);
 }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "codec/digest.h"
 #include "codec/floors.h"
 #include "codec/serial.h"
 #include "ops_arguments.h"
@@ -252,6 +253,27 @@ void norms_cpu(const OptionalTensor& outer, TensorList params, const Tensor& out
     out.data_ptr<double>()[1] = static_cast<double>(total.nonfinite);
 }
 
+// Sums mod 2^64 come out the same whatever the number of threads.
+void digest_cpu(const Tensor& tensor, const Tensor& sums, int64_t first_word,
+                c10::string_view impl) {
+    const codec::Kernels* kernels = parse_impl(impl);
+    check_digest(c10::kCPU, tensor, sums, first_word);
+    const auto* data = static_cast<const uint8_t*>(tensor.const_data_ptr());
+    const auto num_bytes = static_cast<int64_t>(tensor.nbytes());
+    std::atomic<uint64_t> product{0}, sum{0};
+    parallel(0, (num_bytes + 7) / 8, codec::kPlainBlock, [&](int64_t first, int64_t last) {
+        const int64_t end = std::min(8 * last, num_bytes);
+        codec::DigestSums part;
+        codec::add_digest(data + 8 * first, static_cast<uint64_t>(end - 8 * first),
+                          static_cast<uint64_t>(first_word + first), part, kernels);
+        product += part.product;
+        sum += part.sum;
+    });
+    auto* totals = static_cast<uint64_t*>(sums.data_ptr());
+    totals[0] += product;
+    totals[1] += sum;
+}
+
 std::vector<std::string> cpu_impls() {
     std::vector<std::string> names;
     for (const auto* kernels : codec::available_kernels()) names.emplace_back(kernels->name);
@@ -319,6 +341,7 @@ TORCH_LIBRARY_IMPL(diloco_comm, CPU, m) {
     m.impl("decode", &diloco::decode_cpu);
     m.impl("merge", &diloco::merge_cpu);
     m.impl("norms", &diloco::norms_cpu);
+    m.impl("digest", &diloco::digest_cpu);
     m.impl("_floor", &diloco::floor_cpu);
 }
 
@@ -331,4 +354,5 @@ TORCH_LIBRARY_IMPL(diloco_comm, Meta, m) {
     m.impl("decode", &diloco::Fake<decltype(&diloco::decode_cpu)>::run);
     m.impl("merge", &diloco::Fake<decltype(&diloco::merge_cpu)>::run);
     m.impl("norms", &diloco::Fake<decltype(&diloco::norms_cpu)>::run);
+    m.impl("digest", &diloco::Fake<decltype(&diloco::digest_cpu)>::run);
 }

@@ -115,6 +115,7 @@ constexpr const char* kSchemas[] = {
     "int run_elements, str wire, int block_size, str impl='') -> ()",
     "merge(Tensor outer, Tensor(a!)[] params, float alpha=0., str impl='') -> ()",
     "norms(Tensor? outer, Tensor[] params, Tensor(a!) out, str impl='') -> ()",
+    "digest(Tensor tensor, Tensor(a!) sums, int first_word=0, str impl='') -> ()",
 };
 
 }  // namespace

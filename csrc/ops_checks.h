@@ -231,6 +231,18 @@ DType check_residuals(c10::Device device, const OptionalTensor& residual,
     return dtype;
 }
 
+// The arguments of `digest`.
+void check_digest(c10::Device device, const Tensor& tensor, const Tensor& sums,
+                  int64_t first_word) {
+    check_device(device, "tensor", tensor);
+    TORCH_CHECK_VALUE(tensor.is_contiguous() || tensor.is_non_overlapping_and_dense(),
+                      "tensor must fill its memory without gaps, got shape ", tensor.sizes(),
+                      " with strides ", tensor.strides());
+    check_flat(device, "sums", sums, at::kLong);
+    TORCH_CHECK_VALUE(sums.numel() == 2, "sums must have two elements, got ", sums.numel());
+    TORCH_CHECK_VALUE(first_word >= 0, "first_word must not be negative, got ", first_word);
+}
+
 void* data_or_null(const OptionalTensor& tensor) {
     return tensor.has_value() ? tensor->data_ptr() : nullptr;
 }

@@ -333,6 +333,18 @@ void norms_cuda(const OptionalTensor& outer, TensorList params, const Tensor& ou
     cuda::norms(args, call.queue());
 }
 
+void digest_cuda(const Tensor& tensor, const Tensor& sums, int64_t first_word,
+                 c10::string_view impl) {
+    Call call(impl, tensor);
+    check_digest(call.device, tensor, sums, first_word);
+    cuda::DigestArgs args;
+    args.data = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
+    args.num_bytes = tensor.nbytes();
+    args.first_word = static_cast<uint64_t>(first_word);
+    args.sums = static_cast<uint64_t*>(sums.data_ptr());
+    cuda::digest(args, call.queue());
+}
+
 // Runs Triton's operator of that name, which Python registers beside ours, when `impl` asks for it.
 template <const char* kName, auto kKernel>
 struct OrTriton;
@@ -353,6 +365,7 @@ constexpr char kOuterStepDelayed[] = "diloco_comm_triton::outer_step_delayed";
 constexpr char kDecode[] = "diloco_comm_triton::decode";
 constexpr char kMerge[] = "diloco_comm_triton::merge";
 constexpr char kNorms[] = "diloco_comm_triton::norms";
+constexpr char kDigest[] = "diloco_comm_triton::digest";
 
 }  // namespace
 }  // namespace diloco
@@ -374,4 +387,5 @@ TORCH_LIBRARY_IMPL(DILOCO_LIBRARY, DILOCO_KEY, m) {
     m.impl("decode", &diloco::OrTriton<diloco::kDecode, &diloco::decode_cuda>::run);
     m.impl("merge", &diloco::OrTriton<diloco::kMerge, &diloco::merge_cuda>::run);
     m.impl("norms", &diloco::OrTriton<diloco::kNorms, &diloco::norms_cuda>::run);
+    m.impl("digest", &diloco::OrTriton<diloco::kDigest, &diloco::digest_cuda>::run);
 }

@@ -9,11 +9,17 @@ Importing touches no device and starts no thread.
 
 from __future__ import annotations
 
-# The operators first: they say what to do when the extension is missing.
-from . import env, ops  # noqa: F401
+from . import env, extension
+
+try:
+    # The operators first: they say what to do when the extension is missing.
+    from . import ops  # noqa: F401
+except ImportError as error:
+    extension.end_command(error)
+    raise
 from .collective import all_reduce, shutdown
 from .diloco import DiLoCo
-from .errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+from .errors import LeftBehind, NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
 from .metrics import SyncMetrics, SyncTotals
 from .outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer
 from .overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
@@ -32,6 +38,7 @@ __all__ = [
     "Eager",
     "FromTorch",
     "HeavyBall",
+    "LeftBehind",
     "Nesterov",
     "NonFiniteError",
     "OuterOptimizer",

@@ -75,18 +75,16 @@ def choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
         raise ValueError(f"{name} must be one of {names}, got {value!r}")
 
 
-def timeout_seconds(timeout: float | timedelta) -> float:
+def timeout_seconds(timeout: float | timedelta, name: str = "timeout") -> float:
     """Return a timeout in seconds, at most ten years.
 
     Raises:
         ValueError: If it is not positive, or infinite.
         TypeError: If it is neither a number nor a timedelta.
     """
-    value = number(
-        "timeout", timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    )
+    value = number(name, timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
     if not value > 0:
-        raise ValueError(f"timeout must be positive, got {timeout!r}")
+        raise ValueError(f"{name} must be positive, got {timeout!r}")
     if math.isinf(value):
-        raise ValueError(f"timeout must be finite, got {timeout!r}")
+        raise ValueError(f"{name} must be finite, got {timeout!r}")
     return min(value, _MAX_TIMEOUT_S)

@@ -314,11 +314,13 @@ def _start(exchange: Exchange, slot: Slot, **arguments: Any) -> Pending:
     except RuntimeError as error:
         if not exchange.is_dead:
             raise
-        raise SyncError(
+        text = (
             f"all_reduce: an earlier one of this group failed ({error}); call "
-            "diloco_comm.shutdown() on all ranks, and the next all_reduce connects them anew",
-            stage="start",
-        ) from error
+            "diloco_comm.shutdown() on all ranks, and the next all_reduce connects them anew"
+        )
+        if isinstance(error, SyncError):
+            raise error.saying(text) from error
+        raise SyncError(text, stage="start") from error
 
 
 def shutdown(group: dist.ProcessGroup | None = None) -> None:

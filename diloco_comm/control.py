@@ -7,6 +7,7 @@ group of its own beside it.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,14 @@ class Control:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._group.allreduce([values], options).wait()
         return int(values)
+
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        """Say of each flag whether it is set on any worker; all give as many."""
+        values = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._group.allreduce([values], options).wait()
+        return [bool(value) for value in values]
 
     def gather(self, value: Any) -> list[Any]:
         """Return every worker's value, in their order."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import consensus, env, handshake, joining, loading, ops
+from . import consensus, env, handshake, history, joining, loading, ops, spelling, verdicts
 from . import state as saved_state
-from .checks import choice, flag, not_negative, timeout_seconds
+from .checks import choice, flag, integer, not_negative, timeout_seconds
 from .consensus import mean_outer
-from .errors import SyncError
+from .digests import digest_of
+from .errors import NonFiniteError, SyncError
 from .evaluation import swapped_in
 from .fragments import FragmentSpec, describe_parameters, refuse_new_parameters
 from .hooks import SkippedSteps, StepHooks, hookable
@@ -24,8 +26,9 @@ from .outer import Factory, OuterOptimizer
 from .overlap import Overlap
 from .parts import ParameterPart, Part
 from .planning import make_plan
+from .resets import OnReset, check_on_reset
 from .rounds import Rounds, Weight
-from .settings import Config, merge
+from .settings import UNSET, Config, Unset, merge
 from .shard_group import ShardGroup
 from .turns import Turns
 from .wire import WireFormat
@@ -48,7 +51,8 @@ class DiLoCo:
         outer: ``SGD``, ``HeavyBall``, ``Nesterov`` (default), ``Adam``, or a callable that makes
             a ``torch.optim.Optimizer`` from a list of parameters.
         group, mesh: The replicas, as a process group or a one-dimensional DeviceMesh; without
-            either, the default group; without that one, a single replica.
+            either, the default group; without that one, or with ``num_replicas=1`` and no store,
+            a single replica.
         store, replica, num_replicas, members: The replicas as separate jobs that share a store
             (a Store, or the ``tcp://host:port`` that ``diloco-comm store`` prints):
             this one's number, and how many there are or which numbers take part.
@@ -76,9 +80,19 @@ class DiLoCo:
         offload: "cpu" keeps outer parameters and momentum of a model on a GPU in page-locked host
             memory, and brings them to the device chunk by chunk when they are needed.
         lanes, chunk_bytes: Connections to each peer; bytes of a chunk on the wire.
-        timeout: Seconds, or a timedelta, that an exchange may take.
-        on_nonfinite: "raise" (default) or "skip" a round in which a replica's values are not
-            finite.
+        timeout: Seconds, or a timedelta, that an exchange may take, and that replicas which live
+            are waited for.
+        join_timeout: Likewise, that ``change_group`` and a newcomer wait for members of which
+            nothing is heard (60).
+        suspect_after: Likewise, without a sign of life from a peer that is waited for, or without a
+            way to it, after which it is given up (30).
+        on_nonfinite: What becomes of a round in which a replica has values that are NaN, Inf or
+            out of the wire's range: "raise" (default) and "skip" it on all replicas, or "reset"
+            that replica: it takes the outer parameters, the others go on with their mean.
+        max_skipped: How many rounds of a fragment may be skipped in a row, or end with a reset of
+            the same replica (3); after one more there is a NonFiniteError. None: no limit.
+        on_reset: Called with the exchanged parameters on a replica that was reset, when they have
+            been written: to clear the optimizer's state, which is else left alone.
         norms: Measure the norm of the pseudo-gradient, one more pass over the parameters.
         attach: False leaves it to the user to call ``step()`` after each optimizer step.
 
@@ -120,7 +134,11 @@ class DiLoCo:
         lanes: int | None = None,
         chunk_bytes: int | None = None,
         timeout: float | timedelta | None = None,
+        join_timeout: float | timedelta | None = None,
+        suspect_after: float | timedelta | None = None,
         on_nonfinite: str | None = None,
+        max_skipped: int | Unset | None = UNSET,
+        on_reset: OnReset | None = None,
         norms: bool = False,
         attach: bool = True,
         backend: str | None = None,
@@ -141,6 +159,7 @@ class DiLoCo:
             "lanes": lanes,
             "chunk_bytes": chunk_bytes,
             "on_nonfinite": on_nonfinite,
+            "max_skipped": max_skipped,
         }
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -152,6 +171,7 @@ class DiLoCo:
         choice("offload", offload, (None, "cpu"))
         seconds = timeout_seconds(env.timeout_s() if timeout is None else timeout)
         self.settings = merge(given, config)
+        check_on_reset(on_reset, self.settings)
         self.inner_step = 0
         self._recorder = Recorder()
         self._is_swapped = self._is_closed = False
@@ -169,10 +189,10 @@ class DiLoCo:
         self._saved_writes: dict[int, set[int]] = {}
         self._workmates = self._shard_group or Workmates.of(self._parameters(), seconds)
         if self._workmates is not None:
-            self._meet(self._workmates, norms)
+            self._meet(self._workmates, {"norms": norms, "replica": replica})
         self.impl = ops.resolve_impl(impl, self.device.type)
         store = handshake.connected_store(store, seconds)
-        group = handshake.replica_group(group, mesh, store)
+        group = handshake.replica_group(group, mesh, store, num_replicas)
         worker = self._plan.worker
         self.exchange = handshake.make_exchange(
             group=group,
@@ -185,6 +205,8 @@ class DiLoCo:
             lanes=self.settings.lanes,
             chunk_bytes=self.settings.chunk_bytes,
             timeout=seconds,
+            join_timeout=join_timeout,
+            suspect_after=suspect_after,
             impl=self.impl,
             device=self.device,
             collectives=handshake.collectives_of(backend, group, self.device),
@@ -202,6 +224,7 @@ class DiLoCo:
             norms=norms,
             impl=self.impl,
             workmates=self._workmates,
+            on_reset=on_reset,
         )
         try:
             with self._together(self.parts):
@@ -230,12 +253,18 @@ class DiLoCo:
         else:
             for part in self._parameter_parts():
                 part.read_local()
+            for part in self.parts:
+                history.begin(part, is_shared=True)
+        self._refuse_different_state()
 
-    def _meet(self, workmates: Workmates, norms: bool) -> None:
+    def _refuse_different_state(self) -> None:
+        history.refuse_difference(self.exchange, self.parts, is_shared=self._is_state_shared)
+
+    def _meet(self, workmates: Workmates, others: dict[str, Any]) -> None:
         """Compare model and settings with the replica's other workers; agree on who counts what."""
         model = describe_parameters([p.fragment for p in self._parameter_parts()], whole=True)
         shown = {**self.settings.as_json(), "outer": self.outer.shared_config()}
-        workmates.check_alike({"the model": model, **shown, "norms": norms})
+        workmates.check_alike({"the model": model, **shown, **others})
         if self._shard_group is None:
             is_counted = iter(workmates.counted(self._parameters()))
             for part in self._parameter_parts():
@@ -297,20 +326,24 @@ class DiLoCo:
             )
         self._step()
 
-    def _step(self) -> None:
+    def _step(self, *, is_skipped: bool = False) -> None:
+        """Take an inner step; ``is_skipped`` if the optimizer was not called for it."""
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self._rounds.whole.has_begun = is_done = False
         self.inner_step += 1
         try:
-            self._skipped.observe()
+            if is_skipped:
+                self._skipped.count += 1
+            else:
+                self._skipped.observe()
             due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
             written = self._written()
             with self._recorder.telling(), self._together(written, is_idle=not due):
                 if due:
                     self._refuse_new_parameters()
-                if due or written:
-                    self._refuse_changes()
+                for part in dict.fromkeys([*due, *written]):
+                    part.refuse_changes()
                 due = [part for part in due if part.slot is not None]
                 self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
@@ -354,12 +387,37 @@ class DiLoCo:
 
         Raises:
             SyncError: As ``step``.
+            NonFiniteError: Fragments had to be skipped, on all replicas; the others are shared.
+            ReplicaMismatch: The outer states differ all the same: a program has written into one.
         """
         self._refuse_if_alone()
         self._refuse_if_unfit()
+        self.exchange.inner_step = self.inner_step
         with self._recorder.telling(), self._together(self.parts):
             self._refuse_changes()
             self._rounds.flush(self.inner_step, self._skipped.count)
+            if self.exchange.size > 1:
+                history.refuse_difference(self.exchange, self.parts, is_shared=True)
+
+    def agree_on_steps(self, num_steps: int) -> int:
+        """Return the least ``num_steps`` of all replicas; every replica calls this at one point.
+
+        Each exchange needs all replicas, so that all must take the same number of inner steps,
+        also when their data do not last equally long: stop after what this returns, then flush.
+
+        Args:
+            num_steps: Inner steps that this replica could take from here on.
+
+        Raises:
+            ValueError: If it is not an integer of at least 0.
+            SyncError: If the group fails.
+        """
+        num_steps = integer("num_steps", num_steps, 0)
+        self._refuse_if_alone()
+        with self._together(()):
+            if self._workmates is not None:
+                num_steps = self._workmates.least(num_steps)
+            return min(handshake.gather_json(self.exchange, num_steps))
 
     def _refuse_new_parameters(self) -> None:
         """Raise if the optimizers train what was not there, or frozen, when this was attached."""
@@ -438,7 +496,7 @@ class DiLoCo:
 
     def outer_hash(self) -> str:
         """Return a hash of all outer parameters, equal on replicas that agree bit by bit."""
-        return handshake.digest([part.outer for part in self._parameter_parts()])
+        return f"{digest_of([part.outer for part in self._parameter_parts()]):016x}"
 
     @property
     def outer(self) -> OuterOptimizer:
@@ -543,31 +601,53 @@ class DiLoCo:
 
     # ------------------------------------------------------------------------- the group
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Numbers of the replicas of the present group, in order."""
+        return self.exchange.members
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present group; each change makes a higher one, equal on its members."""
+        return self.exchange.epoch
+
     def change_group(
-        self, members: Sequence[int], *, store: dist.Store | str | None = None
+        self, members: Iterable[int] | str, *, store: dist.Store | str | None = None
     ) -> None:
         """Go on with these replicas: the survivors of a failure, with or without newcomers.
 
         Every member calls this after the same failure or at the same inner step; a newcomer
-        constructs ``DiLoCo(..., init="join", store=, replica=, members=)`` meanwhile.
+        constructs ``DiLoCo(..., init="join", store=, replica=, members=)`` meanwhile. Rounds under
+        way count, and are applied, if all survivors have voted for them: so no outer step is lost
+        that any replica has taken. Once the members have met, the old group is at an end; after an
+        error only another call, or ``close``, is left.
 
         Args:
-            members: Numbers of the replicas that go on.
+            members: Numbers of the replicas that go on; "survivors": those that the members of the
+                present group have agreed on when it failed, as ``SyncError.survivors`` says.
             store: Where they meet, if the old store is gone.
 
         Raises:
-            SyncError: If the members did not all come, or are more than one round apart.
+            SyncError: If the members did not all come or cannot reach each other, or a replica
+                lacks a round that counts; the same on all of them. If nobody could decide who
+                survives.
+            LeftBehind: If the others have decided to go on without this replica.
+            NonFiniteError: The new group is formed. A round under way, on NCCL, turned out to have
+                values that no wire carries, and ``on_nonfinite`` is "raise".
+            ValueError: For "survivors", if there was no failure; for numbers that cannot be.
         """
         self._refuse_if_alone()
         self._refuse_if_unfit()
+        unreported: list[NonFiniteError] = []
         with self._recorder.telling(), self._together(self.parts):
             self._refuse_changes()
-            with suppress(SyncError):
-                self._rounds.settle_verdicts(self.inner_step)
-            last_rounds = {part.index: part.round - 1 for part in self.parts}
-            store = handshake.connected_store(store, self.exchange.timeout)
+            members = verdicts.chosen_members(self.exchange, members, self._workmates)
+            store = handshake.connected_store(store, self.exchange.join_timeout)
             repairs = self.exchange.change_group(
-                members, store=store, last_rounds=last_rounds, inner_step=self.inner_step
+                members,
+                store=store,
+                last_rounds=partial(self._last_rounds, unreported),
+                inner_step=self.inner_step,
             )
             with self._rounds.whole():
                 self._rounds.settle(repairs, self.inner_step)
@@ -577,6 +657,22 @@ class DiLoCo:
             if self.exchange.joined:
                 self._agree("join")
                 self._share_state()
+            self._refuse_different_state()
+        if unreported:
+            raise unreported[0]
+
+    def _last_rounds(self, unreported: list[NonFiniteError]) -> dict[int, int]:
+        """Return the last applied round of each part, now that no exchange is under way.
+
+        Args:
+            unreported: Takes the error of a round that was skipped, and of which nobody was told.
+        """
+        with suppress(SyncError):
+            try:
+                self._rounds.settle_verdicts(self.inner_step)
+            except NonFiniteError as error:
+                unreported.append(error)
+        return {part.index: part.round - 1 for part in self.parts}
 
     def _turn_back(self, inner_step: int) -> None:
         """Count on from where the slowest replica is, so that all send the same fragment next.
@@ -605,6 +701,9 @@ class DiLoCo:
         self.exchange.close()
         if self._workmates is not None:
             self._workmates.close()
+
+    def __repr__(self) -> str:
+        return spelling.describe(self)
 
     def __enter__(self) -> DiLoCo:
         self._refuse_if_closed()

@@ -4,6 +4,8 @@
 |---|---|
 | ``DILOCO_COMM_IMPL`` | implementation of the operators on the type of device that has it |
 | ``DILOCO_COMM_TIMEOUT_S`` | seconds an exchange may take before it fails (default 1800) |
+| ``DILOCO_COMM_JOIN_TIMEOUT_S`` | seconds a change of the group waits for unheard members (60) |
+| ``DILOCO_COMM_SUSPECT_AFTER_S`` | seconds without a sign of life, then a peer is given up (30) |
 | ``DILOCO_COMM_CHUNK_BYTES`` | bytes of a chunk on the wire (default: by size) |
 | ``DILOCO_COMM_LANES`` | process groups, hence connections, for the chunks (default 1) |
 | ``DILOCO_COMM_REPORT_S`` | seconds a failed exchange waits for the others' reports (default 3) |
@@ -31,6 +33,21 @@ def impl() -> str:
 def timeout_s() -> float:
     """Return the default deadline of one exchange in seconds."""
     return _number("TIMEOUT_S", 1800.0)
+
+
+def join_timeout_s() -> float:
+    """Return how long a change of the group waits for members of which nothing is heard."""
+    return _number("JOIN_TIMEOUT_S", 60.0)
+
+
+def suspect_after_s() -> float:
+    """Return after how long without a sign of life a peer that is waited for is given up."""
+    return _number("SUSPECT_AFTER_S", 30.0)
+
+
+def gloo_interface() -> str:
+    """Return the interfaces that gloo was given, by a variable of its own, or ""."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def chunk_bytes() -> int | None:

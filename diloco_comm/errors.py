@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound="SyncError")
 
 
 class SyncError(RuntimeError):
@@ -15,8 +18,15 @@ class SyncError(RuntimeError):
         round: Outer round of that fragment, -1 likewise.
         stage: Where it failed: "header", a step of the exchange, or "vote".
         seconds: From the start of the exchange to the failure.
-        missing: Replicas that did not report afterwards: dead, hanging, or cut off.
+        missing: Replicas that the others go on without: dead, hanging, cut off, or gone. Decided
+            once, on the store, and the same on all members. Where the store does not answer, those
+            alone whose connection is lost.
+        survivors: Members that live and reach each other, the same on all; empty where nobody could
+            decide. ``change_group("survivors")`` goes on with them.
+        cuts: Pairs of replicas that live and cannot reach each other.
     """
+
+    decision = ""  # the name of what a meeting decided, where one could not form a group
 
     def __init__(
         self,
@@ -27,6 +37,8 @@ class SyncError(RuntimeError):
         stage: str = "",
         seconds: float = 0.0,
         missing: Sequence[int] = (),
+        survivors: Sequence[int] = (),
+        cuts: Sequence[tuple[int, int]] = (),
     ) -> None:
         super().__init__(message)
         self.fragment = fragment
@@ -34,6 +46,15 @@ class SyncError(RuntimeError):
         self.stage = stage
         self.seconds = seconds
         self.missing = tuple(missing)
+        self.survivors = tuple(survivors)
+        self.cuts = tuple((a, b) for a, b in cuts)
+
+    def saying(self: E, message: str) -> E:
+        """Return an error of the same kind, with the same attributes, that says something else."""
+        other = type(self)(message)
+        vars(other).update(vars(self))
+        other.__cause__ = self
+        return other
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
@@ -55,18 +76,39 @@ class PeerLeft(SyncError):
     inner_steps: tuple[int, ...] = ()
 
 
+class LeftBehind(SyncError):
+    """The others have decided to go on without this replica, which lives all the same.
+
+    It was stopped, slow, or cut off when they asked. It may come back as a newcomer, with
+    ``init="join"``, when they call ``change_group`` with it.
+
+    Attributes:
+        went_on_in: The epoch in which they went on; None while they have not begun it.
+    """
+
+    def __init__(self, message: str, *, went_on_in: int | None = None, **known: Any) -> None:
+        super().__init__(message, **known)
+        self.went_on_in = went_on_in
+
+
 class NonFiniteError(SyncError):
     """Some replica's values were NaN, Inf or out of the wire's range; no replica applies the round.
 
+    The group lives, and training may go on with all replicas; ``missing`` is who to leave out of a
+    group that shall go on without such values.
+
     Attributes:
-        replicas: Whose values; all when it is their mean that the wire cannot carry.
+        replicas: Whose values, as in ``missing``; all, and nobody is missing, when it is their mean
+            that the wire cannot carry. Where a replica was reset once too often the round is
+            applied, and the error comes after it.
     """
 
     replicas: tuple[int, ...] = ()
 
 
 ERRORS: dict[str, type[SyncError]] = {
-    error.__name__: error for error in (SyncError, ReplicaMismatch, PeerLeft, NonFiniteError)
+    error.__name__: error
+    for error in (SyncError, ReplicaMismatch, PeerLeft, LeftBehind, NonFiniteError)
 }
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,16 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _C, env, regroup, streams
+from . import _C, env, held, nccl_group, regroup
+from .background import batch_threads
 from .checks import timeout_seconds
-from .errors import SyncError
-from .headers import Header, error_from, from_native, to_native
+from .errors import LeftBehind, SyncError
+from .headers import Header, error_from, from_native, to_native, verdict_of
+from .impls import resolve_impl
 from .memory import empty_pages
 from .pending import Outcome, Pending, Round, Terms
 from .regroup import Repair
+from .sealing import LastRounds
 from .slot import Slot
-from .stream_jobs import StreamJob, header_bytes
+from .stream_jobs import StreamJob
 from .streams import Sending, StreamDriver
+from .waiting import wait_for_job
 from .wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key
 
 __all__ = [
@@ -70,6 +75,11 @@ class Exchange:
             small messages travel over gloo all the same.
         report_patience: Seconds that a failed exchange waits for the reports of the others;
             default: the environment's, 3.
+        join_timeout: Seconds that ``change_group``, and one that joins, wait for members of which
+            nothing is heard; ``timeout`` is for those that live, and for the first meeting.
+            Default: the environment's, 60.
+        suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
+            that is waited for is given up; default: the environment's, 30.
 
     Attributes:
         rank, size: In the current epoch.
@@ -102,6 +112,8 @@ class Exchange:
         num_under_way: int = 1,
         collectives: str = "gloo",
         report_patience: float | None = None,
+        join_timeout: timedelta | float | None = None,
+        suspect_after: timedelta | float | None = None,
     ) -> None:
         self.timeout = timeout_seconds(timeout)
         for what, value in (("lanes", lanes), ("window", window), ("chunk_bytes", chunk_bytes)):
@@ -110,6 +122,12 @@ class Exchange:
         patience = env.report_s() if report_patience is None else report_patience
         if not patience > 0:
             raise ValueError(f"report_patience must be positive, got {patience}")
+        self.join_timeout = timeout_seconds(
+            env.join_timeout_s() if join_timeout is None else join_timeout, "join_timeout"
+        )
+        self.suspect_after = timeout_seconds(
+            env.suspect_after_s() if suspect_after is None else suspect_after, "suspect_after"
+        )
         self.device = torch.device(device)
         self._check_collectives(collectives, lanes)
         self.collectives = collectives
@@ -127,11 +145,16 @@ class Exchange:
         self.agreed_rounds: dict[int, int] = {}
         self.agreed_step = -1
         self.lineage = 0  # the newest epoch whose rounds are in our state
+        # The newest epoch that we have agreed to enter, and its members.
+        self.newest_group: tuple[int, tuple[int, ...]] = (0, ())
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
         self.store = store
-        self._engine = _C.Engine(replica, self.timeout, patience)
+        with batch_threads():
+            self._engine = _C.Engine(
+                replica, self.timeout, patience, self.suspect_after, env.gloo_interface()
+            )
         _open.add(self)
         try:
             regroup.enter(self, self.members, store, last_rounds=None, join=join)
@@ -159,6 +182,11 @@ class Exchange:
             )
 
     @property
+    def address(self) -> str:
+        """Where peers may try to reach this replica; empty where that is not known."""
+        return self._engine.address
+
+    @property
     def rank(self) -> int:
         return self.members.index(self.replica)
 
@@ -170,6 +198,21 @@ class Exchange:
     def is_dead(self) -> bool:
         """Whether this epoch failed, so that only ``change_group`` or ``close`` is left."""
         return bool(self._engine.dead_reason or (self._driver and self._driver.failure))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every exchange of a fragment that was started has ended."""
+        return all(slot.is_idle for slot in self._slots)
+
+    def seal(self) -> None:
+        """End this epoch for good, whatever is under way, before the group changes; idempotent.
+
+        Afterwards no vote of ours leaves and we hear none. Waits for no peer. Only ``change_group``
+        or ``close`` is left.
+        """
+        if self._driver is not None:
+            self._driver.seal("a change of the group has begun")
+        self._engine.seal()
 
     def slot(
         self,
@@ -214,6 +257,9 @@ class Exchange:
         """Lay a slot out for the current group."""
         # What was asked for is an implementation for tensors of our device.
         impl = self.impl if slot.device.type == self.device.type else ""
+        if slot.device.type == "cuda":
+            # The engine calls encode, past the function that would choose for the operator.
+            impl = resolve_impl(impl, "cuda", "encode")
         slot.plan(self.rank, self.size, self.chunk_bytes, self.lanes, self.window, impl)
         if slot.is_streamed:
             assert self._driver is not None
@@ -236,6 +282,7 @@ class Exchange:
         seed: int = 0,
         loader: _C.ChunkLoader | None = None,
         overlapped: bool = False,
+        is_held: bool = False,
     ) -> Pending:
         """Encode a fragment and begin its exchange; return when everything is encoded.
 
@@ -252,6 +299,7 @@ class Exchange:
             loader: Brings ``outer``, which is in page-locked memory then, to the device.
             overlapped: The caller computes before it waits. What is in host memory is encoded
                 whole before any of it is sent, which would hold the caller up where cores are few.
+            is_held: Only encode: ``ship`` sends it, when the caller has looked at it.
 
         Raises:
             SyncError: If the epoch is dead.
@@ -267,7 +315,7 @@ class Exchange:
         ]
         if slot.is_streamed:
             sending = Sending(outer, params, [], stochastic, keys[0], keys[1], loader)
-            return self._start_on_streams(slot, round, sending)
+            return self._start_on_streams(slot, round, sending, is_held)
         residuals = slot.residuals
         reduce_residual, new_reduce_residual = residuals.reduction(header.round)
         job = self._begin(
@@ -288,10 +336,19 @@ class Exchange:
             bad=round.own.bad_host,
             staging=self._staging(slot, round, loader),
             is_overlapped=overlapped,
+            is_held=is_held,
         )
         pending = Pending(slot, round, job)
         slot.add_round(round, pending)
         return pending
+
+    def ship(self, pending: Pending) -> None:
+        """Send what ``start`` was told to hold; what cannot be sent fails like any exchange."""
+        if isinstance(pending._job, _C.Job):
+            self._engine.ship(pending._job, pending._round.header.is_reset)
+        else:
+            assert self._driver is not None
+            held.ship(self, self._driver, pending)
 
     def enter_streams(self, store: dist.Store, epoch: int, rank: int, size: int) -> None:
         """Leave the streams of the last epoch for those of the next one."""
@@ -302,8 +359,10 @@ class Exchange:
         group = None
         if size > 1:
             store = dist.PrefixStore(f"{epoch}/streams", store)
-            group = streams.make_group(store, rank, size, self.device, self.timeout)
-        self._driver = StreamDriver(self.device, group, rank, size, self.timeout, self.impl)
+            group = nccl_group.make_group(store, rank, size, self.device, self.timeout)
+        self._driver = StreamDriver(
+            self.device, group, rank, size, self.timeout, self.impl, self._engine
+        )
         self._driver.connect()
         self.fixed_weights = None
 
@@ -317,32 +376,52 @@ class Exchange:
         weights = [json.loads(blob) for blob in self.exchange_objects(json.dumps(weight).encode())]
         self.fixed_weights = None if None in weights else weights
 
-    def _start_on_streams(self, slot: Slot, round: Round, sending: Sending) -> Pending:
+    def _start_on_streams(
+        self, slot: Slot, round: Round, sending: Sending, is_held: bool
+    ) -> Pending:
         driver, header = self._driver, round.header
         assert driver is not None
         if driver.failure:
-            raise SyncError(
+            raise self._refusal(
                 f"epoch {self.epoch} of this Exchange is dead: {driver.failure}. Call "
                 "change_group() with the replicas that live",
-                fragment=header.fragment,
-                round=header.round,
-                stage="start",
+                header,
             )
+        if is_held:
+            return held.start(driver, slot, round, sending)
         weights = self.fixed_weights if header.kind != "all_reduce" else [1.0] * self.size
         if weights is None:
             own = json.dumps(header.weight).encode()
             weights = [json.loads(blob) for blob in self.exchange_objects(own)]
-        total = sum(weights)
-        if not total > 0:
+        if not sum(weights) > 0:
             raise ValueError(f"weights must be finite and not all zero, got {weights}")
-        sending.weights = [weight / total for weight in weights]
-        control = self._submit_blob(header_bytes(header), of=header)
+        sending.offered = weights
+        control = self.submit_header(slot, header, sending.stochastic)
         events = driver.enqueue(slot, round, sending)
-        sent = (self.size - 1) * slot.layout.payload_bytes // (self.size if self.size > 2 else 1)
-        job = StreamJob(driver, control, round, events, sending.weights, self.members, sent * 2)
-        pending = Pending(slot, round, job)
+        pending = Pending(slot, round, self.stream_job(slot, round, sending, control, events))
         slot.add_round(round, pending)
         return pending
+
+    def submit_header(self, slot: Slot, header: Header, stochastic: bool) -> _C.Job:
+        """Begin to exchange and compare headers of a round whose payload travels on streams."""
+        return self._begin(self._engine.submit, to_native(header, slot, stochastic), of=header)
+
+    def stream_job(
+        self,
+        slot: Slot,
+        round: Round,
+        sending: Sending,
+        control: _C.Job,
+        events: tuple[torch.Event, ...],
+    ) -> StreamJob:
+        """Watch over an exchange that is enqueued."""
+        assert self._driver is not None
+        sent = (self.size - 1) * slot.layout.payload_bytes // (self.size if self.size > 2 else 1)
+        presumed = [
+            to_native(replace(round.header, weight=weight), slot, sending.stochastic)
+            for weight in sending.offered
+        ]
+        return StreamJob(self._driver, control, round, events, presumed, self.members, sent * 2)
 
     def _staging(
         self, slot: Slot, round: Round, loader: _C.ChunkLoader | None
@@ -372,15 +451,15 @@ class Exchange:
         _finish(job)
         return [received.numpy().tobytes() for received in job.blobs]
 
-    def _submit_blob(self, blob: bytes, of: Header | None = None) -> _C.Job:
+    def _submit_blob(self, blob: bytes) -> _C.Job:
         tensor = (
             torch.frombuffer(bytearray(blob), dtype=torch.uint8)
             if blob
             else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         header = _C.Header("exchange_objects")
-        header.blob_bytes = len(blob)
-        return self._begin(self._engine.submit, header, of=of, blob=tensor)
+        header.blob_bytes, header.inner_step = len(blob), self.inner_step
+        return self._begin(self._engine.submit, header, blob=tensor)
 
     def broadcast(self, tensors: list[Tensor], source_rank: int) -> None:
         """Copy the tensors of rank ``source_rank`` to all, exactly and in place; any dtype.
@@ -420,34 +499,43 @@ class Exchange:
         except RuntimeError as error:
             if not self.is_dead:
                 raise
-            fragment, round = (-1, -1) if of is None else (of.fragment, of.round)
-            raise SyncError(str(error), fragment=fragment, round=round, stage="start") from error
+            raise self._refusal(str(error), of) from error
+
+    def _refusal(self, message: str, of: Header | None) -> SyncError:
+        """Make the error of an exchange in a dead epoch; it names whom the first one did."""
+        fragment, round = (-1, -1) if of is None else (of.fragment, of.round)
+        failure = self._engine.dead_failure if self._engine.dead_reason else None
+        more = {} if failure is None else verdict_of(failure)
+        kind = LeftBehind if "went_on_in" in more else SyncError
+        return kind(message, fragment=fragment, round=round, stage="start", **more)
 
     def change_group(
         self,
         members: Sequence[int],
         *,
         store: dist.Store | None = None,
-        last_rounds: dict[int, int],
+        last_rounds: LastRounds,
         inner_step: int = -1,
     ) -> list[Repair]:
         """Go on in a new epoch with ``members``: the survivors, or joiners too.
 
         Called by every replica of the new epoch (a joiner constructs its Exchange with
-        ``join=True``), also after an attempt that failed. Slots are laid out anew.
+        ``join=True``), also after an attempt that failed. Slots are laid out anew. Once the members
+        have met the old epoch is at an end, whether this succeeds or not.
 
         Args:
             members: Ids of the replicas, ours among them.
             store: A new store when the old one died.
-            last_rounds: The last applied round of every fragment on this replica.
+            last_rounds: The last applied round of every fragment on this replica, or what returns
+                that: it is called when no round of the old epoch can end any more.
             inner_step: Inner steps that this replica has counted.
 
         Returns:
-            The rounds that the others have applied and this replica must still apply.
+            The rounds that count and that this replica must still apply; see ``termination``.
 
         Raises:
             ValueError: If the members are not ids that an exchange may have.
-            SyncError: If somebody does not come, or a replica is more than one round behind.
+            SyncError: If somebody does not come, or a replica lacks a round that counts.
         """
         self._engine.check_process()
         members = _checked_members(members, self.replica)
@@ -502,10 +590,10 @@ def _checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:
 
 
 def _finish(job: _C.Job) -> None:
-    while not job.wait(3600.0):
+    while not wait_for_job(job, 3600.0):
         pass
     if job.failure is not None:
-        raise error_from(job.failure)
+        raise error_from(job.failure, headers=job.headers)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .exchange import Header, Outcome, Pending
+from .exchange import Header, Outcome, Pending, Repair
 from .headers import Kind
 from .memory import Reading
 from .pending import Terms
@@ -25,6 +25,9 @@ class Arrival:
         terms: Payloads laid out as ``layout`` whose weighted sum is the mean.
         weight_sum: Of all replicas.
         outcome: None when the round comes from a saved state.
+        digest: Of the payloads as they were exchanged, the same on all replicas; None for a round
+            in a saved state of an older version.
+        reset: Replicas that were reset in it.
     """
 
     terms: Terms
@@ -33,6 +36,8 @@ class Arrival:
     gap: float
     weight_sum: float
     outcome: Outcome | None = None
+    digest: int | None = 0
+    reset: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -40,11 +45,18 @@ class Arrival:
         terms: Terms,
         layout: Layout,
         headers: list[Header],
+        digest: int,
         outcome: Outcome | None = None,
     ) -> Arrival:
         """Take the shared numbers from the headers: the lowest replica's."""
         weight_sum = sum(header.weight for header in headers)
-        return cls(terms, layout, headers[0].outer_lr, headers[0].gap, weight_sum, outcome)
+        lr, gap = headers[0].outer_lr, headers[0].gap
+        return cls(terms, layout, lr, gap, weight_sum, outcome, digest)
+
+    @classmethod
+    def from_outcome(cls, outcome: Outcome) -> Arrival:
+        """Take what an exchange gave."""
+        return cls.of(outcome.terms, outcome.layout, outcome.headers, outcome.digest, outcome)
 
 
 @dataclass(eq=False)
@@ -59,6 +71,8 @@ class Flight:
         lr: Outer learning rate, without an inner one.
         reading: Of the norm, until it is looked at.
         is_local_kept: The local parameters still hold what was sent.
+        is_reset: No wire carries what was to be sent: the own payload is zeros of weight 0.
+        members: Replicas of the group that it was sent in, in rank order.
         pending: None when the round comes from a saved state.
     """
 
@@ -74,6 +88,8 @@ class Flight:
     reading: Reading | SharedReading | None = None
     coefficient: float = 0.0
     is_local_kept: bool = False
+    is_reset: bool = False
+    members: tuple[int, ...] = ()
     pending: Pending | None = None
     arrival: Arrival | None = None
 
@@ -83,6 +99,14 @@ class Flight:
             self.norm, self.reading = self.reading.norm(), None
         return self.norm
 
+    def reset_replicas(self) -> tuple[int, ...]:
+        """Return who was reset in this round, as far as headers have come."""
+        if self.arrival is not None:
+            return self.arrival.reset
+        headers = [] if self.pending is None else self.pending.headers
+        pairs = zip(self.members, headers, strict=False)
+        return tuple(replica for replica, header in pairs if header.is_reset)
+
     def offer(self) -> Arrival:
         """As ``wait``, but the verdict may be left to the device; see ``Pending.offer``."""
         if self.arrival is not None or self.pending is None:
@@ -90,7 +114,7 @@ class Flight:
         outcome = self.pending.offer()
         if outcome.verdict is None:
             return self.wait()
-        return Arrival.of(outcome.terms, outcome.layout, outcome.headers, outcome)
+        return Arrival.from_outcome(outcome)
 
     def wait(self) -> Arrival:
         """Wait for the vote; repeatable.
@@ -101,5 +125,14 @@ class Flight:
         if self.arrival is None:
             assert self.pending is not None
             outcome = self.pending.wait()
-            self.arrival = Arrival.of(outcome.terms, outcome.layout, outcome.headers, outcome)
+            reset = self.reset_replicas()
+            self.arrival = Arrival.from_outcome(outcome)
+            self.arrival.reset = reset
         return self.arrival
+
+
+def arrival_of(repair: Repair, flight: Flight | None) -> Arrival:
+    """Return what came back in a round that is settled; ``flight`` is the round, if still known."""
+    if flight is not None and flight.arrival is not None:
+        return flight.arrival
+    return Arrival.of(repair.terms, repair.layout, repair.headers, repair.digest)

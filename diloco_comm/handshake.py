@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from collections.abc import Sequence
@@ -14,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import _C, shards
+from . import _C, launch, wrappers
 from .checks import integer, timeout_seconds
+from .digests import each_digest
 from .errors import ReplicaMismatch
 from .exchange import Exchange
-from .fragments import memory_order
+from .waiting import call_patiently
 
 if not dist.is_initialized():
     # Its functions keep the default group of the time of import as a default argument. Optimizers
@@ -50,28 +50,40 @@ def connected_store(
         host = port = None
     if host is None or port is None or url.scheme != "tcp":
         raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}")
-    return _C.connect_store(host, port, timeout_seconds(timeout))
+    address, seconds = (host, port), timeout_seconds(timeout)
+    return call_patiently(
+        lambda: _C.connect_store(*address, seconds), f"the store at {url.geturl()}"
+    )
 
 
 def replica_group(
-    group: dist.ProcessGroup | None, mesh: Any, store: dist.Store | None
+    group: dist.ProcessGroup | None, mesh: Any, store: Any, num_replicas: int | None = None
 ) -> dist.ProcessGroup | None:
     """Return the process group whose ranks are the replicas; None for a store, or one alone.
+
+    Without group, mesh and store it is the default group, unless ``num_replicas`` is 1.
 
     Raises:
         ValueError: If more than one is given, or this process is not among the replicas.
         TypeError: If group or mesh is none.
+        RuntimeError: If a launcher has started several processes, and nothing joins them.
     """
     if sum(item is not None for item in (group, mesh, store)) > 1:
         raise ValueError("give only one of group, mesh and store")
+    is_alone = store is None and num_replicas == 1
+    if is_alone and (group is not None or mesh is not None):
+        raise ValueError("num_replicas=1 is a single replica: leave out group and mesh")
     if mesh is not None:
         if not hasattr(mesh, "get_group"):
             raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
         if mesh.ndim != 1:
             raise ValueError(f"mesh must have one dimension, the replicas, got {mesh.ndim}")
         group = mesh.get_group()
-    if group is None and store is None and dist.is_initialized():
-        group = dist.group.WORLD
+    if group is None and store is None and not is_alone:
+        if dist.is_initialized():
+            group = dist.group.WORLD
+        else:
+            launch.refuse_if_forgotten()
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group does not contain this rank: only its members can attach to it")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -114,7 +126,7 @@ def make_exchange(
     """
     if store is not None:
         return _from_store(store, replica, num_replicas, members, options)
-    if replica is not None or num_replicas is not None or members is not None:
+    if replica is not None or num_replicas not in (None, 1) or members is not None:
         raise ValueError("replica, num_replicas and members need store=")
     if group is None:
         return Exchange(dist.HashStore(), 0, [0], **options)
@@ -142,18 +154,14 @@ def _from_store(
 
 def warn_if_spans_replicas(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Warn when DDP or FSDP averages gradients over ranks of other replicas at every step."""
-    spans = [("FullyShardedDataParallel", "mesh", shards.spanned_ranks(list(model.parameters())))]
-    for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            ranks = set(dist.get_process_group_ranks(module.process_group))
-            spans.append(("DistributedDataParallel", "process_group", ranks))
     replicas = set(dist.get_process_group_ranks(group))
-    for who, argument, ranks in spans:
-        shared = sorted(replicas & ranks)
+    for wrapper in wrappers.around(model):
+        shared = sorted(wrapper.ranks & replicas)
         if len(shared) > 1:
             warnings.warn(
-                f"{who} averages gradients over ranks {shared} at every step, but these are "
-                f"different replicas: give it a {argument} of this replica's own workers",
+                f"{wrapper.name} averages gradients over ranks {shared} at every step, but these "
+                f"are different replicas: give it a {wrapper.argument} of this replica's own "
+                "workers",
                 stacklevel=3,
             )
             return
@@ -223,8 +231,7 @@ def check_same_weights(exchange: Exchange, tensors: dict[str, Tensor]) -> None:
     Raises:
         ReplicaMismatch: Naming the first parameter that differs, and the replicas.
     """
-    digests = [digest([tensor]) for tensor in tensors.values()]
-    views = gather_json(exchange, digests)
+    views = gather_json(exchange, each_digest(list(tensors.values())))
     for index, name in enumerate(tensors):
         odd = [
             r
@@ -236,13 +243,3 @@ def check_same_weights(exchange: Exchange, tensors: dict[str, Tensor]) -> None:
                 f"initial weights differ: parameter {name!r} on replica {odd[0]} is not that of "
                 f'replica {exchange.members[0]}; load the same weights or use init="broadcast"'
             )
-
-
-def digest(tensors: Sequence[Tensor]) -> str:
-    """Hash the bytes of dense tensors in memory order."""
-    state = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        flat = memory_order(tensor.detach()).cpu()
-        if flat.numel():
-            state.update(flat.view(torch.uint8).numpy().data)
-    return state.hexdigest()

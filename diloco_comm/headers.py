@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from . import _C
 from .errors import ERRORS, NonFiniteError, PeerLeft, SyncError
@@ -12,16 +13,31 @@ if TYPE_CHECKING:
     from .slot import Slot
 
 Kind = Literal["sync", "flush", "all_reduce"]
-# From which call of the user's they come, where replicas that have attached differ in the kind.
+# What the members agree on after a failure.
+_VERDICT = ("missing", "survivors", "cuts")
+# What a user's call is named where replicas that have attached differ in the kind of exchange.
 _CALLS = {"exchange_objects": "start of flush", "all_reduce": "consensus"}
+# What cures a difference of a header's field.
+_ADVICE = {
+    "round": "load the same checkpoint on every replica",
+    "outer_lr": "assign the same outer.lr on every replica",
+}
+STATE_ADVICE = (
+    "outer parameters, momentum or the rounds applied so far are not the same. Load the same "
+    'checkpoint on every replica, or let the odd ones join anew (init="join")'
+)
 
 
 @dataclass
 class Header:
     """What a replica tells the others before an exchange.
 
-    ``weight``, ``inner_step`` and ``gap`` may differ between replicas; everything else, and the
-    slot's wire, block size and number of elements, must be equal on all of them.
+    ``weight``, ``inner_step``, ``gap`` and ``is_reset`` may differ between replicas; everything
+    else, and the slot's wire, block size and number of elements, must be equal on all of them.
+
+    Attributes:
+        history: Of the fragment's outer state (see ``history``), 0 without one.
+        is_reset: No wire carries the replica's values, so its payload is zeros of weight 0.
     """
 
     kind: Kind = "sync"
@@ -34,6 +50,8 @@ class Header:
     outer_lr: float = 0.0
     inner_step: int = 0
     gap: float = 1.0
+    history: int = 0
+    is_reset: bool = False
 
 
 def to_native(header: Header, slot: Slot, stochastic: bool) -> _C.Header:
@@ -41,11 +59,12 @@ def to_native(header: Header, slot: Slot, stochastic: bool) -> _C.Header:
     for name in ("fragment", "round", "sync_every", "num_fragments", "inner_step"):
         setattr(native, name, getattr(header, name))
     native.layout_hash = header.layout_hash & (1 << 64) - 1
+    native.history = header.history
     native.weight, native.outer_lr = float(header.weight), float(header.outer_lr)
     native.gap = float(header.gap)
     native.wire, native.block_size = slot.wire.name, slot.wire.block_size
     native.num_elements, native.num_chunks = slot.num_elements, slot.num_chunks
-    native.flags = int(stochastic)
+    native.flags = int(stochastic) | (_C.RESET if header.is_reset else 0)
     return native
 
 
@@ -61,22 +80,28 @@ def from_native(native: _C.Header | Header) -> Header:
         outer_lr=native.outer_lr,
         inner_step=native.inner_step,
         gap=native.gap,
+        history=native.history,
+        is_reset=native.is_reset,
     )
 
 
-def error_from(failure: _C.Failure, header: Header | None = None) -> SyncError:
-    """Make the exception that a failed job stands for."""
-    message = failure.message
-    if "kind differs" in message:
-        for kind, call in _CALLS.items():
-            message = message.replace(kind, call)
+def error_from(
+    failure: _C.Failure, header: Header | None = None, headers: Sequence[_C.Header] = ()
+) -> SyncError:
+    """Make the exception that a failed job stands for.
+
+    Args:
+        header: Of the round, if the job was one.
+        headers: Of all ranks, if they have come.
+    """
+    message = _explained(failure.message, headers)
     error = ERRORS[failure.kind](
         message,
         fragment=-1 if header is None or header.kind == "all_reduce" else header.fragment,
         round=-1 if header is None or header.kind == "all_reduce" else header.round,
         stage=failure.stage,
         seconds=failure.seconds,
-        missing=failure.missing,
+        **verdict_of(failure),
     )
     if failure.cause:
         error.__cause__ = RuntimeError(failure.cause)
@@ -85,3 +110,49 @@ def error_from(failure: _C.Failure, header: Header | None = None) -> SyncError:
     if isinstance(error, PeerLeft):
         error.inner_steps = tuple(failure.inner_steps)
     return error
+
+
+def verdict_of(failure: _C.Failure) -> dict[str, Any]:
+    """Return what an exception says of the other replicas, as its arguments."""
+    names: dict[str, Any] = {name: getattr(failure, name) for name in _VERDICT}
+    if failure.kind == "LeftBehind":
+        names["went_on_in"] = failure.went_on_in if failure.went_on_in >= 0 else None
+    return names
+
+
+def _explained(message: str, headers: Sequence[_C.Header]) -> str:
+    """Say in a user's words what the engine has found to differ."""
+    if "outer state differs" in message:
+        return f"{message}: {STATE_ADVICE}"
+    for field, advice in _ADVICE.items():
+        if f"{field} differs" in message:
+            return f"{message}: {advice}"
+    if "kind differs" not in message:
+        return message
+    training = [header for header in headers if header.kind == "sync"]
+    ended = [header for header in headers if header.kind == "exchange_objects"]
+    if training and ended and len(training) + len(ended) == len(headers):
+        message = message[: message.index("kind differs")] + _uneven_steps(training, ended)
+    for kind, call in _CALLS.items():
+        message = message.replace(kind, call)
+    return message
+
+
+def _uneven_steps(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> str:
+    """Return the sentence for replicas of which some have called ``flush`` and others train."""
+    steps = sorted({header.inner_step for header in ended})
+    has = "has" if len(ended) == 1 else "have"
+    train = "trains" if len(training) == 1 else "train"
+    return (
+        f"{_replicas(ended)} {has} ended at inner step {', '.join(map(str, steps))} (flush, or "
+        f"another call for all replicas), while {_replicas(training)} still "
+        f"{train}, at inner step {training[0].inner_step}: "
+        "give all replicas the same number of steps, see DiLoCo.agree_on_steps; one that a "
+        "GradScaler skips counts if the optimizer is fused, or with attach=False and diloco.step() "
+        "after each batch"
+    )
+
+
+def _replicas(headers: Sequence[_C.Header]) -> str:
+    numbers = ", ".join(str(header.replica) for header in headers)
+    return f"replica {numbers}" if len(headers) == 1 else f"replicas {numbers}"

@@ -62,10 +62,14 @@ class StepHooks:
 
     A logical step is complete when every optimizer has stepped. One that steps again before that
     (a GradScaler skipped the other) completes the step that was open.
+
+    Attributes:
+        num_steps: The logical steps so far.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], on_step: Callable[[], None]) -> None:
         self._on_step = on_step
+        self.num_steps = 0
         self._all = set(range(len(optimizers)))
         self._stepped: set[int] = set()
         self._optimizers = optimizers
@@ -84,13 +88,17 @@ class StepHooks:
 
     def _stepped_once(self, index: int) -> None:
         if index in self._stepped:
-            self._stepped = {index}
-            self._on_step()
+            self._complete({index})
             return
         self._stepped.add(index)
         if self._stepped == self._all:
-            self._stepped = set()
-            self._on_step()
+            self._complete(set())
+
+    def _complete(self, stepped: set[int]) -> None:
+        """End a logical step; those in ``stepped`` have begun the next one."""
+        self._stepped = stepped
+        self.num_steps += 1
+        self._on_step()
 
     def remove(self) -> None:
         """Stop counting; idempotent."""

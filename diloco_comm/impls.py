@@ -21,27 +21,52 @@ IMPLEMENTATIONS = {
         "cuda": "csrc/cuda",
     },
 }
-# The default on CUDA tensors: the first of these that is there. Written down before any
-# measurement; the one that turns out faster belongs first.
-DEFAULT_ON_CUDA = ("cuda", "triton")
+# The default of each operator on CUDA tensors, where both are there; else the other one. Written
+# down before any GPU measured them: benchmarks/kernels_gpu.py prints the table that it measures.
+DEFAULT_ON_CUDA = {
+    "encode": "cuda",
+    "reduce": "cuda",
+    "outer_step": "cuda",
+    "outer_step_adam": "cuda",
+    "outer_step_delayed": "cuda",
+    "decode": "cuda",
+    "merge": "cuda",
+    "norms": "cuda",
+    "digest": "cuda",
+}
 
 
 def available_impls(device: str = "cpu") -> tuple[str, ...]:
-    """Name the implementations that run here on "cpu" or "cuda" tensors; the last is the default.
+    """Name the implementations that run here on "cpu" or "cuda" tensors.
 
-    Those of the CPU come slowest first. Triton's interpreter, which runs its kernels on CPU tensors
-    when ``TRITON_INTERPRET=1``, is for tests: it is never a default and is not listed.
+    Those of the CPU come slowest first, and the last is the default; on CUDA tensors each operator
+    has a default of its own, ``default_on_cuda``. Triton's interpreter, which runs its kernels on
+    CPU tensors when ``TRITON_INTERPRET=1``, is for tests: it is never a default and is not listed.
     """
     if device == "cpu":
         return ("reference", *torch.ops.diloco_comm._cpu_impls())
     there = {"cuda": ops_triton.has_cuda_kernels(), "triton": ops_triton.is_installed()}
-    return tuple(name for name in reversed(DEFAULT_ON_CUDA) if there[name])
+    return tuple(name for name in IMPLEMENTATIONS["cuda"] if there[name])
 
 
-def resolve_impl(impl: str = "", device: str = "cpu") -> str:
+def default_on_cuda(operator: str) -> str:
+    """Name the implementation that serves an operator on CUDA tensors unless another is asked for.
+
+    Raises:
+        ValueError: If there is none here.
+    """
+    names = available_impls("cuda")
+    if not names:
+        raise ValueError(ops_triton.NEEDS_TRITON)
+    wanted = DEFAULT_ON_CUDA[operator]
+    return wanted if wanted in names else names[-1]
+
+
+def resolve_impl(impl: str = "", device: str = "cpu", operator: str = "") -> str:
     """Return the name to pass on: the argument's, else the environment's, else the default.
 
-    The default is "" on the CPU, where the extension chooses, and a name on CUDA tensors. The
+    The default is "", which leaves the choice to each operator; with ``operator`` given it is that
+    operator's name on CUDA tensors, and "" on the CPU, where the extension chooses. The
     environment's name is left aside where it means another type of device than ``device``.
 
     Raises:
@@ -60,7 +85,7 @@ def resolve_impl(impl: str = "", device: str = "cpu") -> str:
     if impl and impl not in names:
         where = "on this machine" if device == "cpu" else f"on {device} tensors here"
         raise ValueError(f"impl must be one of {', '.join(names)} {where}, got {impl!r}")
-    return impl if impl or device == "cpu" else names[-1]
+    return default_on_cuda(operator) if operator and not impl and device == "cuda" else impl
 
 
 def _is_of_another_device(impl: str, device: str) -> bool:

@@ -69,6 +69,7 @@ def send_or_receive(
     numbers = {
         str(part.index): {
             **numbers_of(part),
+            "history": part.history,
             "corrections": [own.coefficient for own in part.corrections],
         }
         for part in parts
@@ -93,6 +94,7 @@ def send_or_receive(
         if not is_new:
             continue
         set_numbers(part, own)
+        part.history = own["history"]
         part.corrections = corrections
         if isinstance(part, ParameterPart):
             part.state.load(flats, own["extra"])

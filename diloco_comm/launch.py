@@ -11,6 +11,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
 # Where rank 0 of an srun listens unless MASTER_PORT says otherwise: jobs of one node differ.
 _SLURM_FIRST_PORT = 15000
+# SLURM's steps from this number on are not srun's: batch scripts, interactive shells.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,36 @@ def find(environ: Mapping[str, str] | None = None) -> Launch | None:
             environ.get("MASTER_ADDR", "127.0.0.1"),
             _number(environ, "MASTER_PORT", 29500),
         )
-    # A batch script and an interactive shell have SLURM_NTASKS too, but no step.
-    if all(name in environ for name in (*_SLURM, "SLURM_STEP_ID")):
-        return _slurm(environ)
-    return None
+    return _slurm(environ) if _is_task(environ) else None
+
+
+def refuse_if_forgotten(environ: Mapping[str, str] | None = None) -> None:
+    """Raise if a launcher has started several processes, none of which knows of the others.
+
+    Raises:
+        RuntimeError: Saying what to call.
+    """
+    environ = os.environ if environ is None else environ
+    if all(name in environ for name in _TORCHRUN):
+        launcher, number = "torchrun", _number(environ, "WORLD_SIZE")
+    elif _is_task(environ):
+        launcher, number = "srun", _number(environ, "SLURM_NTASKS")
+    else:
+        return
+    if number > 1:
+        raise RuntimeError(
+            f"{launcher} has started {number} processes, but torch.distributed is not initialised "
+            "and neither group, mesh nor store is given, so that each process would train alone: "
+            "call torch.distributed.init_process_group() first (in a trainer: replica_per_process()"
+            "), or give num_replicas=1 if this process is meant to be the only replica"
+        )
+
+
+def _is_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun has started this process."""
+    # A batch script and an interactive shell have SLURM_NTASKS too, but are single processes.
+    has_all = all(name in environ for name in (*_SLURM, "SLURM_STEP_ID"))
+    return has_all and _number(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import saved_flights
+from . import history, saved_flights
 from .parts import ParameterPart, Part
 from .saved_flights import Saved
 from .state import VERSION, Scope, chain_key, set_numbers
@@ -49,6 +50,8 @@ def restore(
             writes += _plan_tensors(part, home, numbers)
             writes += _plan_residuals(part, own, scope, strict)
         writes += _plan_flights(part, home, numbers, own, state, scope, strict)
+        saved = _saved_history(numbers, scope)
+        writes.append(partial(history.begin, part, is_shared=scope.is_shared, saved=saved))
     inner_step = int(_need(state, "inner_step"))
 
     def write() -> int:
@@ -57,6 +60,11 @@ def restore(
         return inner_step
 
     return write
+
+
+def _saved_history(numbers: Mapping[str, Any], scope: Scope) -> int:
+    """Return the history that the state was saved with; 0 where none is kept."""
+    return int(json.loads(numbers.get(scope.flights, "{}")).get("history", 0))
 
 
 def _bind(function: Callable[..., None], *arguments: Any) -> Callable[[], None]:
@@ -112,7 +120,8 @@ def _plan_tensors(
     def load_buffers() -> None:
         flats = {}
         for name, saved in buffers.items():
-            flats[name] = torch.empty_like(part.outer)
+            # The one element that stands for an empty shard is in no saved tensor.
+            flats[name] = torch.zeros_like(part.outer)
             fragment.load(flats[name], saved)
         part.state.load(flats, extra)
 

@@ -59,23 +59,24 @@ class Ballot:
         counts: int64 [size], every rank's: those of means 32 bits higher. Not zero until all ranks
             have voted.
         verdict: int64 [1], their sum: 0 says that the round may be applied.
-        host_bad, host_counts: Page-locked copies of ``bad`` and of the counts.
+        digest: int64 [2], the sums of the digest of all payloads that are added up.
+        host_bad, host_counts, host_digest: Page-locked copies of ``bad``, counts and digest.
     """
 
     bad: Tensor
     bad_mean: Tensor
     counts: Tensor
     verdict: Tensor
+    digest: Tensor
     host_bad: Tensor
     host_counts: Tensor
+    host_digest: Tensor
 
     @classmethod
     def make(cls, size: int, device: torch.device) -> Ballot:
-        bad, mean, counts, verdict = (
-            torch.zeros(n, dtype=torch.int64, device=device) for n in (1, 1, size, 1)
-        )
-        hosts = (page_locked(n, torch.int64) for n in (1, size))
-        return cls(bad, mean, counts, verdict, *hosts)
+        on_device = (torch.zeros(n, dtype=torch.int64, device=device) for n in (1, 1, size, 1, 2))
+        hosts = (page_locked(n, torch.int64) for n in (1, size, 2))
+        return cls(*on_device, *hosts)
 
     def numbers(self) -> list[tuple[int, int]]:
         """Return what every rank has encoded and added up, once the counts are on the host."""

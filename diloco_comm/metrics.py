@@ -30,6 +30,9 @@ class SyncMetrics:
             ``norms=True``, since it takes one more pass over the parameters.
         weight: This replica's weight in the mean.
         is_applied: False when the round was voted down and skipped.
+        is_reset: No wire carries this replica's values: it has taken the outer parameters, and its
+            weight was 0.
+        reset_replicas: All those of which that is so.
     """
 
     round: int
@@ -46,14 +49,17 @@ class SyncMetrics:
     pseudo_gradient_norm: float = math.nan
     weight: float = 1.0
     is_applied: bool = True
+    is_reset: bool = False
+    reset_replicas: tuple[int, ...] = ()
 
 
 @dataclass
 class SyncTotals:
-    """Sums over all exchanges since the start."""
+    """Sums over all exchanges since the start; in ``num_reset`` of them this replica was reset."""
 
     num_syncs: int = 0
     num_skipped: int = 0
+    num_reset: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     encode_s: float = 0.0
@@ -71,6 +77,7 @@ class SyncTotals:
         """Count one more exchange."""
         self.num_syncs += 1
         self.num_skipped += not metrics.is_applied
+        self.num_reset += metrics.is_reset
         for field in fields(self):
             if hasattr(metrics, field.name):
                 total = getattr(self, field.name) + getattr(metrics, field.name)
@@ -123,17 +130,26 @@ class Recorder:
         first: Exception | None = None
         if self._is_telling:
             return first
-        self._is_telling = True
         try:
-            while self._untold:
-                metrics = self._untold.popleft()
-                for callback in list(self.callbacks):
-                    try:
-                        callback(metrics)
-                    except Exception as error:
-                        first = first or error
+            self._is_telling = True
+            try:
+                first = self._call_all()
+            finally:
+                self._is_telling = False
         finally:
+            # A Ctrl-C may have come just before the line that ends this was run.
             self._is_telling = False
+        return first
+
+    def _call_all(self) -> Exception | None:
+        first: Exception | None = None
+        while self._untold:
+            metrics = self._untold.popleft()
+            for callback in list(self.callbacks):
+                try:
+                    callback(metrics)
+                except Exception as error:
+                    first = first or error
         return first
 
     def refuse_if_telling(self) -> None:

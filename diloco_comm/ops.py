@@ -5,9 +5,8 @@ keyword arguments; the numeric definition is ``docs/wire-formats.md``. A *fragme
 tensors, virtually concatenated to N elements; ``begin`` and ``end`` count in it. All operators work
 in place on buffers of the caller and allocate nothing.
 
-``impl`` is "" for the default (the environment's, else the fastest that this machine runs on the
-tensors' device) or the name of one implementation, which then runs or raises: nothing is ever
-replaced in silence.
+``impl`` is "" for the default (the environment's, else the operator's on the tensors' device) or
+the name of one implementation, which then runs or raises: nothing is ever replaced in silence.
 """
 
 from __future__ import annotations
@@ -18,23 +17,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import ops_triton
+from . import extension, ops_triton
 from .impls import IMPLEMENTATIONS, available_impls, resolve_impl
-
-try:
-    from . import _C  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "the C++ extension of diloco_comm is not built for this Python and torch "
-        f"(torch {torch.__version__}): run `pip install --no-build-isolation .` in its sources "
-        f"({error})"
-    ) from error
 
 __all__ = [
     "IMPLEMENTATIONS",
     "available_impls",
     "decode",
+    "digest",
     "encode",
+    "finish_digest",
     "merge",
     "norms",
     "outer_step",
@@ -44,7 +36,10 @@ __all__ = [
     "resolve_impl",
 ]
 
+extension.load()
 ops_triton.register()
+
+from . import _C  # noqa: E402
 
 
 def _call(name: str, like: Sequence[Tensor], impl: str, *args: object, **kwargs: object) -> None:
@@ -55,7 +50,7 @@ def _call(name: str, like: Sequence[Tensor], impl: str, *args: object, **kwargs:
     device = like[0].device.type if like else "cpu"
     # Triton's kernels know whether they are interpreted, and then take CPU tensors too.
     if impl != "triton" or device != "cpu":
-        impl = resolve_impl(impl, device)
+        impl = resolve_impl(impl, device, name)
     with torch.no_grad():
         if impl == "reference":
             getattr(importlib.import_module("diloco_comm.reference"), name)(*args, **kwargs)
@@ -379,3 +374,31 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: 
     counted and left out of the norm. The order of summation is fixed, whatever the threads.
     """
     _call("norms", [out], impl, outer, list(params), out)
+
+
+def digest(tensor: Tensor, sums: Tensor, first_word: int = 0, *, impl: str = "") -> None:
+    """Add the two sums of a tensor's digest to ``sums``; ``finish_digest`` makes 64 bits of them.
+
+    They are sums mod 2^64 over the 64-bit words of its bytes, in memory order: the same on every
+    device and in every implementation, and parts may be added in any order.
+
+    Args:
+        tensor: Dense, of any dtype and shape.
+        sums: int64 [2] on the tensor's device: the sum of products and the sum of words.
+        first_word: Index of the tensor's first word, for one part of a longer whole. Each part but
+            the last is a multiple of 8 bytes long.
+
+    Raises:
+        ValueError, TypeError: As ``encode``.
+    """
+    _call("digest", [tensor], impl, tensor, sums, first_word)
+
+
+def finish_digest(product: int, sum: int, num_bytes: int) -> int:
+    """Return the digest, in [0, 2^64), of ``num_bytes`` bytes whose ``digest`` gave these sums.
+
+    Args:
+        product, sum: The two sums mod 2^64, so that int64 values serve as they are.
+        num_bytes: How many bytes were added in all.
+    """
+    return _C.finish_digest(product, sum, num_bytes)

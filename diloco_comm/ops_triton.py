@@ -25,6 +25,7 @@ OPERATORS = (
     "decode",
     "merge",
     "norms",
+    "digest",
 )
 NEEDS_TRITON = (
     "operators on CUDA tensors need Triton, which is not installed, or an extension built with "

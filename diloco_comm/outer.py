@@ -21,6 +21,7 @@ from . import _C, ops
 from .checks import not_negative, number
 from .memory import persistent_like
 from .offload import Offloaded, chunks_of
+from .spelling import call_of
 from .wire import Layout
 
 LearningRate = float | Callable[[int], float]
@@ -416,7 +417,8 @@ def make_outer(outer: OuterOptimizer | Factory | dict[str, Any] | None) -> Outer
     """Turn the argument ``outer`` into an optimizer; None is ``Nesterov()``.
 
     Raises:
-        TypeError: If it is neither an outer optimizer nor callable.
+        TypeError: If it is neither an outer optimizer nor callable; an optimizer of torch that is
+            made already is answered with the function to write.
         ValueError: If a saved configuration names none of this package, or a function, which cannot
             be restored.
     """
@@ -428,6 +430,12 @@ def make_outer(outer: OuterOptimizer | Factory | dict[str, Any] | None) -> Outer
         return _from_config(outer)
     if isinstance(outer, type) and issubclass(outer, OuterOptimizer):
         raise TypeError(f"outer={outer.__name__} is a class: give an object, {outer.__name__}(...)")
+    if isinstance(outer, torch.optim.Optimizer):
+        raise TypeError(
+            f"outer={type(outer).__name__}(...) holds parameters of its own, and the outer "
+            "optimizer must be made over the outer parameters: write "
+            f"outer=lambda params: {call_of(outer, 'params')}"
+        )
     if callable(outer):
         return FromTorch(outer)  # type: ignore[arg-type]
     raise TypeError(f"outer must be SGD, HeavyBall, Nesterov, Adam or a callable, got {outer!r}")

@@ -75,6 +75,7 @@ class Part(ABC):
         corrections: Own payloads of lost rounds, in the slot's layout, that ``Eager`` has applied
             and the next outer step takes back.
         weight_sum: Of all replicas in the last round that was applied; 0 before.
+        history: Digest of the outer state and of the rounds applied to it; see ``history``.
         step_norm, largest_norm: L2 norm of the last and of the largest outer step, if measured.
     """
 
@@ -89,6 +90,7 @@ class Part(ABC):
         self.equal_at = 0
         self.corrections: list[Own] = []
         self.weight_sum = 0.0
+        self.history = 0
         self._step_norm = 0.0
         self._readings: deque[Reading | SharedReading] = deque()
         self._largest_norm = 0.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass, field, replace
+from math import inf, isnan, nan
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from . import _C, ops
 from .errors import SyncError
 from .headers import Header, error_from, from_native
 from .memory import Payload
+from .waiting import wait_for_job
 from .wire import Layout
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Outcome:
             and total (on the engine thread).
         sent_bytes, received_bytes: Everything this rank sent to and got from its peers.
         counters: Minor page faults of the calling and the engine thread.
+        digest: Of the payloads, the same on all replicas; 0 where nobody needs one.
     """
 
     terms: Terms
@@ -50,6 +52,7 @@ class Outcome:
     received_bytes: int
     counters: dict[str, int] = field(default_factory=dict)
     verdict: Tensor | None = None
+    digest: int = 0
 
     def decode(self, outs: list[Tensor], *, impl: str = "") -> None:
         """Write the weighted mean into tensors: dense, as many elements, fp32, bf16 or fp16."""
@@ -84,7 +87,7 @@ class Round:
     """One exchange of a slot that is not applied yet: buffers, and how far it is.
 
     "voted": it failed after this rank's vote, so the terms are complete, and peers that got all
-    votes may have applied them.
+    votes may have applied them. "agreed": all votes are here.
     """
 
     header: Header
@@ -94,6 +97,12 @@ class Round:
     state: Literal["started", "agreed", "voted"] = "started"
     terms: Terms = field(default_factory=list)
     epoch: int = 0
+    headers: list[Header] = field(default_factory=list)
+    digest: int = 0
+
+    def complete(self, terms: Terms, headers: list[Header], digest: int) -> None:
+        """Keep what is needed to apply the round, now that all of it is here."""
+        self.terms, self.headers, self.digest = terms, headers, digest
 
 
 class Pending:
@@ -128,9 +137,27 @@ class Pending:
             time.sleep(_POLL_S)
         return count > 0
 
+    def forgo(self) -> None:
+        """Make the payload, which is held, zeros of weight 0; ``has_bad_values`` said why."""
+        own, header = self._round.own, self._round.header
+        own.tensor.zero_()
+        if own.host is not own.tensor:
+            own.host.zero_()
+        if own.ballot is not None:
+            own.ballot.bad.zero_()
+        self._slot.residuals.forgo(self._slot.wire)
+        # NaN says that this replica has no weight to offer, which ends the round.
+        weight = nan if isnan(header.weight) else 0.0
+        self._round.header = replace(header, weight=weight, is_reset=True)
+
+    def fail(self, error: SyncError) -> None:
+        """End an exchange that was held, and cannot be sent."""
+        self._error = error
+        self._slot.drop(self._round)
+
     def done(self) -> bool:
         """Whether ``wait()`` would return, or raise, at once."""
-        return self._job.is_done
+        return self._error is not None or self._job.is_done
 
     def wait(self, timeout: float | None = None) -> Outcome:
         """Wait for the vote and return what the exchange gave.
@@ -150,7 +177,7 @@ class Pending:
             raise self._error
         if self._outcome is None:
             begin = time.perf_counter()
-            while not self._job.wait(_until(deadline)):
+            while not wait_for_job(self._job, _until(deadline)):
                 if time.perf_counter() >= deadline:
                     raise TimeoutError(f"the exchange was not done after {timeout} s")
             self._resolve(time.perf_counter() - begin)
@@ -228,27 +255,33 @@ class Pending:
         job, round = self._job, self._round
         job.block_caller()
         if job.failure is not None:
-            self._error = error_from(job.failure, round.header)
-            if _has_voted(job):
+            self._error = error_from(job.failure, round.header, job.headers)
+            standing = _standing(job, round)
+            if standing == "voted":
                 round.state = "voted"
-                round.terms = self._slot.terms_of(round, job.weights)
+                self._complete()
             else:
-                self._slot.drop(round)
+                self._slot.drop(round, is_rejected=standing == "rejected")
             return
         round.state = "agreed"
-        round.terms = self._slot.terms_of(round, job.weights)
+        self._complete()
         self._slot.residuals.turn(round.header.round)
         counters = dict(job.counters)
         self._outcome = Outcome(
             terms=round.terms,
             layout=round.layout,
-            headers=[from_native(header) for header in job.headers],
+            headers=round.headers,
             weights=list(job.weights),
             seconds={**job.seconds, "encode": job.encode_seconds, "wait": wait_s},
             sent_bytes=counters.pop("sent_bytes"),
             received_bytes=counters.pop("received_bytes"),
             counters=counters,
+            digest=round.digest,
         )
+
+    def _complete(self) -> None:
+        terms = self._slot.terms_of(self._round, self._job.weights)
+        self._round.complete(terms, self.headers, self._job.digest)
 
 
 def _deadline(timeout: float | None) -> float:
@@ -260,8 +293,19 @@ def _until(deadline: float) -> float:
     return min(deadline - time.perf_counter(), _LONG_S)
 
 
-def _has_voted(job: _C.Job | StreamJob) -> bool:
-    """Whether a failed exchange may be applied elsewhere; a job never begun has no weights."""
+def _standing(job: _C.Job | StreamJob, round: Round) -> str:
+    """Say how far a failed exchange was with the vote: "none", "voted" or "rejected".
+
+    Only who has voted can hold a round that others have applied; nobody applies one of which
+    anybody has seen a bad vote, its own among them.
+    """
+    if isinstance(job, _C.Job):
+        return job.standing
     failure = job.failure
     assert failure is not None
-    return failure.stage == "vote" and failure.kind != "NonFiniteError" and bool(job.weights)
+    if failure.kind == "NonFiniteError":
+        return "rejected"
+    if failure.stage != "vote" or not job.weights:
+        return "none"
+    assert round.own.ballot is not None
+    return "rejected" if bool(round.own.ballot.host_bad) else "voted"

@@ -8,7 +8,7 @@ import warnings
 from .exchange import Exchange, Outcome
 from .flights import Flight
 from .metrics import Recorder, SyncMetrics, overlap_fraction
-from .parts import Part
+from .parts import ParameterPart, Part
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ class Records:
             pseudo_gradient_norm=flight.measured_norm(),
             weight=flight.weight,
             is_applied=False,
+            is_reset=flight.is_reset,
+            reset_replicas=flight.reset_replicas(),
         )
         self._recorder.add(metrics)
 
@@ -60,8 +62,12 @@ class Records:
             overlap_fraction=overlap_fraction(exchange_s, exposed_s),
             pseudo_gradient_norm=flight.measured_norm(),
             weight=flight.weight,
+            is_reset=flight.is_reset,
+            reset_replicas=flight.reset_replicas(),
         )
         self._recorder.add(metrics)
+        if metrics.reset_replicas:
+            _log_reset(part, flight, metrics.reset_replicas)
         if outcome is not None:
             self._warn_of_skipped_steps(outcome)
 
@@ -76,3 +82,18 @@ class Records:
             "some of them skipped steps, as a GradScaler does after an overflow",
             stacklevel=2,
         )
+
+
+def _log_reset(part: Part, flight: Flight, replicas: tuple[int, ...]) -> None:
+    is_one = len(replicas) == 1
+    logger.warning(
+        "reset: fragment %d, round %d: replica%s %s had elements that are NaN, Inf or out of the "
+        "wire's range, and %s; the others went on with their mean",
+        part.index,
+        flight.number,
+        "" if is_one else "s",
+        ", ".join(map(str, replicas)),
+        f"took {'its' if is_one else 'their'} outer parameters"
+        if isinstance(part, ParameterPart)
+        else "took the mean of the others' buffers",
+    )

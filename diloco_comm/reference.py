@@ -4,7 +4,8 @@ The functions have the names and arguments of ``torch.ops.diloco_comm.*`` (less 
 the same bytes. All arithmetic is IEEE fp32, one rounding for each operation, sub-normals kept.
 ``all_reduce`` is what a whole exchange must leave behind, computed in one process.
 
-Imports torch, the sizes of ``wire.py`` and the bits of ``reference_codec.py``, nothing else.
+Imports torch, the sizes of ``wire.py``, the bits of ``reference_codec.py`` and the digest of
+``reference_digest.py``, nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .reference_codec import HUGE, SMALLEST_SCALE, decode_run, encode_run
+from .reference_digest import digest as digest
 from .wire import STAGE_ENCODE, STAGE_REDUCE, Layout, WireFormat, rng_key
 
 NORM_TILE = 65536

@@ -1,4 +1,4 @@
-"""Enter an epoch: agree on it, connect, and bring replicas that are one round behind up to date."""
+"""Enter an epoch: agree on it, settle the rounds of the last one, and connect."""
 
 from __future__ import annotations
 
@@ -11,33 +11,36 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from . import _C, rendezvous
+from . import connecting, rendezvous, sealing, termination, verdicts
+from .attendance import Limits
 from .errors import SyncError
+from .headers import Header
+from .meetings import Plan, announce
 from .pending import Round, Terms
+from .termination import Decision
+from .waiting import describe_store
 from .wire import Layout
 
 if TYPE_CHECKING:
     from .exchange import Exchange
 
-# Connections between live hosts take milliseconds; a peer that vanished must not cost the timeout.
-_CONNECT_LIMIT_S = 120.0
-# A store answers in milliseconds; one whose host hangs must not hold us for ever.
-_STORE_LIMIT_S = 10.0
-
 
 @dataclass
 class Repair:
-    """A round that the other replicas have applied and this one has not.
+    """A round that counts and that this replica has not applied; see ``termination``.
 
-    ``terms`` are laid out as ``layout``, which is that of the group at the time. A round is applied
-    somewhere only when all ranks have voted, and who votes has the whole result: the terms are this
-    replica's own, kept since its exchange failed at the vote.
+    ``terms`` are laid out as ``layout``, which is that of the group at the time. A round counts
+    only when all survivors have voted, and who votes has the whole result: the terms are this
+    replica's own, kept since its exchange ended. ``headers`` are those of that group, in rank
+    order; our own alone where streams were given up before the others' had come.
     """
 
     fragment: int
     round: int
     terms: Terms
     layout: Layout
+    headers: list[Header]
+    digest: int
 
 
 def enter(
@@ -45,7 +48,7 @@ def enter(
     members: Sequence[int],
     store: dist.Store | None,
     *,
-    last_rounds: dict[int, int] | None,
+    last_rounds: sealing.LastRounds | None,
     join: bool,
 ) -> list[Repair]:
     """Bring ``exchange`` into a new epoch with ``members``.
@@ -56,47 +59,114 @@ def enter(
     """
     if store is not None:
         exchange.store = dist.PrefixStore(f"diloco_comm/{exchange.name}", store)
-    bounded = _C.bounded_store(exchange.store, min(exchange.timeout, _STORE_LIMIT_S))
-    plan = _agree(exchange, bounded, members, last_rounds, join)
-    survivors = {r: i["rounds"] for r, i in plan.infos.items() if i["rounds"] is not None}
-    last = {r: {int(f): n for f, n in v.items()} for r, v in survivors.items()}
-    needs = find_repairs(last, exchange.num_under_way)
-    lineage = _common_lineage({r: plan.infos[r]["lineage"] for r in survivors})
+    bounded = verdicts.bounded(exchange)
+    with verdicts.added(exchange, bounded):
+        plan = _agree(exchange, bounded, members, last_rounds, join)
+        decision = _decide(exchange, plan)
+    # Before anybody can enter: whoever changes the group next must know of those who may have.
+    exchange.newest_group = plan.epoch, tuple(members)
+    acks = [r for r, info in plan.infos.items() if "ack" in info]
+    if last_rounds is not None:
+        survivors = sorted(set(acks) & set(exchange.members))
+        verdicts.leave_out(exchange, bounded, survivors, plan.epoch)
     rank, size = members.index(exchange.replica), len(members)
-    groups = []
-    if size > 1:
-        limit = min(exchange.timeout, _CONNECT_LIMIT_S)
-        groups = rendezvous.build_groups(bounded, plan.epoch, rank, size, exchange.lanes, limit)
-    _attach(exchange, plan.epoch, members, groups)
+    groups = _connect(exchange, bounded, plan, members) if size > 1 else []
+    _attach(exchange, plan, members, groups)
     exchange.enter_streams(exchange.store, plan.epoch, rank, size)
     exchange.members, exchange.epoch = tuple(members), plan.epoch
-    exchange.joined = tuple(sorted(r for r, i in plan.infos.items() if i["join"]))
-    exchange.agreed_rounds = _newest(survivors)
-    exchange.agreed_step = min((plan.infos[r]["inner_step"] for r in survivors), default=-1)
+    announce(bounded, plan, members)
     del groups
-    missed = _missed_rounds(exchange, needs) if needs else []
-    exchange.lineage = lineage
+    if decision.commits or decision.discards:
+        _confirm(exchange, decision)
+    exchange.joined = tuple(sorted(r for r, i in plan.infos.items() if i.get("join")))
+    exchange.agreed_rounds = dict(decision.last)
+    exchange.agreed_step = min((plan.infos[r]["inner_step"] for r in acks), default=-1)
+    exchange.lineage = decision.lineage
+    missed = _missed_rounds(exchange, decision)
     for slot in exchange.slots:
         slot.settle(missed)
         exchange.plan_slot(slot)
-    return [Repair(r.header.fragment, r.header.round, r.terms, r.layout) for r in missed]
+    return [
+        Repair(
+            r.header.fragment, r.header.round, r.terms, r.layout, r.headers or [r.header], r.digest
+        )
+        for r in missed
+    ]
+
+
+def _decide(exchange: Exchange, plan: rendezvous.Plan) -> Decision:
+    """Decide what becomes of the rounds under way, from what all survivors have said.
+
+    Raises:
+        SyncError: On all of them, if they cannot go on together.
+    """
+    acks = {r: sealing.from_json(i["ack"]) for r, i in plan.infos.items() if "ack" in i}
+    decision = termination.decide(acks, exchange.num_under_way)
+    refusal = decision.refusal
+    if refusal is not None:
+        error = SyncError(
+            refusal.message,
+            fragment=refusal.fragment,
+            round=refusal.round,
+            stage=refusal.stage,
+            missing=refusal.missing,
+            survivors=sorted(acks.keys() - set(refusal.missing)),
+        )
+        error.decision = f"epoch {plan.epoch}"
+        raise error
+    return decision
+
+
+def _confirm(exchange: Exchange, decision: Decision) -> None:
+    """Let nobody settle before all are in the new epoch with the same decision."""
+    commits = [[commit.fragment, commit.round] for commit in decision.commits]
+    own = json.dumps([commits, decision.discards]).encode()
+    blobs = exchange.exchange_objects(own)
+    differing = [r for r, one in zip(exchange.members, blobs, strict=True) if one != own]
+    if differing:
+        raise SyncError(
+            f"replicas {differing} settle the rounds under way otherwise than replica "
+            f"{exchange.replica}: they must run the same version of diloco_comm",
+            stage="repair",
+        )
+
+
+def _missed_rounds(exchange: Exchange, decision: Decision) -> list[Round]:
+    """Return the rounds that count and that this replica has not applied."""
+    missed = []
+    for commit in decision.commits:
+        if exchange.replica not in commit.lacking:
+            continue
+        held = [slot.held(commit.fragment, commit.round) for slot in exchange.slots]
+        missed += [round for round in held if round is not None][:1]
+    return missed
+
+
+def _connect(
+    exchange: Exchange, store: dist.Store, plan: Plan, members: Sequence[int]
+) -> list[dist.ProcessGroupGloo]:
+    limit = min(exchange.timeout, connecting.LIMIT_S)
+    with verdicts.added(exchange, store):
+        return connecting.connect_members(
+            store, plan, members, exchange.replica, exchange.lanes, limit
+        )
 
 
 def _attach(
-    exchange: Exchange,
-    epoch: int,
-    members: Sequence[int],
-    groups: list[dist.ProcessGroupGloo],
+    exchange: Exchange, plan: Plan, members: Sequence[int], groups: list[dist.ProcessGroupGloo]
 ) -> None:
     """Give the engine its groups; that what it was doing does not end is a SyncError."""
+    # A way that did not work when all began says nothing when it does not work later.
+    ways = [plan.infos[r]["address"] if r in plan.reached else "" for r in members]
     try:
         exchange._engine.attach(
-            epoch=epoch,
+            epoch=plan.epoch,
             rank=members.index(exchange.replica),
             replicas=list(members),
             groups=groups,
             store=exchange.store,
-            prefix=f"{epoch}/board",
+            prefix=f"{plan.epoch}/board",
+            addresses=ways,
         )
     except RuntimeError as error:
         raise SyncError(str(error), stage="attach") from error
@@ -106,7 +176,7 @@ def _agree(
     exchange: Exchange,
     store: dist.Store,
     members: Sequence[int],
-    last_rounds: dict[int, int] | None,
+    last_rounds: sealing.LastRounds | None,
     join: bool,
 ) -> rendezvous.Plan:
     settings = {
@@ -115,123 +185,26 @@ def _agree(
         "window": exchange.window,
         "collectives": exchange.collectives,
     }
-    rounds = None if last_rounds is None else {str(f): n for f, n in last_rounds.items()}
     return rendezvous.agree(
         store,
         exchange.replica,
         members,
+        former=() if last_rounds is None else exchange.members,
         epoch=exchange.epoch,
+        newest=max(exchange.epoch, exchange.newest_group[0]),
         settings=settings,
-        info={
-            "rounds": rounds,
-            "join": join,
-            "inner_step": exchange.inner_step,
-            "lineage": [
-                max([exchange.lineage, *(slot.applied_epoch for slot in exchange.slots)]),
-                max([exchange.lineage, *(slot.voted_epoch for slot in exchange.slots)]),
-            ],
-        },
-        timeout=exchange.timeout,
+        say=sealing.Newcomer(exchange, join)
+        if last_rounds is None
+        else sealing.Survivor(exchange, members, last_rounds),
+        limits=_limits(exchange, is_first=last_rounds is None and not join),
+        place=describe_store(exchange.store),
     )
 
 
-def _common_lineage(lineages: dict[int, list[int]]) -> int:
-    """Return the newest epoch where a round was applied.
-
-    Args:
-        lineages: The newest epochs where each survivor has applied a round, and voted for one.
-
-    Raises:
-        SyncError: If a replica was left behind: the others have applied rounds in an epoch without
-            it. A round of its own with the same number is not the same.
-    """
-    newest = max((applied for applied, _ in lineages.values()), default=0)
-    behind = sorted(r for r, (_, voted) in lineages.items() if voted < newest)
-    if behind:
-        raise SyncError(
-            f"replicas {behind} did not take part in epoch {newest}, where others have applied "
-            "rounds: let them join anew",
-            stage="rendezvous",
-            missing=behind,
-        )
-    return newest
-
-
-def _newest(survivors: dict[int, dict[str, int]]) -> dict[int, int]:
-    newest: dict[int, int] = {}
-    for rounds in survivors.values():
-        for fragment, number in rounds.items():
-            newest[int(fragment)] = max(number, newest.get(int(fragment), number))
-    return newest
-
-
-def find_repairs(
-    last_rounds: dict[int, dict[int, int]], most: int = 1
-) -> list[tuple[int, int, list[int]]]:
-    """Compare the last applied rounds of the survivors.
-
-    Args:
-        last_rounds: fragment -> round, for each surviving replica.
-        most: Rounds that a replica may be behind: those of a fragment that may be under way.
-
-    Returns:
-        (fragment, round, replicas that have not applied it), by fragment and round.
-
-    Raises:
-        SyncError: If a replica is further behind, or lists other fragments.
-    """
-    fragments = sorted({fragment for rounds in last_rounds.values() for fragment in rounds})
-    repairs = []
-    for fragment in fragments:
-        lacking = [r for r, rounds in sorted(last_rounds.items()) if fragment not in rounds]
-        if lacking:
-            raise SyncError(f"replicas {lacking} gave no last round of fragment {fragment}")
-        newest = max(rounds[fragment] for rounds in last_rounds.values())
-        far = {r: v[fragment] for r, v in last_rounds.items() if v[fragment] < newest - most}
-        if far:
-            raise SyncError(
-                f"fragment {fragment}: the group is at round {newest}, but "
-                + ", ".join(f"replica {r} at {number}" for r, number in sorted(far.items()))
-                + f"; at most {most} missing can be repaired: let it join anew",
-                fragment=fragment,
-                round=newest,
-                stage="rendezvous",
-                missing=sorted(far),
-            )
-        for number in range(newest - most + 1, newest + 1):
-            behind = [r for r, v in sorted(last_rounds.items()) if v[fragment] < number]
-            if behind:
-                repairs.append((fragment, number, behind))
-    return repairs
-
-
-def _missed_rounds(exchange: Exchange, needs: list[tuple[int, int, list[int]]]) -> list[Round]:
-    """Return the rounds that this replica alone has not applied; a collective call.
-
-    Raises:
-        SyncError: On every replica, if one that is behind does not hold what it voted for.
-    """
-    missed = []
-    lacking: list[tuple[int, int]] = []
-    for fragment, number, behind in needs:
-        if exchange.replica not in behind:
-            continue
-        held = [slot.held(fragment, number) for slot in exchange.slots]
-        missed += [round for round in held if round is not None][:1]
-        if not any(held):
-            lacking.append((fragment, number))
-    blobs = exchange.exchange_objects(json.dumps(lacking).encode())
-    for replica, blob in zip(exchange.members, blobs, strict=True):
-        for fragment, number in json.loads(blob):
-            raise SyncError(
-                f"replica {replica} lacks round {number} of fragment {fragment}, which others have "
-                "applied, and has not voted for it: let it join anew",
-                fragment=fragment,
-                round=number,
-                stage="repair",
-                missing=(replica,),
-            )
-    return missed
+def _limits(exchange: Exchange, *, is_first: bool) -> Limits:
+    """Return how long to wait; jobs of a first meeting may start long after each other."""
+    unheard = exchange.timeout if is_first else min(exchange.join_timeout, exchange.timeout)
+    return Limits(exchange.timeout, unheard, exchange.suspect_after)
 
 
 def store_of_group(group: dist.ProcessGroup | None) -> tuple[dist.Store, int, int]:

@@ -109,6 +109,18 @@ class Residuals:
         else:
             self.owed, self._spent = self._spent, None
 
+    def forgo(self, wire: WireFormat) -> None:
+        """Leave out what was just encoded: the next encoding adds what this one had added.
+
+        Whether the round is agreed on, or taken back, then makes no difference.
+        """
+        if self.carries:
+            self.rewind()
+        if self.added is not None:
+            drop_bad(self.added, wire)
+        if self.value is not None and self.new is not None:
+            self.new.copy_(self.value)
+
     def forget(self) -> None:
         """Owe nothing; a saved state brings what is owed."""
         self.owed = self._spent = None

@@ -16,15 +16,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from . import checks, handshake
+from . import checks, handshake, history
 from .errors import NonFiniteError, SyncError
 from .exchange import Exchange, Header, Pending, Repair, Slot
-from .flights import Arrival, Flight
+from .flights import Arrival, Flight, arrival_of
 from .headers import Kind
 from .interrupts import Whole
 from .metrics import Recorder
+from .nonfinite import Streaks
 from .parts import OuterStep, ParameterPart, Part, squared_norm
 from .records import Records
+from .resets import OnReset, Resets
 from .settings import Settings
 from .shared_norms import SharedNorms
 from .trace import exchanged, span
@@ -56,6 +58,7 @@ class Rounds:
         weight: This replica's weight, or what returns it at each step that sends.
         norms: Measure each pseudo-gradient's norm.
         workmates: Those who have the rest of this replica's elements; None: nobody.
+        on_reset: See ``resets``.
 
     Attributes:
         leaves_verdicts: The device may decide whether a round counts, and the host look later.
@@ -76,6 +79,7 @@ class Rounds:
         norms: bool,
         impl: str,
         workmates: Workmates | None = None,
+        on_reset: OnReset | None = None,
     ) -> None:
         self.exchange = exchange
         self.parts = parts
@@ -86,6 +90,10 @@ class Rounds:
         self.impl = impl
         self._norms = SharedNorms(workmates, parts, settings.overlap, sent=norms)
         self._records = Records(recorder, exchange)
+        self._streaks = Streaks(settings)
+        self._resets = Resets(
+            exchange, parts, settings, impl, workmates=workmates, on_reset=on_reset
+        )
         self._open: list[_Open] = []
         self.whole = Whole()
 
@@ -105,13 +113,16 @@ class Rounds:
         """
         late = self._look_at_verdicts(inner_step, parts)
         weight, refusal = self._offered_weight() if parts else (0.0, None)
-        try:
-            with self.whole():
+        sent: list[tuple[Part, Flight]] = []
+        with self.whole():
+            try:
                 for part in parts:
-                    self.send(part, inner_step, num_skipped, weight, kind)
-        except Exception as error:
-            refusal = refusal or error
-        self._norms.post_sent()
+                    flight = self.send(part, inner_step, num_skipped, weight, kind)
+                    sent.append((part, flight))
+            except Exception as error:
+                refusal = refusal or error
+            failure = self._ship(sent)
+        refusal = refusal or failure
         try:
             self.receive(inner_step)
         except Exception as error:
@@ -125,6 +136,27 @@ class Rounds:
         if late is not None:
             raise late from refusal
 
+    def _ship(self, sent: Sequence[tuple[Part, Flight]]) -> Exception | None:
+        """Send what ``send`` has held, post what was measured; return what failed beside it."""
+        if not sent:
+            return None  # A block of the workers ends with what is not done here.
+        failure: Exception | None = None
+        try:
+            self._resets.ship(sent, self._leave_local)
+        except Exception as error:
+            failure = error
+        # The workers of a replica decide before they post, all in the same order.
+        if not self._resets.is_undecided:
+            self._norms.post_sent()
+        return failure
+
+    def _leave_local(self, part: ParameterPart, fresh: Flight | None) -> None:
+        """Prepare for local parameters that are overwritten by the outer ones.
+
+        Args:
+            fresh: The round of the part that is held, if there is one.
+        """
+
     def _cause(self, error: Exception) -> Exception:
         """Return why a part could not be sent: a round under way that ended the epoch says more."""
         if isinstance(error, SyncError) and error.stage == "start":
@@ -136,7 +168,15 @@ class Rounds:
         return error
 
     def flush(self, inner_step: int, num_skipped: int) -> None:
-        """Apply all that is in flight, and what was trained since; a collective call."""
+        """Apply all that is in flight, and what was trained since; a collective call.
+
+        Raises:
+            NonFiniteError: Some of it was skipped; all of the rest is applied.
+        """
+        with self._streaks.flushing(self.exchange.members):
+            self._flush(inner_step, num_skipped)
+
+    def _flush(self, inner_step: int, num_skipped: int) -> None:
         self.settle_verdicts(inner_step)
         drained = [part for part in self.parts if part.in_flight]
         self.receive(inner_step, everything=True)
@@ -151,8 +191,9 @@ class Rounds:
     def stale_parts(self, inner_step: int) -> list[Part]:
         """List the parts of which any replica holds something unsent; a collective call."""
         steps = [inner_step - part.last_sent or int(part.owes) for part in self.parts]
-        views = handshake.gather_json(self.exchange, steps)
-        has_news = [any(view[part.index] for view in views) for part in self.parts]
+        views = handshake.gather_json(self.exchange, [steps, history.own_past(self.parts)])
+        history.refuse_other_past(self.exchange, self.parts, [past for _, past in views])
+        has_news = [any(news[part.index] for news, _ in views) for part in self.parts]
         return [p for p, is_new in zip(self.parts, has_news, strict=True) if is_new and p.slot]
 
     def current_weight(self) -> float:
@@ -208,6 +249,7 @@ class Rounds:
             outer_lr=lr * policy.current_inner_lr(),
             inner_step=inner_step - num_skipped,
             gap=policy.gap_for(part.step_norm, part.largest_norm),
+            history=part.history,
         )
         reading = self._norms.of_sent(part, self._squared_norm(part)) if self.norms else None
         is_flush = kind == "flush"
@@ -227,6 +269,7 @@ class Rounds:
             own=pending.payload,
             layout=pending.layout,
             reading=reading,
+            members=self.exchange.members,
             pending=pending,
         )
         part.in_flight.append(flight)
@@ -242,6 +285,7 @@ class Rounds:
             stochastic=self.settings.rounding == "stochastic",
             seed=self.settings.seed,
             overlapped=is_overlapped,
+            is_held=self._resets.is_on,
         )
 
     def lr(self, part: Part, number: int) -> float:
@@ -317,7 +361,7 @@ class Rounds:
             arrival.outer_lr,
             self.impl,
             alpha=0.0 if flight.kind == "flush" else policy.alpha,
-            own=None if flight.sent_step == inner_step else flight.own,
+            own=None if flight.is_reset or flight.sent_step == inner_step else flight.own,
             verdict=verdict,
         )
         outer_step_s = self._step(part, flight.number, step)
@@ -337,9 +381,7 @@ class Rounds:
     ) -> None:
         self._commit(part, flight, arrival)
         part.last_sent = flight.sent_step
-        self._records.applied(
-            part, flight, inner_step, exposed_s=exposed_s, outer_step_s=outer_step_s
-        )
+        self._record(part, flight, inner_step, exposed_s, outer_step_s)
 
     def settle_verdicts(self, inner_step: int) -> None:
         """Find out whether rounds whose outer step was left to the device were applied.
@@ -388,14 +430,26 @@ class Rounds:
         times = one.exposed_s, one.outer_step_s
         self._applied(one.part, one.flight, arrival, inner_step, *times)
 
+    def _record(
+        self, part: Part, flight: Flight, inner_step: int, exposed_s: float, outer_step_s: float
+    ) -> None:
+        """Write down that a round was applied; raise if a replica was reset once too often."""
+        try:
+            self._records.applied(
+                part, flight, inner_step, exposed_s=exposed_s, outer_step_s=outer_step_s
+            )
+        finally:
+            self._streaks.applied(part, flight.number, flight.reset_replicas())
+
     # ------------------------------------------------------------------------------ failures
 
     def settle(self, repairs: Sequence[Repair], inner_step: int) -> None:
-        """Begin in a new group: apply what only this replica lacks, and lose the other rounds.
+        """Begin in a new group: apply the rounds that count, and lose the others under way.
 
         Args:
-            repairs: Rounds that other survivors have applied and this replica has not.
+            repairs: Rounds that count and that this replica has not applied.
         """
+        self._streaks.forget()
         with self.whole():
             for part in self.parts:
                 missed = {r.round: r for r in repairs if r.fragment == part.index}
@@ -412,13 +466,28 @@ class Rounds:
                 self._lose(part, flight)
 
     def _repair(self, part: Part, repair: Repair, flight: Flight | None, inner_step: int) -> None:
-        """Apply a round that the other survivors have applied and this replica has not."""
+        """Apply a round that counts and that this replica has not applied."""
         is_merged = flight is not None and flight.kind != "flush"
         alpha = self.settings.overlap.alpha if is_merged else 0.0
-        lr = self.lr(part, repair.round)
-        part.apply(OuterStep(repair.terms, repair.layout, lr, self.impl, alpha=alpha))
+        is_late = flight is not None and flight.sent_step != inner_step and not flight.is_reset
+        arrival = arrival_of(repair, flight)
+        step = OuterStep(
+            repair.terms,
+            repair.layout,
+            # That of the round: those who applied it had that one.
+            arrival.outer_lr,
+            self.impl,
+            alpha=alpha,
+            own=flight.own if flight is not None and is_late else None,
+        )
+        part.apply(step)
         part.last_sent = inner_step if flight is None else flight.sent_step
+        self._repaired(part, repair, arrival)
+
+    def _repaired(self, part: Part, repair: Repair, arrival: Arrival) -> None:
         part.round = repair.round + 1
+        part.weight_sum = arrival.weight_sum
+        history.applied(part, repair.round, arrival)
 
     def _lose(self, part: Part, flight: Flight) -> None:
         """Give up a round: its mean counts as zero, on all replicas alike."""
@@ -450,12 +519,14 @@ class Rounds:
         part.slot.commit()
         part.round = flight.number + 1
         part.weight_sum = arrival.weight_sum
+        history.applied(part, flight.number, arrival)
 
     def _report(self, part: Part, flight: Flight, inner_step: int, error: SyncError) -> None:
         """Raise for a round that no replica applies, or record that it was skipped."""
         if not isinstance(error, NonFiniteError) or self.settings.on_nonfinite == "raise":
             raise error
         self._records.skipped(part, flight, inner_step, error)
+        self._streaks.skipped(part, error, flight.reset_replicas())
 
     def _squared_norm(self, part: Part) -> Tensor:
         if isinstance(part, ParameterPart):
@@ -464,4 +535,7 @@ class Rounds:
 
     def post_norms(self) -> None:
         """Let the workmates have what was measured; each block that they enter ends with it."""
-        self._norms.post_all()
+        try:
+            self._resets.finish(self._leave_local)
+        finally:
+            self._norms.post_all()

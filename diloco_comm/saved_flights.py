@@ -25,6 +25,7 @@ from .slot import Slot
 from .wire import Layout, WireFormat
 
 _SHARED = ("number", "kind", "sent_step", "apply_step", "lr")
+_ARRIVED = ("outer_lr", "gap", "weight_sum", "digest")
 _OWN = ("weight", "norm", "coefficient")
 
 
@@ -37,12 +38,13 @@ def canonical(num_elements: int, wire: WireFormat) -> Layout:
 
 
 def pack_shared(
-    flights: Sequence[Flight], slot: Slot, members: Sequence[int], depth: int
+    flights: Sequence[Flight], slot: Slot, members: Sequence[int], depth: int, history: int
 ) -> tuple[str, dict[str, dict[str, Tensor]]]:
     """Return numbers and payloads of rounds that have arrived, equal on all replicas.
 
     Args:
         depth: Rounds that may be under way between two inner steps.
+        history: Of the part.
     """
     rounds: list[dict[str, Any]] = []
     payloads: dict[str, dict[str, Tensor]] = {}
@@ -51,7 +53,8 @@ def pack_shared(
     for flight in flights:
         arrival = flight.wait()
         numbers = {name: getattr(flight, name) for name in _SHARED}
-        numbers |= {name: getattr(arrival, name) for name in ("outer_lr", "gap", "weight_sum")}
+        numbers |= {name: getattr(arrival, name) for name in _ARRIVED}
+        numbers |= {"reset": list(arrival.reset)} if arrival.reset else {}
         rounds.append({**numbers, "coefficients": [c for _, c in arrival.terms]})
         packed = [_pack(payload, arrival.layout) for payload, _ in arrival.terms]
         payloads[str(len(payloads))] = {str(i): payload for i, payload in enumerate(packed)}
@@ -59,7 +62,7 @@ def pack_shared(
         empty = [_zeros(zeros, slot) for _ in range(num_terms)]
         payloads[str(k)] = {str(i): payload for i, payload in enumerate(empty)}
     text = {"members": list(members), "wire": slot.wire.name, "block_size": slot.wire.block_size}
-    return json.dumps({**text, "rounds": rounds}), payloads
+    return json.dumps({**text, "history": history, "rounds": rounds}), payloads
 
 
 def pack_own(
@@ -149,15 +152,18 @@ def unpack(
     reader = _Reader(part.index, layout, target, slot.device)
     saved = Saved()
     for k, numbers in enumerate(meta["rounds"]):
-        coefficients = numbers.pop("coefficients")
+        coefficients, reset = numbers.pop("coefficients"), tuple(numbers.pop("reset", ()))
         found = payloads.get(str(k), {})
         tensors = [reader.read(found.get(str(i))) for i in range(len(coefficients))]
-        extra = [numbers.pop(name) for name in ("outer_lr", "gap", "weight_sum")]
+        # States of older versions have no digest.
+        arrived = {name: numbers.pop(name, None) for name in _ARRIVED}
         terms = list(zip(tensors, coefficients, strict=True))
         mine = own["flights"][k] if own and k < len(own["flights"]) else {"weight": 1.0}
         kept = _own_payload(reader, tensors, meta["members"], replica, own, k)
-        arrival = Arrival(terms, target, *extra)
+        arrival = Arrival(terms, target, **arrived)
+        arrival.reset = reset
         flight = Flight(**numbers, **mine, own=kept, layout=target, arrival=arrival)
+        flight.is_reset = replica in reset
         saved.flights.append(flight)
     for i, coefficient in enumerate(own["corrections"] if own else []):
         payload = reader.read(own["corrected"].get(str(i)) if own else None)

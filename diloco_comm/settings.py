@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Settings:
     lanes: int | None = None
     chunk_bytes: int | None = None
     on_nonfinite: str = "raise"
+    max_skipped: int | None = 3
 
     def __post_init__(self) -> None:
         self.wire = parse(self.wire, self.block_size)
@@ -46,7 +48,9 @@ class Settings:
         self.overlap = make_overlap(self.overlap)
         self.overlap.check(self.sync_every, self.outer)
         choice("rounding", self.rounding, ("nearest", "stochastic"))
-        choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
+        choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "reset"))
+        if self.max_skipped is not None:
+            self.max_skipped = integer("max_skipped", self.max_skipped, 1)
         self.seed = integer("seed", self.seed)
         lanes = env.lanes() if self.lanes is None else self.lanes
         self.lanes = integer("lanes", lanes, 1)
@@ -72,8 +76,22 @@ class Settings:
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
 
+class Unset(Enum):
+    """What stands for an argument that was not given where None says something else."""
+
+    UNSET = "unset"
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = Unset.UNSET
+# Arguments of which None is a value.
+_OPTIONAL = ("max_skipped",)
+
+
 def merge(given: dict[str, Any], config: Config | None) -> Settings:
-    """Fill arguments that were not given, and so are None, from a saved configuration.
+    """Fill arguments that were not given, and so are None or ``UNSET``, from a saved configuration.
 
     Args:
         config: The arguments, or a JSON file with them; None is the file of ``DILOCO_COMM_CONFIG``.
@@ -96,10 +114,14 @@ def merge(given: dict[str, Any], config: Config | None) -> Settings:
         raise ValueError(f"{name} has unknown arguments {sorted(unknown)}")
     if isinstance(given.get("wire"), WireFormat):
         config.pop("block_size", None)
-    values = {**config, **{name: value for name, value in given.items() if value is not None}}
+    values = {**config, **{name: value for name, value in given.items() if _is_given(name, value)}}
     if values.get("sync_every") is None:
         raise ValueError("sync_every is missing: give the inner steps between two outer steps")
     return Settings(**values)
+
+
+def _is_given(name: str, value: Any) -> bool:
+    return value is not UNSET if name in _OPTIONAL else value is not None
 
 
 def _read(name: str, path: Path) -> Mapping[str, Any]:

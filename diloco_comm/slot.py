@@ -12,6 +12,7 @@ from .headers import Header
 from .memory import CPU, Payload
 from .pending import Pending, Round, Terms
 from .residuals import Residuals
+from .termination import Standing, State
 from .wire import Layout, WireFormat
 
 # Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
@@ -72,6 +73,7 @@ class Slot:
         self.wire = wire
         self.error_feedback = error_feedback
         self.applied_epoch = 0
+        self.num_under_way = num_under_way
         self.residuals = Residuals(
             num_elements,
             error_feedback=error_feedback,
@@ -86,6 +88,7 @@ class Slot:
         self._results: list[Payload] = []
         self.rounds: list[Round] = []
         self._owed: list[Round] = []
+        self._ended: dict[tuple[int, int], Standing] = {}
         self._pendings: list[Pending] = []
 
     def plan(
@@ -161,6 +164,7 @@ class Slot:
 
     def add_round(self, round: Round, pending: Pending) -> None:
         self.rounds.append(round)
+        self._ended.pop(_key(round), None)
         self._pendings = [p for p in self._pendings if not p._outcome and not p._error]
         self._pendings.append(pending)
         self.residuals.encoded()
@@ -174,14 +178,17 @@ class Slot:
         """Drop all rounds and what is owed; no exchange of theirs may be under way."""
         self._resolve_done()
         self.rounds, self._owed, self._pendings = [], [], []
+        self._ended = {}
         self.residuals.forget()
 
-    def drop(self, round: Round) -> None:
-        """A round is voted down, or its group died before the vote.
+    def drop(self, round: Round, *, is_rejected: bool = False) -> None:
+        """A round is voted down (``is_rejected``), or its group died before the vote.
 
         With ``carries`` nobody else has what it held: the payload stays until ``release``.
         """
         self.rounds.remove(round)
+        if is_rejected:
+            self._end(round, "rejected")
         if self.residuals.carries:
             self._owed.append(round)
 
@@ -199,25 +206,51 @@ class Slot:
         for round in self.rounds:
             if round.state == "agreed":
                 self.rounds.remove(round)
-                self.applied_epoch = max(self.applied_epoch, round.epoch)
+                self._end(round, "applied")
                 return
         raise RuntimeError("commit: no round of this slot has been agreed on; wait() first")
 
+    def _end(self, round: Round, state: State) -> None:
+        if round.header.kind == "all_reduce":
+            return
+        if state == "applied":
+            self.applied_epoch = max(self.applied_epoch, round.epoch)
+        self._ended.pop(_key(round), None)
+        self._ended[_key(round)] = Standing(state, round.epoch)
+        # As many as another replica may be behind.
+        while len(self._ended) > self.num_under_way + 1:
+            del self._ended[next(iter(self._ended))]
+
     @property
-    def voted_epoch(self) -> int:
-        """The newest epoch where a round of ours was applied, or may have been by others."""
-        self._resolve_done()
-        voted = [round.epoch for round in self.rounds if round.state != "started"]
-        return max([self.applied_epoch, *voted])
+    def is_idle(self) -> bool:
+        """Whether every exchange that was started has ended."""
+        return all(pending.done() for pending in self._pendings)
+
+    def standings(self) -> dict[tuple[int, int], Standing]:
+        """Say how far this replica is with its latest rounds; see ``termination``.
+
+        No exchange of theirs may be under way.
+
+        Returns:
+            By fragment and number; rounds that are not named have no vote, or ended before.
+        """
+        standings = dict(self._ended)
+        for round in self._held():
+            assert round.state != "started"
+            standings[_key(round)] = Standing(round.state, round.epoch)
+        return standings
 
     def held(self, fragment: int, number: int) -> Round | None:
         """Return a round that is not applied, but whose terms are complete, or None."""
+        return next((r for r in self._held() if _key(r) == (fragment, number)), None)
+
+    def _held(self) -> list[Round]:
         self._resolve_done()
-        for round in self.rounds:
-            here = (round.header.fragment, round.header.round)
-            if here == (fragment, number) and round.state != "started":
-                return round
-        return None
+        return [
+            round
+            for round in self.rounds
+            if round.state != "started" and round.header.kind != "all_reduce"
+        ]
 
     def settle(self, applied: Sequence[Round]) -> None:
         """End the rounds of a former group: those in ``applied`` count, the others never were.
@@ -229,6 +262,8 @@ class Slot:
             # What encoding lost is owed to the next round if, and only if, this one is applied.
             if (round.state == "agreed") != (round in applied):
                 self.residuals.turn(round.header.round)
+            if round in applied:
+                self._end(round, "applied")
         self.rounds, self._owed = [], []
 
     def terms_of(self, round: Round, weights: list[float]) -> Terms:
@@ -256,3 +291,7 @@ class Slot:
     def _new_payload(self) -> Payload:
         voters = self.world_size if self.is_streamed else 0
         return Payload.make(self.layout.payload_bytes, self.device, voters=voters)
+
+
+def _key(round: Round) -> tuple[int, int]:
+    return round.header.fragment, round.header.round

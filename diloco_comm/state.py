@@ -152,7 +152,7 @@ def _lose(part: ParameterPart, flight: Flight, view: _View) -> None:
     if flight.is_local_kept:
         view.added = part.slot.residuals.added_before
         return
-    if flight.own is None:
+    if flight.own is None or flight.is_reset:
         return
     sent = part.decode(flight.own, flight.layout, "")
     view.added = sent if view.added is None else view.added + sent
@@ -164,9 +164,9 @@ def _lose(part: ParameterPart, flight: Flight, view: _View) -> None:
 def _collect_shared(part: Part, view: _View, scope: Scope, home: dict[str, Any]) -> None:
     key = str(part.index)
     home["parts"][key] = numbers_of(part)
-    if part.slot is not None and (scope.depth or view.flights):
+    if part.slot is not None and (scope.depth or view.flights or not scope.is_shared):
         flights, payloads = saved_flights.pack_shared(
-            view.flights, part.slot, scope.members, scope.depth
+            view.flights, part.slot, scope.members, scope.depth, part.history
         )
         home["parts"][key][scope.flights] = flights
         home["flights"][scope.key(part)] = payloads

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _C
-from .headers import Header
+from .ops import finish_digest
 from .pending import Round
+from .waiting import WaitLog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,16 +21,25 @@ if TYPE_CHECKING:
 _POLL_S = 2e-5
 # An abort ends the collectives; what was enqueued after them takes no time.
 _ABORT_S = 5.0
-# Differences in these are a mistake of the caller; the others are each replica's own.
-_SHARED = ("kind", "layout_hash", "fragment", "round", "sync_every", "num_fragments")
+# What a failure says of the other replicas, as ``_C.Failure`` does.
+_NO_BLAME: dict[str, Any] = {
+    "missing": [],
+    "survivors": [],
+    "cuts": [],
+    "replicas": [],
+    "inner_steps": [],
+    "went_on_in": -1,
+    "cause": "",
+}
 
 
 class StreamJob:
     """An exchange on streams, with what ``slot.Pending`` asks of an engine's job.
 
     Args:
-        control: The job that carries every rank's header.
+        control: The engine's job that exchanges and compares the headers.
         events: Everything is encoded; all chunks are here; the verdict is.
+        presumed: Headers of all ranks as far as this one knows them: its own, with each weight.
         members: Replicas in rank order.
     """
 
@@ -43,30 +51,44 @@ class StreamJob:
         control: _C.Job,
         round: Round,
         events: tuple[torch.Event, ...],
-        weights: list[float],
+        presumed: list[_C.Header],
         members: Sequence[int],
         sent_bytes: int,
     ) -> None:
         self.driver, self.control, self.round = driver, control, round
         self.encoded, self.data, self.done = events
-        self.weights, self.members = weights, members
+        self._presumed, self.members = presumed, members
+        total = sum(header.weight for header in presumed)
+        self.weights = [header.weight / total for header in presumed]
         self.failure: Any = None
         self.counters = {"sent_bytes": sent_bytes, "received_bytes": sent_bytes}
         self.seconds: dict[str, float] = {}
-        self._headers: list[Header] = []
+        self._headers: list[_C.Header] = []
         self.has_data = self.has_votes = False
         driver._jobs.add(self)
         self._begin = time.monotonic()
         self._is_decided = False
+        self._lost: _C.Job | None = None
+        driver.engine.watch_streams(True)
 
     @property
-    def headers(self) -> list[Any]:
-        """Every rank's, in rank order; our own for all when theirs did not come."""
-        if not self._headers and self.control.is_done and self.control.failure is None:
-            texts = [bytes(blob.numpy().tobytes()) for blob in self.control.blobs]
-            own = header_bytes(self.round.header)
-            self._headers = [Header(**json.loads(text)) for text in texts or [own]]
-        return self._headers
+    def headers(self) -> list[_C.Header]:
+        """Every rank's, in rank order; what is presumed of them if the vote came without them."""
+        return self._headers or self.control.headers
+
+    @property
+    def digest(self) -> int:
+        """Of the payloads, once the vote is on the host."""
+        ballot = self.round.own.ballot
+        assert ballot is not None and ballot.host_digest is not None
+        product, total = ballot.host_digest.tolist()
+        num_payloads = 2 if len(self.members) == 2 else 1
+        return finish_digest(product, total, num_payloads * self.round.layout.payload_bytes)
+
+    @property
+    def waiting(self) -> str:
+        """Whose header is waited for; empty when nothing is, or not for long."""
+        return self.control.waiting
 
     @property
     def num_bad_encoded(self) -> int | None:
@@ -78,6 +100,10 @@ class StreamJob:
     def is_done(self) -> bool:
         if not self._is_decided:
             self._decide()
+            # The engine forgets a driver that has failed.
+            if self._is_decided and not self.driver.failure:
+                under_way = any(not job._is_decided for job in self.driver._jobs)
+                self.driver.engine.watch_streams(under_way)
         return self._is_decided
 
     def wait(self, seconds: float) -> bool:
@@ -91,8 +117,10 @@ class StreamJob:
 
     def wait_for_headers(self) -> None:
         """Wait until it is known that all replicas mean the same exchange."""
+        log = WaitLog()
         while not self.control.is_done and not self.is_done:
             self.control.wait(0.05)
+            log.tick(lambda: self.waiting)
 
     def block_caller(self) -> None:
         torch.accelerator.current_stream(self.driver.device).wait_event(self.done)
@@ -107,12 +135,24 @@ class StreamJob:
         self.look()
         if self.driver.failure and not self.has_votes:
             self._fail("SyncError", f"its group was given up: {self.driver.failure}")
-        elif self.control.is_done and (self.control.failure is not None or self._mismatch()):
-            self._fail_with_control()
+        elif self.control.is_done and self.control.failure is not None:
+            self._fail_with_control(self.control.failure)
         elif self.control.is_done and self.has_votes:
             self._count_votes()
         elif time.monotonic() - self._begin > self.driver.timeout:
             self._fail("SyncError", f"not done after {self.driver.timeout:g} s")
+        elif not self.has_votes:
+            self._ask_for_the_others()
+
+    def _ask_for_the_others(self) -> None:
+        """Fail if the engine has lost one of the other replicas, with what the rest agree on."""
+        if self._lost is not None:
+            if self._lost.is_done and self._lost.failure is not None:
+                self._fail_with_control(self._lost.failure)
+        elif trouble := self.driver.engine.streams_trouble:
+            header = self._presumed[self.driver.rank]
+            seconds = time.monotonic() - self._begin
+            self._lost = self.driver.engine.give_up(header, trouble, seconds)
 
     def _count_votes(self) -> None:
         assert self.round.own.ballot is not None
@@ -121,41 +161,36 @@ class StreamJob:
         numbers = self.round.own.ballot.numbers()
         message, replicas = _C.find_bad_elements(numbers, list(self.members))
         if message:
-            self._set_failure("NonFiniteError", self._named(message), "vote", replicas=replicas)
+            is_of_some = len(replicas) < len(self.members)
+            self._set_failure(
+                "NonFiniteError",
+                self._named(message),
+                "vote",
+                replicas=replicas,
+                missing=replicas if is_of_some else [],
+            )
 
-    def _mismatch(self) -> str:
-        headers = self.headers
-        for name in _SHARED:
-            for replica, header in zip(self.members, headers, strict=False):
-                values = getattr(headers[0], name), getattr(header, name)
-                if values[0] != values[1]:
-                    return (
-                        f"{name} differs between replicas: {values[0]!r} on replica "
-                        f"{self.members[0]}, {values[1]!r} on replica {replica}"
-                    )
-        return ""
-
-    def _fail_with_control(self) -> None:
-        failure = self.control.failure
-        # A vote that everybody took part in counts, whoever left after it.
-        if failure is not None and self.has_votes:
-            self._headers = [self.round.header] * len(self.members)
+    def _fail_with_control(self, failure: _C.Failure) -> None:
+        # A vote that everybody took part in counts, whoever left after it; never one on rounds that
+        # are not the same.
+        if self.has_votes and failure.kind != "ReplicaMismatch":
+            self._headers = self._presumed
             self._count_votes()
             return
-        if failure is None:
-            self._fail("ReplicaMismatch", self._mismatch(), stage="header")
-            return
-        names = ("missing", "replicas", "inner_steps", "cause")
+        names = tuple(_NO_BLAME)
         more = {name: getattr(failure, name) for name in names}
         self._fail(failure.kind, failure.message, stage=failure.stage, **more)
 
     def _fail(self, kind: str, why: str, stage: str = "", **more: Any) -> None:
         # Known from before the abort, which lets every event be reached.
-        stage = "vote" if self.has_data and kind == "SyncError" else stage or "exchange"
+        # Where the data are here our vote may have left, whatever became of the headers.
+        stage = "vote" if self.has_data and kind != "ReplicaMismatch" else stage or "exchange"
+        if stage == "vote":
+            self._headers = self.control.headers or self._presumed
         message = self._named(why)
         self.driver.abort(message)
-        if self._was_unanimous():
-            self._headers = [self.round.header] * len(self.members)
+        if kind != "ReplicaMismatch" and self._was_unanimous():
+            self._headers = self._presumed
             self._count_votes()
             return
         self._is_decided = True
@@ -163,7 +198,8 @@ class StreamJob:
 
     def _named(self, why: str) -> str:
         header = self.round.header
-        return f"sync of fragment {header.fragment}, round {header.round}: {why}"
+        name = f"sync of fragment {header.fragment}, round {header.round}"
+        return why if why.startswith(name) else f"{name}: {why}"
 
     def _was_unanimous(self) -> bool:
         """Whether the vote was complete when the abort came: the outer step has then been taken."""
@@ -174,13 +210,7 @@ class StreamJob:
         return self.done.query() and not bool(self.round.own.ballot.host_counts.any())
 
     def _set_failure(self, kind: str, message: str, stage: str, **more: Any) -> None:
-        empty: dict[str, Any] = {"missing": [], "replicas": [], "inner_steps": [], "cause": ""}
         seconds = time.monotonic() - self._begin
         self.failure = SimpleNamespace(
-            kind=kind, message=message, stage=stage, seconds=seconds, **{**empty, **more}
+            kind=kind, message=message, stage=stage, seconds=seconds, **{**_NO_BLAME, **more}
         )
-
-
-def header_bytes(header: Header) -> bytes:
-    """What a replica tells the others of an exchange."""
-    return json.dumps(asdict(header)).encode()

@@ -10,11 +10,11 @@ Small messages, which say what an exchange is about, travel over the engine's gl
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _C, ops
+from .errors import SyncError
 from .memory import Ballot
 from .pending import Round
 from .slot import Slot
@@ -29,49 +30,44 @@ from .slot import Slot
 if TYPE_CHECKING:
     from .stream_jobs import StreamJob
 
-# Enough to keep a link busy; the rest of the device stays with the training.
-MAX_CTAS = 4
-GROUP_DESCRIPTION = "diloco_comm.replica"
-
-
-def make_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout: float
-) -> dist.ProcessGroup:
-    """Build an NCCL group from a store alone, with few CTAs, named for the profiler."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout)
-    options.config.max_ctas = MAX_CTAS
-    backend = dist.ProcessGroupNCCL(store, rank, size, options)
-    group = dist.ProcessGroup(store, rank, size)
-    group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-    group._set_group_desc(GROUP_DESCRIPTION)
-    group.bound_device_id = device
-    return group
+# Bytes of the collectives that make the connections: a chunk, as ``slot`` cuts them by default.
+# NCCL chooses how a collective travels by its size, and connects each way when it is first taken.
+CONNECT_BYTES = 16 << 20
+_POLL_S = 1e-3
 
 
 @contextmanager
 def current(stream: torch.Stream) -> Iterator[None]:
-    """Make a stream the current one."""
+    """Make a stream the current one, and its device; then both as before."""
+    module = torch.get_device_module(stream.device)
+    device = module.current_device()
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
         torch.accelerator.set_stream(before)
+        # Streams are set together with their device, which need not be the caller's.
+        module.set_device(device)
 
 
 @dataclass
 class Sending:
-    """What is encoded, and how."""
+    """What is encoded, and how; ``offered`` are the weights of all ranks."""
 
     outer: Tensor | None
     params: list[Tensor]
-    weights: list[float]
+    offered: list[float]
     stochastic: bool
     encode_key: int
     reduce_key: int
     loader: _C.ChunkLoader | None = None
+
+    @property
+    def weights(self) -> list[float]:
+        """Normalised, in rank order."""
+        total = sum(self.offered)
+        return [weight / total for weight in self.offered]
 
     @contextmanager
     def outer_of(self, begin: int, end: int) -> Iterator[Tensor | None]:
@@ -89,9 +85,11 @@ class StreamDriver:
     Args:
         group: Of the replicas; its collectives run on streams of its own (NCCL). None for one.
         timeout: Seconds that an exchange may take.
+        engine: Exchanges small messages meanwhile, and looks after the other replicas.
 
     Attributes:
-        failure: Why no more exchanges are possible; "" while they are.
+        failure: Why no more exchanges are possible; "" while they are. After a seal the last ones
+            have ended, after an abort they were given up.
     """
 
     def __init__(
@@ -102,11 +100,15 @@ class StreamDriver:
         size: int,
         timeout: float,
         impl: str,
+        engine: _C.Engine,
     ) -> None:
+        self.engine = engine
         self.device, self.group = device, group
         self.rank, self.size, self.timeout, self.impl = rank, size, timeout, impl
         self.failure = ""
-        self.side = torch.Stream(device)
+        self._is_aborted = False
+        self._own_stream = _C.OwnStream(device)
+        self.side = self._own_stream.stream
         self._encoded: list[torch.Event] = []
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._works: dict[tuple[str, int], dist.Work] = {}
@@ -122,28 +124,63 @@ class StreamDriver:
             self._encoded.append(torch.Event(self.device))
 
     def connect(self) -> None:
-        """Make the group's connections now, with a collective that the host waits for."""
+        """Make each kind of collective once: connections are made by the first one.
+
+        The host waits for them here, so that the first exchange does not.
+
+        Raises:
+            SyncError: If they do not come about within the timeout.
+        """
         if self.group is None:
             return
+        begin = time.monotonic()
         ballot = Ballot.make(self.size, self.device)
-        self.group._allgather_base(ballot.counts, ballot.bad).wait()
-        ballot.counts.cpu()
+        run_bytes = max(1, CONNECT_BYTES // self.size)
+        own, received = torch.zeros(
+            2, self.size * run_bytes, dtype=torch.uint8, device=self.device
+        ).unbind()
+        self._send_chunk(received, own).synchronize()
+        if self.size > 2:
+            self.group._allgather_base(received, own[:run_bytes]).synchronize()
+        self.group._allgather_base(ballot.counts, ballot.bad).synchronize()
+        done = torch.Event(self.device)
+        done.record(torch.accelerator.current_stream(self.device))
+        while not done.query():
+            if time.monotonic() - begin > self.timeout:
+                why = f"the replicas' devices did not connect within {self.timeout:g} s"
+                self.abort(why)
+                raise SyncError(why, stage="connect", seconds=time.monotonic() - begin)
+            time.sleep(_POLL_S)
 
     def abort(self, reason: str) -> None:
         """End what is under way: the streams go on, and no vote of theirs is unanimous."""
-        if self.failure or self.group is None:
+        if self._is_aborted or self.group is None:
             return
         for job in list(self._jobs):
             job.look()
-        self.failure = reason
+        self.failure, self._is_aborted = self.failure or reason, True
+        self.engine.watch_streams(False)
         self.group.abort()
+
+    def seal(self, reason: str) -> None:
+        """Let nothing more be enqueued, and end what is under way.
+
+        Where all votes are here the connections stay as they are until ``abort``: what this replica
+        has sent may still be on its way to others.
+        """
+        for job in list(self._jobs):
+            job.look()
+        if not all(job.has_votes for job in self._jobs):
+            self.abort(reason)
+        elif self.group is not None:
+            self.failure = self.failure or reason
 
     def close(self) -> None:
         """Give the connections up."""
         for job in list(self._jobs):
             job.look()
         if all(job.has_votes for job in self._jobs) and self.group is not None and not self.failure:
-            self.failure = "this Exchange is closed"
+            self.failure, self._is_aborted = "this Exchange is closed", True
             self.group.shutdown()
         self.abort("this Exchange is closed")
         self.group = None
@@ -152,6 +189,10 @@ class StreamDriver:
 
     def enqueue(self, slot: Slot, round: Round, sending: Sending) -> tuple[torch.Event, ...]:
         """Enqueue one exchange; returns the events of the encoding, all chunks and the verdict."""
+        return self.post(slot, round, sending, self.encode(slot, round, sending))
+
+    def encode(self, slot: Slot, round: Round, sending: Sending) -> torch.Event:
+        """Enqueue the encoding of an exchange; returns when it is done."""
         ballot = round.own.ballot
         assert ballot is not None
         here = torch.accelerator.current_stream(self.device)
@@ -163,11 +204,28 @@ class StreamDriver:
         ballot.verdict.fill_(1)
         ready = torch.Event(self.device)
         ready.record(here)
+        return ready
+
+    def mark(self, slot: Slot) -> torch.Event:
+        """Say that a payload is ready when all that the caller has enqueued by now is done."""
+        here = torch.accelerator.current_stream(self.device)
+        ready = torch.Event(self.device)
+        for event in (*self._encoded[: slot.num_chunks], ready):
+            event.record(here)
+        return ready
+
+    def post(
+        self, slot: Slot, round: Round, sending: Sending, ready: torch.Event
+    ) -> tuple[torch.Event, ...]:
+        """Enqueue the rest of an exchange whose encoding is done at ``ready``; as ``enqueue``."""
+        ballot = round.own.ballot
+        assert ballot is not None
         data, done = torch.Event(self.device), torch.Event(self.device)
         phases = 0 if self.size == 1 else 1 if self.size == 2 else 2
         for action, chunk, _ in _C.make_schedule(slot.num_chunks, phases, 1, slot.window):
             with current(self.side):
                 if action == "vote":
+                    self._digest(slot, round)
                     data.record(self.side)
                     self.side.wait_event(ready)
                     self._vote(ballot)
@@ -223,17 +281,23 @@ class StreamDriver:
         assert self.group is not None and round.result is not None
         self.side.wait_event(self._encoded[chunk])
         own = self._chunk(slot, round.own.tensor, chunk)
+        received = (
+            self._chunk(slot, round.result.tensor, chunk)
+            if self.size == 2
+            else self._received(slot, chunk)
+        )
+        self._works["exchange", chunk] = self._send_chunk(received, own)
+
+    def _send_chunk(self, received: Tensor, own: Tensor) -> dist.Work:
+        """Send every rank its run of a chunk; with two ranks, the whole chunk to the other one."""
+        assert self.group is not None
+        splits: list[int] = []
         if self.size == 2:
-            # The whole chunk for the only peer, and nothing for ourselves.
             splits = [0 if rank == self.rank else own.numel() for rank in range(2)]
-            result = self._chunk(slot, round.result.tensor, chunk)
-            work = self.group.alltoall_base(result, own, splits, splits)
-        else:
-            work = self.group.alltoall_base(self._received(slot, chunk), own, [], [])
-        self._works["exchange", chunk] = work
+        return self.group.alltoall_base(received, own, splits, splits)
 
     def _wait_exchange(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
-        self._works.pop(("exchange", chunk)).wait()
+        self._works.pop(("exchange", chunk)).synchronize()
 
     def _reduce(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
         assert round.result is not None and round.own.ballot is not None
@@ -271,13 +335,30 @@ class StreamDriver:
         self._works["publish", chunk] = self.group._allgather_base(everyone, own)
 
     def _wait_publish(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
-        self._works.pop(("publish", chunk)).wait()
+        self._works.pop(("publish", chunk)).synchronize()
+
+    def _digest(self, slot: Slot, round: Round) -> None:
+        """Add up the digest of the payloads that make the mean; they are complete here."""
+        assert round.own.ballot is not None
+        if self.size == 1 or round.header.kind == "all_reduce":
+            return
+        assert round.result is not None
+        payloads = [round.result.tensor]
+        if self.size == 2:
+            payloads.insert(self.rank, round.own.tensor)
+        ballot = round.own.ballot
+        ballot.digest.zero_()
+        for source, payload in enumerate(payloads):
+            for begin, end in slot.layout.filled():
+                first_word = (source * slot.layout.payload_bytes + begin) // 8
+                ops.digest(payload[begin:end], ballot.digest, first_word, impl=self.impl)
+        ballot.host_digest.copy_(ballot.digest, non_blocking=True)
 
     def _vote(self, ballot: Ballot) -> None:
         ballot.bad.add_(ballot.bad_mean, alpha=1 << 32)
         if self.group is None:
             ballot.counts.copy_(ballot.bad)
         else:
-            self.group._allgather_base(ballot.counts, ballot.bad).wait()
+            self.group._allgather_base(ballot.counts, ballot.bad).synchronize()
         torch.sum(ballot.counts, 0, keepdim=True, out=ballot.verdict)
         ballot.host_counts.copy_(ballot.counts, non_blocking=True)

@@ -16,7 +16,7 @@ from typing import ClassVar
 from . import consensus, handshake
 from .errors import NonFiniteError, SyncError
 from .exchange import Repair
-from .flights import Arrival, Flight
+from .flights import Arrival, Flight, arrival_of
 from .headers import Kind
 from .overlap import Own, Terms
 from .parts import OuterStep, ParameterPart, Part
@@ -60,7 +60,8 @@ class Turns(Rounds):
                     moves.append((part, flight, fresh, exposed_s))
                 except Exception as error:
                     first = first or error
-            self._norms.post_sent()
+            failure = self._ship([(part, fresh) for part, _, fresh, _ in moves])
+            first = first or failure
             for part, flight, fresh, exposed_s in moves:
                 try:
                     self._advance(part, flight, fresh, inner_step, exposed_s)
@@ -87,28 +88,32 @@ class Turns(Rounds):
         """Take the outer step that follows the send of ``fresh``."""
         policy = self.settings.overlap
         is_first = due is None and fresh.number < policy.rounds and fresh.kind != "flush"
+        has_local = not self._resets.has_taken_outer
         if is_first and policy.first == "sync":
+            fresh.is_local_kept = has_local
             self._advance_at_once(part, fresh, inner_step)
             return
-        part.owes, part.last_sent = False, fresh.sent_step
+        part.owes, part.last_sent = part.owes and fresh.is_reset, fresh.sent_step
         if is_first and policy.first == "skip":
-            self._stay(part, fresh)
+            if has_local:
+                self._stay(part, fresh)
             return
         part.is_ahead = False
         if isinstance(part, ParameterPart):
             arrived = None if due is None else due.arrival
             weight_sum = part.weight_sum if arrived is None else arrived.weight_sum
             sums = (fresh.weight, weight_sum) if weight_sum else (1.0, self.exchange.size)
+            # Zeros count nothing with any coefficient, but with one the outer step is taken.
+            sums = (1.0, self.exchange.size) if fresh.is_reset else sums
             fresh.coefficient = policy.own_coefficient(*sums)
         self._finish(part, due, fresh, inner_step, exposed_s)
 
     def _advance_at_once(self, part: Part, fresh: Flight, inner_step: int) -> None:
-        fresh.is_local_kept = True
         arrival, exposed_s = self._wait(part, fresh)
         if isinstance(arrival, SyncError):
             self._fail(part, fresh, inner_step, arrival)
             return
-        part.owes, part.last_sent = False, fresh.sent_step
+        part.owes, part.last_sent = part.owes and fresh.is_reset, fresh.sent_step
         self._finish(part, fresh, None, inner_step, exposed_s)
 
     def _stay(self, part: Part, fresh: Flight) -> None:
@@ -138,9 +143,7 @@ class Turns(Rounds):
         if due is not None and arrival is not None:
             part.in_flight.remove(due)
             self._commit(part, due, arrival)
-            self._records.applied(
-                part, due, inner_step, exposed_s=exposed_s, outer_step_s=outer_step_s
-            )
+            self._record(part, due, inner_step, exposed_s, outer_step_s)
 
     def _outer_step(
         self,
@@ -156,7 +159,7 @@ class Turns(Rounds):
         layout = flight.layout if arrival is None else arrival.layout
         if not isinstance(part, ParameterPart):
             is_late = due is not None and due.sent_step != inner_step
-            own = due.own if due is not None and is_late else None
+            own = due.own if due is not None and is_late and not due.is_reset else None
             return OuterStep(mean, layout, 0.0, self.impl, own=own)
         policy = self.settings.overlap
         stale = list(part.corrections)
@@ -178,7 +181,7 @@ class Turns(Rounds):
             measured=partial(self._norms.of_step, part) if policy.measures_steps else None,
         )
 
-    def flush(self, inner_step: int, num_skipped: int) -> None:
+    def _flush(self, inner_step: int, num_skipped: int) -> None:
         stale = self.stale_parts(inner_step)
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.drain(inner_step)
@@ -232,6 +235,18 @@ class Turns(Rounds):
             part.owes = part.owes or always
             part.is_ahead = False
 
+    def _leave_local(self, part: ParameterPart, fresh: Flight | None) -> None:
+        # What is owed takes out what the local parameters hold of rounds that were sent.
+        if not part.is_ahead:
+            return
+        assert part.slot is not None
+        part.is_ahead = False
+        if fresh is not None and not fresh.is_reset:
+            return  # It has that with it.
+        for flight in part.in_flight:
+            if flight is not fresh and flight.own is not None:
+                part.slot.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
+
     # ------------------------------------------------------------------------------ failures
 
     def _fail(self, part: Part, flight: Flight, inner_step: int, error: SyncError) -> None:
@@ -254,7 +269,7 @@ class Turns(Rounds):
         assert part.slot is not None
         if flight.is_local_kept:
             part.slot.residuals.rewind()
-        elif flight.own is not None:
+        elif flight.own is not None and not flight.is_reset:
             part.slot.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
             part.owes = True
             if flight.coefficient:
@@ -272,13 +287,14 @@ class Turns(Rounds):
         if flight is None or not isinstance(part, ParameterPart):
             super()._repair(part, repair, flight, inner_step)
             return
+        if flight.is_local_kept:
+            # What was sent is in the local parameters, too, and is not owed on top.
+            self._stay(part, flight)
         self._owe_progress(part, always=True)
-        headers = flight.pending.headers if flight.pending is not None else []
-        arrival = flight.arrival or Arrival.of(repair.terms, repair.layout, headers)
+        arrival = arrival_of(repair, flight)
         part.apply(self._outer_step(part, arrival, flight, None, inner_step))
         part.corrections = []
-        part.weight_sum = arrival.weight_sum
-        part.round = repair.round + 1
+        self._repaired(part, repair, arrival)
 
 
 def _laid_out(own: Own, layout: Layout) -> Own:

@@ -204,6 +204,13 @@ class Layout:
         begin = min(run_idx * self.run_elements, self.num_elements)
         return begin, min(begin + self.run_elements, self.num_elements)
 
+    def filled(self) -> list[tuple[int, int]]:
+        """Return the bytes [begin, end) of a payload that hold elements; the rest is padding."""
+        num_full, rest = divmod(self.num_elements, self.run_elements)
+        full = num_full * self.run_bytes
+        used = self.wire.code_offset(self.run_elements) + _ceil_div(rest * self.wire.code_bits, 8)
+        return [(0, full)] * (full > 0) + [(full, full + used)] * (rest > 0)
+
     def rearrange(self, payload: Tensor, other: Layout) -> Tensor:
         """Return the same encoded elements, uint8, laid out as ``other``.
 

@@ -62,11 +62,23 @@ class Workmates:
                         f"worker 0, {theirs[name]!r} on worker {rank}"
                     )
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every workmate's value, in their order."""
+        return self._control.gather(value)
+
     def counted(self, params: Sequence[Tensor]) -> list[bool]:
         """Say of which of the parameters this worker is the first to hold what it holds."""
         keys = [shards.held_part(param) for param in params]
         before = self._control.gather(keys)[: self.rank]
         return [all(keys[i] != theirs[i] for theirs in before) for i in range(len(params))]
+
+    def least(self, number: int) -> int:
+        """Return the least of the workmates' numbers; a collective call."""
+        return -self._control.largest(-number)
+
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        """Say of each flag whether it is set on any worker; all of them call this."""
+        return self._control.any(flags)
 
     # --------------------------------------------------------------------------- failures
 

@@ -141,6 +141,20 @@ def check_fragment(name: str, tensors: Sequence[Tensor], device: torch.device) -
             )
 
 
+def check_digest(tensor: Tensor, sums: Tensor, first_word: int) -> None:
+    """Raise unless the tensor is dense and there are two int64 for its sums."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        raise ValueError(
+            f"tensor must fill its memory without gaps, got shape {list(tensor.shape)} with "
+            f"strides {list(tensor.stride())}"
+        )
+    check_flat("sums", sums, torch.int64, tensor.device)
+    if sums.numel() != 2:
+        raise ValueError(f"sums must have two elements, got {sums.numel()}")
+    if first_word < 0:
+        raise ValueError(f"first_word must not be negative, got {first_word}")
+
+
 def check_count(name: str, count: Tensor | None, device: torch.device) -> None:
     """Raise unless it is None or one int64."""
     if count is None:

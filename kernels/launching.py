@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from .checks import RunLayout, check_fragment
+from .digest import TILE as DIGEST_TILE
 from .norms import TILE as NORM_TILE
 from .tables import Tiles, find_tiles, lone_tensor, make_tiles
 
 # Elements of a tile (a multiple of the largest block) and warps of its program. Where maxima are
 # taken a thread has eight elements, so that one warp has a block of 256; elsewhere four, which are
-# 16 bytes of fp32 and need no exchange between threads. By reasoning: no GPU has measured them.
+# 16 bytes of fp32 and need no exchange between threads. Words of a tile for digest, which adds to
+# its sums once a program. By reasoning: no GPU has measured them.
 PROGRAMS = {
     "encode": (2048, 8),
     "reduce": (2048, 8),
@@ -23,6 +25,7 @@ PROGRAMS = {
     "decode": (1024, 8),
     "merge": (1024, 8),
     "norms": (NORM_TILE, 1),
+    "digest": (DIGEST_TILE, 8),
 }
 
 

@@ -9,6 +9,32 @@ from .tiles import find_tile, load_any, load_at
 
 TILE = 65536  # elements whose squares one program sums
 LANES = 16  # partial sums of a tile: element i goes to lane i mod 16
+ROWS = 16  # rows of LANES elements that are loaded before the first of them is added
+BATCH = 32  # partial sums of tiles that are loaded before the first of them is added
+
+
+@triton.jit
+def _load_row(
+    outer_ptr,
+    address,
+    dtype,
+    begin,
+    element,
+    place,
+    mask,
+    DTYPE_SET: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Load one row of outer - params, or of params; what is not in ``mask`` is 0, unless FULL."""
+    index = element + place
+    if DTYPE_SET == 0:
+        x = load_any(address + element, place, mask, FULL)
+    else:
+        x = load_at(address, dtype, index - begin, mask, DTYPE_SET, FULL)
+    if outer_ptr is not None:
+        outer = tl.load(outer_ptr + index) if FULL else tl.load(outer_ptr + index, mask, other=0.0)
+        x = outer - x
+    return x
 
 
 @triton.jit
@@ -23,40 +49,48 @@ def _add_squares(
     last,
     element,
     LANES: tl.constexpr,
+    ROWS: tl.constexpr,
     DTYPE_SET: tl.constexpr,
+    FULL: tl.constexpr,
 ):
-    """Add elements [first, last) of a tile, row by row, from a tensor that begins at ``begin``."""
+    """Add elements [first, last) of a tile, row by row, from a tensor that begins at ``begin``.
+
+    All rows of a batch are loaded before the first of them is added, so that many loads are under
+    way at once. FULL: the elements are a multiple of a batch, from element 0 on.
+    """
     lanes = tl.arange(0, LANES)
-    for row in range(first // LANES, (last + LANES - 1) // LANES):
-        place = row * LANES + lanes
-        mask = (place >= first) & (place < last)
-        index = element + place
-        if DTYPE_SET == 0:
-            x = load_any(address + element, place, mask, False)
-        else:
-            x = load_at(address, dtype, index - begin, mask, DTYPE_SET, False)
-        if outer_ptr is not None:
-            x = tl.load(outer_ptr + index, mask=mask, other=0.0) - x
-        bad = ((x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) > 0x7E800000) & mask
-        # A lane that is masked adds +0, which changes nothing.
-        square = tl.where(bad | (mask == 0), 0.0, x).to(tl.float64)
-        total += square * square
-        num_bad += bad.to(tl.int32)
+    for row in range(first // LANES, (last + LANES - 1) // LANES, ROWS):
+        values = ()
+        for i in tl.static_range(ROWS):
+            place = (row + i) * LANES + lanes
+            mask = None if FULL else (place >= first) & (place < last)
+            x = _load_row(
+                outer_ptr, address, dtype, begin, element, place, mask, DTYPE_SET, FULL
+            )  # fmt: skip
+            values = values + (x,)  # type: ignore[assignment]  # noqa: RUF005
+        for i in tl.static_range(ROWS):
+            # Outside of the mask there is +0, which changes no sum.
+            bad = (values[i].to(tl.uint32, bitcast=True) & 0x7FFFFFFF) > 0x7E800000
+            square = tl.where(bad, 0.0, values[i]).to(tl.float64)
+            total += square * square
+            num_bad += bad.to(tl.int32)
     return total, num_bad
 
 
-# partials[tile] <- (sum of squares of the good elements, number of bad ones) of outer - params
-# Reads 4 + 4 bytes an element (fp32 parameters). One warp a tile of 65536 elements: the order of
-# the sum is part of the definition, sixteen sums that each take every sixteenth element.
+# totals[tile] <- sum of squares of the good elements of outer - params; bads[tile] <- number of bad
+# ones. Reads 4 + 4 bytes an element (fp32 parameters). One warp a tile of 65536 elements: the order
+# of the sum is part of the definition, sixteen sums that each take every sixteenth element.
 @triton.jit(do_not_specialize=["end"])
 def _norms_kernel(
     outer_ptr,
     tiles_ptr,
     segments_ptr,
-    partials_ptr,
+    totals_ptr,
+    bads_ptr,
     end,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    ROWS: tl.constexpr,
     DTYPE_SET: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
@@ -65,15 +99,18 @@ def _norms_kernel(
     where, kind, _ = tile
     total = tl.zeros([LANES], tl.float64)
     num_bad = tl.zeros([LANES], tl.int32)
-    if DTYPE_SET == 0:
-        last = tl.minimum(end - element, TILE).to(tl.int32)
+    if is_whole:
+        address = segments_ptr if DTYPE_SET == 0 else where
         total, num_bad = _add_squares(
-            total, num_bad, outer_ptr, segments_ptr, 0, 0, 0, last, element, LANES, DTYPE_SET
-        )
-    elif is_whole:
+            total, num_bad, outer_ptr, address, kind, element, 0, TILE, element,
+            LANES, ROWS, DTYPE_SET, True,
+        )  # fmt: skip
+    elif DTYPE_SET == 0:
+        last = (end - element).to(tl.int32)
         total, num_bad = _add_squares(
-            total, num_bad, outer_ptr, where, kind, element, 0, TILE, element, LANES, DTYPE_SET
-        )
+            total, num_bad, outer_ptr, segments_ptr, 0, 0, 0, last, element,
+            LANES, ROWS, DTYPE_SET, False,
+        )  # fmt: skip
     else:
         for i in range(0, -1 - kind):
             segment = segments_ptr + (where + i) * 4
@@ -83,23 +120,48 @@ def _norms_kernel(
             last = (tl.minimum(tl.minimum(stop, end), element + TILE) - element).to(tl.int32)
             total, num_bad = _add_squares(
                 total, num_bad, outer_ptr, address, dtype, begin, first, last, element,
-                LANES, DTYPE_SET,
+                LANES, ROWS, DTYPE_SET, False,
             )  # fmt: skip
     # The upper half is added to the lower one until one number is left.
     half = tl.sum(tl.reshape(total, [2, LANES // 2]), axis=0)
     half = tl.sum(tl.reshape(half, [2, LANES // 4]), axis=0)
     half = tl.sum(tl.reshape(half, [2, LANES // 8]), axis=0)
-    tl.store(partials_ptr + pid * 2, tl.sum(half, axis=0))
-    tl.store(partials_ptr + pid * 2 + 1, tl.sum(num_bad, axis=0).to(tl.float64))
+    tl.store(totals_ptr + pid, tl.sum(half, axis=0))
+    tl.store(bads_ptr + pid, tl.sum(num_bad, axis=0).to(tl.float64))
 
 
-# out <- partials[0] + partials[1] + ..., one after the other. One program.
+@triton.jit
+def _add_batch(
+    total, num_bad, totals_ptr, bads_ptr, tile, num_tiles, BATCH: tl.constexpr, FULL: tl.constexpr
+):
+    """Add the sums of ``BATCH`` tiles; FULL: there are as many."""
+    values = ()
+    for i in tl.static_range(BATCH):
+        pointer = totals_ptr + tile + i
+        # Behind the last tile there is +0, which changes no sum.
+        x = tl.load(pointer) if FULL else tl.load(pointer, mask=tile + i < num_tiles, other=0.0)
+        values = values + (x,)  # type: ignore[assignment]  # noqa: RUF005
+    offsets = tile + tl.arange(0, BATCH)
+    # Whole numbers below 2^53: their sum is exact in any order.
+    num_bad += tl.load(bads_ptr + offsets, mask=offsets < num_tiles, other=0.0)
+    for i in tl.static_range(BATCH):
+        total += values[i]
+    return total, num_bad
+
+
+# out <- totals[0] + totals[1] + ..., one after the other, and the sum of bads. One program.
 @triton.jit(do_not_specialize=["num_tiles"])
-def _sum_partials_kernel(partials_ptr, out_ptr, num_tiles):
+def _sum_partials_kernel(totals_ptr, bads_ptr, out_ptr, num_tiles, BATCH: tl.constexpr):
     total = tl.zeros([], tl.float64)
-    num_bad = tl.zeros([], tl.float64)
-    for i in range(0, num_tiles):
-        total += tl.load(partials_ptr + i * 2)
-        num_bad += tl.load(partials_ptr + i * 2 + 1)
+    num_bad = tl.zeros([BATCH], tl.float64)
+    num_full = num_tiles // BATCH * BATCH
+    for tile in range(0, num_full, BATCH):
+        total, num_bad = _add_batch(
+            total, num_bad, totals_ptr, bads_ptr, tile, num_tiles, BATCH, True
+        )
+    if num_full < num_tiles:
+        total, num_bad = _add_batch(
+            total, num_bad, totals_ptr, bads_ptr, num_full, num_tiles, BATCH, False
+        )
     tl.store(out_ptr, total)
-    tl.store(out_ptr + 1, num_bad)
+    tl.store(out_ptr + 1, tl.sum(num_bad, axis=0))

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from . import decode as decode_kernels
+from . import digest as digest_kernels
 from . import encode as encode_kernels
 from . import norms as norms_kernels
 from . import step as step_kernels
@@ -23,6 +24,7 @@ from .checks import (
     MAX_TERMS,
     RunLayout,
     check_count,
+    check_digest,
     check_flat,
     check_flat_of,
     check_layout,
@@ -337,10 +339,27 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
         raise ValueError(f"out must have two elements, got {out.numel()}")
     num_tiles = -(-num_elements // tile)
     # From torch's cache: kept between calls, it would be written by two streams at once.
-    partials = torch.empty(2 * max(num_tiles, 1), dtype=torch.float64, device=device)
+    totals, bads = torch.empty(2, max(num_tiles, 1), dtype=torch.float64, device=device)
     launch(
         "norms", norms_kernels._norms_kernel, num_tiles, device,
-        outer, tiles.tiles, tiles.segments, partials, num_elements,
-        TILE=tile, LANES=norms_kernels.LANES, DTYPE_SET=tiles.dtype_set,
+        outer, tiles.tiles, tiles.segments, totals, bads, num_elements,
+        TILE=tile, LANES=norms_kernels.LANES, ROWS=norms_kernels.ROWS, DTYPE_SET=tiles.dtype_set,
     )  # fmt: skip
-    launch("norms", norms_kernels._sum_partials_kernel, 1, device, partials, out, num_tiles)
+    launch(
+        "norms", norms_kernels._sum_partials_kernel, 1, device,
+        totals, bads, out, num_tiles, BATCH=norms_kernels.BATCH,
+    )  # fmt: skip
+
+
+def digest(tensor: Tensor, sums: Tensor, first_word: int = 0) -> None:
+    """Add the sum of products and the sum of words of a tensor's bytes to ``sums``."""
+    device, tile = tensor.device, PROGRAMS["digest"][0]
+    check_digest(tensor, sums, first_word)
+    num_words = -(-tensor.nbytes // 8)
+    data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    unit = math.gcd(data.data_ptr(), 8)
+    launch(
+        "digest", digest_kernels._digest_kernel, -(-num_words // tile), device,
+        data, sums, tensor.nbytes, first_word,
+        TILE=tile, BATCH=digest_kernels.batch_words(unit), UNIT=unit,
+    )  # fmt: skip

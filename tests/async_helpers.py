@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -107,6 +109,72 @@ class Peer:
 def tcp(address: str) -> socket.socket:
     host, port = address.removeprefix("tcp://").rsplit(":", 1)
     return socket.create_connection((host, int(port)), timeout=20)
+
+
+class Relay:
+    """A wire to a server that a test can cut without a word to either end, as a lost host does."""
+
+    def __init__(self, address: str) -> None:
+        self._server = address
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._is_cut = self._is_over = self._is_shut = False
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def cut(self, *, shut: bool = False) -> None:
+        """Carry no further byte of the present connections, and leave the connections open.
+
+        Args:
+            shut: New connections wait for ``open``.
+        """
+        self._is_shut = shut
+        self._is_cut = True
+        wait_until(lambda: not self._pairs)
+
+    def open(self) -> None:
+        """Carry new connections again."""
+        self._is_shut = False
+
+    def _carry(self) -> None:
+        silent: list[socket.socket] = []
+        while not self._is_over:
+            doors = [] if self._is_shut else [self._listener]
+            ready, _, _ = select.select([*doors, *self._pairs], [], [], 0.01)
+            if self._is_cut:
+                silent += self._pairs
+                self._pairs.clear()
+                self._is_cut = False
+                continue
+            for one in ready:
+                if one is self._listener:
+                    here, there = one.accept()[0], tcp(self._server)
+                    self._pairs |= {here: there, there: here}
+                elif one in self._pairs:
+                    self._pass_on(one)
+        for one in (*silent, *self._pairs, self._listener):
+            one.close()
+
+    def _pass_on(self, one: socket.socket) -> None:
+        try:
+            data = one.recv(1 << 16)
+            if data:
+                self._pairs[one].sendall(data)
+                return
+        except OSError:
+            pass
+        other = self._pairs.pop(one)
+        del self._pairs[other]
+        one.close()
+        other.close()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over = True
+        self._thread.join()
 
 
 def start_by_hand(peer: Peer, worker: str = "peer") -> None:

@@ -7,6 +7,7 @@ one: what was applied can be read off the parameters, exactly, and compared with
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from async_helpers import Flat
+from async_helpers import Flat, attach
 
 from diloco_comm import SGD
 from diloco_comm.asynchronous.link import ServerLost
@@ -32,13 +33,15 @@ from diloco_comm.asynchronous.worker import AsyncDiLoCo, RoundMetrics
 def server_main(options: argparse.Namespace) -> None:
     """Serve until SIGTERM; print the address. With size 0 a worker gives the first parameters."""
     torch.set_num_threads(1)
+    if options.user is not None:
+        os.setuid(options.user)
     server = AsyncServer(
         Immediate(outer=SGD(1.0)),
         address=options.address,
-        sync_every=1,
         snapshot=options.folder,
         snapshot_every=options.snapshot_every,
         parameters=[torch.zeros(options.size - 1), torch.zeros(1)] if options.size else None,
+        **options.server,
     )
     signal.signal(signal.SIGTERM, lambda number, frame: server.stop_soon())
     print(server.address, flush=True)
@@ -51,20 +54,21 @@ def worker_main(
     """Send ``updates`` updates, or until ``is_done``; log each one that the server answered for.
 
     Worker w adds 1 to element w with each update, so element w of the model ends at minus the
-    number of its updates.
+    number of its updates. Each inner step sleeps for ``pause`` seconds.
     """
     torch.set_num_threads(1)
     log = Path(options.log).open("a", buffering=1)
 
     def note(metrics: RoundMetrics) -> None:
-        log.write(json.dumps([metrics.seq, metrics.version, metrics.refusal]) + "\n")
+        row = [metrics.seq, metrics.version, metrics.refusal, metrics.steps]
+        log.write(json.dumps(row) + "\n")
 
     model = Flat(options.size, 0.0)
     worker = AsyncDiLoCo(
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
         server=options.address,
-        name=f"w{options.index}",
+        name=f"w{options.index}" if options.name == "" else options.name,
         # Both carry a one exactly.
         wire="bf16" if options.fetch == "updates" else "fp32",
         fetch=options.fetch,
@@ -78,7 +82,10 @@ def worker_main(
     print("attached", flush=True)
     while not (is_done(worker) if is_done else worker.seq >= options.updates):
         time.sleep(options.pause)
-        model.descend(g)
+        if worker.seq == options.busy_at:
+            hold_the_interpreter(options.busy)
+        if worker.due_in == 1:
+            model.descend(g)
         try:
             worker.step()
         except ServerLost as error:
@@ -87,9 +94,29 @@ def worker_main(
     worker.close()
 
 
+def dropper_main(options: argparse.Namespace) -> None:
+    """Attach a worker and make a server; drop both without closing either."""
+    _, worker = attach(options.address, "dropped", options.size, fragments=["a", "b"])
+    worker.itself = worker  # type: ignore[attr-defined]
+    server = AsyncServer(Immediate(outer=SGD(1.0)))
+    server.itself = server  # type: ignore[attr-defined]
+    del worker, server
+    gc.collect()
+
+
+def hold_the_interpreter(seconds: float) -> None:
+    """Let no other Python thread of this process run for so long."""
+    sys.setswitchinterval(1e4)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(1_000_000))
+
+
 DEFAULTS = {
     "address": "tcp://127.0.0.1:0", "folder": None, "snapshot_every": 10, "size": 1000,
     "fetch": "parameters", "index": 0, "updates": 5, "pause": 0.0, "log": None,
+    "busy_at": -1, "busy": 0.0, "server": {"sync_every": 1}, "user": None,
+    "name": "", "environ": {},
 }  # fmt: skip
 
 # Children are forked from a process that has imported what they need: torch takes seconds.
@@ -130,7 +157,64 @@ class Child:
 def _child_main(role: str, options: argparse.Namespace, out: Connection) -> None:
     sys.stdout = os.fdopen(os.dup(out.fileno()), "w", buffering=1)
     out.close()
-    server_main(options) if role == "server" else worker_main(options)
+    os.environ.update(options.environ)
+    mains = {"server": server_main, "worker": worker_main, "dropper": dropper_main}
+    mains[role](options)
+
+
+class Scene:
+    """One server's folder, address and processes.
+
+    Args:
+        folder: For the server's state and the workers' logs.
+        size: Elements of the model.
+        server: Arguments of ``AsyncServer``.
+    """
+
+    def __init__(self, folder: Path, size: int, **server: Any) -> None:
+        self.folder, self.size = folder, size
+        self.options = {"sync_every": 1, **server}
+        self.processes: list[Child] = []
+        self.logs: dict[int, Path] = {}
+        self.address = "tcp://127.0.0.1:0"
+        self.server = self.start_server()
+
+    def start_server(self) -> Child:
+        self.server = Child(
+            "server", folder=self.folder / "state", address=self.address, size=self.size,
+            snapshot_every=10, server=self.options,
+        )  # fmt: skip
+        self.processes.append(self.server)
+        self.address = self.server.stdout.readline().strip()
+        assert self.address
+        return self.server
+
+    def worker(self, index: int, updates: int, pause: float = 0.0, **options: Any) -> Child:
+        self.logs[index] = self.folder / f"worker-{index}.log"
+        fetch = "updates" if index % 2 else "parameters"
+        given = {"address": self.address, "index": index, "size": self.size, "fetch": fetch}
+        process = Child(
+            "worker", **{**given, **options}, updates=updates, pause=pause, log=self.logs[index]
+        )
+        self.processes.append(process)
+        return process
+
+    def finish(self) -> dict[str, Any]:
+        """End the server with SIGTERM and compare its books with the workers'."""
+        self.server.send_signal(signal.SIGTERM)
+        assert self.server.wait(60) == 0
+        return check_ledger(self.folder / "state", self.logs, self.size)
+
+    def told(self, index: int) -> int:
+        return len(read_log(self.logs[index]))
+
+    def __enter__(self) -> Scene:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
 
 def read_log(path: Path) -> list[list[Any]]:
@@ -155,7 +239,8 @@ def check_ledger(folder: Path, logs: dict[int, Path], size: int) -> dict[str, An
     applied = {name: row["num_applied"] for name, row in ledger.items()}
     assert header["model"]["version"] == sum(applied.values())
     for index, path in logs.items():
-        told = [seq for seq, _, refusal in read_log(path) if seq != "lost" and not refusal]
+        rows = [row[:3] for row in read_log(path)]
+        told = [seq for seq, _, refusal in rows if seq != "lost" and not refusal]
         mine = applied.get(f"w{index}", 0)
         # Told once each, in order; the last one may have been applied and not told.
         assert told == sorted(set(told)), f"worker {index} was told twice: {told}"

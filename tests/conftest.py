@@ -88,6 +88,19 @@ def replicas(zygote: Zygote) -> Iterator[Callable[[int], Pool]]:
     crew.close()
 
 
+@pytest.fixture(scope="module")
+def trainer_replicas() -> Iterator[Callable[[int], Pool]]:
+    """``trainer_replicas(n)``: processes without a process group that have imported trainers."""
+    from trainers import is_installed
+
+    libraries = ("transformers.trainer", "accelerate", "lightning.pytorch", "peft")
+    process = Zygote([library for library in libraries if is_installed(library)])
+    crew = Crew(process)
+    yield lambda world: crew.pool(world, init_group=False)
+    crew.close()
+    process.close()
+
+
 @pytest.fixture
 def stand_in(request: pytest.FixtureRequest) -> str:
     """The library of the stand-in device, or "" where the test runs on a GPU."""

@@ -69,8 +69,9 @@ def use(name: str, library: str = "") -> torch.device:
         torch.utils.rename_privateuse1_backend("lagging")
         module = types.SimpleNamespace(
             is_available=lambda: True,
-            current_device=lambda: 0,
-            device_count=lambda: 1,
+            current_device=torch.accelerator.current_device_index,
+            set_device=torch.accelerator.set_device_index,
+            device_count=lambda: 2,
             _is_in_bad_fork=lambda: False,
             manual_seed_all=lambda seed: None,
         )

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from workers import GRACE_S, Pool
+from workers import GRACE_S, Pool, deadline_after
 
 from diloco_comm import DiLoCo, Nesterov, SyncError, WireFormat, reference
+from diloco_comm.digests import digest_of
 from diloco_comm.fragments import Schedule, make_fragments, trainable_parameters
-from diloco_comm.handshake import digest
 from diloco_comm.wire import Layout
 
 LR, MOMENTUM = 0.7, 0.9
@@ -31,6 +31,8 @@ TESTS = str(Path(__file__).parent)
 BLOCK = 32
 # Long enough for survivors on a loaded machine to report, short enough for a whole suite.
 REPORT_S = 2.0
+# What ends without being waited for has ended after this, however loaded the machine is.
+SETTLE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def wait_for(pool: Pool, keys: list[str], timeout: float = 30.0) -> None:
     A worker may end once it has set its own. If one ends without, it has failed: the others then
     have ten seconds.
     """
-    deadline = time.monotonic() + timeout
+    deadline = deadline_after(timeout)
     while not pool.crew.store.check(keys):
         time.sleep(0.01)
         if wait([pool.workers[rank].connection for rank in pool.busy], 0):
@@ -219,13 +221,18 @@ class Replica:
         diloco = self.diloco
         return Result(
             diloco.outer_hash(),
-            digest(list(self.model.parameters())),
-            digest([part.state.momentum for part in diloco._parameter_parts()]),
+            hash_of(list(self.model.parameters())),
+            hash_of([part.state.momentum for part in diloco._parameter_parts()]),
             [part.round for part in diloco.parts],
             diloco.inner_step,
             diloco.exchange.epoch,
             list(failures),
         )
+
+
+def hash_of(tensors: list[Tensor]) -> str:
+    """Say what ``outer_hash()`` would of these tensors."""
+    return f"{digest_of(tensors):016x}"
 
 
 @dataclass
@@ -277,6 +284,37 @@ def engine_threads() -> list[str]:
         if name.startswith("diloco"):
             names.append(name)
     return names
+
+
+def lasting_engine_threads(allowed: Iterable[str] = ()) -> list[str]:
+    """Names of the engine threads that do not end; one that was joined is seen a moment longer."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        names = [name for name in engine_threads() if name not in allowed]
+        if not names or time.monotonic() > deadline:
+            return names
+        time.sleep(0.01)
+
+
+def least_resources(num_readings: int = 10) -> tuple[int, int]:
+    """Open file descriptors and threads of this process, the least of several readings.
+
+    Threads that are about to end, and calls on the store, come and go.
+    """
+    readings = []
+    for _ in range(num_readings):
+        readings.append((num_files(), num_threads()))
+        time.sleep(0.01)
+    files, threads = zip(*readings, strict=True)
+    return min(files), min(threads)
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 # -------------------------------------------------------------------------------- simulation
@@ -362,9 +400,9 @@ class Simulation:
         """Compare a replica's end with ours, bit for bit."""
         model, _ = self.replicas[number]
         assert result.rounds == self.round
-        assert result.outer == digest(self.outer), f"outer parameters of replica {number}"
-        assert result.momentum == digest(self.momentum), f"momentum of replica {number}"
-        assert result.local == digest(list(model.parameters())), f"parameters of replica {number}"
+        assert result.outer == hash_of(self.outer), f"outer parameters of replica {number}"
+        assert result.momentum == hash_of(self.momentum), f"momentum of replica {number}"
+        assert result.local == hash_of(list(model.parameters())), f"parameters of replica {number}"
 
 
 def check_agreement(results: Iterable[Result | None]) -> None:

@@ -16,21 +16,31 @@ from diloco_comm.streams import current
 
 # The device may still be in one of them when its group is gone.
 _CALLBACKS: list[Any] = []
+_GIVEN_UP: list[dist.ProcessGroupGloo] = []
 
 
 class StreamWork:
+    """As of a group without a watchdog, whose ``wait`` would make the host wait: there is none."""
+
     def __init__(self, done: torch.Event, device: torch.device) -> None:
         self.done, self.device = done, device
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Make the current stream wait; the host goes on."""
         torch.accelerator.current_stream(self.device).wait_event(self.done)
+
+
+class UsersWork(StreamWork):
+    """As of a group that a user has made."""
+
+    wait = StreamWork.synchronize
 
 
 class LaggingStream:
     """Collectives on a stream of their own; one that cannot be ends only by ``abort``."""
 
     calls: list[str]
+    work_type: type[StreamWork] = StreamWork
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.Stream(device)
@@ -57,11 +67,11 @@ class LaggingStream:
         with current(self.stream):
             torch.ops.lagging.host_function(ctypes.cast(callback, ctypes.c_void_p).value)
         after.record(self.stream)
-        return StreamWork(after, self.device)
+        return self.work_type(after, self.device)
 
 
 class LaggingGroup(LaggingStream):
-    """What ``streams.make_group`` returns; gloo carries the bytes.
+    """What ``nccl_group.make_group`` returns; gloo carries the bytes.
 
     As with NCCL, a collective that cannot be ends only by ``abort``, and the stream then goes on.
     """
@@ -79,7 +89,7 @@ class LaggingGroup(LaggingStream):
         there, here = torch.ops.lagging.on_host(out), torch.ops.lagging.on_host(given)
 
         def exchange() -> None:
-            self.gloo.alltoall_base(there, here, out_splits, in_splits).wait()
+            self.finish(self.gloo.alltoall_base(there, here, out_splits, in_splits))
 
         return self.enqueue("alltoall", exchange)
 
@@ -88,12 +98,21 @@ class LaggingGroup(LaggingStream):
         rows = list(there.view(self.size, -1).unbind())
 
         def gather() -> None:
-            self.gloo.allgather([rows], [here.clone()]).wait()
+            self.finish(self.gloo.allgather([rows], [here.clone()]))
 
         return self.enqueue("allgather", gather)
 
+    def finish(self, work: dist.Work) -> None:
+        while not work.is_completed():
+            if self.is_aborted:
+                return
+            time.sleep(1e-4)
+        work.wait()
+
     def abort(self) -> None:
         self.is_aborted = True
+        # Its destructor would wait for what was given up.
+        _GIVEN_UP.append(self.gloo)
 
     def shutdown(self) -> None:
         self.is_aborted = True
@@ -108,6 +127,7 @@ class WorkersOnDevice(dist.ProcessGroup):
         limit = timedelta(seconds=60)
         self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("device", store), rank, size, limit)
         self.on_stream = LaggingStream(device)
+        self.on_stream.work_type = UsersWork
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -34,7 +34,11 @@ class OuterOptimizer:
 
 @dataclass
 class Method:
-    """A policy and its numbers; see ``diloco_comm.overlap`` for their meaning."""
+    """A policy and its numbers; see ``diloco_comm.overlap`` for their meaning.
+
+    ``sick`` has (inner step, replica): what that replica would send then is not finite, and it is
+    reset.
+    """
 
     name: str = "blocking"
     delays: Sequence[int] = (0, 0)
@@ -45,6 +49,7 @@ class Method:
     clip: float = np.inf
     inner_lr: Callable[[int], float] | None = None
     weights: Sequence[float] | None = None
+    sick: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass
@@ -54,6 +59,8 @@ class _Fragment:
     theta: list[Vector]
     optimizers: list[OuterOptimizer]
     sent: list[list[Vector]] = field(default_factory=list)  # round -> replica -> pseudo-gradient
+    weights: list[Vector] = field(default_factory=list)  # round -> replica -> weight
+    held_from: dict[int, int] = field(default_factory=dict)  # replica -> first round in its local
     fresh: list[list[float]] = field(default_factory=list)  # round -> replica -> coefficient
     gaps: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -95,12 +102,21 @@ def simulate(
     run = Run([[v.copy() for v in x]], [_gather(parts, start, num_replicas)])
     for t in range(1, num_steps + 1):
         x = [inner(rank, t, value) for rank, value in enumerate(x)]
+        sick = {rank for step, rank in method.sick if step == t}
+        for part in parts:
+            for rank in sick:
+                x[rank][part.indices] = part.theta[rank]
         for part in parts:
             is_due = t >= part.offset and (t - part.offset) % sync_every == 0
+            for rank in sick:
+                part.held_from[rank] = part.num_sent + is_due
+            if is_due:
+                healthy = [rank not in sick for rank in range(num_replicas)]
+                part.weights.append(weights * np.array(healthy))
             if method.name in ("blocking", "streaming"):
-                _stream(part, x, t, sync_every, method, weights, is_due)
+                _stream(part, x, t, sync_every, method, is_due)
             elif is_due:
-                _turn(part, x, t, method, weights)
+                _turn(part, x, t, method)
         run.local.append([v.copy() for v in x])
         run.outer.append(_gather(parts, start, num_replicas))
     return run
@@ -120,33 +136,37 @@ def _stream(
     t: int,
     sync_every: int,
     method: Method,
-    weights: Vector,
     is_due: bool,
 ) -> None:
     """Alg. 2 of arXiv 2501.18512."""
-    share = weights / weights.sum()
     if is_due:
         part.sent.append([part.theta[r] - x[r][part.indices] for r in range(len(x))])
     for rank, delay in enumerate(method.delays):
         number = (t - delay - part.offset) // sync_every
         if t - delay < part.offset or (t - delay - part.offset) % sync_every:
             continue
-        mean = sum(w * d for w, d in zip(share, part.sent[number], strict=True))
+        mean = _mean(part, number)
         part.theta[rank] = part.optimizers[rank].step(part.theta[rank], mean)
         local = x[rank][part.indices]
         x[rank][part.indices] = method.alpha * local + (1 - method.alpha) * part.theta[rank]
 
 
-def _turn(part: _Fragment, x: list[Vector], t: int, method: Method, weights: Vector) -> None:
+def _mean(part: _Fragment, number: int) -> Vector:
+    share = part.weights[number] / part.weights[number].sum()
+    return sum(w * d for w, d in zip(share, part.sent[number], strict=True))
+
+
+def _turn(part: _Fragment, x: list[Vector], t: int, method: Method) -> None:
     """Delayed, eager (arXiv 2502.12996) and CO2 (arXiv 2401.16265) at a send of the part."""
-    share = weights / weights.sum()
     n, num = part.num_sent, len(x)
     part.num_sent += 1
     # Pseudo-gradients count once: under "skip" the local values still hold the earlier ones.
     kept = n if method.first == "skip" and n <= method.rounds else 0
     zero = np.zeros(len(part.indices))
-    earlier = [sum((s[r] for s in part.sent[:kept]), zero) for r in range(num)]
+    held_from = [part.held_from.get(r, 0) for r in range(num)]
+    earlier = [sum((s[r] for s in part.sent[held_from[r] : kept]), zero) for r in range(num)]
     part.sent.append([part.theta[r] - x[r][part.indices] - earlier[r] for r in range(num)])
+    weights = part.weights[n]
     gap = method.gap
     if gap == "gap-aware":
         gap = 1 + part.norms[-1] / max(part.norms) if part.norms else 1.0
@@ -164,14 +184,14 @@ def _turn(part: _Fragment, x: list[Vector], t: int, method: Method, weights: Vec
     gamma = 1.0 if method.inner_lr is None else method.inner_lr(t)
     mean = zero
     if due >= 0:
-        mean = sum(w * d for w, d in zip(share, part.sent[due], strict=True))
-        mean = mean / (part.gaps[due] * gamma)
+        mean = _mean(part, due) / (part.gaps[due] * gamma)
     moved = 0.0
     for rank in range(num):
         g = mean
         if method.name == "eager" and not is_synced:
             # The sum of weights of the last round that was applied; 1/M at first.
-            c = share[rank] if due >= 0 or part.num_synced else 1 / num
+            last = due if due >= 0 else part.num_synced - 1
+            c = weights[rank] / part.weights[last].sum() if last >= 0 else (weights[rank] > 0) / num
             part.fresh[n][rank] = c
             g = mean + c * part.sent[n][rank]
             if due >= 0:

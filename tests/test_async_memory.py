@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from async_helpers import (
     HELLO,
+    PUSH,
     Peer,
     attach,
     payload,
@@ -18,7 +20,9 @@ from async_helpers import (
     serving,
     start_by_hand,
     status,
+    wait_until,
 )
+from cli_helpers import run_cli
 
 from diloco_comm import Adam, HeavyBall
 from diloco_comm.asynchronous.coordinator import encode
@@ -26,7 +30,7 @@ from diloco_comm.asynchronous.messages import Kind, Message
 from diloco_comm.asynchronous.model import RUN_ELEMENTS, SharedModel, layout_of
 from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.server import AsyncServer
-from diloco_comm.asynchronous.spool import spool
+from diloco_comm.asynchronous.spool import Spooled, spool
 from diloco_comm.outer import make_outer
 from diloco_comm.wire import WireFormat
 
@@ -189,17 +193,76 @@ def test_updates_larger_than_the_budget_go_through_a_file(
     assert torch.equal(tight[0], roomy[0]) and torch.equal(tight[1], roomy[0])
 
 
-def test_no_room_for_a_file_is_said_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(folder: object, sizes: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
+class Spool:
+    """Files for updates on a disk that takes none while ``error`` is set."""
 
+    error: int | None = None
+
+    def __call__(self, folder: Path | None, sizes: list[int]) -> list[Spooled]:
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        return spool(folder, sizes)
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> Spool:
+    """No memory for updates: each goes to a file."""
+    made = Spool()
     monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
-    monkeypatch.setattr("diloco_comm.asynchronous.state.spool", full)
+    monkeypatch.setattr("diloco_comm.asynchronous.state.spool", made)
+    return made
+
+
+def test_no_file_for_an_update_is_said_and_no_end(files: Spool) -> None:
+    files.error = errno.EACCES
     with serving(parameters=[torch.ones(7)]) as server, Peer(server.address) as peer:
         start_by_hand(peer)
         answer = push_by_hand(peer, payload([1.0]))
-        assert answer.kind == Kind.REFUSED and "no room for an update of 4096" in str(answer.meta)
+        assert answer.kind == Kind.REFUSED and "no file for an update of 4096" in str(answer.meta)
         assert status(server)["refused"] == {"no room": 1, "garbage": 1}
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES])
+def test_what_hinders_an_update_that_waits_is_its_own(files: Spool, error: int) -> None:
+    """Its turn comes when another worker's update is whole, and there is no file then."""
+    with (
+        serving(parameters=[torch.ones(7)]) as server,
+        Peer(server.address) as one,
+        Peer(server.address) as two,
+    ):
+        for peer, name, kind in ((one, "one", Kind.WANT), (two, "two", Kind.WAIT)):
+            start_by_hand(peer, name)
+            peer.say(Message(Kind.PUSH, 1, 0, meta=PUSH))
+            assert peer.hear().kind == kind
+        files.error = error
+        one.say(Message(Kind.RUN, 1, 0, 0, 0, body=payload([1.0])))
+        assert one.hear(skip=(Kind.READY,)).kind == Kind.OUTCOME
+        if error == errno.EACCES:
+            assert two.hear().kind == Kind.REFUSED
+            assert status(server)["refused"] == {"no room": 1}
+        else:
+            wait_until(lambda: status(server)["problem"] != "")
+            problem = status(server)["problem"]
+            assert problem.startswith("an update of 4,096 bytes waits for room in ")
+            assert problem.endswith("No space left on device")
+            shown = run_cli("serve", "--status", "--address", server.address).out
+            assert "an update of 4,096 bytes waits for room" in " ".join(shown.split())
+            files.error = None
+            assert two.hear().kind == Kind.WANT
+            two.say(Message(Kind.RUN, 1, 0, 0, 0, body=payload([1.0])))
+            assert two.hear().kind == Kind.OUTCOME
+            assert status(server)["updates"] == 2 and status(server)["refused"] == {}
+        assert status(server)["problem"] == ""
+
+
+def test_an_update_that_waits_for_a_disk_is_forgotten_with_its_worker(files: Spool) -> None:
+    files.error = errno.ENOSPC
+    with serving(parameters=[torch.ones(7)]) as server:
+        with Peer(server.address) as peer:
+            start_by_hand(peer)
+            assert push_by_hand(peer, payload([1.0])).kind == Kind.WAIT
+            assert status(server)["problem"] != ""
+        wait_until(lambda: status(server)["problem"] == "")
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,9 @@ class Server:
 
     def __init__(self, folder: Path, address: str, size: int = SIZE) -> None:
         self.options = argparse.Namespace(
-            folder=folder / "state", address=address, size=size, snapshot_every=3
-        )
+            folder=folder / "state", address=address, size=size, snapshot_every=3,
+            server={"sync_every": 1}, user=None,
+        )  # fmt: skip
 
     def run(self, stage: str = "") -> None:
         if stage:
@@ -146,7 +147,7 @@ def worker_options(
 ) -> argparse.Namespace:
     return argparse.Namespace(
         address=address, index=index, size=SIZE, pause=0.0, updates=UPDATES,
-        log=log(folder, index), fetch=fetch,
+        log=log(folder, index), fetch=fetch, busy_at=-1, name="",
     )  # fmt: skip
 
 

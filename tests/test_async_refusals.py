@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from async_helpers import (
     HELLO,
     PLAIN,
+    PUSH,
     Flat,
     Peer,
     attach,
@@ -136,6 +138,30 @@ def test_other_models_are_refused(meta: dict, sentence: str) -> None:
         assert __import__("re").search(sentence, answer.meta["reason"])
 
 
+@pytest.mark.parametrize("change", [{"sizes": [7, 5]}, {"layout": 6}])
+def test_of_two_first_workers_one_with_another_model_is_refused(change: dict) -> None:
+    """Both are greeted before the server has a model to compare theirs with."""
+    start = Message(Kind.PUSH, 1, meta={**PUSH, "is_start": True})
+    with serving() as server, Peer(server.address) as one, Peer(server.address) as two:
+        others = {**HELLO, "worker": "two", **change}
+        for peer, meta in ((one, HELLO), (two, others)):
+            peer.say(Message(Kind.HELLO, meta=meta))
+            assert peer.hear().meta["needs_start"]
+        one.say(start)
+        assert one.hear().kind == Kind.WANT
+        one.say(Message(Kind.RUN, 1, body=payload([1.0] * 7)))
+        assert one.hear().kind == Kind.OUTCOME
+        for question in (start, Message(Kind.PULL), Message(Kind.GET, fragment=1)):
+            two.say(question)
+            assert two.hear().kind == Kind.UNKNOWN
+        two.say(Message(Kind.HELLO, meta=others))
+        answer = two.hear()
+        assert answer.kind == Kind.REFUSED and "the model has" in answer.meta["reason"]
+        assert push_by_hand(one, payload([1.0])).kind == Kind.OUTCOME
+        report = status(server)
+        assert report["updates"] == 1 and report["refused"] == {"layout": 1, "garbage": 1}
+
+
 def test_questions_before_hello_and_about_nothing() -> None:
     with serving(parameters=[torch.ones(7)]) as server, Peer(server.address) as peer:
         for kind in (Kind.PULL, Kind.GET, Kind.DONE):
@@ -197,6 +223,8 @@ def test_garbage_on_the_port_changes_nothing() -> None:
         ({"grace": -1.0}, "grace must be"),
         ({"min_steps": 0}, "min_steps must be"),
         ({"snapshot_every": 0}, "snapshot_every must be"),
+        ({"lost_after": 0.0}, "lost_after must be 0.1 to 86400 seconds, got 0"),
+        ({"lost_after": math.inf}, "lost_after must be"),
     ],
 )
 def test_bad_server_arguments(options: dict, message: str) -> None:

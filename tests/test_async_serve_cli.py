@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,12 +63,32 @@ def test_train_look_stop_and_go_on(tmp_path: Path) -> None:
 def test_misuse_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     for arguments, sentence in (
         (("--address", "tcp://0.0.0.0:0"), "can be reached from other machines"),
-        (("--rule", "magic"), "rule must be one of delayed"),
-        (("--activation", "0.5"), "activation must lie in [0, 1/period]"),
-        (("--model-sizes", "3"), "model_sizes is 3, and the rule DelayedNesterov keeps 3 models"),
-        (("--address", "here"), "the address must be tcp://host:port"),
+        (("--address", "tcp://0.0.0.0:0"), "give --keys (made by `diloco-comm serve keygen`), or"),
+        (("--address", "tcp://0.0.0.0:0"), "or --insecure to let in whoever finds the port"),
+        (("--rule", "magic"), "--rule must be one of delayed"),
+        (("--activation", "0.5"), "--activation must lie in [0, 1/period]"),
+        (("--model-sizes", "3"), "--model-sizes is 3, and the rule DelayedNesterov keeps 3 models"),
+        (("--address", "here"), ": --address must be tcp://host:port"),
+        (("--address", "here", "--status"), ": --address must be tcp://host:port"),
+        (("--sync-every", "0"), ": --sync-every must be an integer of at least 1, got 0"),
+        (("--snapshot-every", "0"), ": --snapshot-every must be at least 1, got 0"),
+        (("--max-staleness", "-1"), ": --max-staleness must not be negative, got -1"),
+        (("--lr", "nan"), ": --lr must be finite and not negative, got nan"),
+        (("--watch",), ": --watch is for --status"),
+        (("--status", "--json", "--watch"), ": --watch and --json exclude each other"),
+        (("--momentum", "1"), ": --momentum must be at least 0 and below 1, got 1.0"),
     ):
         check_misuse(run_cli("serve", *arguments), sentence)
+
+
+def test_status_of_a_server_that_is_not_there_speaks_of_the_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    ended = run_cli("serve", "--status", "--address", address, "--timeout", "0.3")
+    assert (ended.status, ended.out) == (1, "")
+    told = rf"diloco-comm: the server {address} has not answered for \d+\.\d s: is it running, "
+    assert re.fullmatch(told + r"and does it want --keys\?\n", ended.err)
 
 
 def test_keygen_and_a_protected_server(tmp_path: Path) -> None:

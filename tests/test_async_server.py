@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from async_helpers import (
 )
 from problems import Regression, equal, parameters_of, train_step
 from test_async_rules import EXAMPLE, EXAMPLE_RULES, STREAM
+from torch import nn
 
 from diloco_comm.asynchronous.link import ServerRefused
 from diloco_comm.asynchronous.rules import DelayedNesterov
@@ -177,3 +179,21 @@ def test_hooked_workers_equal_unhooked_ones() -> None:
             return parameters_of(model)
 
     assert equal(run(True), run(False))
+
+
+class GroupsAlone:
+    """Has parameters, and no step that could be hooked."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.param_groups = [{"params": list(params)}]
+
+
+def test_without_a_hook_an_optimizer_needs_nothing_but_its_parameters() -> None:
+    with serving() as server:
+        model = Flat()
+        optimizer = GroupsAlone(model.parameters())
+        with AsyncDiLoCo(model, optimizer, server=server.address, attach=False) as worker:
+            worker.step()
+            assert worker.seq == 1
+        with pytest.raises(TypeError, match=r"cannot hook the step of a GroupsAlone"):
+            AsyncDiLoCo(model, optimizer, server=server.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -9,14 +10,17 @@ import pytest
 import torch
 from async_helpers import (
     PLAIN,
+    Flat,
     attach,
     serving,
+    status,
 )
 
 from diloco_comm.asynchronous.link import ServerLost
 from diloco_comm.asynchronous.messages import Message
 from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate
 from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.worker import AsyncDiLoCo
 
 
 def test_a_restarted_server_takes_its_workers_back(tmp_path: Path) -> None:
@@ -118,6 +122,70 @@ def test_a_server_without_its_snapshot_is_not_taken_for_the_old_one() -> None:
             worker.step()
     assert torch.equal(model.values(), torch.full((7,), -1.0))
     worker.close()
+
+
+def update(model: Flat, worker: AsyncDiLoCo) -> None:
+    model.descend(torch.ones(7))
+    worker.step()
+
+
+@pytest.mark.parametrize("fetch", ["parameters", "updates"])
+def test_after_an_older_snapshot_training_goes_on_after_one_error(
+    tmp_path: Path, fetch: str
+) -> None:
+    """Two workers have sent what the snapshot has not; a third has only fetched it."""
+    rounds: list[tuple[int, str]] = []
+    with serving(snapshot=tmp_path / "new") as server:
+
+        def join(name: str) -> tuple[Flat, AsyncDiLoCo]:
+            return attach(
+                server.address, name, fetch=fetch,
+                on_round=lambda metrics: rounds.append((metrics.seq, metrics.refusal)),
+            )  # fmt: skip
+
+        trio = [join("a"), join("b")]
+        update(*trio[0])
+        shutil.copytree(tmp_path / "new", tmp_path / "old")
+        for one in (*trio, trio[0]):
+            update(*one)
+        trio.append(join("c"))
+    with serving(snapshot=tmp_path / "old", address=server.address) as server:
+        rounds.clear()
+        for number, (model, worker) in enumerate(trio):
+            # The server may be past the version that the worker has seen, by other updates.
+            model.descend(torch.ones(7))
+            with pytest.raises(ServerLost, match="or with one that was older; the next step goes"):
+                worker.step()
+            worker.step()
+            for _ in range(4):
+                update(model, worker)
+            report = status(server)
+            assert report["updates"] == 1 + 5 * (number + 1) and report["refused"] == {}
+            assert torch.equal(model.values(), torch.full((7,), 1.0 - report["updates"]))
+        assert [rounds[5 * n : 5 * n + 5] for n in range(3)] == [
+            [(seq, "") for seq in range(first, first + 5)] for first in (2, 1, 1)
+        ]
+        for _, worker in trio:
+            worker.close()
+
+
+def test_a_server_without_parameters_is_an_error_at_every_step() -> None:
+    with serving() as server:
+        pair = [attach(server.address, name) for name in "ab"]
+        update(*pair[0])
+    with serving(address=server.address) as server:
+        for model, worker in pair:
+            model.descend(torch.ones(7))
+            for _ in range(2):
+                with pytest.raises(ServerLost, match="has no parameters: a worker that attaches"):
+                    worker.step()
+        _, newcomer = attach(server.address, "c")
+        for index, (model, worker) in enumerate(pair):
+            worker.step()
+            assert torch.equal(model.values(), torch.full((7,), -float(index)))
+        assert status(server)["updates"] == 2
+        for worker in (pair[0][1], pair[1][1], newcomer):
+            worker.close()
 
 
 def test_a_lost_server_is_a_clear_error_and_the_weights_are_kept() -> None:

@@ -128,7 +128,8 @@ def test_min_gbps_sets_the_status(capfd: pytest.CaptureFixture[str]) -> None:
 
 MISUSES = [
     (["exchange"], "the measurement needs several processes"),
-    (["exchange", "-g", "2", "-b", "1Q"], "a size is a number like 4096, 64K, 1M or 1G"),
+    (["exchange", "-g", "2", "-b", "1Q"], "a size is a number like 4096, 64K, 1M or 1G, got '1Q'"),
+    (["exchange", "-b", "4M", "-e", "1M"], "--maxbytes must be at least 4194304 (--minbytes), got"),
     (["exchange", "-g", "2", "-b", "2M", "-e", "1M"], "--maxbytes must be at least 2097152"),
     (["exchange", "-g", "2", "--wire", "int3"], "--wire must be of fp32"),
     (["exchange", "-g", "2", "-d", "double"], "--datatype must be one of float"),
@@ -211,7 +212,7 @@ def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(path.read_text())
     rows = document["results"]
     assert {row["impl"] for row in rows} == {"", "scalar"}
-    assert {"encode", "decode", "reduce of 4", "outer_step", "norms"} <= {
+    assert {"encode", "decode", "reduce of 4", "outer_step", "norms", "digest"} <= {
         row["operator"] for row in rows
     }
     inner = {"p10", "p50", "p90", "samples"}

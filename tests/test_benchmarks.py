@@ -191,6 +191,55 @@ def test_the_floor_moves_the_bytes_of_the_engine(
     assert result == [(expected, True)] * world
 
 
+def test_the_all_reduce_is_measured_beside_its_floor(run: Run) -> None:
+    lines, document = run("loopback_floor.py", "-g", "2", "-e", "64K", "-n", "3")
+    assert_document(document, lines)
+    results = document["results"]
+    assert results.keys() == {"int8", "int4"}
+    for row, found in zip(table(lines), results.values(), strict=True):
+        for cell, name in zip(row[1:4], ("ours", "floor", "gloo"), strict=True):
+            assert float(cell) == pytest.approx(1e3 * found[name]["median"], abs=0.01)
+            assert found[name]["samples"] == 3
+        assert float(row[4]) == pytest.approx(found["over_floor"], abs=1e-3)
+    # One all-reduce of gloo's stands beside all wires.
+    assert results["int8"]["gloo"] == results["int4"]["gloo"]
+
+
+def test_figures_beside_the_floor_are_taken_sample_by_sample(scripts: None) -> None:
+    import loopback_floor
+
+    found = loopback_floor.figures([2.0, 9.0, 6.0], [1.0, 6.0, 2.0], [4.0, 9.0, 12.0])
+    assert found["over_floor"] == 2.0
+    assert (found["ours_vs_gloo"], found["floor_vs_gloo"]) == (2.0, 4.0)
+
+
+def test_bars_of_the_floors_want_little_more_than_the_floor(
+    scripts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bars
+    import torchft_peer
+
+    def run_script(name: str, *options: object) -> Any:
+        if name == "loopback_floor.py":
+            one = {"over_floor": 1.2, "ours_vs_gloo": 2.1, "floor_vs_gloo": 2.5}
+            return {"int8": one, "int4": {**one, "over_floor": 1.3}}
+        if name == "exchange.py":
+            return [{"wire": "int8", "size": 1 << 20, "vs_reference": 1.5}]
+        assert "plain,diloco_int8" in options and "--time-only" in options
+        return {"diloco_int8": {"over_plain": 1.4 if "--lockstep" in options else 1.1}}
+
+    monkeypatch.setattr(bars, "run_script", run_script)
+    monkeypatch.setattr(torchft_peer, "missing", lambda: "torchft is not installed")
+    found = [*bars.loopback(), *bars.against_others()]
+    by_bar = [(f.bar, f.value, f.verdict.split(":")[0]) for f in found]
+    assert by_bar[:4] == [(11, 1.2, "must"), (11, 1.3, "FAIL")] * 2
+    assert by_bar[4:12] == [(11, 2.1, "info"), (11, 2.5, "info")] * 4
+    assert by_bar[16] == (17, 1.1, "aim")
+    skipped = (17, None, "skipped")
+    assert by_bar[17:22] == [skipped, skipped, (17, 1.4, "info"), skipped, skipped]
+    assert by_bar[22:] == [(16, None, "skipped")] * 2
+
+
 def test_bars_verdicts(scripts: None) -> None:
     import bars
 

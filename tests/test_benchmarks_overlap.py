@@ -9,12 +9,14 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from workers import Pool
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -152,6 +154,73 @@ def test_memory_of_ours_is_measured_without_torchft(tmp_path: Path) -> None:
     # Outer parameters and momentum at least.
     assert memory["peak_sizes"] > 2.0
     assert memory["model_bytes"] > 3e6
+
+
+def test_ours_is_measured_beside_the_plain_traffic_of_its_passes(tmp_path: Path) -> None:
+    path = tmp_path / "time.json"
+    size = ["--width", 64, "-n", 2, "-w", 1, "--sync-every", 8, "--fragments", 4, "--delay", 1]
+    options = ["--variants", "plain,diloco_int8", "--time-only", "--json", path]
+    lines = run_script("against_torchft.py", *size, *options)
+    results = json.loads(path.read_text())["results"]
+    assert list(results) == ["plain", "diloco_int8"]
+    assert not any("memory" in result for result in results.values())
+    floor, ours = results.values()
+    rounds = [a / b for a, b in zip(*(r["samples"]["blocked"] for r in (ours, floor)), strict=True)]
+    assert min(rounds) <= ours["over_plain"] <= max(rounds)
+    assert any("x as long as the plain traffic of its passes" in line for line in lines)
+    # All of what blocks the floor are its two passes; nothing is waited for.
+    for blocked, encode, step in zip(
+        *(floor["samples"][key] for key in ("blocked", "encode", "outer_step")), strict=True
+    ):
+        assert 0 < encode and 0 < step and encode + step <= blocked * 2
+    assert set(floor["samples"]["exposed"]) == {0.0}
+
+
+def plain_rounds(rank: int, world: int, steps: int) -> list[list[str]]:
+    """What the loops are given at each inner step; and that the last one moved what it should."""
+    sys.path.insert(0, str(BENCHMARKS))
+    from plain_traffic import Traffic
+
+    traffic = Traffic([5000, 3000], sync_every=4, first_sends=[1, 3], delay=1)
+    found: list[list[str]] = []
+    run = traffic._run
+
+    def note(which: str, buffers: list[torch.Tensor]) -> None:
+        found[-1].append(f"{which} {buffers[0].numel()}")
+        buffers[-1].copy_(torch.arange(buffers[-1].numel()) % 100 + 1)
+        before = [memory.clone() for memory in buffers]
+        run(which, buffers)
+        if which == "encode":
+            assert all(torch.equal(a, b) for a, b in zip(before[:2], buffers[:2], strict=True))
+            # Each of the codes is written: few happen to be what they were.
+            assert (buffers[2] == before[2]).float().mean() < 0.1
+        else:
+            outer, momentum, params, codes = buffers
+            assert torch.equal(outer, before[0] + codes)
+            assert torch.equal(momentum, before[1] + codes)
+            assert torch.equal(params, outer)
+
+    traffic._run = note
+    for _ in range(steps):
+        found.append([])
+        traffic.step()
+    return found
+
+
+def test_plain_traffic_is_that_of_the_schedule(workers: Callable[[int], Pool]) -> None:
+    """Whole units of 1024 elements; sent at steps 1 and 3 of every 4, applied one step later."""
+    first, second = workers(2).run(plain_rounds, 9)
+    encode, step = ["encode 4096"], ["outer_step 4096"]
+    other = ["encode 2048"], ["outer_step 2048"]
+    assert first == second == [encode, step, *other, encode, step, *other, encode]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_plain_traffic_is_due_when_ours_sends_and_applies(delay: int) -> None:
+    from against_torchft import first_sends
+
+    args = argparse.Namespace(sync_every=8, fragments=4, delay=delay)
+    assert first_sends(args) == [2 - delay, 4 - delay, 6 - delay, 8 - delay]
 
 
 @pytest.mark.parametrize("num_fragments", [1, 3, 4])

@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
-from cli_helpers import check_documented, help_examples
-from typer.testing import CliRunner
+from cli_helpers import check_documented, check_misuse, help_examples, run_cli
 
-from diloco_comm.tools.app import app
+from diloco_comm import Streaming
 from diloco_comm.tools.demo_data import Batches, load_corpus, validation_windows
-from diloco_comm.tools.demo_settings import ROWS, Settings
+from diloco_comm.tools.demo_methods import overlap_of
+from diloco_comm.tools.demo_settings import ROWS, STREAMING, Settings
 
 DEMO = [sys.executable, "-m", "diloco_comm.tools.cli", "demo"]
 NUM_REPLICAS = 3
@@ -171,18 +171,32 @@ def test_dead_replica_is_reported(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "75"], "steps must be a multiple of sync_every (50), got 75"),
-        (["--replicas", "1"], "replicas must be at least 2, got 1"),
-        (["--sync-every", "0"], "sync_every must be at least 1, got 0"),
-        (["--gbps", "0"], "gbps must be positive and rtt-ms not negative, got 0.0 and 10.0"),
-        (["--data", "no-such-file"], "No such file"),
+        (["--steps", "0"], "--steps must be at least --sync-every 50, got 0"),
+        (["--steps", "75"], "--steps must be a multiple of --sync-every 50, got 75"),
+        (["--replicas", "1"], "--replicas must be at least 2, got 1"),
+        (["--sync-every", "0"], "--sync-every must be at least 1, got 0"),
+        (["--gbps", "0"], "--gbps must be a positive number, got 0"),
+        (["--gbps", "nan"], "--gbps must be a positive number, got nan"),
+        (["--rtt-ms", "-1"], "--rtt-ms must be a number from 0 on, got -1"),
+        (["--data", "no-such-file"], "cannot read --data no-such-file: No such file"),
     ],
 )
-def test_wrong_options_are_one_sentence(arguments: list[str], message: str) -> None:
-    ended = CliRunner().invoke(app, ["demo", *arguments])
-    assert ended.exit_code == 1
-    assert message in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
+def test_wrong_options_are_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
+    check_misuse(run_cli("demo", "--out", tmp_path / "demo", *arguments), message)
+
+
+def test_a_text_that_is_too_short_is_misuse(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("to be or not to be")
+    check_misuse(run_cli("demo", "--out", tmp_path, "--data", path), "give --data a file of")
+
+
+@pytest.mark.parametrize("sync_every", [1, 2, 5, 6, 50])
+def test_a_streamed_fragment_arrives_before_it_is_sent_again(sync_every: int) -> None:
+    settings = Settings(num_steps=sync_every, sync_every=sync_every)
+    policy = overlap_of(STREAMING, settings)
+    assert isinstance(policy, Streaming)
+    assert policy.delay == min(5, sync_every - 1)
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:

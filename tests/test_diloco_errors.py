@@ -153,13 +153,23 @@ def one_calls(rank: int, world: int, call: str) -> str:
         return str(info.value)
 
 
-@pytest.mark.parametrize(
-    ("call", "kind"), [("flush", "start of flush"), ("consensus", "consensus")]
-)
-def test_calls_that_differ_go_by_the_names_of_the_user(call: str, kind: str, workers) -> None:
-    sentence = f"kind differs between replicas: sync on replica 0; {kind} on replica 1"
-    subjects = ["sync of fragment 0, round 0", kind]
-    assert workers(2).run(one_calls, call) == [f"{subject}: {sentence}" for subject in subjects]
+def test_calls_that_differ_go_by_the_names_of_the_user(workers) -> None:
+    sentence = "kind differs between replicas: sync on replica 0; consensus on replica 1"
+    subjects = ["sync of fragment 0, round 0", "consensus"]
+    found = workers(2).run(one_calls, "consensus")
+    assert found == [f"{subject}: {sentence}" for subject in subjects]
+
+
+def test_a_replica_that_has_fewer_steps_is_named(workers) -> None:
+    sentence = (
+        "replica 1 has ended at inner step 1 (flush, or another call for all replicas), while "
+        "replica 0 still trains, at inner step 2: give all replicas the same number of steps, see "
+        "DiLoCo.agree_on_steps; one that a GradScaler skips counts if the optimizer is fused, or "
+        "with attach=False and diloco.step() after each batch"
+    )
+    subjects = ["sync of fragment 0, round 0", "start of flush"]
+    found = workers(2).run(one_calls, "flush")
+    assert found == [f"{subject}: {sentence}" for subject in subjects]
 
 
 def learning_rates_differ(rank: int, world: int) -> tuple[str, bool]:
@@ -193,7 +203,7 @@ def out_of_step(rank: int, world: int) -> str:
 def test_replicas_out_of_step(workers) -> None:
     first, second = workers(2).run(out_of_step)
     for message in (first, second):
-        assert "round differs between replicas: 0 on replica 0; 3 on replica 1" in message
+        assert "round differs between replicas: 0 on replica 0; 3 on replica 1: load" in message
 
 
 # --------------------------------------------------------------------------- values not finite
@@ -428,7 +438,11 @@ def test_what_cannot_be_called_is_no_callback() -> None:
         ({"overlap": 3}, TypeError, "unknown overlap 3: it must be one of Blocking"),
         ({"rounding": "up"}, ValueError, "rounding must be one of nearest, stochastic, got 'up'"),
         ({"init": "zero"}, ValueError, "init must be one of broadcast, check, join, got 'zero'"),
-        ({"on_nonfinite": "x"}, ValueError, "on_nonfinite must be one of raise, skip, got 'x'"),
+        (
+            {"on_nonfinite": "x"},
+            ValueError,
+            "on_nonfinite must be one of raise, skip, reset, got 'x'",
+        ),
         ({"impl": "mmx"}, ValueError, "impl must be one of"),
         ({"timeout": 0}, ValueError, "timeout must be positive, got 0"),
         ({"lanes": 0}, ValueError, "lanes must be an integer of at least 1, got 0"),

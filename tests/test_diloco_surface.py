@@ -11,7 +11,15 @@ import torch.distributed as dist
 from problems import Regression, equal, parameters_of, train_step
 from torch import nn
 
-from diloco_comm import Blocking, DiLoCo, HeavyBall, fedavg, local_sgd
+from diloco_comm import (
+    Blocking,
+    DiLoCo,
+    HeavyBall,
+    Nesterov,
+    Streaming,
+    fedavg,
+    local_sgd,
+)
 
 # -------------------------------------------------------------------------------- the surface
 
@@ -163,6 +171,7 @@ def test_given_arguments_win_over_the_configuration_even_at_their_defaults() -> 
         "error_feedback": True,
         "average_buffers": True,
         "on_nonfinite": "skip",
+        "max_skipped": 7,
     }
     defaults = {
         "fragments": 1,
@@ -173,6 +182,7 @@ def test_given_arguments_win_over_the_configuration_even_at_their_defaults() -> 
         "error_feedback": False,
         "average_buffers": False,
         "on_nonfinite": "raise",
+        "max_skipped": 3,
     }
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -254,3 +264,52 @@ def closed_hooks(rank: int, world: int) -> int:
 
 def test_close_takes_the_hooks_off(workers) -> None:
     assert workers(2).run(closed_hooks) == [1, 1]
+
+
+# ------------------------------------------------------------------------ what is printed
+
+
+def printed_while_training(rank: int, world: int) -> list[str]:
+    """Look at one replica alone, before and after a round, when closed, and half made."""
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy, outer = Streaming(delay=1, alpha=0.5), Nesterov(lr=0.7, momentum=0.9)
+    options = {"overlap": policy, "outer": outer, "wire": "int4", "fragments": 2}
+    diloco = DiLoCo(model, optimizer, sync_every=4, **options)
+    shown = [repr(diloco)] * (rank == 0)
+    for step in range(5):
+        train_step(model, optimizer, rank, step)
+    shown.append(repr(diloco))
+    diloco.close()
+    return [*shown, repr(diloco), repr(DiLoCo.__new__(DiLoCo))]
+
+
+def test_repr_is_one_line_and_no_collective(workers) -> None:
+    """Replica 0 alone prints before the first step; a collective there would wait for the other."""
+    first, second = workers(2).run(printed_while_training)
+    same = "sync_every=4, overlap=Streaming(delay=1, alpha=0.5), "
+    same += "outer=Nesterov(lr=0.7, momentum=0.9), wire=int4, 2 fragments, inner step"
+    assert first == [
+        f"DiLoCo(replica 0 of members [0, 1], {same} 0, round 0)",
+        f"DiLoCo(replica 0 of members [0, 1], {same} 5, round 1)",
+        f"DiLoCo(replica 0 of members [0, 1], {same} 5, round 1, closed)",
+        "DiLoCo(not attached)",
+    ]
+    assert second == [line.replace("replica 0", "replica 1") for line in first[1:]]
+
+
+def rounds_of_fragments(rank: int, world: int) -> str:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(model, optimizer, sync_every=4, fragments=2, wire="fp32") as diloco:
+        for step in range(2):
+            train_step(model, optimizer, rank, step)
+        return repr(diloco)
+
+
+def test_repr_tells_fragments_apart_that_are_in_different_rounds(workers) -> None:
+    for line in workers(2).run(rounds_of_fragments):
+        assert line.endswith(
+            "overlap=Blocking(), outer=Nesterov(lr=0.7, momentum=0.9), "
+            "wire=fp32, 2 fragments, inner step 2, rounds 0 to 1)"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from cli_helpers import check_documented, check_misuse, check_schema, examples, 
 from workers import Pool
 
 from diloco_comm import __version__, ops
-from diloco_comm.tools import doctor, doctor_command, doctor_job, doctor_selftest
+from diloco_comm.tools import doctor, doctor_command, doctor_job, doctor_selftest, measuring
 from diloco_comm.tools.doctor import Finding
 
 FINDING = {"level": str, "what": str, "remedy": str}
@@ -66,7 +65,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("DILOCO_COMM_", "GLOO_", "NCCL_", "SLURM_", "TORCH_NCCL_")):
             monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -180,9 +179,9 @@ def test_self_test_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
             "DILOCO_COMM_TIMEOUT_S must be a positive number, got 'x'",
         ),
         (
-            {"settings": {"environment": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}}},
+            {"settings": {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}},
             "warning",
-            "a dead peer hangs NCCL",
+            "the exchange's streams wait behind the training's",
         ),
         ({"extension": {"error": "the C++ extension is not built"}}, "error", "not built"),
     ],
@@ -275,7 +274,8 @@ def test_example_under_torchrun_speaks_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     (line,) = [line for line in doctor_command.EXAMPLES.splitlines() if "torchrun" in line]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port", free_port()]
+    port = str(measuring.free_port())
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port", port]
     command = [*launcher, *line.split()[1:], "--json", "--megabytes", "0.1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
@@ -284,12 +284,6 @@ def test_example_under_torchrun_speaks_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert (report["job"]["world"], report["job"]["replicas"]) == (2, 2)
     assert len(report["job"]["links"]) == 1
     assert report["self_test"] is None
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def test_missing_rank_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

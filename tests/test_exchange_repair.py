@@ -1,4 +1,4 @@
-"""A round that some replicas have applied: the others apply what they hold, residuals included."""
+"""Rounds that were broken off: who holds one that counts applies it, residuals included."""
 
 from __future__ import annotations
 
@@ -92,29 +92,48 @@ def test_behind_without_a_vote_is_an_error_everywhere(fresh_workers: Callable[..
         assert "replica 0 lacks round 1 of fragment 0" in message
 
 
+def _residuals(slot: Slot) -> list[Tensor]:
+    return [r.clone() for r in (slot.residual, *slot.residuals.reductions()) if r is not None]
+
+
+def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
 def _regroup(rank: int, world: int, address: tuple[str, int]) -> Any:
     """Rejected and abandoned rounds leave no trace; the same group keeps both residuals."""
     ex, slot = _connect(address, rank, world)
     sync(ex, slot, [values(0, rank, N)], round=0)
     slot.commit()
-    owed = [r.clone() for r in (slot.residual, *slot.residuals.reductions()) if r is not None]
+    owed = _residuals(slot)
     assert all(r.abs().sum() > 0 for r in owed)
     with pytest.raises(NonFiniteError):
         sync(ex, slot, [torch.full((N,), float("nan") if rank == 0 else 1.0)], round=1)
-    sync(ex, slot, [values(1, rank, N)], round=1)  # agreed on, applied by nobody
-    assert ex.change_group(range(world), last_rounds={0: 0}) == []
-    now = [r for r in (slot.residual, *slot.residuals.reductions()) if r is not None]
-    kept = all(torch.equal(a, b) for a, b in zip(now, owed, strict=True))
+    assert _equal(_residuals(slot), owed)
+    outcome = sync(ex, slot, [values(1, rank, N)], round=1)
+    agreed = _residuals(slot)
+    # All have agreed on that round and nobody has applied it: it counts.
+    repairs = ex.change_group(range(world), last_rounds={0: 0})
+    counts = [(r.fragment, r.round) for r in repairs] == [(0, 1)]
+    counts = counts and _equal([p for p, _ in repairs[0].terms], [p for p, _ in outcome.terms])
+    kept = _equal(_residuals(slot), agreed)
+    if rank == 0:
+        ex.inject_fault(action="fail", stage="vote")
+    with pytest.raises(SyncError):
+        sync(ex, slot, [values(2, rank, N)], round=2)
+    # Replica 0 has no vote in this one.
+    assert ex.change_group(range(world), last_rounds={0: 1}) == []
+    kept = kept and _equal(_residuals(slot), agreed)
     sizes = len(slot._owns), len(slot._results)
     ex.close()
-    return kept, len(owed), sizes
+    return counts, kept, len(owed), sizes
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_rounds_that_nobody_applied(fresh_workers: Callable[..., Pool], world: int) -> None:
     pool = fresh_workers(world, init_group=False)
-    for kept, num_residuals, sizes in pool.run(_regroup, pool.store):
-        assert kept and num_residuals == (2 if world > 2 else 1)
+    for counts, kept, num_residuals, sizes in pool.run(_regroup, pool.store):
+        assert counts and kept and num_residuals == (2 if world > 2 else 1)
         assert sizes == (1, int(world > 1))
 
 
@@ -144,4 +163,4 @@ def test_a_replica_that_was_left_behind_must_join_anew(
 ) -> None:
     pool = fresh_workers(3, init_group=False)
     for message in pool.run(_left_behind, pool.store):
-        assert "replicas [2] did not take part in epoch" in message and "join anew" in message
+        assert "replica 2 went on apart from the others" in message and "join anew" in message

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco_comm import ops
+import diloco_comm
+import diloco_comm.kernels
+from diloco_comm import _C, extension, ops
 
 
 @pytest.mark.parametrize("module", ["diloco_comm", "diloco_comm.ops"])
@@ -32,6 +37,126 @@ def test_without_the_extension_there_is_one_sentence(module: str) -> None:
     assert "\n" not in sentence
     assert sentence.startswith("the C++ extension of diloco_comm is not built for this Python and")
     assert f"torch {torch.__version__}" in sentence and "pip install" in sentence
+
+
+def copy_of_the_package(folder: Path, changed: dict[bytes, bytes]) -> None:
+    """Copy the package, with other bytes of equal number in its extension."""
+    package = Path(diloco_comm.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, folder / "diloco_comm", ignore=ignored)
+    kernels = Path(diloco_comm.kernels.__file__).parent
+    shutil.copytree(kernels, folder / "diloco_comm/kernels", ignore=ignored, dirs_exist_ok=True)
+    (library,) = (folder / "diloco_comm").glob("_C.*.so")
+    content = library.read_bytes()
+    for old, new in changed.items():
+        assert old in content and len(old) == len(new)
+        content = content.replace(old, new)
+    library.write_bytes(content)
+
+
+def error_of_the_import(folder: Path) -> str:
+    program = (
+        "try:\n"
+        "    import diloco_comm\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+        "else:\n"
+        "    print(diloco_comm.__file__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
+    return done.stdout.rstrip("\n")
+
+
+def run_command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with the package of a folder, which has a console script as pip writes it."""
+    (folder / "diloco-comm").write_text(
+        "import sys\n"
+        "from diloco_comm.tools.cli import main\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(main())\n"
+    )
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )
+
+
+HERE = extension.minor_version(torch.__version__)
+OTHER = HERE.translate(str.maketrans("0123456789", "1234567890"))
+MARK = b"is built for torch "
+# A function of torch that another version does not have.
+CHECK_FAIL = b"_ZN3c106detail14torchCheckFailE"
+GONE = CHECK_FAIL.replace(b"Fail", b"Gone")
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["loads", "does not load"])
+def test_an_extension_for_another_torch_is_one_sentence(loads: bool, tmp_path: Path) -> None:
+    """It is not loaded: what it would read wrongly does not depend on whether it loads."""
+    changed = {MARK + HERE.encode(): MARK + OTHER.encode()}
+    copy_of_the_package(tmp_path, changed if loads else {**changed, CHECK_FAIL: GONE})
+    assert error_of_the_import(tmp_path) == (
+        f"the C++ extension of diloco_comm is built for torch {OTHER}, and this is torch "
+        f"{torch.__version__}: install torch {OTHER} (`pip install 'torch=={OTHER}.*'`), or build "
+        "the extension for this one (`pip install --no-build-isolation --force-reinstall "
+        "--no-deps .` in its sources)"
+    )
+
+
+def test_an_extension_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
+    """For the same torch by its version, but not by its functions: a build of somebody's own."""
+    copy_of_the_package(tmp_path, {CHECK_FAIL: GONE})
+    sentence = error_of_the_import(tmp_path)
+    assert sentence.startswith("the C++ extension of diloco_comm is not built for this Python and")
+    assert "undefined symbol" in sentence
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["of another torch", "broken"])
+def test_the_command_without_its_extension_is_one_sentence(is_whole: bool, tmp_path: Path) -> None:
+    """As pip's script and as a module: both import the package before the command's first line."""
+    copy_of_the_package(tmp_path, {MARK + HERE.encode(): MARK + OTHER.encode()})
+    if not is_whole:
+        # Taken away, it would be looked for where an editable installation has it.
+        next((tmp_path / "diloco_comm").glob("_C.*.so")).write_bytes(b"")
+    means = f"built for torch {OTHER}" if is_whole else "not built for this Python and torch"
+    for words in (["diloco-comm", "doctor"], ["-u", "-m", "diloco_comm.tools.cli", "doctor"]):
+        ended = run_command(tmp_path, *words)
+        assert (ended.returncode, ended.stdout) == (1, "")
+        line = rf"diloco-comm: the C\+\+ extension of diloco_comm is {means}[^\n]+\n"
+        assert re.fullmatch(line, ended.stderr), ended.stderr
+
+
+def test_a_patch_release_of_torch_runs_the_extension(tmp_path: Path) -> None:
+    patch = f"{MARK.decode()}{HERE}.".encode()
+    (library,) = Path(diloco_comm.__file__).parent.glob("_C.*.so")
+    content = library.read_bytes()
+    begin = content.index(patch)
+    own = content[begin : begin + len(patch) + 1]
+    copy_of_the_package(tmp_path, {own: own[:-1] + (b"8" if own[-1:] == b"9" else b"9")})
+    assert error_of_the_import(tmp_path) == str(tmp_path / "diloco_comm/__init__.py")
+
+
+def test_the_extension_tells_what_it_is_built_for() -> None:
+    assert re.fullmatch(rf"diloco_comm is built for torch {HERE}\.\d+", _C.built_for)
+
+
+@pytest.mark.parametrize(
+    ("version", "minor"),
+    [("2.13.0+cpu", "2.13"), ("2.6.1", "2.6"), ("2.14.0a0+git12ab", "2.14"), ("2.9+cu1", "2.9")],
+)
+def test_minor_versions(version: str, minor: str) -> None:
+    assert extension.minor_version(version) == minor
 
 
 @pytest.mark.skipif(

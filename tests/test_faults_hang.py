@@ -20,7 +20,8 @@ from fault_replicas import (
 from workers import Pool
 
 H = 4
-TIMEOUT_S = 2.0
+# All but the one that stops must come to every exchange within it, on a loaded machine too.
+TIMEOUT_S = 5.0
 
 
 def run_without_the_stopped(
@@ -35,6 +36,7 @@ def run_without_the_stopped(
     everyone, others = range(world), range(1, world)
     if rank > 0:
         replica.diloco.change_group(others)
+        replica.store.set(f"rounds/{rank}", str([part.round for part in replica.diloco.parts]))
         replica.train_to(4 * H)
         replica.store.set(f"survived/{rank}", "")
         replica.store.wait(["woken"])
@@ -85,10 +87,14 @@ def test_stopped_replica_is_left_behind_and_joins_again(
     # Its own clock went on while it stood still.
     assert results[0].failures[0].is_state_kept
     check_agreement(results)
+    rounds = {pool.crew.store.get(f"rounds/{rank}").decode() for rank in range(1, world)}
+    # All survivors had voted, unless this machine is very slow: then the round counts.
+    counted, lost = str([3] * setup.fragments), str([3] * (setup.fragments - 1) + [2])
+    assert rounds in ([{counted}, {lost}] if stage == "vote" else [{lost}])
     simulation = Simulation(setup, range(world))
     step = 3 * H
-    skipped = frozenset({(step, setup.fragments - 1)})
-    simulation.run(range(world), 1, step, skipped)
+    skipped = () if rounds == {counted} else [(step, setup.fragments - 1)]
+    simulation.run(range(world), 1, step, frozenset(skipped))
     simulation.run(range(1, world), step + 1, 4 * H)
     simulation.join(0)
     simulation.run(range(world), 4 * H + 1, 6 * H)

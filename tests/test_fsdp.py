@@ -292,6 +292,24 @@ def test_a_checkpoint_with_rounds_under_way(workers, tmp_path: Path) -> None:
     assert all(equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
+def norms_between_steps(rank: int, world: int) -> list[float]:
+    """Nothing is sent in most steps; what is measured in the others is that of all shards."""
+    mesh, norms = make_mesh(world), []
+    for shard_mesh in (None, mesh):
+        model = make_model(shard_mesh)
+        settings = {"sync_every": 4, "fragments": 1, "norms": True}
+        optimizer, diloco = attach(model, mesh, **settings)
+        with diloco:
+            train(model, optimizer, mesh, range(8))
+            norms += [metrics.pseudo_gradient_norm for metrics in diloco.metrics()]
+    return norms
+
+
+def test_norms_with_steps_that_send_nothing(workers) -> None:
+    for norms in workers(4).run(norms_between_steps):
+        assert len(norms) == 4 and norms[:2] == norms[2:] and all(norm > 0 for norm in norms)
+
+
 # --------------------------------------------------------------------------------------- errors
 
 

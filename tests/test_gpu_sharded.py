@@ -12,7 +12,7 @@ from problems import equal
 from test_gpu_streams import NCCL_RANKS, on_streams, use_streams
 from torch import Tensor
 
-from diloco_comm import streams
+from diloco_comm import nccl_group
 from diloco_comm.errors import NonFiniteError
 
 NAMES = {
@@ -29,7 +29,8 @@ def make_worker(rank: int, here: torch.device, name: str, arguments: dict[str, A
     if here.type == "cpu":
         group = dist.new_group([2 * replica, 2 * replica + 1], use_local_synchronization=True)
     elif here.type == "cuda":
-        group = streams.make_group(mates, worker, 2, here, 60.0)
+        backend = dist.ProcessGroupNCCL(mates, worker, 2, dist.ProcessGroupNCCL.Options())
+        group = nccl_group.group_of(backend, mates, worker, 2, here)
     else:
         from lagging_group import WorkersOnDevice
 

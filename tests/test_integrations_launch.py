@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import torchrun
 
 from diloco_comm import launch
 from diloco_comm.launch import Launch
@@ -86,8 +87,8 @@ with open(f"device-{os.environ['CUDA_VISIBLE_DEVICES']}", "w") as file:
 
 def test_each_process_of_torchrun_is_a_replica(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", "script.py"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", "2", "script.py"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "4,6"}
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment
@@ -96,6 +97,39 @@ def test_each_process_of_torchrun_is_a_replica(tmp_path: Path) -> None:
     # From 1 to 0 and to -1; the mean is -0.5.
     written = {path.name: path.read_text() for path in tmp_path.glob("device-*")}
     assert written == {"device-4": "2 -0.5\n", "device-6": "2 -0.5\n"}
+
+
+OTHERS = """
+import os
+site = {"GROUP_SCRATCH": "/scratch", "LOCAL_DATA_DIR": "/data", "ROLE_OF_HOST": "trainer"}
+os.environ |= {**site, "PMI_RANK": str(RANK), "PMI_SIZE": "1"}
+before = dict(os.environ)
+import torch.distributed as dist
+from diloco_comm.integrations.launch import replica_per_process
+replica_per_process()
+tell(
+    taken=sorted(before.keys() - os.environ.keys()),
+    changed=[name for name, value in os.environ.items() if before.get(name) != value],
+    is_launched=dist.is_torchelastic_launched(),
+)
+"""
+
+
+def test_only_the_variables_of_the_launcher_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that torchrun sets by which a process knows its place; and nothing of the site's."""
+    # Empty, it hides all GPUs.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (told,) = torchrun(OTHERS, tmp_path, 1)
+    kinds = ("", "LOCAL_", "GROUP_", "ROLE_")
+    places = {f"{kind}{name}" for kind in kinds for name in ("RANK", "WORLD_SIZE")}
+    elastic = ("MAX_RESTARTS", "RESTART_COUNT", "RUN_ID", "USE_AGENT_STORE")
+    assert told["taken"] == sorted(
+        {"MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE", "ROLE_NAME", *places}
+        | {f"TORCHELASTIC_{name}" for name in elastic}
+    )
+    assert told["changed"] == [] and told["is_launched"] is False
 
 
 def too_late(rank: int, world: int) -> Any:

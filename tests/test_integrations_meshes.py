@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from problems import Regression, batch, train_step
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from diloco_comm import DiLoCo
+from diloco_comm.integrations.attaching import attach, parameters_of, savable, state_with_local
+from diloco_comm.integrations.evaluating import Swap
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "replicas_of_several_workers.py"
 
@@ -52,3 +59,55 @@ def test_replicas_of_several_workers(world: int, inside: str, replicas: int, wor
     )
     # The sum of eight standard normal numbers has variance 8.
     assert all(loss < 6.0 for loss, *_ in results)
+
+
+def sharded_with_local(rank: int, world: int, path: Path) -> list[bool]:
+    """FSDP2 inside a replica: what trainers' callbacks do for an evaluation and a checkpoint."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "worker"))
+    arguments = {"sync_every": 2, "wire": "fp32", "mesh": mesh["replica"]}
+
+    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = Regression(seed=seed)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh["worker"])
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def shards(diloco: DiLoCo) -> torch.Tensor:
+        return torch.cat([value.flatten() for value in parameters_of(diloco).values()]).clone()
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            train_step(model, optimizer, rank // 2, step)
+
+    model, optimizer = make(0)
+    diloco = attach(DiLoCo, model, optimizer, arguments)
+    train(model, optimizer, range(3))
+    local, swap = shards(diloco), Swap(diloco)
+    swap.enter()
+    model(batch(0, 9)[0])  # without a backward: FSDP keeps gathered parameters
+    outer, digest = shards(diloco), diloco.outer_hash()
+    swap.leave()
+    facts = [torch.equal(shards(diloco), local), not torch.equal(outer, local)]
+    torch.save(savable(state_with_local(diloco)), path / f"{rank}.pt")
+    train(model, optimizer, range(3, 6))
+    diloco.flush()
+    end = shards(diloco)
+    diloco.close()
+
+    model, optimizer = make(7)
+    saved = torch.load(path / f"{rank}.pt", weights_only=True)
+    diloco = attach(DiLoCo, model, optimizer, arguments, saved)
+    facts += [torch.equal(shards(diloco), local), diloco.outer_hash() == digest]
+    train(model, optimizer, range(3, 6))
+    diloco.flush()
+    facts.append(torch.equal(shards(diloco), end))
+    diloco.close()
+    wrong = {**saved, "local": {**saved["local"], "head.bias": torch.zeros(3)}}
+    model, optimizer = make(7)
+    with pytest.raises(ValueError, match=r"'head\.bias' has shape \(3,\) in the checkpoint"):
+        attach(DiLoCo, model, optimizer, arguments, wrong)
+    return facts
+
+
+def test_shards_are_saved_with_their_local_parameters(fresh_workers, tmp_path: Path) -> None:
+    assert fresh_workers(4).run(sharded_with_local, tmp_path) == [[True] * 5] * 4

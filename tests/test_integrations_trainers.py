@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,33 +22,58 @@ from trainers import (
     WithLoss,
     flat,
     make_optimizer,
+    needs,
     on_store,
     plain_loop,
     settings,
 )
-from workers import Crew, Pool
-from zygote import Zygote
+from workers import Pool
+
+from diloco_comm import DiLoCo, NonFiniteError
+from diloco_comm.integrations.evaluating import Swap
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-LIBRARIES = ("transformers.trainer", "accelerate", "lightning.pytorch", "peft")
-
-
-def is_installed(library: str) -> bool:
-    return importlib.util.find_spec(library.partition(".")[0]) is not None
-
-
-def needs(library: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not is_installed(library), reason=f"{library} is not installed")
 
 
 @pytest.fixture(scope="module")
-def replicas() -> Iterator[Callable[[int], Pool]]:
-    """``replicas(n)``: processes without a process group that have imported the libraries."""
-    zygote = Zygote([library for library in LIBRARIES if is_installed(library)])
-    crew = Crew(zygote)
-    yield lambda world: crew.pool(world, init_group=False)
-    crew.close()
-    zygote.close()
+def replicas(trainer_replicas: Callable[[int], Pool]) -> Callable[[int], Pool]:
+    return trainer_replicas
+
+
+# --------------------------------------------------------------------- what cannot be shared
+
+
+def end_in_vain(rank: int, world: int, trainer: str) -> str:
+    """The last values are not finite: the end of training says so, and the attachment is closed."""
+    module = importlib.import_module(f"diloco_comm.integrations.{trainer}")
+    model = WithLoss()
+    callback = module.DiLoCoCallback()
+    optimizer = make_optimizer(model)
+    diloco = DiLoCo(model, optimizer, sync_every=4, on_nonfinite="skip", attach=False)
+    diloco.step()
+    next(model.parameters()).data.fill_(torch.nan)
+    callback.diloco, callback._swap = diloco, Swap(diloco)
+    settings = SimpleNamespace(load_best_model_at_end=False)
+    arguments = [settings, None, None] if trainer == "huggingface" else [None, None]
+    with pytest.raises(NonFiniteError, match="could not share all that was trained") as info:
+        callback.on_train_end(*arguments)
+    with pytest.raises(RuntimeError, match="closed"):
+        diloco.flush()
+    return str(info.value)
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param("huggingface", marks=needs("transformers")),
+        pytest.param("lightning", marks=needs("lightning")),
+    ],
+)
+def test_the_end_of_training_says_what_was_not_shared(
+    replicas: Callable[[int], Pool], trainer: str
+) -> None:
+    [message] = replicas(1).run(end_in_vain, trainer)
+    assert "fragment 0" in message and "replica 0" in message
 
 
 # ------------------------------------------------------------------------ Hugging Face's Trainer

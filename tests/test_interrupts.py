@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,24 @@ POLICIES: dict[str, dict[str, Any]] = {
 def interrupt(times: int = 1) -> None:
     for _ in range(times):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_once_waiting(thread: int) -> None:
+    """Send the signal when a thread stays in the same function of the package, as it waits there.
+
+    It must stay for a quarter of a second by ten looks, so that one that merely got no processor
+    for that long is no likely mistake.
+    """
+    place, num_looks = None, 0
+    while num_looks < 10:
+        time.sleep(0.025)
+        frame = sys._current_frames().get(thread)
+        while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+            frame = frame.f_back
+        now = None if frame is None else frame.f_code
+        num_looks = num_looks + 1 if now is not None and now is place else 0
+        place = now
+    interrupt()
 
 
 @contextmanager
@@ -205,11 +224,12 @@ def while_a_peer_is_awaited(rank: int, world: int, call: str) -> None:
     slot = exchange.slot(100, WireFormat("int8"))
     pending = exchange.start(slot, outer=None, params=[torch.ones(100)], header=Header())
     with default_handler():
-        timer = threading.Timer(0.3, interrupt)
-        timer.start()
+        main = threading.get_ident()
+        waiter = threading.Thread(target=interrupt_once_waiting, args=(main,), daemon=True)
         with pytest.raises(KeyboardInterrupt):
+            waiter.start()
             exchange.emulate_link(1.0) if call == "emulate_link" else exchange.close()
-        timer.join()
+        waiter.join()
     assert pending.done() == (call == "close")
     for exchange in made.values():
         exchange._close(patience_s=0.0)

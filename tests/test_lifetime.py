@@ -12,29 +12,31 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_replicas import Replica, Setup, engine_threads
+from fault_replicas import (
+    Replica,
+    Setup,
+    engine_threads,
+    lasting_engine_threads,
+    least_resources,
+)
 from workers import Pool
 from zygote import Job, Zygote
 
 H = 4
 
 
-def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 # --------------------------------------------------------------------------- threads and memory
 
 
 def close_in_every_way(rank: int, world: int, address: tuple[str, int], setup: Setup) -> None:
-    assert engine_threads() == []
+    assert lasting_engine_threads() == []
     replica = Replica(address, rank, range(world), setup)
-    before_first = num_threads()
+    _, with_engine = least_resources()
     assert engine_threads() != []
     replica.train_to(H)
     replica.diloco.close()
     replica.diloco.close()
-    assert engine_threads() == []
+    assert lasting_engine_threads() == []
     with pytest.raises(RuntimeError, match="closed"):
         replica.diloco.exchange.exchange_objects(b"")
     # The hooks are off: training goes on without exchanges.
@@ -44,8 +46,8 @@ def close_in_every_way(rank: int, world: int, address: tuple[str, int], setup: S
     again = Replica(address, rank, range(world), setup)
     with again.diloco:
         again.train_to(H)
-    assert engine_threads() == []
-    assert num_threads() < before_first
+    assert lasting_engine_threads() == []
+    assert least_resources()[1] < with_engine
 
 
 def test_no_thread_is_left_after_close(workers: Callable[[int], Pool]) -> None:
@@ -72,7 +74,7 @@ def drop_everything(
     part = None
     gc.collect()
     assert (diloco(), exchange(), model()) == (None, None, None)
-    assert engine_threads() == []
+    assert lasting_engine_threads() == []
 
 
 @pytest.mark.parametrize("mid_exchange", [False, True], ids=["idle", "mid-exchange"])

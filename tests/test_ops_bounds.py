@@ -66,8 +66,12 @@ def sync(place: Place, wire: str, n: int, block_size: int, impl: str) -> list[Te
     ops.merge(outer, params, 0.5, impl=impl)
     norms = place(torch.zeros(2, dtype=torch.float64))
     ops.norms(outer, params, norms, impl=impl)
+    sums = place(torch.zeros(2, dtype=torch.int64))
+    for data in (payload, result[1:], outer, *params, *outs):
+        ops.digest(data, sums, impl=impl)
     return [
-        payload, result, new_residual, outer, momentum, second, pending, *params, *outs, norms,
+        payload, result, new_residual, outer, momentum, second, pending, *params, *outs,
+        norms, sums,
     ]  # fmt: skip
 
 

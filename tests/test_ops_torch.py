@@ -54,6 +54,7 @@ def calls(n: int = 600) -> dict[str, tuple[tuple, dict]]:
         "decode": (([payload], [1.0], case.params, 0, n, *form), {}),
         "merge": ((case.outer, case.params), {"alpha": 0.25}),
         "norms": ((case.outer, case.params, torch.zeros(2, dtype=torch.float64)), {}),
+        "digest": ((payload, counted(2)), {"first_word": 5}),
     }  # fmt: skip
 
 
@@ -175,7 +176,7 @@ def test_steady_state_allocates_nothing(impl: str, wire: str) -> None:
     payload, momentum = torch.zeros(case.layout.payload_bytes, dtype=torch.uint8), torch.zeros(n)
     run_bytes = case.layout.run_bytes
     result, residual = torch.zeros(run_bytes, dtype=torch.uint8), torch.zeros(n)
-    out = torch.zeros(2, dtype=torch.float64)
+    out, sums = torch.zeros(2, dtype=torch.float64), counted(2)
     run = case.layout.run_elements
 
     def sync() -> None:
@@ -191,6 +192,7 @@ def test_steady_state_allocates_nothing(impl: str, wire: str) -> None:
         ops.decode([payload], [1.0], case.params, 0, n, *case.form, impl=impl)
         ops.merge(case.outer, case.params, impl=impl)
         ops.norms(case.outer, case.params, out, impl=impl)
+        ops.digest(case.outer, sums, impl=impl)
 
     for _ in range(3):
         sync()

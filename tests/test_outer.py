@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -330,3 +331,48 @@ def test_configuration_round_trip() -> None:
         make_outer(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer is expected"):
         make_outer(lambda params: 3).make_state(torch.zeros(4))  # type: ignore[arg-type,return-value]
+
+
+class OfOneself(torch.optim.SGD):
+    """An optimizer that a user wrote, with an argument that has no default."""
+
+    def __init__(self, params: Any, decay: float, lr: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.defaults["decay"] = decay
+
+
+MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
+    "sgd": (
+        lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
+        "torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)",
+    ),
+    "defaults": (torch.optim.SGD, "torch.optim.SGD(params, lr=0.001)"),
+    "adamw": (
+        lambda params: torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.1),
+        "torch.optim.AdamW(params, lr=0.001, betas=(0.9, 0.95), weight_decay=0.1)",
+    ),
+    "tensor": (
+        lambda params: torch.optim.Adam(params, lr=torch.tensor(0.5)),
+        "torch.optim.Adam(params, lr=0.5)",
+    ),
+    "groups": (
+        lambda params: torch.optim.SGD([{"params": params, "lr": 0.3}], lr=0.1),
+        "torch.optim.SGD(params, lr=0.3)",
+    ),
+    "own": (lambda params: OfOneself(params, 0.25), "OfOneself(params, decay=0.25, lr=1.0)"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_an_optimizer_of_torch_is_answered_with_the_function_to_write(name: str) -> None:
+    make, call = MADE[name]
+    model = torch.nn.Linear(2, 2)
+    made = make(model.parameters())
+    with pytest.raises(TypeError) as refused:
+        DiLoCo(model, torch.optim.SGD(model.parameters()), sync_every=1, outer=made)
+    said = str(refused.value)
+    assert said.endswith(f"write outer=lambda params: {call}") and "\n" not in said
+    # What is to be written makes such an optimizer.
+    written = eval(f"lambda params: {call}", {"torch": torch, "OfOneself": OfOneself})
+    first, second = (o.param_groups[0] for o in (made, written(list(model.parameters()))))
+    assert first == second

@@ -108,6 +108,52 @@ def test_survivors_lose_nothing(
         assert first["hashes"] == second["hashes"]
 
 
+def settle_a_first_round(
+    rank: int, world: int, address: tuple[str, int], error_feedback: bool, dies: bool
+) -> dict[str, torch.Tensor]:
+    """Wait for the first round at once; when replica 1 dies in its vote, 0 settles that round."""
+    options = {"overlap": Eager(first="sync"), "outer": HeavyBall(LR, 0.0)}
+    options |= {"error_feedback": error_feedback}
+    setup = Setup("int4", 1, H, name=f"{error_feedback}/{dies}", options=options)
+    replica = Replica(address, rank, range(world), setup)
+    part = replica.diloco.parts[0]
+    sent: list[torch.Tensor] = []
+    replica.before_exchange = lambda: sent.append(part.progress())
+    replica.train_to(H - 1)
+    if rank == 1 and dies:
+        replica.fault("kill", "vote")
+    failure = replica.failing_step()
+    if dies:
+        assert failure is not None and failure.stage == "vote"
+        replica.diloco.change_group([0])
+    assert part.round == 1 and part.slot is not None and not part.in_flight
+    owed = part.slot.residuals.added
+    result = {
+        "outer": part.outer.clone(),
+        "local": torch.cat([tensor.flatten() for tensor in part.tensors()]),
+        "owed": torch.zeros(part.num_elements) if owed is None else owed.float(),
+        "sent": sent[-1],
+    }
+    replica.diloco.close()
+    return result
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_a_round_that_was_waited_for_at_once_counts_once(
+    fresh_workers: Callable[..., Pool], error_feedback: bool
+) -> None:
+    """The local parameters still hold what was sent: it is not owed, too."""
+    pool = fresh_workers(2, init_group=False)
+    expected = pool.run(settle_a_first_round, pool.store, error_feedback, False)[0]
+    settled = pool.run(settle_a_first_round, pool.store, error_feedback, True, expect_exit={1})[0]
+    assert torch.equal(settled["outer"], expected["outer"])
+    assert torch.equal(settled["local"], expected["local"])
+    if error_feedback:
+        torch.testing.assert_close(settled["owed"], expected["owed"], rtol=0, atol=1e-6)
+    # No more than what encoding loses: half of a step of the wire, of 15 steps.
+    assert settled["owed"].abs().max() < 0.1 * settled["sent"].abs().max()
+
+
 # -------------------------------------------------------------------------------------- joiners
 
 

@@ -24,6 +24,7 @@ from diloco_comm import (
     FromTorch,
     HeavyBall,
     Nesterov,
+    NonFiniteError,
     Streaming,
 )
 from diloco_comm.wire import WIRES
@@ -318,6 +319,9 @@ def spoil(rank: int, world: int, arguments: dict[str, Any]) -> tuple[list[str], 
                 next(model.parameters()).data[0, :3] = math.nan
             train_step(model, optimizer, rank, step, WIDTH)
             hashes.append(diloco.outer_hash())
+        # The fragments are sent at different steps, so one always spoils the other again.
+        with pytest.raises(NonFiniteError, match="could not share all"):
+            diloco.flush()
         diloco.flush()
         skipped = [m.round for m in diloco.metrics() if not m.is_applied]
         is_finite = all(bool(p.isfinite().all()) for p in model.parameters())

@@ -107,8 +107,8 @@ def test_resume_after_every_inner_step(world: int, workers) -> None:
     assert results == [{name: [True] * NUM_STEPS for name in names}] * world
 
 
-def lose_what_is_under_way(rank: int, world: int, names: list[str]) -> dict[str, bool]:
-    """Save with rounds under way; those are lost, in the same run and in one that has resumed."""
+def settle_what_is_under_way(rank: int, world: int, names: list[str]) -> dict[str, bool]:
+    """Save with rounds under way, and change the group: in this run, and in one that resumed."""
     matches = {}
     for name in names:
         file, ends = io.BytesIO(), []
@@ -136,9 +136,9 @@ def lose_what_is_under_way(rank: int, world: int, names: list[str]) -> dict[str,
     return matches
 
 
-def test_a_round_lost_after_a_resume_counts_no_rounding_twice(workers) -> None:
+def test_a_round_settled_after_a_resume_counts_no_rounding_twice(workers) -> None:
     names = ["streaming", "delayed_2"]
-    assert workers(3).run(lose_what_is_under_way, names) == [dict.fromkeys(names, True)] * 3
+    assert workers(3).run(settle_what_is_under_way, names) == [dict.fromkeys(names, True)] * 3
 
 
 # ------------------------------------------------------------------------ distributed checkpoints

@@ -11,6 +11,7 @@ import pytest
 from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
 
 from diloco_comm.tools import plan_command, plan_model
+from diloco_comm.tools.sizes import parse_count
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
 GBPS = {key: (float, None) for key in ("0.5", "0.8", "0.9", "0.95", "0.99")}
@@ -210,7 +211,7 @@ def test_size_comes_from_a_model_config(
         ([*SMALL, "--workers", 1], "--workers must be at least 2, got 1"),
         ([*SMALL, "--method", "gossip"], "--method must be one of dp, diloco"),
         ([*SMALL, "--wire", "int3"], "--wire must be one of fp32"),
-        ([*SMALL, "--block-size", 100], "block_size must be one of"),
+        ([*SMALL, "--block-size", 100], "--block-size must be one of"),
         ([*SMALL, "--sync-every", 0], "--sync-every must be at least 1, got 0"),
         ([*SMALL, "--fragment-layers", 25], "--fragment-layers must be between 0 and --layers 24"),
         ([*SMALL, "--method", "streaming", "--delay", 100], "below --sync-every 100, got 100"),
@@ -218,7 +219,9 @@ def test_size_comes_from_a_model_config(
         ([*SMALL, "--rtt-ms", -1], "--rtt-ms must not be negative, got -1"),
         ([*SMALL, "--gbps", 0], "--gbps must be a positive number, got 0"),
         ([*SMALL, "--gbps", 1, "--target", 1], "--target must be between 0 and 1, got 1"),
-        ([*SMALL, "--plot", "/no/such/folder/x.png"], "cannot write --plot"),
+        ([*SMALL, "--params", "7X"], "must be a number such as 25e6, 350M, 7B or 1.5T, got '7X'"),
+        ([*SMALL, "--params", "B"], "must be a number such as 25e6, 350M, 7B or 1.5T, got 'B'"),
+        ([*SMALL, "--plot", f"{__file__}/x.png"], "cannot write --plot"),
         (["--safetensors", "/no/such", "--step-time", 1], "cannot read /no/such: No such file"),
     ],
 )
@@ -261,3 +264,35 @@ def test_foreign_config_is_one_sentence(tmp_path: Path, content: str, named: str
     path = tmp_path / "config.json"
     path.write_text(content)
     check_misuse(run_cli("plan", "--model-config", path, "--step-time", 1), named)
+
+
+# ------------------------------------------------------------------------ counts
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("7B", 7e9),
+        ("1.5T", 1.5e12),
+        ("350m", 350e6),
+        ("10K", 1e4),
+        ("25e6", 25e6),
+        ("1.001k", 1001),
+    ],
+)
+def test_counts_are_written_as_people_say_them(text: str, count: float) -> None:
+    assert parse_count("--params", text) == count
+    ended = run_cli("plan", "--params", text, "--layers", 24, "--step-time", 0.1, "--json")
+    assert json.loads(ended.out)["request"]["params"] == count
+
+
+@pytest.mark.parametrize("text", ["", "B", "7X", "7BB", "seven", "1e3K"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be a number such as 25e6, 350M, 7B or 1\.5T"):
+        parse_count("--params", text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1B", "nan", "inf"])
+def test_a_count_is_positive(text: str) -> None:
+    with pytest.raises(ValueError, match="--params must be a positive number, got"):
+        parse_count("--params", text)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
 from problems import Regression, train_step
-from trace_files import GEMM, NCCL, Nsys, kernel, launch, write_kineto
+from trace_files import GEMM, NCCL, Nsys, event, kernel, launch, write_kineto
 from workers import Pool
 
 from diloco_comm import DiLoCo, Streaming
@@ -135,8 +135,33 @@ def test_run_records_a_program_that_ends_early(tmp_path: Path) -> None:
     assert rank["computation_us"] > 0
 
 
-def test_run_without_a_trace_fails() -> None:
-    ended = run_cli("profile", "run", "--out", "/nowhere", "--", "true")
+REPLICAS = """
+import torch
+from diloco_comm import DiLoCo
+from diloco_comm.integrations.launch import replica_per_process
+replicas = replica_per_process()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with DiLoCo(model, optimizer, sync_every=3, timeout=60, **replicas):
+    for step in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_replicas_of_their_own_write_a_trace_each(tmp_path: Path) -> None:
+    """Each process of torchrun is alone by its own account when it writes."""
+    (tmp_path / "train.py").write_text(REPLICAS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ended = profile_run(tmp_path, *launcher, "--nproc-per-node", "2", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    names = [Path(path).name for path in json.loads(ended.stdout)["traces"]]
+    assert names == ["rank0.json.gz", "rank1.json.gz"]
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == names
+
+
+def test_run_without_a_trace_fails(tmp_path: Path) -> None:
+    ended = run_cli("profile", "run", "--out", tmp_path, "--", "true")
     assert (ended.status, ended.out) == (1, "")
     assert ended.err.startswith("diloco-comm: no trace was written")
 
@@ -195,7 +220,9 @@ def test_examples_of_report_run(
     monkeypatch.chdir(tmp_path)
     Path("traces").mkdir()
     for rank in (0, 1):
-        write_kineto(Path(f"traces/rank{rank}.json.gz"), KERNELS, rank)
+        if not any(word.endswith(".sqlite") for word in arguments):
+            write_kineto(Path(f"traces/rank{rank}.json.gz"), KERNELS, rank)
+            continue
         nsys = Nsys(Path(f"traces/rank{rank}.sqlite"))
         nsys.add_kernel(NCCL, 5_000, 25_000)
         nsys.add_kernel(GEMM, 15_000, 35_000)
@@ -210,6 +237,57 @@ def test_examples_of_report_run(
         assert "50.00 %" in ended.out
     if "--plot" in arguments:
         assert Path("timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_of_a_folder_is_in_the_order_of_ranks(tmp_path: Path) -> None:
+    for rank in (10, 2, 0):
+        write_kineto(tmp_path / f"rank{rank}.json", KERNELS, None)
+    write_kineto(tmp_path / "rank1.json.gz", KERNELS, None)
+    nsys = Nsys(tmp_path / "rank3.sqlite")
+    nsys.add_kernel(NCCL, 5_000, 25_000)
+    nsys.close()
+    # What is no trace, or lies deeper, is left alone.
+    (tmp_path / "rank4.txt").write_text("")
+    (tmp_path / "rank5.nsys-rep").write_text("")
+    (tmp_path / "older").mkdir()
+    write_kineto(tmp_path / "older/rank6.json", KERNELS, 6)
+    ranks = report_json(tmp_path)["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3, 10]
+    names = ["rank0.json", "rank1.json.gz", "rank2.json", "rank3.sqlite", "rank10.json"]
+    assert [rank["file"] for rank in ranks] == [str(tmp_path / name) for name in names]
+
+
+def test_traces_of_a_folder_that_name_no_rank_keep_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b.json", "a.json"):
+        write_kineto(tmp_path / name, KERNELS, None)
+    found = [(rank["rank"], Path(rank["file"]).name) for rank in report_json(tmp_path)["ranks"]]
+    assert found == [(0, "a.json"), (1, "b.json")]
+
+
+def test_a_folder_of_reports_that_are_not_exported_is_one_sentence(tmp_path: Path) -> None:
+    check_misuse(run_cli("profile", "report", tmp_path), f"there is no trace in {tmp_path}")
+    (tmp_path / "rank0.nsys-rep").write_text("")
+    check_misuse(run_cli("profile", "report", tmp_path), "nsys export --type sqlite rank0.nsys-rep")
+
+
+@pytest.mark.parametrize("hours", [0, 20], ids=["short", "long"])
+@pytest.mark.parametrize("columns", [40, 80])
+def test_no_label_is_cut(
+    hours: int, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    long_us = 3.6e9 * hours + 20
+    stage = event("diloco_comm::outer_step fragment=0 round=3", "user_annotation", 0, long_us)
+    events = [*KERNELS, launch(2, 3), kernel(NCCL, 50, long_us, 7, 3), stage]
+    ended = run_cli("profile", "report", write_kineto(tmp_path / "rank0.json", events, 0))
+    assert ended.status == 0 and "\u2026" not in ended.out
+    for title in ("communication", "overlapped", "exposed", "computation", "longest", "in all"):
+        assert ended.out.count(title) == 1
+    for label in ("diloco_comm", "outer_step", f"{(long_us + 20) / 1e3:,.3f}"):
+        assert label in ended.out
+    # What a run of minutes shows has room in a terminal as they come.
+    widest = max(map(len, ended.out.splitlines()))
+    assert hours or widest <= 80
 
 
 @pytest.mark.parametrize("arguments", examples(profile_command.RUN_EXAMPLES), ids=" ".join)
@@ -288,7 +366,7 @@ def test_foreign_database_is_one_sentence(tmp_path: Path) -> None:
     [
         (["report"], "Missing argument"),
         (["report", "/no/such.json"], "cannot read /no/such.json: No such file"),
-        (["report", "/"], "cannot read /: Is a directory"),
+        (["report", "/dev"], "there is no trace in /dev: *.json, *.json.gz, *.sqlite"),
         (["run", "--skip", 0, "--", "true"], "--skip must be at least 1, got 0"),
         (["run", "--steps", 0, "--", "true"], "--steps must be at least 1, got 0"),
         (["run", "--", "/no/such/program"], "there is no program '/no/such/program'"),
@@ -301,4 +379,5 @@ def test_impossible_requests_are_one_sentence(arguments: list[object], named: st
 
 def test_plot_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     path = write_kineto(tmp_path / "a.json", KERNELS)
-    check_misuse(run_cli("profile", "report", path, "--plot", "/no/x.png"), "cannot write --plot")
+    ended = run_cli("profile", "report", path, "--plot", path / "x.png")
+    check_misuse(ended, "cannot write --plot")

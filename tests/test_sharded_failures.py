@@ -131,7 +131,9 @@ def live_through(
         worker.diloco.close()
         return result
     errors = [ledger.error()] if ledger else []
-    worker.diloco.change_group([0, 1])
+    # Workers whose own exchange did not fail go on with whom their workmates agreed on.
+    worker.diloco.change_group("survivors" if stage == "vote" else [0, 1])
+    assert worker.diloco.members == (0, 1)
     worker.train_to(8 * H + 1)
     errors += [ledger.error()] if ledger else []
     result["in_flight_at_join"] = worker.in_flight()

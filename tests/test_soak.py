@@ -52,12 +52,12 @@ def descriptors() -> int:
 
 
 def left_behind(before: tuple[list[str], int]) -> tuple[list[str], int]:
-    """Threads and descriptors that were not there before; waits two seconds for them to end.
+    """Threads and descriptors that were not there before; waits ten seconds for them to end.
 
     A joined thread takes a moment, and a call on the store has a thread as long as it lasts: one
     that was there before and is gone is none of ours.
     """
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 10
     while True:
         names = Counter(threads()) - Counter(before[0])
         more = max(0, descriptors() - before[1])
@@ -120,10 +120,10 @@ def soak(rank: int, world: int, seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_500_outer_steps_leave_nothing_behind(workers: Callable[[int], Any]) -> None:
     seed = 20_240_611
-    results = workers(4).run(soak, seed, timeout=200)
+    results = workers(4).run(soak, seed, timeout=400)
     for result in results:
         assert result["steps"] == 500
         for entry in result["history"]:

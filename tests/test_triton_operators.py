@@ -149,24 +149,35 @@ def test_merge(impl: str, alpha: float) -> None:
 
 
 @every_impl
-@pytest.mark.parametrize("num_elements", [1, 255, 700])
+@pytest.mark.parametrize("num_elements", [1, 255, 700, 1500])
 def test_norms(impl: str, num_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles: the definition's 65536 elements take the interpreter a minute, so here 256."""
-    from diloco_comm.kernels import launching
+    """Tiles of 128 elements: the definition's 65536 take the interpreter long.
 
-    monkeypatch.setattr(reference, "NORM_TILE", 256)
-    monkeypatch.setitem(launching.PROGRAMS, "norms", (256, 1))
+    A tile has several batches of rows, and there are several batches of tiles.
+    """
+    from diloco_comm.kernels import launching, norms
+
+    monkeypatch.setattr(reference, "NORM_TILE", 128)
+    monkeypatch.setitem(launching.PROGRAMS, "norms", (128, 1))
+    monkeypatch.setattr(norms, "ROWS", 4)
+    monkeypatch.setattr(norms, "BATCH", 4)
     params = tensors_like(num_elements, num_elements)
     fill(params, values(num_elements, "normal", 1))
     stepping.check_norms(values(num_elements, "bad", 2), params, impl)
     stepping.check_norms(None, params, impl)
+    for seed in range(5):
+        # Of such different sizes that another order of the sum mostly rounds to another number.
+        generator = torch.Generator().manual_seed(seed)
+        uneven = torch.randn(num_elements, generator=generator).mul_(2).exp_()
+        stepping.check_norms(None, [uneven], impl)
 
 
 def test_the_tile_of_norms_is_the_reference_s() -> None:
     from diloco_comm.kernels import launching
-    from diloco_comm.kernels.norms import LANES
+    from diloco_comm.kernels.norms import LANES, ROWS
 
     assert (launching.PROGRAMS["norms"][0], LANES) == (reference.NORM_TILE, reference.NORM_LANES)
+    assert reference.NORM_TILE % (ROWS * LANES) == 0
 
 
 # More elements than 32 bits can count where there is a GPU to hold them.

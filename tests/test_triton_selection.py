@@ -85,17 +85,46 @@ def test_no_engine_runs_on_the_interpreter() -> None:
 
 
 def test_the_default_on_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator's own where both are there, else the one that is."""
+    monkeypatch.setitem(impls.DEFAULT_ON_CUDA, "reduce", "triton")
     monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
     monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: False)
     assert ops.available_impls("cuda") == ("triton",)
-    assert ops.resolve_impl("", "cuda") == "triton"
+    assert ops.resolve_impl("", "cuda", "encode") == "triton"
     with pytest.raises(ValueError, match=r"impl must be one of triton on cuda tensors.*'cuda'"):
         ops.resolve_impl("cuda", "cuda")
     monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: True)
-    assert ops.resolve_impl("", "cuda") == impls.DEFAULT_ON_CUDA[0]
-    assert ops.resolve_impl("triton", "cuda") == "triton"
+    defaults = [ops.resolve_impl("", "cuda", operator) for operator in ("encode", "reduce")]
+    assert defaults == ["cuda", "triton"]
+    assert ops.resolve_impl("", "cuda") == ""
+    assert ops.resolve_impl("triton", "cuda", "encode") == "triton"
     monkeypatch.setattr(ops_triton, "is_installed", lambda: False)
     assert ops.available_impls("cuda") == ("cuda",)
+    assert ops.resolve_impl("", "cuda", "reduce") == "cuda"
+
+
+def test_every_operator_has_a_default_on_cuda_tensors() -> None:
+    assert set(impls.DEFAULT_ON_CUDA) == set(ops_triton.OPERATORS)
+    assert set(impls.DEFAULT_ON_CUDA.values()) <= set(impls.IMPLEMENTATIONS["cuda"])
+
+
+def test_an_operator_takes_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each function of the module asks for the default of its own name."""
+    monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
+    monkeypatch.setattr(ops_triton, "has_cuda_kernels", lambda: True)
+    monkeypatch.setitem(impls.DEFAULT_ON_CUDA, "norms", "triton")
+    chosen = []
+
+    def resolve(impl: str, device: str, operator: str) -> str:
+        chosen.append(impls.resolve_impl(impl, "cuda", operator))
+        return "reference"
+
+    monkeypatch.setattr(ops, "resolve_impl", resolve)
+    x = torch.zeros(4)
+    ops.merge(x, [x.clone()])
+    ops.norms(x, [x.clone()], torch.zeros(2, dtype=torch.float64))
+    ops.norms(x, [x.clone()], torch.zeros(2, dtype=torch.float64), impl="cuda")
+    assert chosen == ["cuda", "triton", "cuda"]
 
 
 def test_the_environment_means_the_device_that_has_the_implementation(
@@ -103,10 +132,7 @@ def test_the_environment_means_the_device_that_has_the_implementation(
 ) -> None:
     monkeypatch.setattr(ops_triton, "is_installed", lambda: True)
     monkeypatch.setenv("DILOCO_COMM_IMPL", "scalar")
-    assert (ops.resolve_impl(), ops.resolve_impl("", "cuda")) == (
-        "scalar",
-        ops.available_impls("cuda")[-1],
-    )
+    assert (ops.resolve_impl(), ops.resolve_impl("", "cuda")) == ("scalar", "")
     monkeypatch.setenv("DILOCO_COMM_IMPL", "triton")
     assert (ops.resolve_impl(), ops.resolve_impl("", "cuda")) == ("", "triton")
     monkeypatch.setenv("DILOCO_COMM_IMPL", "sse9")

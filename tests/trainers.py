@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from problems import Regression, batch
@@ -16,6 +18,15 @@ from diloco_comm import DiLoCo, Nesterov, Streaming
 WIDTH, ROWS = 24, 8
 NUM_STEPS, SAVED_STEP = 10, 5
 LEARNING_RATE = 0.01
+HELD_OUT = 77  # whose rows all replicas evaluate on
+
+
+def is_installed(library: str) -> bool:
+    return importlib.util.find_spec(library.partition(".")[0]) is not None
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not is_installed(library), reason=f"{library} is not installed")
 
 
 def settings(**others: Any) -> dict[str, Any]:
@@ -98,3 +109,30 @@ def plain_loop(
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def outers_of_plain_loop(
+    rank: int, arguments: dict[str, Any], steps_per_epoch: int = NUM_STEPS
+) -> tuple[list[Tensor], Tensor]:
+    """Train without a trainer; returns the outer parameters after each step, and the last ones."""
+    model = WithLoss(rank)
+    optimizer = make_optimizer(model)
+    outers = []
+    with DiLoCo(model, optimizer, **arguments) as diloco:
+        for step in range(NUM_STEPS):
+            model(*batch(rank, step % steps_per_epoch, WIDTH, ROWS))["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with diloco.outer_parameters():
+                outers.append(flat(model))
+        diloco.flush()
+    return outers, flat(model)
+
+
+def loss_of(parameters: Tensor) -> float:
+    """Evaluate parameters as the trainer does: the mean over two batches."""
+    model = WithLoss()
+    torch.nn.utils.vector_to_parameters(parameters, model.parameters())
+    with torch.no_grad():
+        values = [model(*batch(HELD_OUT, i, WIDTH, ROWS))["loss"].item() for i in range(2)]
+    return sum(values) / 2

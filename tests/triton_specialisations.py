@@ -163,6 +163,12 @@ class Cases:
         out = torch.zeros(2, dtype=torch.float64)
         yield from launches(label, "norms", self.outer, params, out)
 
+    def digest(self) -> Iterator[Launch]:
+        """At each alignment of the data."""
+        data, sums = torch.zeros(N, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+        for shift in (0, 4, 2, 1):
+            yield from launches(f"{shift=}", "digest", data[shift:], sums, 1 << 40)
+
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes or (FP32,))
@@ -182,6 +188,7 @@ def representative() -> Iterator[Launch]:
     yield from case.delayed(False, True, behind=0.1)
     yield from case.decode()
     yield from case.plain(FP32, BF16, FP16, alpha=0.5)
+    yield from case.digest()
     yield from Cases("int4", 256).encode(BF16)
     yield from Cases("e3m0", 32).encode(stochastic=True)
     yield from Cases("fp8_e4m3", 1024).encode(residual=BF16)
@@ -207,6 +214,7 @@ def everything() -> Iterator[Launch]:
         yield from case.delayed(False, False)
         yield from case.delayed(False, True)
     yield from _all_dtypes(Cases("int8", 256))
+    yield from Cases("int8", 256).digest()
     case = Cases("int4", 256)
     for count in range(2, 10):
         yield from case.reduce(count, residual=FP32)

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -137,6 +138,26 @@ class Zygote:
         self.control.close()
 
 
+def wait_until_stopped(pid: int, timeout: float = 60.0) -> None:
+    """Wait for all threads of a process that was sent SIGSTOP.
+
+    One of them has to come to a processor first; on a loaded machine the others answer meanwhile.
+    """
+    deadline = time.monotonic() + timeout
+    while {_state(task) for task in Path(f"/proc/{pid}/task").iterdir()} != {"T"}:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"process {pid} did not stop within {timeout} s")
+        time.sleep(0.005)
+
+
+def _state(task: Path) -> str:
+    """The letter behind the name, which may hold spaces and brackets; "" of a thread that ended."""
+    try:
+        return (task / "stat").read_text().rpartition(") ")[2][:1]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 class Job:
     """A Python program in a process of its own; input and output are ours to write and read."""
 
@@ -147,9 +168,12 @@ class Job:
         self.output = self.stream.makefile("r")
 
     def send_signal(self, sig: int) -> None:
+        """Send a signal; after SIGSTOP the program stands still."""
         os.kill(self.pid, sig)
+        if sig == signal.SIGSTOP:
+            wait_until_stopped(self.pid)
 
-    def finish(self, timeout: float = 30.0) -> tuple[int, str]:
+    def finish(self, timeout: float = 90.0) -> tuple[int, str]:
         """Wait for the end; the exit status, negative for a signal, and the rest of the output."""
         self.stream.settimeout(timeout)
         try:

@@ -30,6 +30,14 @@ void read2(const FloorBuffer* b, size_t begin, size_t end) {
     sink = sum;
 }
 
+// Outer, parameters -> codes.
+void encode(const FloorBuffer* b, size_t begin, size_t end) {
+    const auto* outer = reinterpret_cast<const uint32_t*>(b[0].data);
+    const auto* params = reinterpret_cast<const uint32_t*>(b[1].data);
+    uint8_t* codes = b[2].data;
+    for (size_t i = begin; i < end; ++i) codes[i] = static_cast<uint8_t>(outer[i] + params[i]);
+}
+
 // Outer, momentum, codes -> outer, momentum, parameters.
 void step(const FloorBuffer* b, size_t begin, size_t end) {
     float *outer = floats(b, 0), *momentum = floats(b, 1), *params = floats(b, 2);
@@ -94,6 +102,22 @@ DILOCO_WIDE void read2_wide(const FloorBuffer* b, size_t begin, size_t end) {
             odd, _mm512_xor_si512(_mm512_loadu_si512(x + i + 16), _mm512_loadu_si512(y + i + 16)));
     }
     sink = static_cast<uint32_t>(_mm512_reduce_add_epi32(_mm512_add_epi32(even, odd)));
+}
+
+template <bool kStreams>
+DILOCO_WIDE void encode_wide(const FloorBuffer* b, size_t begin, size_t end) {
+    const float *outer = floats(b, 0), *params = floats(b, 1);
+    for (size_t i = begin; i < end; i += 16) {
+        const __m512i x =
+            _mm512_add_epi32(_mm512_loadu_si512(outer + i), _mm512_loadu_si512(params + i));
+        auto* codes = reinterpret_cast<__m128i*>(b[2].data + i);
+        if (kStreams) {
+            _mm_stream_si128(codes, _mm512_castsi512_si128(x));
+        } else {
+            _mm_storeu_si128(codes, _mm512_castsi512_si128(x));
+        }
+    }
+    _mm_sfence();
 }
 
 // Stores of the outer step: none, only the parameters', or all of them non-temporal.
@@ -178,6 +202,7 @@ DILOCO_WIDE void feedback_wide(const FloorBuffer* b, size_t begin, size_t end) {
 
 constexpr const char* kCopyBuffers = "source, target: fp32";
 constexpr const char* kReadBuffers = "two sources: fp32";
+constexpr const char* kEncodeBuffers = "outer, parameters: fp32; codes: int8";
 constexpr const char* kStepBuffers = "outer, momentum, parameters: fp32; codes: int8";
 constexpr const char* kArrivalBuffers = "outer, momentum: fp32; codes: int8";
 constexpr const char* kFeedbackBuffers =
@@ -186,6 +211,7 @@ constexpr const char* kFeedbackBuffers =
 constexpr Floor kPlainFloors[] = {
     {"memcpy", kCopyBuffers, 2, {4, 4}, copy},
     {"read2", kReadBuffers, 2, {4, 4}, read2},
+    {"encode", kEncodeBuffers, 3, {4, 4, 1}, encode},
     {"outer_step", kStepBuffers, 4, {4, 4, 4, 1}, step},
     {"arrival", kArrivalBuffers, 3, {4, 4, 1}, arrival},
     {"feedback", kFeedbackBuffers, 5, {4, 4, 4, 4, 1}, feedback},
@@ -197,6 +223,8 @@ constexpr Floor kWideFloors[] = {
     {"memcpy_cached", kCopyBuffers, 2, {4, 4}, cached_copy},
     {"memcpy_stream", kCopyBuffers, 2, {4, 4}, stream_copy},
     {"read2", kReadBuffers, 2, {4, 4}, read2_wide},
+    {"encode", kEncodeBuffers, 3, {4, 4, 1}, encode_wide<false>},
+    {"encode_stream", kEncodeBuffers, 3, {4, 4, 1}, encode_wide<true>},
     {"outer_step", kStepBuffers, 4, {4, 4, 4, 1}, step_wide<0>},
     {"outer_step_stream", kStepBuffers, 4, {4, 4, 4, 1}, step_wide<1>},
     {"outer_step_stream_all", kStepBuffers, 4, {4, 4, 4, 1}, step_wide<2>},

@@ -112,6 +112,20 @@ struct NormsSpan {
 
 constexpr int kNormLanes = 16;
 
+// The two sums of a digest, mod 2^64 (wire/digest.h).
+struct DigestSums {
+    uint64_t product = 0;
+    uint64_t sum = 0;
+};
+
+// Adds whole words to the sums; the data may lie at any address.
+struct DigestSpan {
+    const uint8_t* data;
+    int64_t num_words;
+    uint64_t first_word;  // index of the first one
+    DigestSums* sums;
+};
+
 struct Kernels {
     const char* name;
     int64_t (*encode)(const EncodeSpan&);  // returns the number of bad elements
@@ -119,6 +133,7 @@ struct Kernels {
     void (*outer_step)(const StepSpan&);
     void (*merge)(const MergeSpan&);
     int64_t (*norms)(const NormsSpan&);  // returns the number of bad elements
+    void (*digest)(const DigestSpan&);
 };
 
 extern const Kernels kScalarKernels;

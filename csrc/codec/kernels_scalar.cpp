@@ -2,6 +2,7 @@
 #include "codec/kernels.h"
 #include "codec/step_rule.h"
 #include "wire/codes.h"
+#include "wire/digest.h"
 #include "wire/stochastic.h"
 
 namespace diloco::codec {
@@ -209,6 +210,18 @@ int64_t norms(const NormsSpan& span) {
     return num_bad;
 }
 
+void digest(const DigestSpan& span) {
+    DigestSums sums = *span.sums;
+    uint64_t key = wire::digest_key(span.first_word);
+    for (int64_t i = 0; i < span.num_words; ++i, key += wire::kDigestStep) {
+        uint64_t word;
+        __builtin_memcpy(&word, span.data + 8 * i, sizeof(word));
+        sums.product += wire::digest_product(word, key);
+        sums.sum += word;
+    }
+    *span.sums = sums;
+}
+
 // Calls f with the format as a compile-time constant.
 template <template <Format> class Run, class Span>
 auto by_format(const Span& span) {
@@ -251,6 +264,6 @@ void outer_step(const StepSpan& span) { by_format<Step>(span); }
 
 }  // namespace
 
-const Kernels kScalarKernels{"scalar", encode, decode, outer_step, merge, norms};
+const Kernels kScalarKernels{"scalar", encode, decode, outer_step, merge, norms, digest};
 
 }  // namespace diloco::codec

@@ -2,6 +2,7 @@
 // kernels_avx2.cpp, kernels_avx512.cpp.
 #pragma once
 
+#include "codec/simd_digest.h"
 #include "codec/simd_encode.h"
 #include "codec/simd_step.h"
 

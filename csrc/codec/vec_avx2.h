@@ -161,6 +161,25 @@ struct Vec {
     static I high_half(I v) { return _mm256_srli_epi64(v, 32); }
     static I multiply_low(I a, I b) { return _mm256_mul_epu32(a, b); }
     static I set64(uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
+    // Words of 64 bits, four of them.
+    static I load_words(const uint8_t* p) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    }
+    static I lane_numbers() { return _mm256_setr_epi64x(0, 1, 2, 3); }
+    static I add64(I a, I b) { return _mm256_add_epi64(a, b); }
+    static I multiply64(I a, I b) {
+        const I cross = add64(multiply_low(a, high_half(b)), multiply_low(high_half(a), b));
+        return add64(multiply_low(a, b), _mm256_slli_epi64(cross, 32));
+    }
+    template <int kBits>
+    static I shift_right64(I a) {
+        return _mm256_srli_epi64(a, kBits);
+    }
+    static uint64_t sum64(I v) {
+        alignas(32) uint64_t lanes[4];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), v);
+        return lanes[0] + lanes[1] + lanes[2] + lanes[3];
+    }
     static I xor3(I a, I b, I c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
     // The 16 bytes of each counter.
     static void store_philox(uint8_t* p, I w0, I w1, I w2, I w3) {

@@ -137,6 +137,16 @@ struct Vec {
     static I high_half(I v) { return _mm512_srli_epi64(v, 32); }
     static I multiply_low(I a, I b) { return _mm512_mul_epu32(a, b); }
     static I set64(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
+    // Words of 64 bits, eight of them.
+    static I load_words(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    static I lane_numbers() { return _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7); }
+    static I add64(I a, I b) { return _mm512_add_epi64(a, b); }
+    static I multiply64(I a, I b) { return _mm512_mullo_epi64(a, b); }
+    template <int kBits>
+    static I shift_right64(I a) {
+        return _mm512_srli_epi64(a, kBits);
+    }
+    static uint64_t sum64(I v) { return static_cast<uint64_t>(_mm512_reduce_add_epi64(v)); }
     static I xor3(I a, I b, I c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
     // The 16 bytes of each counter.
     static void store_philox(uint8_t* p, I w0, I w1, I w2, I w3) {

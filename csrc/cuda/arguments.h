@@ -124,4 +124,11 @@ struct NormsArgs {
     Segments params;
 };
 
+struct DigestArgs {
+    uint64_t data;  // an address
+    uint64_t num_bytes;
+    uint64_t first_word;
+    uint64_t* sums;  // [2]: of products, of words
+};
+
 }  // namespace diloco::cuda

@@ -12,41 +12,47 @@ namespace {
 // outs = sum_i c_i decode(payload_i). Reads n + n / 128 bytes a term (int8, blocks of 256), writes
 // 4n (fp32). One warp per 512 elements.
 template <Format kFormat>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ DecodeArgs args) {
-    __shared__ __align__(16) float stages[kWarps][kStepTile];
+__global__ void __launch_bounds__(kThreads, 5)
+    decode_kernel(const __grid_constant__ DecodeArgs args) {
+    __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];
     const WarpLanes lanes(stages[warp_in_block()]);
+    Place place;
     for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
-        decode_tile<kFormat>(lanes, args, i);
+        decode_tile<kFormat>(lanes, args, i, place);
     }
 }
 
 // params = alpha params + (1 - alpha) outer. Reads 4n bytes, 8n with alpha, writes 4n (fp32). One
 // warp per 512 elements.
-__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeArgs args) {
-    __shared__ __align__(16) float stages[kWarps][kStepTile];
+__global__ void __launch_bounds__(kThreads, 5)
+    merge_kernel(const __grid_constant__ MergeArgs args) {
+    __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];
     const WarpLanes lanes(stages[warp_in_block()]);
+    Place place;
     for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
-        merge_tile(lanes, args, i);
+        merge_tile(lanes, args, i, place);
     }
 }
 
-int64_t num_norm_warps(const NormsArgs& args) {
-    const int64_t elements = kChunksPerWarp * codec::kNormChunk;
-    return (args.num_elements + elements - 1) / elements;
+__host__ __device__ int64_t num_norm_chunks(const NormsArgs& args) {
+    return (args.num_elements + codec::kNormChunk - 1) / codec::kNormChunk;
 }
 
-// The partial sums of each chunk. Reads 8n bytes. One half of a warp per 65536 elements: the order
-// of a sum is fixed, so a chunk's 16 partial sums are all there is to do at a time.
-__global__ void __launch_bounds__(kThreads) norms_kernel(const __grid_constant__ NormsArgs args) {
-    const WarpLanes lanes(nullptr);
-    const int64_t elements = kChunksPerWarp * codec::kNormChunk;
-    const int64_t num_warps = (args.num_elements + elements - 1) / elements;
-    for (int64_t i = first_warp(); i < num_warps; i += grid_warps()) norms_tile(lanes, args, i);
+// The sums of each chunk. Reads 8n bytes. One warp per 65536 elements.
+__global__ void __launch_bounds__(kThreads, 3)
+    norms_kernel(const __grid_constant__ NormsArgs args) {
+    __shared__ __align__(16) float stages[kWarps][kNormStageFloats];
+    const WarpLanes lanes(stages[warp_in_block()]);
+    Place place;
+    const int64_t num_chunks = num_norm_chunks(args);
+    for (int64_t i = first_warp(); i < num_chunks; i += grid_warps()) {
+        norms_chunk(lanes, args, i, place);
+    }
 }
 
 // The sum over the chunks, in order. Reads 16 bytes a chunk. One warp.
 __global__ void __launch_bounds__(kThreads) total_kernel(const __grid_constant__ NormsArgs args) {
-    __shared__ __align__(16) float stage[4 * kLanes];
+    __shared__ __align__(16) float stage[kTotalStageFloats];
     if (first_warp() == 0) norms_total(WarpLanes(stage), args);
 }
 
@@ -80,7 +86,7 @@ void merge(const MergeArgs& args, Queue queue) {
 
 void norms(const NormsArgs& args, Queue queue) {
     static ResidentBlocks fits{}, fits_total{};
-    launch<NormsArgs>(norms_kernel, fits, args, num_norm_warps(args), queue);
+    launch<NormsArgs>(norms_kernel, fits, args, num_norm_chunks(args), queue);
     launch<NormsArgs>(total_kernel, fits_total, args, 1, queue);
 }
 

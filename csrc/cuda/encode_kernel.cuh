@@ -15,11 +15,12 @@ namespace {
 // that fills the device.
 template <Format kFormat, bool kStochastic, class Args>
 __global__ void __launch_bounds__(kThreads, 3) encode_kernel(const __grid_constant__ Args args) {
-    __shared__ __align__(16) float stages[kWarps][kEncodeTile];
+    __shared__ __align__(16) float stages[kWarps][kEncodeStageFloats];
     const WarpLanes lanes(stages[warp_in_block()]);
     WarpLanes::Of<int> bad{0};
+    Place place;
     for (uint32_t i = first_warp(); i < args.target.runs.num_tiles; i += grid_warps()) {
-        encode_tile<kFormat, kStochastic>(lanes, args, i, bad);
+        encode_tile<kFormat, kStochastic>(lanes, args, i, place, bad);
     }
     if (args.target.nonfinite != nullptr) {
         lanes.count(args.target.nonfinite, [&](int lane) { return bad[lane]; });

@@ -2,13 +2,13 @@
 // element is read once.
 #pragma once
 
-#include "cuda/tiles.h"
-#include "wire/stochastic.h"
+#include "cuda/terms.h"
 
 namespace diloco::cuda {
 
 constexpr int kEncodeQuads = kEncodeTile / (kQuad * kLanes);
-static_assert(kEncodeTile == wire::kMaxBlockSize && kEncodeTile <= kStageFloats);
+constexpr int kEncodeStageFloats = 2 * (kEncodeTile + kStageSlack);
+static_assert(kEncodeTile == wire::kMaxBlockSize && kEncodeStageFloats <= kStageFloats);
 
 struct PerQuad {
     uint32_t magnitude[kEncodeQuads];
@@ -118,72 +118,122 @@ DILOCO_DEVICE void draw(const Lanes& lanes, const EncodeTarget& target, const Ti
     lanes.swap([&](int lane) -> uint32_t& { return words[lane].other; });
 }
 
-// The code of element i of quad j, x being its value and `quads` its block's scale.
+// The codes of quad j; `random` holds its random bits.
 template <Format kFormat, bool kStochastic>
-DILOCO_DEVICE uint32_t code_of(float x, const PerQuad& quads, int j, uint32_t random) {
+DILOCO_DEVICE CodeQuad<kFormat> codes_of(const Quad& x, const PerQuad& quads, int j,
+                                         uint32_t random) {
+    CodeQuad<kFormat> codes{};
     if constexpr (wire::has_scales(kFormat)) {
-        if (quads.magnitude[j] > wire::kLargestGoodBits) return 0;
-        x = wire::mul(x, quads.inverse[j]);
+        Quad y;
+        DILOCO_UNROLL
+        for (int i = 0; i < kQuad; ++i) y.v[i] = wire::mul(x.v[i], quads.inverse[j]);
+        codes = scaled_codes_of<kFormat, kStochastic>(y, random);
+        if (quads.magnitude[j] > wire::kLargestGoodBits) codes = {};
     } else {
-        if (wire::is_bad(x)) return 0;
+        DILOCO_UNROLL
+        for (int i = 0; i < kQuad; ++i) {
+            uint32_t code = 0;
+            if constexpr (kStochastic) {
+                code = wire::encode_stochastic<kFormat>(x.v[i], wire::random16_of(random, i));
+            } else {
+                code = wire::encode_nearest<kFormat>(x.v[i]);
+            }
+            codes.put(i, wire::is_bad(x.v[i]) ? 0 : code);
+        }
     }
-    if constexpr (kStochastic) {
-        return wire::encode_stochastic<kFormat>(x, random);
-    } else {
-        return wire::encode_nearest<kFormat>(x);
-    }
+    return codes;
 }
 
 // Encodes quad j of a lane and writes its codes; leaves in x what the encoding lost if it is
-// wanted.
+// wanted. Elements that do not exist are zero, and so are their codes.
 template <Format kFormat, bool kStochastic>
 DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bool keeps_rest,
-                               Quad& x, const PerQuad& quads, int j, uint32_t word, int& bad) {
-    CodeQuad<kFormat> codes{};
-    DILOCO_UNROLL
-    for (int i = 0; i < kQuad; ++i) {
-        const uint32_t random = kStochastic ? wire::random16_of(word, i) : 0;
-        uint32_t code = code_of<kFormat, kStochastic>(x.v[i], quads, j, random);
-        if constexpr (kFormat == Format::kFp16) {
+                               Quad& x, const PerQuad& quads, int j, uint32_t random, int& bad) {
+    CodeQuad<kFormat> codes = codes_of<kFormat, kStochastic>(x, quads, j, random);
+    if constexpr (kFormat == Format::kFp16) {
+        CodeQuad<kFormat> good{};
+        DILOCO_UNROLL
+        for (int i = 0; i < kQuad; ++i) {
+            const uint32_t code = codes.get(i);
             const bool is_bad = wire::is_code_bad<kFormat>(code);
             bad += is_bad;
-            code = is_bad ? 0 : code;
+            good.put(i, is_bad ? 0 : code);
         }
-        codes.put(i, i < count ? code : 0);
-        if (!keeps_rest) continue;
-        float value = wire::code_value<kFormat>(code);
-        if constexpr (wire::has_scales(kFormat)) value = wire::mul(value, quads.scale[j]);
-        x.v[i] = wire::sub(x.v[i], value);
+        codes = good;
+    }
+    if (keeps_rest) {
+        const Quad values = values_of<kFormat>(codes);
+        DILOCO_UNROLL
+        for (int i = 0; i < kQuad; ++i) {
+            float value = values.v[i];
+            if constexpr (wire::has_scales(kFormat)) value = wire::mul(value, quads.scale[j]);
+            x.v[i] = wire::sub(x.v[i], value);
+        }
     }
     if (count > 0) store_codes<kFormat>(codes_at, codes, count, is_aligned);
 }
 
-// Encodes x + residual; adds the bad elements to `bad`.
+using EncodeQuads = Quads<kEncodeQuads>;
+
+// x = f(x, y), element by element.
+template <class Lanes, class F>
+DILOCO_DEVICE void combine(const Lanes& lanes, typename Lanes::template Of<EncodeQuads>& x,
+                           const typename Lanes::template Of<EncodeQuads>& y, F&& f) {
+    lanes.each([&](int lane) {
+        DILOCO_UNROLL
+        for (int j = 0; j < kEncodeQuads; ++j) {
+            DILOCO_UNROLL
+            for (int i = 0; i < kQuad; ++i) {
+                float& value = x[lane].q[j].v[i];
+                value = f(value, y[lane].q[j].v[i]);
+            }
+        }
+    });
+}
+
+// The residual has a stage of its own, so that it is under way while other arrays are read, and
+// takes no registers until then.
+template <class Lanes>
+DILOCO_DEVICE float* residual_stage(const Lanes& lanes) {
+    return lanes.stage + kEncodeTile + kStageSlack;
+}
+
+template <class Lanes>
+DILOCO_DEVICE void fetch_residual(const Lanes& lanes, const EncodeTarget& target,
+                                  const Tile& tile) {
+    if (target.residual == nullptr) return;
+    const Segment array = whole(target.residual, target.residual_dtype);
+    float* stage = residual_stage(lanes);
+    if (target.residual_dtype == DType::kFp32) {
+        fetch_tile<DType::kFp32, kEncodeQuads>(lanes, stage, array, tile);
+    } else {
+        fetch_tile<DType::kBf16, kEncodeQuads>(lanes, stage, array, tile);
+    }
+}
+
+// x += residual.
+template <class Lanes>
+DILOCO_DEVICE void add_residual(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
+                                typename Lanes::template Of<EncodeQuads>& x) {
+    if (target.residual == nullptr) return;
+    typename Lanes::template Of<EncodeQuads> residual;
+    const Segment array = whole(target.residual, target.residual_dtype);
+    const float* stage = residual_stage(lanes);
+    if (target.residual_dtype == DType::kFp32) {
+        take_fetched<DType::kFp32, kEncodeQuads>(lanes, stage, array, tile, residual);
+    } else {
+        take_fetched<DType::kBf16, kEncodeQuads>(lanes, stage, array, tile, residual);
+    }
+    combine(lanes, x, residual, [](float own, float other) { return wire::add(own, other); });
+}
+
+// Encodes x; adds the bad elements to `bad`.
 template <Format kFormat, bool kStochastic, class Lanes>
 DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
                                 typename Lanes::template Of<Quads<kEncodeQuads>>& x,
                                 typename Lanes::template Of<int>& bad) {
     using DT = DType;
     uint8_t* payload = target.payload;
-    if (target.residual != nullptr) {
-        typename Lanes::template Of<Quads<kEncodeQuads>> residual;
-        const Segment array = whole(target.residual, target.residual_dtype);
-        if (target.residual_dtype == DT::kFp32) {
-            load_inside<DT::kFp32, kEncodeQuads>(lanes, array, tile, residual);
-        } else {
-            load_inside<DT::kBf16, kEncodeQuads>(lanes, array, tile, residual);
-        }
-        lanes.each([&](int lane) {
-            DILOCO_UNROLL
-            for (int j = 0; j < kEncodeQuads; ++j) {
-                DILOCO_UNROLL
-                for (int i = 0; i < kQuad; ++i) {
-                    float& value = x[lane].q[j].v[i];
-                    value = wire::add(value, residual[lane].q[j].v[i]);
-                }
-            }
-        });
-    }
     typename Lanes::template Of<PerQuad> quads;
     find_magnitudes(lanes, x, quads, bad);
     if constexpr (wire::has_scales(kFormat)) {
@@ -217,38 +267,35 @@ DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, 
     }
 }
 
-// payload <- Q(outer - params + residual), or Q(params + residual).
+// payload <- Q(outer - params + residual), or Q(params + residual). All arrays are read before the
+// first is used.
 template <Format kFormat, bool kStochastic, class Lanes>
 DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, uint32_t index,
-                               typename Lanes::template Of<int>& bad) {
+                               Place& place, typename Lanes::template Of<int>& bad) {
     const Tile tile = tile_at<kFormat, kEncodeQuads>(args.target.runs, index);
-    typename Lanes::template Of<Quads<kEncodeQuads>> x, outer;
+    typename Lanes::template Of<EncodeQuads> x, outer;
+    fetch_residual(lanes, args.target, tile);
     if (args.outer != nullptr) {
         load_inside<DType::kFp32, kEncodeQuads>(lanes, whole(args.outer, DType::kFp32), tile,
                                                 outer);
     }
-    load_tile<kEncodeQuads>(lanes, args.params, tile, x);
+    load_tile<kEncodeQuads>(lanes, args.params, tile, place, x);
     if (args.outer != nullptr) {
-        lanes.each([&](int lane) {
-            DILOCO_UNROLL
-            for (int j = 0; j < kEncodeQuads; ++j) {
-                DILOCO_UNROLL
-                for (int i = 0; i < kQuad; ++i) {
-                    x[lane].q[j].v[i] = wire::sub(outer[lane].q[j].v[i], x[lane].q[j].v[i]);
-                }
-            }
-        });
+        combine(lanes, x, outer, [](float own, float other) { return wire::sub(other, own); });
     }
+    add_residual(lanes, args.target, tile, x);
     encode_quads<kFormat, kStochastic>(lanes, args.target, tile, x, bad);
 }
 
 // result <- Q(sum of coefficient * decoded run + residual).
 template <Format kFormat, bool kStochastic, class Lanes>
-DILOCO_DEVICE void encode_tile(const Lanes& lanes, const ReduceArgs& args, uint32_t index,
+DILOCO_DEVICE void encode_tile(const Lanes& lanes, const ReduceArgs& args, uint32_t index, Place&,
                                typename Lanes::template Of<int>& bad) {
     const Tile tile = tile_at<kFormat, kEncodeQuads>(args.target.runs, index);
-    typename Lanes::template Of<Quads<kEncodeQuads>> x;
+    typename Lanes::template Of<EncodeQuads> x;
+    fetch_residual(lanes, args.target, tile);
     sum_terms<kFormat, kEncodeQuads>(lanes, args.target.runs, args.terms, tile, x);
+    add_residual(lanes, args.target, tile, x);
     encode_quads<kFormat, kStochastic>(lanes, args.target, tile, x, bad);
 }
 

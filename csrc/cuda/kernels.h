@@ -21,6 +21,7 @@ void outer_step(const StepArgs& args, wire::Format format, Queue queue);
 void decode(const DecodeArgs& args, wire::Format format, Queue queue);
 void merge(const MergeArgs& args, Queue queue);
 void norms(const NormsArgs& args, Queue queue);
+void digest(const DigestArgs& args, Queue queue);
 
 // Copies host data to device memory through kernel parameters, so that nothing refers to the host's
 // memory afterwards, also in a captured graph. The size is a multiple of 16 bytes.

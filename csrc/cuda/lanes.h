@@ -1,4 +1,5 @@
-// The 32 lanes of a warp. The code of a tile (encode_tile.h, step_tile.h, norms_tile.h) is written
+// The 32 lanes of a warp. The code of a tile (encode_tile.h, step_tile.h, norms_tile.h,
+// digest_tile.h) is written
 // once against this interface; WarpLanes is a warp, and the tests' EmulatedLanes runs the lanes one
 // after the other on the host.
 //   Of<T>              a T of each lane
@@ -8,7 +9,12 @@
 //   add_upper(n, at)   adds at(lane + n) to at(lane), for lanes whose n-th neighbour exists
 //   sync()             makes what lanes wrote to `stage` visible to the others
 //   count(to, of)      adds the sum of of(lane) to *to
-//   stage              kStageFloats of scratch memory, the warp's own
+//   add_all(to, of)    the same, of 64-bit numbers mod 2^64
+//   num_where(f)       the number of lanes in which f(lane) is true
+//   pick(to, of, from) sets to(lane) to of(from(lane)), the value of another lane
+//   fetch(to, address) in each(): begins to copy 16 bytes of the device's memory to the stage
+//   wait()             until the lane's own copies have arrived
+//   stage              scratch memory, the warp's own: as large as the kernel's tiles need
 #pragma once
 
 #include "wire/config.h"
@@ -16,7 +22,10 @@
 namespace diloco::cuda {
 
 constexpr int kLanes = 32;
-constexpr int kStageFloats = 1024;
+
+// A stage holds the elements of a tile; those of a misaligned array begin up to 15 bytes later.
+constexpr int kStageSlack = 4;
+constexpr int kStageFloats = 2 * (1024 + kStageSlack);  // the most that any kernel needs
 
 #if defined(__CUDACC__)
 
@@ -62,6 +71,30 @@ class WarpLanes {
         if (sum != 0 && threadIdx.x % kLanes == 0) {
             atomicAdd(reinterpret_cast<unsigned long long*>(to), sum);
         }
+    }
+
+    template <class F>
+    DILOCO_DEVICE int num_where(F&& f) const {
+        return __popc(__ballot_sync(kAll, f(static_cast<int>(threadIdx.x) % kLanes)));
+    }
+    template <class To, class Of, class From>
+    DILOCO_DEVICE void pick(To&& to, Of&& of, From&& from) const {
+        to(0) = __shfl_sync(kAll, of(0), from(static_cast<int>(threadIdx.x) % kLanes));
+    }
+    DILOCO_DEVICE void fetch(void* to, uint64_t address) const {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                         static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+                     "l"(address)
+                     : "memory");
+    }
+    DILOCO_DEVICE void wait() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+    template <class At>
+    DILOCO_DEVICE void add_all(uint64_t* to, At&& of) const {
+        auto sum = static_cast<unsigned long long>(of(0));
+        DILOCO_UNROLL
+        for (int n = kLanes / 2; n > 0; n /= 2) sum += __shfl_down_sync(kAll, sum, n);
+        if (threadIdx.x % kLanes == 0) atomicAdd(reinterpret_cast<unsigned long long*>(to), sum);
     }
 
     float* stage;

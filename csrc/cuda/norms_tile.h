@@ -1,6 +1,9 @@
 // Squared norms and counts of bad elements, in the order of summation that the operator defines: a
 // chunk of 65536 elements has 16 partial sums, of which each takes every sixteenth element; their
 // upper half is added to the lower until one is left; chunks are added in order.
+//
+// So only 16 lanes can add the squares of a chunk, but all 32 read: a warp takes a chunk, by tiles,
+// and reads the next tile before it adds this one up.
 #pragma once
 
 #include "codec/codec.h"
@@ -8,120 +11,160 @@
 
 namespace diloco::cuda {
 
-constexpr int kChunksPerWarp = kLanes / codec::kNormLanes;
-constexpr int kNormBatch = 8;  // elements of a lane that are read before the first is added
+constexpr int kNormQuads = kEncodeTile / (kQuad * kLanes);
+constexpr int kNormStageFloats = 2 * (kEncodeTile + kStageSlack);
+constexpr int kTotalBatch = 8;  // chunks of a lane that are read before the first is added
+constexpr int kTotalStageFloats = 2 * kTotalBatch * kLanes;
+static_assert(kNormStageFloats <= kStageFloats && kTotalStageFloats <= kStageFloats);
 
-struct NormSum {
-    double squared;
-    int64_t bad;
-};
+using NormQuads = Quads<kNormQuads>;
 
-DILOCO_DEVICE float norm_element(const NormsArgs& args, const Segment*& at, int64_t element) {
-    while (begin_of(at[1]) <= element) ++at;
-    const DType dtype = dtype_of(*at);
-    const auto bytes = static_cast<uint64_t>(element) * (dtype == DType::kFp32 ? 4 : 2);
-    const float param = load_element(at->origin + bytes, dtype);
-    return args.outer != nullptr ? wire::sub(args.outer[element], param) : param;
+// Tile `index` of the fragment.
+DILOCO_DEVICE Tile norm_tile_at(const NormsArgs& args, int64_t index) {
+    const int64_t first = index * kEncodeTile, left = args.num_elements - first;
+    return {first, static_cast<int32_t>(left < kEncodeTile ? left : kEncodeTile), 0, 0};
 }
 
-DILOCO_DEVICE void add_square(NormSum& sum, float x) {
-    const bool is_bad = wire::is_bad(x);
-    const double value = is_bad ? 0.0 : static_cast<double>(x);
+template <class Lanes>
+DILOCO_DEVICE void load_norm_tile(const Lanes& lanes, const NormsArgs& args, const Tile& tile,
+                                  Place& place, typename Lanes::template Of<NormQuads>& outer,
+                                  typename Lanes::template Of<NormQuads>& x) {
+    if (args.outer != nullptr) {
+        load_inside<DType::kFp32, kNormQuads>(lanes, whole(args.outer, DType::kFp32), tile, outer);
+    }
+    load_tile<kNormQuads>(lanes, args.params, tile, place, x);
+}
+
+// Puts outer - x, or x, on `stage`, zero where that is bad, and adds the bad elements to `bad`.
+template <class Lanes>
+DILOCO_DEVICE void stage_differences(const Lanes& lanes, bool has_outer, float* stage,
+                                     const typename Lanes::template Of<NormQuads>& outer,
+                                     const typename Lanes::template Of<NormQuads>& x,
+                                     typename Lanes::template Of<int64_t>& bad) {
+    lanes.each([&](int lane) {
+        DILOCO_UNROLL
+        for (int j = 0; j < kNormQuads; ++j) {
+            Quad q = x[lane].q[j];
+            DILOCO_UNROLL
+            for (int i = 0; i < kQuad; ++i) {
+                if (has_outer) q.v[i] = wire::sub(outer[lane].q[j].v[i], q.v[i]);
+                const bool is_bad = wire::is_bad(q.v[i]);
+                bad[lane] += is_bad;
+                q.v[i] = is_bad ? 0.0f : q.v[i];
+            }
+            store_staged(stage + quad_at(lane, j), q);
+        }
+    });
+    lanes.sync();
+}
+
+// Adds the squares of a tile on `stage`; those of elements that do not exist are zero, and adding
+// zero changes nothing.
+template <class Lanes>
+DILOCO_DEVICE void add_squares(const Lanes& lanes, const float* stage,
+                               typename Lanes::template Of<double>& squares) {
+    lanes.each([&](int lane) {
+        if (lane >= codec::kNormLanes) return;
+        DILOCO_UNROLL_8
+        for (int at = lane; at < kEncodeTile; at += codec::kNormLanes) {
+            const auto x = static_cast<double>(stage[at]);
 #if defined(__CUDA_ARCH__)
-    sum.squared = __dadd_rn(sum.squared, __dmul_rn(value, value));
+            squares[lane] = __dadd_rn(squares[lane], __dmul_rn(x, x));
 #else
-    sum.squared += value * value;
+            squares[lane] += x * x;
 #endif
-    sum.bad += is_bad;
-}
-
-// The elements first, first + 16, ... below `end`, added in order.
-DILOCO_DEVICE NormSum sum_squares(const NormsArgs& args, int64_t first, int64_t end) {
-    constexpr int64_t kStep = codec::kNormLanes;
-    NormSum sum{0.0, 0};
-    if (first >= end) return sum;
-    const Segment* at = find(list_of(args.params), args.params.count, first);
-    int64_t element = first;
-    while (element < end) {
-        while (begin_of(at[1]) <= element) ++at;
-        const int64_t limit = begin_of(at[1]) < end ? begin_of(at[1]) : end;
-        if (element + (kNormBatch - 1) * kStep >= limit) {
-            add_square(sum, norm_element(args, at, element));
-            element += kStep;
-            continue;
         }
-        const Segment segment = *at;
-        with_dtype(dtype_of(segment), [&](auto dtype) {
-            constexpr DType kDType = decltype(dtype)::value;
-            for (; element + (kNormBatch - 1) * kStep < limit; element += kNormBatch * kStep) {
-                float x[kNormBatch];
-                DILOCO_UNROLL
-                for (int i = 0; i < kNormBatch; ++i) {
-                    x[i] = load_element(address_in<kDType>(segment, element + i * kStep), kDType);
-                    if (args.outer != nullptr) {
-                        x[i] = wire::sub(args.outer[element + i * kStep], x[i]);
-                    }
-                }
-                DILOCO_UNROLL
-                for (int i = 0; i < kNormBatch; ++i) add_square(sum, x[i]);
-            }
-        });
-    }
-    return sum;
+    });
+    lanes.sync();
 }
 
-// Chunks 2 * index and 2 * index + 1, one for each half of the warp.
 template <class Lanes>
-DILOCO_DEVICE void norms_tile(const Lanes& lanes, const NormsArgs& args, int64_t index) {
-    constexpr int64_t kChunk = codec::kNormChunk;
-    typename Lanes::template Of<NormSum> sums;
+DILOCO_DEVICE void norms_chunk(const Lanes& lanes, const NormsArgs& args, int64_t chunk,
+                               Place& place) {
+    constexpr int64_t kTiles = codec::kNormChunk / kEncodeTile;
+    float* const differences = lanes.stage + kEncodeTile + kStageSlack;
+    const int64_t num_tiles = (args.num_elements + kEncodeTile - 1) / kEncodeTile;
+    const int64_t begin = chunk * kTiles;
+    const int64_t end = begin + kTiles < num_tiles ? begin + kTiles : num_tiles;
+    typename Lanes::template Of<double> squares;
+    typename Lanes::template Of<int64_t> bad;
+    typename Lanes::template Of<NormQuads> outer, x;
     lanes.each([&](int lane) {
-        const int64_t begin = (index * kChunksPerWarp + lane / codec::kNormLanes) * kChunk;
-        const int64_t end = begin + kChunk < args.num_elements ? begin + kChunk : args.num_elements;
-        sums[lane] = sum_squares(args, begin + lane % codec::kNormLanes, end);
+        squares[lane] = 0.0;
+        bad[lane] = 0;
     });
+    load_norm_tile(lanes, args, norm_tile_at(args, begin), place, outer, x);
+    for (int64_t i = begin; i < end; ++i) {
+        stage_differences(lanes, args.outer != nullptr, differences, outer, x, bad);
+        if (i + 1 < end) load_norm_tile(lanes, args, norm_tile_at(args, i + 1), place, outer, x);
+        add_squares(lanes, differences, squares);
+    }
     DILOCO_UNROLL
-    for (int half = codec::kNormLanes / 2; half > 0; half /= 2) {
-        lanes.add_upper(half, [&](int lane) -> double& { return sums[lane].squared; });
-        lanes.add_upper(half, [&](int lane) -> int64_t& { return sums[lane].bad; });
-    }
-    lanes.each([&](int lane) {
-        const int64_t chunk = index * kChunksPerWarp + lane / codec::kNormLanes;
-        if (lane % codec::kNormLanes == 0 && chunk * kChunk < args.num_elements) {
-            args.squares[chunk] = sums[lane].squared;
-            args.counts[chunk] = sums[lane].bad;
-        }
-    });
-}
-
-// Adds the chunks in order; one warp, which fetches 32 at a time.
-template <class Lanes>
-DILOCO_DEVICE void norms_total(const Lanes& lanes, const NormsArgs& args) {
-    const int64_t num_chunks = (args.num_elements + codec::kNormChunk - 1) / codec::kNormChunk;
-    auto* squares = reinterpret_cast<double*>(lanes.stage);
-    auto* counts = reinterpret_cast<int64_t*>(lanes.stage + 2 * kLanes);
-    typename Lanes::template Of<NormSum> total;
-    lanes.each([&](int lane) { total[lane] = {0.0, 0}; });
-    for (int64_t first = 0; first < num_chunks; first += kLanes) {
-        lanes.each([&](int lane) {
-            const bool is_there = first + lane < num_chunks;
-            squares[lane] = is_there ? args.squares[first + lane] : 0.0;
-            counts[lane] = is_there ? args.counts[first + lane] : 0;
-        });
-        lanes.sync();
-        lanes.each([&](int lane) {
-            if (lane != 0) return;
-            for (int i = 0; i < kLanes; ++i) {
-                total[lane].squared += squares[i];
-                total[lane].bad += counts[i];
-            }
-        });
-        lanes.sync();
+    for (int n = kLanes / 2; n > 0; n /= 2) {
+        lanes.add_upper(n, [&](int lane) -> int64_t& { return bad[lane]; });
+        if (n == codec::kNormLanes) continue;
+        lanes.add_upper(n, [&](int lane) -> double& { return squares[lane]; });
     }
     lanes.each([&](int lane) {
         if (lane != 0) return;
-        args.out[0] = total[lane].squared;
-        args.out[1] = static_cast<double>(total[lane].bad);
+        args.squares[chunk] = squares[lane];
+        args.counts[chunk] = bad[lane];
+    });
+}
+
+// Adds the chunks in order; one warp, which reads kTotalBatch * 32 of them before it adds those
+// that it read before.
+template <class Lanes>
+DILOCO_DEVICE void norms_total(const Lanes& lanes, const NormsArgs& args) {
+    constexpr int kBatch = kTotalBatch * kLanes;
+    struct Batch {
+        double squares[kTotalBatch];
+    };
+    const int64_t num_chunks = (args.num_elements + codec::kNormChunk - 1) / codec::kNormChunk;
+    auto* squares = reinterpret_cast<double*>(lanes.stage);
+    typename Lanes::template Of<double> total;
+    typename Lanes::template Of<int64_t> bad;
+    typename Lanes::template Of<Batch> next;
+    const auto read = [&](int64_t first) {
+        lanes.each([&](int lane) {
+            DILOCO_UNROLL
+            for (int k = 0; k < kTotalBatch; ++k) {
+                const int64_t at = first + lane + k * kLanes;
+                next[lane].squares[k] = at < num_chunks ? args.squares[at] : 0.0;
+            }
+        });
+    };
+    lanes.each([&](int lane) {
+        total[lane] = 0.0;
+        bad[lane] = 0;
+        DILOCO_UNROLL_8
+        for (int64_t at = lane; at < num_chunks; at += kLanes) bad[lane] += args.counts[at];
+    });
+    read(0);
+    for (int64_t first = 0; first < num_chunks; first += kBatch) {
+        lanes.each([&](int lane) {
+            DILOCO_UNROLL
+            for (int k = 0; k < kTotalBatch; ++k) {
+                squares[lane + k * kLanes] = next[lane].squares[k];
+            }
+        });
+        lanes.sync();
+        read(first + kBatch);
+        lanes.each([&](int lane) {
+            if (lane != 0) return;
+            DILOCO_UNROLL_8
+            for (int i = 0; i < kBatch; ++i) total[lane] += squares[i];
+        });
+        lanes.sync();
+    }
+    DILOCO_UNROLL
+    for (int n = kLanes / 2; n > 0; n /= 2) {
+        lanes.add_upper(n, [&](int lane) -> int64_t& { return bad[lane]; });
+    }
+    lanes.each([&](int lane) {
+        if (lane != 0) return;
+        args.out[0] = total[lane];
+        args.out[1] = static_cast<double>(bad[lane]);
     });
 }
 

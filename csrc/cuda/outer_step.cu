@@ -5,17 +5,23 @@
 namespace diloco::cuda {
 namespace {
 
+// Blocks of a multiprocessor: more where the arrays of a tile leave registers for them.
+template <Format kFormat, bool kIsAdam>
+constexpr int kStepBlocks = kIsAdam || !wire::has_scales(kFormat) ? 3 : 4;
+
 // g = sum_i c_i decode(payload_i);  the optimizer's update of outer and its state;  params <-
 // alpha params + (1 - alpha) outer.
 // Nesterov, int8, fp32 parameters: reads 9n bytes and writes 12n; Adam 4n more each. alpha reads
 // the parameters, too: 4n. One warp per 512 elements, in a grid that fills the device.
 template <Format kFormat, bool kIsAdam>
-__global__ void __launch_bounds__(kThreads, 4) step_kernel(const __grid_constant__ StepArgs args) {
+__global__ void __launch_bounds__(kThreads, kStepBlocks<kFormat, kIsAdam>)
+    step_kernel(const __grid_constant__ StepArgs args) {
     if (args.verdict != nullptr && *args.verdict != 0) return;
-    __shared__ __align__(16) float stages[kWarps][kStepTile];
+    Place place;
+    __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];
     const WarpLanes lanes(stages[warp_in_block()]);
     for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
-        step_tile<kFormat, kIsAdam>(lanes, args, i);
+        step_tile<kFormat, kIsAdam>(lanes, args, i, place);
     }
 }
 
@@ -26,7 +32,7 @@ template <Format kFormat>
 __global__ void __launch_bounds__(kThreads, 4)
     arrival_kernel(const __grid_constant__ StepArgs args) {
     if (args.verdict != nullptr && *args.verdict != 0) return;
-    __shared__ __align__(16) float stages[kWarps][kStepTile];
+    __shared__ __align__(16) float stages[kWarps][kStepTile + kStageSlack];
     const WarpLanes lanes(stages[warp_in_block()]);
     for (uint32_t i = first_warp(); i < args.runs.num_tiles; i += grid_warps()) {
         arrival_tile<kFormat>(lanes, args, i);

@@ -14,16 +14,43 @@ struct Quad {
     float v[kQuad];
 };
 
-// Accesses to the device's memory, by addresses that are multiples of the size. What is read is not
-// read again soon: it need not stay in the caches.
+// Accesses to the device's memory, by addresses that are multiples of the size. What load_global
+// reads is not read again soon: it need not stay in the caches, and the same goes for what
+// store_once writes. Neighbouring warps share the sectors that load_shared reads.
 #if defined(__CUDACC__)
 template <class T>
 DILOCO_DEVICE T load_global(uint64_t address) {
     return __ldcs(reinterpret_cast<const T*>(address));
 }
+DILOCO_DEVICE uint16_t load_shared(uint64_t address) {
+    uint16_t value;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(address));
+    return value;
+}
+// As assembly, since the compiler does not see that the addresses are global memory's, and would
+// ask each time whether they are.
+DILOCO_DEVICE void store_global(uint64_t address, uint8_t value) {
+    asm volatile("st.global.u8 [%0], %1;" ::"l"(address), "r"(static_cast<uint32_t>(value)));
+}
+DILOCO_DEVICE void store_global(uint64_t address, uint16_t value) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(address), "h"(value));
+}
+DILOCO_DEVICE void store_global(uint64_t address, uint32_t value) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(value));
+}
+DILOCO_DEVICE void store_global(uint64_t address, float value) {
+    asm volatile("st.global.f32 [%0], %1;" ::"l"(address), "f"(value));
+}
+DILOCO_DEVICE void store_global(uint64_t address, uint2 value) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(value.x), "r"(value.y));
+}
+DILOCO_DEVICE void store_global(uint64_t address, uint4 value) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x),
+                 "r"(value.y), "r"(value.z), "r"(value.w));
+}
 template <class T>
-DILOCO_DEVICE void store_global(uint64_t address, T value) {
-    __stwb(reinterpret_cast<T*>(address), value);
+DILOCO_DEVICE void store_once(uint64_t address, T value) {
+    __stcs(reinterpret_cast<T*>(address), value);
 }
 #else
 struct uint2 {
@@ -38,9 +65,14 @@ T load_global(uint64_t address) {
     __builtin_memcpy(&value, reinterpret_cast<const void*>(address), sizeof(T));
     return value;
 }
+inline uint16_t load_shared(uint64_t address) { return load_global<uint16_t>(address); }
 template <class T>
 void store_global(uint64_t address, T value) {
     __builtin_memcpy(reinterpret_cast<void*>(address), &value, sizeof(T));
+}
+template <class T>
+void store_once(uint64_t address, T value) {
+    store_global(address, value);
 }
 #endif
 
@@ -79,10 +111,16 @@ DILOCO_DEVICE Quad load_quad(uint64_t address, DType dtype) {
              half_value(dtype, w.y & 0xFFFFu), half_value(dtype, w.y >> 16)}};
 }
 
+template <bool kOnce>
 DILOCO_DEVICE void store_quad(uint64_t address, DType dtype, const Quad& q) {
     if (dtype == DType::kFp32) {
-        store_global(address, uint4{wire::float_bits(q.v[0]), wire::float_bits(q.v[1]),
-                                    wire::float_bits(q.v[2]), wire::float_bits(q.v[3])});
+        const uint4 bits{wire::float_bits(q.v[0]), wire::float_bits(q.v[1]),
+                         wire::float_bits(q.v[2]), wire::float_bits(q.v[3])};
+        if constexpr (kOnce) {
+            store_once(address, bits);
+        } else {
+            store_global(address, bits);
+        }
     } else {
         store_global(address, uint2{half_bits(dtype, q.v[0]) | (half_bits(dtype, q.v[1]) << 16),
                                     half_bits(dtype, q.v[2]) | (half_bits(dtype, q.v[3]) << 16)});

@@ -3,12 +3,11 @@
 #pragma once
 
 #include "codec/step_rule.h"
-#include "cuda/tiles.h"
+#include "cuda/terms.h"
 
 namespace diloco::cuda {
 
 constexpr int kStepQuads = kStepTile / (kQuad * kLanes);
-static_assert(kStepTile <= kStageFloats);
 
 template <class Lanes>
 using StepQuads = typename Lanes::template Of<Quads<kStepQuads>>;
@@ -22,7 +21,7 @@ DILOCO_DEVICE void load_flat(const Lanes& lanes, const float* array, const Tile&
 template <class Lanes>
 DILOCO_DEVICE void store_flat(const Lanes& lanes, float* array, const Tile& tile,
                               const StepQuads<Lanes>& x) {
-    store_inside<DType::kFp32, kStepQuads>(lanes, whole(array, DType::kFp32), tile, x);
+    store_inside<DType::kFp32, kStepQuads, true>(lanes, whole(array, DType::kFp32), tile, x);
 }
 
 // Calls f(lane, j, i) for each element of a lane.
@@ -40,21 +39,23 @@ DILOCO_DEVICE void each_element(const Lanes& lanes, F&& f) {
 // params <- outer, or alpha * params + (1 - alpha) * outer; `outer` is destroyed.
 template <class Lanes>
 DILOCO_DEVICE void merge_into(const Lanes& lanes, const Segments& params, const Tile& tile,
-                              float alpha, float one_minus_alpha, StepQuads<Lanes>& outer) {
+                              Place& place, float alpha, float one_minus_alpha,
+                              StepQuads<Lanes>& outer) {
     if (alpha != 0.0f) {
         StepQuads<Lanes> local;
-        load_tile<kStepQuads>(lanes, params, tile, local);
+        load_tile<kStepQuads>(lanes, params, tile, place, local);
         each_element(lanes, [&](int lane, int j, int i) {
             float& value = outer[lane].q[j].v[i];
             value = codec::merged(local[lane].q[j].v[i], value, alpha, one_minus_alpha);
         });
     }
-    store_tile<kStepQuads>(lanes, params, tile, outer);
+    store_tile<kStepQuads>(lanes, params, tile, place, outer);
 }
 
 // outer -= step(g), with the state of SGD, heavy ball, Nesterov or Adam, and the merge.
 template <Format kFormat, bool kIsAdam, class Lanes>
-DILOCO_DEVICE void step_tile(const Lanes& lanes, const StepArgs& args, uint32_t index) {
+DILOCO_DEVICE void step_tile(const Lanes& lanes, const StepArgs& args, uint32_t index,
+                             Place& place) {
     const codec::StepConstants& c = args.constants;
     const Tile tile = tile_at<kFormat, kStepQuads>(args.runs, index);
     const bool has_momentum = kIsAdam || c.optimizer != codec::Optimizer::kSgd;
@@ -77,7 +78,7 @@ DILOCO_DEVICE void step_tile(const Lanes& lanes, const StepArgs& args, uint32_t 
     if (has_momentum) store_flat(lanes, args.momentum, tile, m);
     if constexpr (kIsAdam) store_flat(lanes, args.second, tile, v);
     store_flat(lanes, args.outer, tile, outer);
-    merge_into(lanes, args.params, tile, c.alpha, c.one_minus_alpha, outer);
+    merge_into(lanes, args.params, tile, place, c.alpha, c.one_minus_alpha, outer);
 }
 
 // d = pending + g, or g; pending <- d, or with the last arrival outer -= step(d).
@@ -113,20 +114,22 @@ DILOCO_DEVICE void arrival_tile(const Lanes& lanes, const StepArgs& args, uint32
 
 // outs <- sum of coefficient * decoded payload.
 template <Format kFormat, class Lanes>
-DILOCO_DEVICE void decode_tile(const Lanes& lanes, const DecodeArgs& args, uint32_t index) {
+DILOCO_DEVICE void decode_tile(const Lanes& lanes, const DecodeArgs& args, uint32_t index,
+                               Place& place) {
     const Tile tile = tile_at<kFormat, kStepQuads>(args.runs, index);
     StepQuads<Lanes> sum;
     sum_terms<kFormat, kStepQuads>(lanes, args.runs, args.terms, tile, sum);
-    store_tile<kStepQuads>(lanes, args.outs, tile, sum);
+    store_tile<kStepQuads>(lanes, args.outs, tile, place, sum);
 }
 
 // params <- alpha * params + (1 - alpha) * outer.
 template <class Lanes>
-DILOCO_DEVICE void merge_tile(const Lanes& lanes, const MergeArgs& args, uint32_t index) {
+DILOCO_DEVICE void merge_tile(const Lanes& lanes, const MergeArgs& args, uint32_t index,
+                              Place& place) {
     const Tile tile = tile_at<Format::kFp32, kStepQuads>(args.runs, index);
     StepQuads<Lanes> outer;
     load_flat(lanes, args.outer, tile, outer);
-    merge_into(lanes, args.params, tile, args.alpha, args.one_minus_alpha, outer);
+    merge_into(lanes, args.params, tile, place, args.alpha, args.one_minus_alpha, outer);
 }
 
 }  // namespace diloco::cuda

@@ -2,10 +2,13 @@
 // the quads that begin at elements 4 (l + 32 j), j < kQuads, so that a warp's accesses are 512
 // contiguous bytes of fp32, all of them issued before the first is used.
 //
-// A whole tile in one array that is aligned is read and written by quads. All else (a tensor whose
-// address is odd, a tile that straddles tensors or is cut short by the end) goes through the stage,
-// element by element and still coalesced: 32 neighbouring elements at a time.
+// A whole tile in one array that is aligned is read and written by quads. A tensor whose address is
+// odd and a tile that is cut short by the end are fetched to the stage 16 bytes at a time, at the
+// place modulo 16 that they have in memory. A tile that straddles tensors is read element by
+// element, and what is not written by quads is written so: 32 neighbouring elements at a time.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/lanes.h"
 #include "cuda/quads.h"
@@ -64,18 +67,43 @@ DILOCO_DEVICE const Term* list_of(const Terms& terms) {
     return terms.in_memory != nullptr ? terms.in_memory : terms.inlined;
 }
 
-// The segment that holds `element`: the last that begins at it or before.
-DILOCO_DEVICE const Segment* find(const Segment* list, int32_t count, int64_t element) {
-    int32_t low = 0;
-    while (count - low > 1) {
-        const int32_t middle = low + (count - low) / 2;
-        if (begin_of(list[middle]) <= element) {
-            low = middle;
-        } else {
-            count = middle;
-        }
+// The index of the segment that holds `element`: the last that begins at it or before. Each lane
+// looks at one segment in 32nds of the list, then of the part that is left: two reads, one after
+// the other, for up to 1024 segments.
+template <class Lanes>
+DILOCO_DEVICE int32_t find(const Lanes& lanes, const Segment* list, int32_t count,
+                           int64_t element) {
+    int32_t begin = 0;
+    while (count > 1) {
+        const int32_t step = (count + kLanes - 1) / kLanes;
+        const int32_t before = lanes.num_where([&](int lane) {
+            const int32_t at = lane * step;
+            return at < count && (at == 0 || begin_of(list[begin + at]) <= element);
+        });
+        const int32_t first = (before - 1) * step;
+        begin += first;
+        count = count - first < step ? count - first : step;
     }
-    return list + low;
+    return begin;
+}
+
+// The segment where a warp found its last tile. Its next tile lies in the same one or behind it.
+struct Place {
+    uint64_t origin = 0;
+    int64_t end = 0;  // the element at which the next segment begins
+    int32_t entry = 0;
+    DType dtype = DType::kFp32;
+};
+
+template <class Lanes>
+DILOCO_DEVICE void move_to(const Lanes& lanes, const Segments& segments, int64_t element,
+                           Place& place) {
+    if (element < place.end) return;
+    const Segment* list = list_of(segments);
+    place.entry = find(lanes, list, segments.count, element);
+    place.origin = list[place.entry].origin;
+    place.dtype = dtype_of(list[place.entry]);
+    place.end = begin_of(list[place.entry + 1]);
 }
 
 // An array that holds the whole fragment.
@@ -85,6 +113,10 @@ template <DType kDType>
 DILOCO_DEVICE uint64_t address_in(const Segment& segment, int64_t element) {
     return segment.origin + static_cast<uint64_t>(element) * (kDType == DType::kFp32 ? 4 : 2);
 }
+
+// From a lane's quad to its next one.
+template <DType kDType>
+constexpr uint64_t kRowBytes = kQuad * kLanes * (kDType == DType::kFp32 ? 4 : 2);
 
 // Calls f with the segment's dtype as a compile-time constant.
 template <DType kDType>
@@ -107,7 +139,18 @@ DILOCO_DEVICE bool is_quad_aligned(const Segment& segment) {
     return segment.origin % (kDType == DType::kFp32 ? 16 : 8) == 0;
 }
 
-// The quads of a lane from the stage and back.
+template <int kQuads, class Lanes>
+DILOCO_DEVICE void stage(const Lanes& lanes, const typename Lanes::template Of<Quads<kQuads>>& x) {
+    lanes.each([&](int lane) {
+        DILOCO_UNROLL
+        for (int j = 0; j < kQuads; ++j) {
+            store_staged(lanes.stage + quad_at(lane, j), x[lane].q[j]);
+        }
+    });
+    lanes.sync();
+}
+
+// The quads of a lane from the stage.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void unstage(const Lanes& lanes, typename Lanes::template Of<Quads<kQuads>>& x) {
     lanes.sync();
@@ -120,12 +163,92 @@ DILOCO_DEVICE void unstage(const Lanes& lanes, typename Lanes::template Of<Quads
     lanes.sync();
 }
 
-template <int kQuads, class Lanes>
-DILOCO_DEVICE void stage(const Lanes& lanes, const typename Lanes::template Of<Quads<kQuads>>& x) {
+// Begins to copy bytes [address, address + num_bytes) to a stage, to the place modulo 16 that they
+// have in memory, and nothing else. All copies of whole 16 bytes are under way before the first
+// arrives.
+template <int kElement, int kMaxBytes, class Lanes>
+DILOCO_DEVICE void fetch(const Lanes& lanes, float* stage, uint64_t address, int num_bytes) {
+    const int begin = static_cast<int>(address % 16), end = begin + num_bytes;
+    const uint64_t origin = address - static_cast<uint64_t>(begin);
+    auto* bytes = reinterpret_cast<uint8_t*>(stage);
+    lanes.each([&](int lane) {
+        DILOCO_UNROLL
+        for (int i = 0; i <= kMaxBytes / (16 * kLanes); ++i) {
+            const int at = 16 * (lane + kLanes * i);
+            if (at >= begin && at + 16 <= end) {
+                lanes.fetch(bytes + at, origin + static_cast<uint64_t>(at));
+            }
+        }
+        // The elements before the first and after the last whole 16 bytes.
+        const auto copy = [&](int at) {
+            using T = std::conditional_t<kElement == 4, uint32_t, uint16_t>;
+            *reinterpret_cast<T*>(bytes + at) = load_global<T>(origin + static_cast<uint64_t>(at));
+        };
+        const int within = lane * kElement;
+        if (within >= 16) return;
+        if (begin != 0 && within >= begin && within < end) copy(within);
+        const int last = end / 16 * 16;
+        if ((last > 0 || begin == 0) && last + within < end) copy(last + within);
+    });
+}
+
+// The quad that begins at element `at` of a tile whose bytes were fetched from `address`.
+template <DType kDType>
+DILOCO_DEVICE Quad fetched_quad(const float* stage, uint64_t address, int at) {
+    const auto lead = static_cast<uint32_t>(address % 16);
+    if constexpr (kDType == DType::kFp32) {
+        const Quad own = load_staged(stage + at), next = load_staged(stage + at + kQuad);
+        float w[7] = {own.v[0], own.v[1], own.v[2], own.v[3], next.v[0], next.v[1], next.v[2]};
+        if ((lead & 8) != 0) {
+            DILOCO_UNROLL
+            for (int i = 0; i < 5; ++i) w[i] = w[i + 2];
+        }
+        if ((lead & 4) != 0) {
+            DILOCO_UNROLL
+            for (int i = 0; i < 4; ++i) w[i] = w[i + 1];
+        }
+        return {{w[0], w[1], w[2], w[3]}};
+    } else {
+        const auto* p = reinterpret_cast<const uint2*>(stage) + lead / 8 + at / kQuad;
+        const uint2 own = p[0], next = p[1];
+        uint32_t w[3] = {own.x, own.y, next.x};
+        if ((lead & 4) != 0) {
+            w[0] = own.y;
+            w[1] = next.x;
+            w[2] = next.y;
+        }
+        if ((lead & 2) != 0) {
+            w[0] = w[0] >> 16 | w[1] << 16;
+            w[1] = w[1] >> 16 | w[2] << 16;
+        }
+        return {{half_value(kDType, w[0] & 0xFFFFu), half_value(kDType, w[0] >> 16),
+                 half_value(kDType, w[1] & 0xFFFFu), half_value(kDType, w[1] >> 16)}};
+    }
+}
+
+template <DType kDType, int kQuads, class Lanes>
+DILOCO_DEVICE void fetch_tile(const Lanes& lanes, float* stage, const Segment& segment,
+                              const Tile& tile) {
+    constexpr int kElement = kDType == DType::kFp32 ? 4 : 2;
+    fetch<kElement, kTile<kQuads> * kElement>(lanes, stage, address_in<kDType>(segment, tile.first),
+                                              tile.size * kElement);
+}
+
+// Waits for fetch_tile and takes the quads of a lane; elements that do not exist are zero.
+template <DType kDType, int kQuads, class Lanes>
+DILOCO_DEVICE void take_fetched(const Lanes& lanes, const float* stage, const Segment& segment,
+                                const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& x) {
+    const uint64_t address = address_in<kDType>(segment, tile.first);
+    lanes.wait();
+    lanes.sync();
     lanes.each([&](int lane) {
         DILOCO_UNROLL
         for (int j = 0; j < kQuads; ++j) {
-            store_staged(lanes.stage + quad_at(lane, j), x[lane].q[j]);
+            const int count = tile.count(lane, j);
+            x[lane].q[j] = fetched_quad<kDType>(stage, address, quad_at(lane, j));
+            DILOCO_UNROLL
+            for (int i = 0; i < kQuad; ++i)
+                x[lane].q[j].v[i] = i < count ? x[lane].q[j].v[i] : 0.0f;
         }
     });
     lanes.sync();
@@ -137,34 +260,28 @@ DILOCO_DEVICE void load_inside(const Lanes& lanes, const Segment& segment, const
                                typename Lanes::template Of<Quads<kQuads>>& x) {
     if (tile.size == kTile<kQuads> && is_quad_aligned<kDType>(segment)) {
         lanes.each([&](int lane) {
+            const uint64_t own = address_in<kDType>(segment, tile.first + quad_at(lane, 0));
             DILOCO_UNROLL
             for (int j = 0; j < kQuads; ++j) {
-                x[lane].q[j] =
-                    load_quad(address_in<kDType>(segment, tile.first + quad_at(lane, j)), kDType);
+                x[lane].q[j] = load_quad(own + kRowBytes<kDType> * j, kDType);
             }
         });
         return;
     }
-    lanes.each([&](int lane) {
-        DILOCO_UNROLL_8
-        for (int i = lane; i < kTile<kQuads>; i += kLanes) {
-            lanes.stage[i] = i < tile.size
-                                 ? load_element(address_in<kDType>(segment, tile.first + i), kDType)
-                                 : 0.0f;
-        }
-    });
-    unstage<kQuads>(lanes, x);
+    fetch_tile<kDType, kQuads>(lanes, lanes.stage, segment, tile);
+    take_fetched<kDType, kQuads>(lanes, lanes.stage, segment, tile, x);
 }
 
-template <DType kDType, int kQuads, class Lanes>
+// kOnce: what is written is not read again soon.
+template <DType kDType, int kQuads, bool kOnce = false, class Lanes>
 DILOCO_DEVICE void store_inside(const Lanes& lanes, const Segment& segment, const Tile& tile,
                                 const typename Lanes::template Of<Quads<kQuads>>& x) {
     if (tile.size == kTile<kQuads> && is_quad_aligned<kDType>(segment)) {
         lanes.each([&](int lane) {
+            const uint64_t own = address_in<kDType>(segment, tile.first + quad_at(lane, 0));
             DILOCO_UNROLL
             for (int j = 0; j < kQuads; ++j) {
-                store_quad(address_in<kDType>(segment, tile.first + quad_at(lane, j)), kDType,
-                           x[lane].q[j]);
+                store_quad<kOnce>(own + kRowBytes<kDType> * j, kDType, x[lane].q[j]);
             }
         });
         return;
@@ -179,59 +296,90 @@ DILOCO_DEVICE void store_inside(const Lanes& lanes, const Segment& segment, cons
     lanes.sync();
 }
 
-// Calls f(segment, dtype constant) when the tile lies in one segment, else `straddles(segment)`,
-// the segment being that of the tile's first element.
-template <class F, class G>
-DILOCO_DEVICE void by_place(const Segments& segments, const Tile& tile, F&& f, G&& straddles) {
-    const Segment* at = find(list_of(segments), segments.count, tile.first);
-    if (begin_of(at[1]) >= tile.first + tile.size) {
-        with_dtype(dtype_of(*at), [&](auto dtype) { f(*at, dtype); });
+// Calls f(segment, dtype constant) when the tile lies in one segment, else `straddles(entry)`, the
+// segment of the tile's first element in the list.
+template <class Lanes, class F, class G>
+DILOCO_DEVICE void by_place(const Lanes& lanes, const Segments& segments, const Tile& tile,
+                            Place& place, F&& f, G&& straddles) {
+    move_to(lanes, segments, tile.first, place);
+    if (place.end >= tile.first + tile.size) {
+        with_dtype(place.dtype, [&](auto dtype) {
+            f(Segment{place.origin, static_cast<int64_t>(place.dtype)}, dtype);
+        });
     } else {
-        straddles(at);
+        straddles(list_of(segments) + place.entry);
     }
+}
+
+constexpr int kStraddleBatch = 4;  // elements of a lane that are read before the first is used
+
+// Reads a tile of several segments, of which `entry` is the first.
+template <int kQuads, class Lanes>
+DILOCO_DEVICE void load_straddling(const Lanes& lanes, const Segment* entry, const Tile& tile,
+                                   typename Lanes::template Of<Quads<kQuads>>& x) {
+    lanes.each([&](int lane) {
+        const Segment* at = entry;
+        for (int first = lane; first < kTile<kQuads>; first += kLanes * kStraddleBatch) {
+            uint64_t address[kStraddleBatch];
+            DType dtype[kStraddleBatch];
+            uint32_t bits[kStraddleBatch];
+            DILOCO_UNROLL
+            for (int k = 0; k < kStraddleBatch; ++k) {
+                const int i = first + k * kLanes;
+                dtype[k] = DType::kFp32;
+                address[k] = 0;
+                if (i >= tile.size) continue;
+                const int64_t element = tile.first + i;
+                while (begin_of(at[1]) <= element) ++at;
+                dtype[k] = dtype_of(*at);
+                address[k] = at->origin +
+                             static_cast<uint64_t>(element) * (dtype[k] == DType::kFp32 ? 4 : 2);
+            }
+            DILOCO_UNROLL
+            for (int k = 0; k < kStraddleBatch; ++k) {
+                bits[k] = 0;
+                if (address[k] == 0) continue;
+                if (dtype[k] == DType::kFp32) {
+                    bits[k] = load_global<uint32_t>(address[k]);
+                } else {
+                    bits[k] = load_global<uint16_t>(address[k]);
+                }
+            }
+            DILOCO_UNROLL
+            for (int k = 0; k < kStraddleBatch; ++k) {
+                lanes.stage[first + k * kLanes] = dtype[k] == DType::kFp32
+                                                      ? wire::bits_float(bits[k])
+                                                      : half_value(dtype[k], bits[k]);
+            }
+        }
+    });
+    unstage<kQuads>(lanes, x);
 }
 
 // Reads a tile of the fragment's tensors; elements that do not exist are zero.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void load_tile(const Lanes& lanes, const Segments& segments, const Tile& tile,
-                             typename Lanes::template Of<Quads<kQuads>>& x) {
+                             Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {
     by_place(
-        segments, tile,
+        lanes, segments, tile, place,
         [&](const Segment& segment, auto dtype) {
             load_inside<decltype(dtype)::value, kQuads>(lanes, segment, tile, x);
         },
-        [&](const Segment* first) {
-            lanes.each([&](int lane) {
-                const Segment* at = first;
-                for (int i = lane; i < kTile<kQuads>; i += kLanes) {
-                    float value = 0.0f;
-                    if (i < tile.size) {
-                        const int64_t element = tile.first + i;
-                        while (begin_of(at[1]) <= element) ++at;
-                        const DType dtype = dtype_of(*at);
-                        const auto bytes =
-                            static_cast<uint64_t>(element) * (dtype == DType::kFp32 ? 4 : 2);
-                        value = load_element(at->origin + bytes, dtype);
-                    }
-                    lanes.stage[i] = value;
-                }
-            });
-            unstage<kQuads>(lanes, x);
-        });
+        [&](const Segment* entry) { load_straddling<kQuads>(lanes, entry, tile, x); });
 }
 
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void store_tile(const Lanes& lanes, const Segments& segments, const Tile& tile,
-                              const typename Lanes::template Of<Quads<kQuads>>& x) {
+                              Place& place, const typename Lanes::template Of<Quads<kQuads>>& x) {
     by_place(
-        segments, tile,
+        lanes, segments, tile, place,
         [&](const Segment& segment, auto dtype) {
             store_inside<decltype(dtype)::value, kQuads>(lanes, segment, tile, x);
         },
-        [&](const Segment* first) {
+        [&](const Segment* entry) {
             stage<kQuads>(lanes, x);
             lanes.each([&](int lane) {
-                const Segment* at = first;
+                const Segment* at = entry;
                 for (int i = lane; i < tile.size; i += kLanes) {
                     const int64_t element = tile.first + i;
                     while (begin_of(at[1]) <= element) ++at;
@@ -243,47 +391,6 @@ DILOCO_DEVICE void store_tile(const Lanes& lanes, const Segments& segments, cons
             });
             lanes.sync();
         });
-}
-
-// sum = c0 d0 + c1 d1 + ..., each product rounded, then added, in order; zero where no element is.
-template <Format kFormat, int kQuads, class Lanes>
-DILOCO_DEVICE void sum_terms(const Lanes& lanes, const Runs& runs, const Terms& terms,
-                             const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
-    const Term* list = list_of(terms);
-    for (int t = 0; t < terms.count; ++t) {
-        const uint8_t* payload = list[t].payload;
-        const float coefficient = list[t].coefficient;
-        const bool is_aligned = reinterpret_cast<uint64_t>(payload) % wire::kAlignment == 0;
-        lanes.each([&](int lane) {
-            CodeQuad<kFormat> codes[kQuads];
-            float scales[kQuads];
-            DILOCO_UNROLL
-            for (int j = 0; j < kQuads; ++j) {
-                codes[j] = {};
-                scales[j] = 0.0f;
-                if (tile.count(lane, j) == 0) continue;
-                const int at = quad_at(lane, j);
-                codes[j] = load_codes<kFormat>(
-                    payload + tile.codes + at * wire::code_bits(kFormat) / 8, is_aligned);
-                if constexpr (wire::has_scales(kFormat)) {
-                    scales[j] = load_scale(payload + tile.scales + 2 * (at >> runs.block_shift),
-                                           is_aligned);
-                }
-            }
-            DILOCO_UNROLL
-            for (int j = 0; j < kQuads; ++j) {
-                const int count = tile.count(lane, j);
-                DILOCO_UNROLL
-                for (int i = 0; i < kQuad; ++i) {
-                    float value = wire::code_value<kFormat>(codes[j].get(i));
-                    if constexpr (wire::has_scales(kFormat)) value = wire::mul(value, scales[j]);
-                    value = wire::mul(coefficient, value);
-                    if (t > 0) value = wire::add(sum[lane].q[j].v[i], value);
-                    sum[lane].q[j].v[i] = i < count ? value : 0.0f;
-                }
-            }
-        });
-    }
 }
 
 }  // namespace diloco::cuda

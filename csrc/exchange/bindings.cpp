@@ -12,6 +12,7 @@
 #include "exchange/bounded_store.h"
 #include "exchange/engine.h"
 #include "exchange/pages.h"
+#include "exchange/words.h"
 
 namespace py = pybind11;
 
@@ -124,6 +125,17 @@ std::map<std::string, int64_t> counters(Job& job) {
             {"received_bytes", job.received_bytes}};
 }
 
+uint64_t digest_of(Job& job) {
+    check_process(job.pid);
+    std::lock_guard<std::mutex> lock(job.mutex);
+    if (!job.is_done || !job.has_payload()) return 0;
+    const Plan& plan = *job.plan;
+    const int64_t num_payloads = plan.num_phases == 1 ? 2 : 1;
+    const int64_t num_bytes = num_payloads * plan.layout.num_runs * plan.layout.run_bytes;
+    return codec::finish_digest(job.digest.product, job.digest.sum,
+                                static_cast<uint64_t>(num_bytes));
+}
+
 void register_messages(py::module_& m) {
     py::class_<Header>(m, "Header")
         .def(py::init([](const std::string& kind) {
@@ -142,12 +154,14 @@ void register_messages(py::module_& m) {
                 std::memcpy(h.wire, wire.data(), wire.size());
             })
         .def_readwrite("flags", &Header::flags)
+        .def_property_readonly("is_reset", [](const Header& h) { return (h.flags & kReset) != 0; })
         .def_readonly("replica", &Header::replica)
         .def_readonly("epoch", &Header::epoch)
         .def_readwrite("block_size", &Header::block_size)
         .def_readwrite("num_elements", &Header::num_elements)
         .def_readwrite("num_chunks", &Header::num_chunks)
         .def_readwrite("layout_hash", &Header::layout_hash)
+        .def_readwrite("history", &Header::history)
         .def_readwrite("fragment", &Header::fragment)
         .def_readwrite("round", &Header::round)
         .def_readwrite("sync_every", &Header::sync_every)
@@ -158,7 +172,9 @@ void register_messages(py::module_& m) {
         .def_readwrite("weight", &Header::weight)
         .def_readwrite("outer_lr", &Header::outer_lr)
         .def_readwrite("gap", &Header::gap);
+    m.attr("RESET") = int{kReset};
     m.def("find_mismatch", &find_mismatch, py::arg("headers"));
+    m.def("nothing_to_average", &nothing_to_average, py::arg("reset_replicas"));
     m.def(
         "find_bad_elements",
         [](const std::vector<std::pair<int64_t, int64_t>>& numbers,
@@ -203,6 +219,21 @@ auto outcome(T Job::* member) {
     };
 }
 
+// How far the vote was when the job ended.
+std::string standing_name(Job& job) {
+    switch (outcome(&Job::standing)(job)) {
+        case Standing::kNone:
+            return "none";
+        case Standing::kVoted:
+            return "voted";
+        case Standing::kRejected:
+            return "rejected";
+        case Standing::kAgreed:
+            return "agreed";
+    }
+    return "unknown";
+}
+
 void register_jobs(py::module_& m) {
     py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
         py::init(&make_plan), py::arg("num_elements"), py::arg("num_runs"), py::arg("run_elements"),
@@ -216,6 +247,9 @@ void register_jobs(py::module_& m) {
         .def_readonly("cause", &Failure::cause)
         .def_readonly("seconds", &Failure::seconds)
         .def_readonly("missing", &Failure::missing)
+        .def_readonly("survivors", &Failure::survivors)
+        .def_readonly("cuts", &Failure::cuts)
+        .def_readonly("went_on_in", &Failure::went_on_in)
         .def_readonly("replicas", &Failure::replicas)
         .def_readonly("inner_steps", &Failure::inner_steps);
     py::class_<Job, std::shared_ptr<Job>>(m, "Job")
@@ -226,6 +260,10 @@ void register_jobs(py::module_& m) {
              "Make the caller's stream wait until the result is on the device.")
         .def_property_readonly("is_done", guarded(&Job::is_done))
         .def_property_readonly("failure", guarded(&Job::failure))
+        .def_property_readonly("standing", &standing_name,
+                               "How far the vote was in the end: see Standing in job.h.")
+        .def_property_readonly("waiting", guarded(&Job::waiting),
+                               "What it waits for; empty when nothing, or not for long.")
         .def_property_readonly("headers", guarded(&Job::headers))
         .def_property_readonly("weights", guarded(&Job::weights))
         .def_property_readonly("blobs", outcome(&Job::blobs))
@@ -233,6 +271,8 @@ void register_jobs(py::module_& m) {
         .def_property_readonly("encode_seconds", guarded(&Job::encode_seconds))
         .def_property_readonly("num_bad_encoded", &num_bad_encoded,
                                "Own elements that no wire carries; None: not on the host yet.")
+        .def_property_readonly("digest", &digest_of,
+                               "Of the payloads that are added up; 0 while they are not all here.")
         .def_property_readonly("counters", &counters);
 }
 
@@ -255,7 +295,7 @@ JobPtr start(Engine& engine, const std::shared_ptr<Plan>& plan, const Header& he
              const std::optional<at::Tensor>& reduce_residual,
              const std::optional<at::Tensor>& new_reduce_residual,
              const std::optional<at::Tensor>& bad, const std::optional<StagingArguments>& staging,
-             bool is_overlapped) {
+             bool is_overlapped, bool is_held) {
     auto job = std::make_shared<Job>();
     job->plan = plan;
     job->header = header;
@@ -264,6 +304,7 @@ JobPtr start(Engine& engine, const std::shared_ptr<Plan>& plan, const Header& he
     job->encode = {alias_value(outer), alias_list(params), encode_key, alias_value(residual),
                    alias_value(new_residual)};
     job->is_overlapped = is_overlapped;
+    job->is_held = is_held;
     job->reduce_key = reduce_key;
     set_reduce_residuals(*job, reduce_residual, new_reduce_residual);
     job->encode_bad = bad.has_value() ? bad->detach() : at::zeros({1}, at::kLong);
@@ -296,11 +337,21 @@ JobPtr submit(Engine& engine, const Header& header, const std::optional<at::Tens
     return job;
 }
 
+JobPtr give_up(Engine& engine, const Header& header, const std::string& reason, double seconds) {
+    auto job = std::make_shared<Job>();
+    job->header = header;
+    job->lost = {reason, seconds};
+    py::gil_scoped_release no_gil;
+    engine.give_up(job);
+    return job;
+}
+
 void attach(Engine& engine, int64_t epoch, int rank, std::vector<int64_t> replicas,
             std::vector<BackendPtr> groups, c10::intrusive_ptr<c10d::Store> store,
-            const std::string& prefix) {
+            const std::string& prefix, std::vector<std::string> addresses) {
     py::gil_scoped_release no_gil;
-    engine.attach({epoch, rank, std::move(replicas)}, std::move(groups), std::move(store), prefix);
+    engine.attach({epoch, rank, std::move(replicas), std::move(addresses)}, std::move(groups),
+                  std::move(store), prefix);
 }
 
 void inject_fault(Engine& engine, const std::string& action, const std::string& stage,
@@ -311,6 +362,10 @@ void inject_fault(Engine& engine, const std::string& action, const std::string& 
 void register_engine(py::module_& m) {
     py::class_<DeviceQueue, std::shared_ptr<DeviceQueue>>(m, "DeviceQueue")
         .def(py::init<c10::Device>(), py::arg("device"));
+    py::class_<OwnStream>(m, "OwnStream")
+        .def(py::init<c10::Device>(), py::arg("device"))
+        .def_property_readonly("stream", &OwnStream::get,
+                               "Given to somebody else when this object is gone.");
     using release = py::call_guard<py::gil_scoped_release>;
     py::class_<ChunkLoader, std::shared_ptr<ChunkLoader>>(m, "ChunkLoader")
         .def(py::init<c10::Device>(), py::arg("device"))
@@ -319,27 +374,40 @@ void register_engine(py::module_& m) {
              py::arg("is_written"))
         .def("finish", &ChunkLoader::finish, release());
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-        .def(py::init([](int64_t replica, double timeout_s, double report_patience_s) {
+        .def(py::init([](int64_t replica, double timeout_s, double report_patience_s,
+                         double suspect_after_s, const std::string& interface) {
+                 // The name of this host may be looked up.
+                 py::gil_scoped_release no_gil;
                  return std::shared_ptr<Engine>(
                      new Engine({replica, from_seconds(timeout_s), from_seconds(report_patience_s),
-                                 check_signals}),
+                                 check_signals, from_seconds(suspect_after_s), interface}),
                      [](Engine* engine) {
                          if (!engine->is_own_process()) return;
                          py::gil_scoped_release no_gil;
                          delete engine;
                      });
              }),
-             py::arg("replica"), py::arg("timeout_s"), py::arg("report_patience_s"))
+             py::arg("replica"), py::arg("timeout_s"), py::arg("report_patience_s"),
+             py::arg("suspect_after_s") = 30.0, py::arg("interface") = "")
         .def("attach", &attach, py::arg("epoch"), py::arg("rank"), py::arg("replicas"),
-             py::arg("groups"), py::arg("store"), py::arg("prefix"))
+             py::arg("groups"), py::arg("store"), py::arg("prefix"),
+             py::arg("addresses") = std::vector<std::string>())
         .def("start", &start, py::arg("plan"), py::arg("header"), py::arg("payload"),
              py::arg("result"), py::arg("outer"), py::arg("params"), py::arg("encode_key"),
              py::arg("reduce_key"), py::arg("residual"), py::arg("new_residual"),
              py::arg("reduce_residual"), py::arg("new_reduce_residual"), py::arg("bad"),
-             py::arg("staging"), py::arg("is_overlapped"))
+             py::arg("staging"), py::arg("is_overlapped"), py::arg("is_held") = false)
+        .def("ship", &Engine::ship, py::arg("job"), py::arg("is_reset"), release())
         .def("submit", &submit, py::arg("header"), py::arg("blob") = py::none(),
              py::arg("sends") = std::vector<std::pair<int, at::Tensor>>(),
              py::arg("recvs") = std::vector<std::pair<int, at::Tensor>>())
+        .def("give_up", &give_up, py::arg("header"), py::arg("reason"), py::arg("seconds"),
+             "End the epoch because of an exchange on streams; the job tells who goes on.")
+        .def("watch_streams", &Engine::watch_streams, py::arg("are_under_way"),
+             "Say that an exchange on streams began or ended, and whether any is under way.")
+        .def_property_readonly("streams_trouble", &Engine::streams_trouble,
+                               "Why exchanges on streams cannot end; empty while they may.")
+        .def("seal", &Engine::seal, release())
         .def("reserve_staging", &Engine::reserve_staging, py::arg("num_bytes"), release())
         .def("emulate_link", &Engine::emulate_link, py::arg("gbps"), py::arg("rtt_ms"), release())
         .def("inject_fault", &inject_fault, py::arg("action") = "", py::arg("stage") = "",
@@ -353,7 +421,11 @@ void register_engine(py::module_& m) {
             },
             py::arg("patience_s"), py::arg("inner_step"))
         .def("check_process", &Engine::check_process)
-        .def_property_readonly("dead_reason", &Engine::dead_reason);
+        .def_property_readonly("address", &Engine::address,
+                               "Where peers may try to reach us, host:port; empty: not known.")
+        .def_property_readonly("dead_reason", &Engine::dead_reason)
+        .def_property_readonly("dead_failure", &Engine::dead_failure,
+                               "Why the current epoch is dead; of the last one while it lives.");
 }
 
 }  // namespace
@@ -378,6 +450,23 @@ void register_exchange(py::module_& m) {
         },
         py::arg("store"), py::arg("limit_s"), py::keep_alive<0, 1>(),
         "The store with calls that fail when its host does not answer in time.");
+    m.def(
+        "are_reached",
+        [](const std::vector<std::string>& addresses, double limit_s) {
+            py::gil_scoped_release no_gil;
+            std::vector<std::optional<bool>> are_reached;
+            for (const Answer answer : try_to_reach(addresses, from_seconds(limit_s))) {
+                are_reached.emplace_back(answer == Answer::kReached);
+                if (answer == Answer::kUnknown) are_reached.back().reset();
+            }
+            return are_reached;
+        },
+        py::arg("addresses"), py::arg("limit_s"),
+        "Whether a connection can be made to each host:port in time; None: it could not be tried.");
+    m.def("largest_reaching", &largest_reaching, py::arg("members"), py::arg("cuts"),
+          "The largest subset without a pair in `cuts`; of several, that with the lowest ids.");
+    m.def("describe_cuts", &cuts_of, py::arg("cuts"),
+          "Say in words which pairs of replicas cannot reach each other.");
     m.def("minor_faults", &minor_faults, "Minor page faults of the calling thread so far.");
     m.def(
         "make_schedule",

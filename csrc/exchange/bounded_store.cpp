@@ -122,6 +122,13 @@ void BoundedStore::set(const std::string& key, const Bytes& value) {
     run(limit_, [key, value](Store& store) { store.set(key, value); });
 }
 
+BoundedStore::Bytes BoundedStore::compareSet(const std::string& key, const Bytes& expected,
+                                             const Bytes& desired) {
+    return call(limit_, [key, expected, desired](Store& store) {
+        return store.compareSet(key, expected, desired);
+    });
+}
+
 BoundedStore::Bytes BoundedStore::get(const std::string& key) {
     return call(limit_, [key](Store& store) { return store.get(key); });
 }
@@ -146,6 +153,19 @@ void BoundedStore::wait(const std::vector<std::string>& keys) { wait(keys, timeo
 
 void BoundedStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
     run(timeout + limit_, [keys, timeout](Store& store) { store.wait(keys, timeout); });
+}
+
+void BoundedStore::append(const std::string& key, const Bytes& value) {
+    run(limit_, [key, value](Store& store) { store.append(key, value); });
+}
+
+std::vector<BoundedStore::Bytes> BoundedStore::multiGet(const std::vector<std::string>& keys) {
+    return call(limit_, [keys](Store& store) { return store.multiGet(keys); });
+}
+
+void BoundedStore::multiSet(const std::vector<std::string>& keys,
+                            const std::vector<Bytes>& values) {
+    run(limit_, [keys, values](Store& store) { store.multiSet(keys, values); });
 }
 
 }  // namespace diloco

@@ -25,6 +25,7 @@ class BoundedStore : public c10d::Store {
   public:
     using Bytes = std::vector<uint8_t>;
     using milliseconds = std::chrono::milliseconds;
+    using c10d::Store::compareSet;
     using c10d::Store::set;
 
     // `limit` of every call; waits for keys have it on top of their own timeout. The calls throw
@@ -34,6 +35,7 @@ class BoundedStore : public c10d::Store {
     // Connects within the store's own timeout: torch asks a name server, which may take seconds.
     c10::intrusive_ptr<Store> clone() override;
     void set(const std::string& key, const Bytes& value) override;
+    Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override;
     Bytes get(const std::string& key) override;
     int64_t add(const std::string& key, int64_t value) override;
     bool deleteKey(const std::string& key) override;
@@ -41,6 +43,10 @@ class BoundedStore : public c10d::Store {
     int64_t getNumKeys() override;
     void wait(const std::vector<std::string>& keys) override;
     void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
+    void append(const std::string& key, const Bytes& value) override;
+    std::vector<Bytes> multiGet(const std::vector<std::string>& keys) override;
+    void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;
+    bool hasExtendedApi() const override { return store_->hasExtendedApi(); }
 
   private:
     void run(milliseconds limit, std::function<void(Store&)> body) const;

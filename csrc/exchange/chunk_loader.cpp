@@ -21,8 +21,7 @@ at::Tensor window(const at::Tensor& buffer, int64_t begin, int64_t num_elements)
 
 }  // namespace
 
-ChunkLoader::ChunkLoader(c10::Device device)
-    : device_(device), loads_(new_stream(device)), stores_(new_stream(device)) {}
+ChunkLoader::ChunkLoader(c10::Device device) : device_(device), loads_(device), stores_(device) {}
 
 void ChunkLoader::grow(const std::vector<at::Tensor>& hosts, int64_t count) {
     const auto fits = [&](const Buffers& buffers) {
@@ -50,19 +49,19 @@ std::vector<at::Tensor> ChunkLoader::load(const std::vector<at::Tensor>& hosts, 
                       "load: a range of the tensors is expected, got [", begin, ", ", end, ")");
     grow(hosts, end - begin);
     Buffers& buffers = buffers_[next_];
-    buffers.free->block(loads_);
+    buffers.free->block(loads_.get());
     // Within a pass nothing is read that was written in it, so that loads run ahead of stores.
     const void* first = hosts[0].data_ptr();
-    if (written_ && (first != last_ || begin < last_end_)) written_->block(loads_);
+    if (written_ && (first != last_ || begin < last_end_)) written_->block(loads_.get());
     last_ = first;
     last_end_ = end;
     std::vector<at::Tensor> windows;
     for (size_t i = 0; i < hosts.size(); ++i) {
-        copy_on(loads_, buffers.tensors[i].narrow(0, 0, end - begin),
+        copy_on(loads_.get(), buffers.tensors[i].narrow(0, 0, end - begin),
                 hosts[i].narrow(0, begin, end - begin));
         windows.push_back(window(buffers.tensors[i], begin, hosts[i].numel()));
     }
-    mark_stream(loads_)->block(caller_stream(device_));
+    mark_stream(loads_.get())->block(caller_stream(device_));
     return windows;
 }
 
@@ -72,12 +71,12 @@ void ChunkLoader::release(const std::vector<at::Tensor>& hosts, int64_t begin, i
     next_ = 1 - next_;
     buffers.free = mark_stream(caller_stream(device_));
     if (!is_written) return;
-    buffers.free->block(stores_);
+    buffers.free->block(stores_.get());
     for (size_t i = 0; i < hosts.size(); ++i) {
-        copy_on(stores_, hosts[i].narrow(0, begin, end - begin),
+        copy_on(stores_.get(), hosts[i].narrow(0, begin, end - begin),
                 buffers.tensors[i].narrow(0, 0, end - begin));
     }
-    buffers.free = written_ = mark_stream(stores_);
+    buffers.free = written_ = mark_stream(stores_.get());
 }
 
 void ChunkLoader::finish() const {

@@ -38,8 +38,8 @@ class ChunkLoader {
     void grow(const std::vector<at::Tensor>& hosts, int64_t count);
 
     const c10::Device device_;
-    const c10::Stream loads_;
-    const c10::Stream stores_;
+    const OwnStream loads_;
+    const OwnStream stores_;
     std::array<Buffers, 2> buffers_;
     size_t next_ = 0;
     Mark written_;

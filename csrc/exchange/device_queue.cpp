@@ -6,10 +6,6 @@
 
 namespace diloco {
 
-c10::Stream new_stream(c10::Device device) {
-    return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-}
-
 c10::Stream caller_stream(c10::Device device) {
     return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
@@ -26,23 +22,22 @@ void copy_on(const c10::Stream& stream, const at::Tensor& to, const at::Tensor& 
     to.copy_(from, /*non_blocking=*/true);
 }
 
-DeviceQueue::DeviceQueue(c10::Device device)
-    : device_(device), fetches_(new_stream(device)), stores_(new_stream(device)) {}
+DeviceQueue::DeviceQueue(c10::Device device) : device_(device), fetches_(device), stores_(device) {}
 
 Mark DeviceQueue::mark_caller() const { return mark_stream(caller_stream(device_)); }
 
 void DeviceQueue::block_caller(const Mark& mark) const { mark->block(caller_stream(device_)); }
 
 Mark DeviceQueue::fetch(const std::vector<Pair>& pairs) {
-    mark_caller()->block(fetches_);
-    for (const auto& [host, device] : pairs) copy_on(fetches_, host, device);
-    return mark_stream(fetches_);
+    mark_caller()->block(fetches_.get());
+    for (const auto& [host, device] : pairs) copy_on(fetches_.get(), host, device);
+    return mark_stream(fetches_.get());
 }
 
 Mark DeviceQueue::store(const at::Tensor& device, const at::Tensor& host, const Mark& after) {
-    if (after) after->block(stores_);
-    copy_on(stores_, device, host);
-    Mark done = mark_stream(stores_);
+    if (after) after->block(stores_.get());
+    copy_on(stores_.get(), device, host);
+    Mark done = mark_stream(stores_.get());
     stored_[host.storage().data()] = done;
     return done;
 }
@@ -54,8 +49,8 @@ Mark DeviceQueue::last_store(const at::Tensor& host) const {
 
 void DeviceQueue::keep(const at::Tensor& device) const {
     const c10::impl::VirtualGuardImpl impl(device_.type());
-    impl.recordDataPtrOnStream(device.storage().data_ptr(), fetches_);
-    impl.recordDataPtrOnStream(device.storage().data_ptr(), stores_);
+    impl.recordDataPtrOnStream(device.storage().data_ptr(), fetches_.get());
+    impl.recordDataPtrOnStream(device.storage().data_ptr(), stores_.get());
 }
 
 }  // namespace diloco

@@ -14,13 +14,14 @@
 #include <utility>
 #include <vector>
 
+#include "exchange/own_stream.h"
+
 namespace diloco {
 
 // A point in a stream; any thread may ask whether the device has got there.
 using Mark = std::shared_ptr<c10::Event>;
 
-// A stream of our own; a mark on a stream; a copy on a stream, without a wait of the host.
-c10::Stream new_stream(c10::Device device);
+// A mark on a stream; a copy on a stream, without a wait of the host.
 c10::Stream caller_stream(c10::Device device);
 Mark mark_stream(const c10::Stream& stream);
 void copy_on(const c10::Stream& stream, const at::Tensor& to, const at::Tensor& from);
@@ -54,8 +55,8 @@ class DeviceQueue {
 
   private:
     const c10::Device device_;
-    const c10::Stream fetches_;
-    const c10::Stream stores_;
+    const OwnStream fetches_;
+    const OwnStream stores_;
     std::unordered_map<const void*, Mark> stored_;  // by storage; engine thread only
 };
 

@@ -5,52 +5,23 @@
 #include <sched.h>
 #include <unistd.h>
 
-#include <cstdio>
+#include <cmath>
 #include <exception>
-#include <sstream>
 #include <utility>
 
 #include "codec/serial.h"
 #include "exchange/operators.h"
 #include "exchange/pages.h"
 #include "exchange/staging.h"
+#include "exchange/words.h"
 
 namespace diloco {
 namespace {
 
 using std::chrono::milliseconds;
 
-// How often the watcher looks at the store; it leaves jobs alone that are shorter than this.
-constexpr milliseconds kWatchPeriod{250};
-
 double seconds_since(Clock::time_point begin) {
     return std::chrono::duration<double>(Clock::now() - begin).count();
-}
-
-std::string list(const std::vector<int64_t>& values) {
-    std::ostringstream text;
-    for (size_t i = 0; i < values.size(); ++i) text << (i ? ", " : "") << values[i];
-    return text.str();
-}
-
-std::string replicas(const std::vector<int64_t>& ids) {
-    return (ids.size() == 1 ? "replica " : "replicas ") + list(ids);
-}
-
-std::string rounded(double seconds) {
-    char text[32];
-    std::snprintf(text, sizeof(text), "%.1f", seconds);
-    return text;
-}
-
-std::string subject(const Header& header) {
-    std::ostringstream text;
-    const auto kind = static_cast<Kind>(header.kind);
-    text << kind_name(kind);
-    if (kind == Kind::kSync || kind == Kind::kFlush) {
-        text << " of fragment " << header.fragment << ", round " << header.round;
-    }
-    return text.str();
 }
 
 }  // namespace
@@ -61,7 +32,8 @@ void check_process(pid_t owner) {
                 ": create a new Exchange there");
 }
 
-Engine::Engine(EngineOptions options) : options_(options), pid_(getpid()) {
+Engine::Engine(EngineOptions options)
+    : options_(options), pid_(getpid()), listener_(options_.interface) {
     thread_ = std::make_unique<std::thread>([this] { loop(); });
     try {
         watcher_ = std::make_unique<std::thread>([this] { watch(); });
@@ -82,6 +54,16 @@ std::string Engine::dead_reason() const {
     return dead_reason_;
 }
 
+Failure Engine::dead_failure() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return dead_failure_;
+}
+
+std::string Engine::abort_reason() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return abort_reason_;
+}
+
 void Engine::refuse_if_dead() const {
     TORCH_CHECK(!is_closing_, "this Exchange is closed");
     TORCH_CHECK(is_attached_, "this Exchange has no group yet");
@@ -96,8 +78,13 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
     check_process();
     TORCH_CHECK(membership.size() == 1 || (!groups.empty() && groups.size() % 2 == 0),
                 "attach: each lane needs two groups, got ", groups.size());
+    const std::vector<int64_t> members = membership.replicas;
     auto board = std::make_shared<Board>(std::move(store), options_.report_patience, prefix,
-                                         options_.replica, membership.replicas);
+                                         options_.replica, members);
+    auto pulse = std::make_shared<Pulse>(board->store(), prefix, options_.replica, members,
+                                         options_.suspect_after);
+    auto ways = std::make_shared<Ways>(options_.replica, members, membership.addresses,
+                                       options_.report_patience / 2, options_.suspect_after);
     auto session = std::make_shared<Session>(std::move(membership), std::move(groups),
                                              options_.timeout, faults_);
     std::shared_ptr<Session> old;
@@ -108,9 +95,34 @@ void Engine::attach(Membership membership, std::vector<BackendPtr> groups,
         epoch_ = session->membership().epoch;
         old = std::exchange(session_, std::move(session));
         board_ = std::move(board);
+        pulse_ = std::move(pulse);
+        ways_ = std::move(ways);
+        num_members_ = members.size();
         dead_reason_.clear();
+        abort_reason_.clear();
+        are_streams_under_way_ = false;
+        streams_trouble_.clear();
         is_attached_ = true;
+        is_sealed_ = false;
     }
+}
+
+void Engine::seal() {
+    check_process();
+    std::shared_ptr<Session> dead;  // freed without the lock
+    std::unique_lock<std::mutex> lock(mutex_);
+    is_sealed_ = true;
+    if (dead_reason_.empty()) {
+        dead_reason_ = kSealed;
+        dead_failure_ = Failure();
+        dead_failure_.kind = "SyncError";
+        dead_failure_.stage = "start";
+        dead_failure_.message = kSealed;
+    }
+    if (session_) session_->abort();
+    require_idle(lock);
+    dead = std::move(session_);
+    session_.reset();
 }
 
 // Whether no job runs by then. Without the lock if check_signals() throws.
@@ -158,21 +170,28 @@ void Engine::encode_all(const JobPtr& job) {
     // A caller that waits for the result sends what is encoded while it encodes the rest. One that
     // goes on to compute encodes everything first: there is time to send it, and whoever does would
     // take this thread's core while it is held up. A device encodes by itself.
-    const bool is_urgent = !is_staged && !job->is_overlapped;
+    const bool is_urgent = !is_staged && !job->is_overlapped && !job->is_held;
     const bool sends_early = is_staged || is_urgent;
     // Little first, so that the peers hear of this job and the link has work; then enough for
-    // every intra-op thread. A device is given whole chunks.
+    // every intra-op thread. A device is given whole chunks, since a chunk leaves when all of it is
+    // in host memory: as many as it is busy with for longer than the host needs for the launch, and
+    // fewer where outer parameters come from host memory, of which two pieces are on the device.
     constexpr int64_t kFirstElements = int64_t{1} << 18;
     constexpr int64_t kElementsPerThread = int64_t{1} << 20;
-    constexpr int64_t kDeviceElements = int64_t{4} << 20;
+    constexpr int64_t kDeviceElements = int64_t{32} << 20;
+    constexpr int64_t kLoadedElements = int64_t{4} << 20;
     const auto num_runs_of = [&](int64_t elements) {
         return std::max<int64_t>(1, elements / layout.run_elements);
     };
-    const int64_t runs_per_chunk = layout.num_runs / std::max<int64_t>(1, plan.num_chunks);
-    const int64_t batch = is_staged ? std::max(runs_per_chunk, num_runs_of(kDeviceElements))
-                                    : num_runs_of(at::get_num_threads() * kElementsPerThread);
+    const auto whole_chunks_of = [&](int64_t elements) {
+        const int64_t runs = layout.num_runs / std::max<int64_t>(1, plan.num_chunks);
+        return std::max<int64_t>(1, (num_runs_of(elements) + runs / 2) / runs) * runs;
+    };
+    const int64_t batch =
+        is_staged ? whole_chunks_of(job->staging->loader ? kLoadedElements : kDeviceElements)
+                  : num_runs_of(at::get_num_threads() * kElementsPerThread);
     const auto begin_time = Clock::now();
-    bool is_submitted = false;
+    bool is_submitted = job->is_held;  // or never from here
     try {
         if (is_staged) begin_staging(*job);
         for (int64_t run = 0; run < layout.num_runs;) {
@@ -209,6 +228,21 @@ void Engine::submit(const JobPtr& job) {
         std::lock_guard<std::mutex> lock(mutex_);
         refuse_if_dead();
         finished.swap(finished_);
+        queue_.push_back(job);
+    }
+    changed_.notify_all();
+}
+
+void Engine::ship(const JobPtr& job, bool is_reset) {
+    check_process();
+    if (is_reset) {
+        job->header.flags |= kReset;
+        // A weight that is NaN says that this rank has none to offer: that ends the round.
+        if (!std::isnan(job->header.weight)) job->header.weight = 0.0;
+    }
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        TORCH_CHECK(!is_closing_, "this Exchange is closed");
         queue_.push_back(job);
     }
     changed_.notify_all();
@@ -261,13 +295,16 @@ void Engine::close(milliseconds patience, int64_t inner_step) {
     }
     thread_->join();
     if (watcher_) watcher_->join();
+    listener_.close();
     std::shared_ptr<Session> session;  // these are freed without the lock
     std::shared_ptr<Board> board;
+    std::shared_ptr<Pulse> pulse;
     std::vector<JobPtr> finished;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         session.swap(session_);
         board.swap(board_);
+        pulse.swap(pulse_);
         finished.swap(finished_);
     }
     if (interrupt) std::rethrow_exception(interrupt);
@@ -309,32 +346,6 @@ void Engine::loop() {
     }
 }
 
-// Looks for news of the peers. While a job runs, a failure elsewhere ends it, and so does a peer
-// that left before its header: the wait for a third peer would not notice. Between jobs, a failure
-// is answered with a report of our own, so that nobody takes a replica in training for dead.
-void Engine::watch() {
-    pthread_setname_np(pthread_self(), "diloco-watch");
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!is_finished_) {
-        // Its own clock, whatever comes and goes: jobs never have to wake it.
-        watch_changed_.wait_for(lock, kWatchPeriod, [this] { return is_finished_; });
-        if (is_finished_ || !session_ || session_->membership().size() == 1) continue;
-        if (is_busy_ && Clock::now() - running_since_ < kWatchPeriod) continue;
-        const int64_t epoch = epoch_;
-        const bool is_idle = !is_busy_;
-        const bool is_at_header = session_->is_waiting_for_headers();
-        const std::shared_ptr<Board> board = board_;
-        // The store may take its time: meanwhile the session can end, and close its groups.
-        lock.unlock();
-        const bool is_failed = board->is_failed();
-        const bool is_left = !is_failed && is_at_header && board->is_left();
-        if (is_failed && is_idle) board->report_presence();
-        lock.lock();
-        if (!is_busy_ || !session_ || epoch_ != epoch) continue;
-        if (is_failed || (is_left && session_->is_waiting_for_headers())) session_->abort();
-    }
-}
-
 void Engine::run(const JobPtr& job) {
     const auto begin = Clock::now();
     const int64_t faults = minor_faults();
@@ -344,18 +355,21 @@ void Engine::run(const JobPtr& job) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         staging = staging_;
-        session = session_;
+        // A job that is taken from the queue while the epoch is being sealed is not begun.
+        if (!is_sealed_) session = session_;
         failure = dead_failure_;
     }
     if (!session) {
-        failure.message = subject(job->header) + " was not started: " + dead_reason();
+        failure.message = subject_of(job->header) + " was not started: " + dead_reason();
         job->finish(std::move(failure));
         return;
     }
     bool is_epoch_dead = true;
+    Loss loss;
     failure = Failure();
     failure.kind = "SyncError";
     try {
+        if (job->lost) throw std::runtime_error(job->lost->reason);
         session->run(*job, staging);
         job->seconds["total"] = seconds_since(begin);
         job->engine_faults = minor_faults() - faults;
@@ -366,86 +380,26 @@ void Engine::run(const JobPtr& job) {
         is_epoch_dead = failure.kind == "PeerLeft";
     } catch (const TransportError& error) {
         const auto& replicas = session->membership().replicas;
-        failure.message = "replica " +
-                          std::to_string(replicas[static_cast<size_t>(std::max(error.peer, 0))]) +
-                          ": " + error.what();
+        const int64_t peer = replicas[static_cast<size_t>(std::max(error.peer, 0))];
+        failure.message = "replica " + std::to_string(peer) + ": " + error.what();
         failure.cause = error.cause;
+        if (!error.is_timeout()) loss.replica = peer;
+        loss.waited_in_vain = error.is_timeout() && session->is_waiting_for_headers();
+    } catch (const Aborted& error) {
+        failure.message = abort_reason().empty() ? error.what() : abort_reason();
     } catch (const std::exception& error) {
         failure.message = text_of(error);
     }
-    failure.stage = session->stage();
-    failure.seconds = seconds_since(begin);
+    failure.stage = job->lost ? "exchange" : session->stage();
+    failure.seconds = job->lost ? job->lost->seconds : seconds_since(begin);
     if (is_epoch_dead) {
         // The groups are closed first, so that peers that wait for us notice at once.
         session.reset();
-        fail_epoch(*job, failure);
+        fail_epoch(*job, failure, loss);
     } else {
-        failure.message = subject(job->header) + ": " + failure.message;
+        failure.message = subject_of(job->header) + ": " + failure.message;
     }
     job->finish(std::move(failure));
-}
-
-void Engine::fail_epoch(const Job& job, Failure& failure) {
-    const std::string where = subject(job.header) + " failed at " + failure.stage + " after " +
-                              rounded(failure.seconds) + " s";
-    std::shared_ptr<Session> dead;
-    bool is_closing;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        dead = std::move(session_);
-        session_.reset();
-        dead_reason_ = where;
-        is_closing = is_closing_;
-    }
-    dead.reset();
-    board_->report_failure(where);
-    if (is_closing) {
-        failure.message = where + ": the Exchange was closed";
-    } else {
-        blame(failure, where);
-    }
-    std::lock_guard<std::mutex> lock(mutex_);
-    dead_failure_ = failure;
-    dead_reason_ = failure.message;
-}
-
-// Completes the failure with who left or did not report.
-void Engine::blame(Failure& failure, const std::string& where) {
-    const bool is_at_header = failure.stage == "header";
-    if (failure.kind != "PeerLeft" && is_at_header) {
-        for (const Departure& gone : board_->departures()) {
-            failure.kind = "PeerLeft";
-            failure.replicas.push_back(gone.replica);
-            failure.inner_steps.push_back(gone.inner_step);
-        }
-    }
-    if (failure.kind == "PeerLeft") {
-        failure.missing = failure.replicas;
-        failure.message = where + ": replica " + list(failure.replicas) +
-                          " closed its Exchange and left, at inner step " +
-                          list(failure.inner_steps);
-        return;
-    }
-    const RollCall roll = board_->call_roll();
-    failure.missing = roll.silent;
-    // Everybody lives: those that did not come are the ones in no exchange.
-    if (roll.silent.empty() && is_at_header) failure.missing = roll.idle;
-    const std::string cause = failure.message.empty() ? "" : " (" + failure.message + ")";
-    failure.message = where + cause + ": ";
-    if (roll.silent.empty()) {
-        failure.message += "all other replicas live and have reported";
-    } else if (roll.is_store_silent) {
-        failure.message +=
-            replicas(roll.silent) + " could not report, because the store does not answer";
-    } else {
-        failure.message +=
-            replicas(roll.silent) + " did not report within " +
-            rounded(std::chrono::duration<double>(options_.report_patience).count()) + " s";
-    }
-    if (!roll.idle.empty()) {
-        failure.message += "; " + replicas(roll.idle) + (roll.idle.size() == 1 ? " is" : " are") +
-                           " in no exchange";
-    }
 }
 
 }  // namespace diloco

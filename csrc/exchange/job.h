@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "codec/digest.h"
 #include "exchange/chunk_loader.h"
 #include "exchange/device_queue.h"
 #include "exchange/message.h"
@@ -66,14 +67,28 @@ struct Plan {
 
 // Why a job ended without a result. `kind` names the Python exception.
 struct Failure {
-    std::string kind;  // "SyncError", "ReplicaMismatch", "PeerLeft", "NonFiniteError"
+    std::string kind;  // "SyncError", "ReplicaMismatch", "PeerLeft", "LeftBehind", "NonFiniteError"
     std::string message;
     std::string cause;  // what the backend said, if it was that
     std::string stage;
     double seconds = 0.0;
-    std::vector<int64_t> missing;   // replicas that did not report
+    // Replicas that the others go on without, and those that go on; the same on all members where
+    // the store could be asked. Pairs that live and cannot reach each other.
+    std::vector<int64_t> missing;
+    std::vector<int64_t> survivors;
+    std::vector<std::pair<int64_t, int64_t>> cuts;
     std::vector<int64_t> replicas;  // PeerLeft: who left; NonFiniteError: who has bad elements
     std::vector<int64_t> inner_steps;
+    int64_t went_on_in = -1;  // LeftBehind: the epoch of those who went on, if it is known
+};
+
+// How far this rank is with the vote on a job. From kVoted on it holds the whole result, and peers
+// may have the vote.
+enum class Standing : uint8_t {
+    kNone,      // nobody has a vote of ours
+    kVoted,     // told at least one peer, or was about to
+    kRejected,  // ours or another vote is a bad one: nobody can have all votes and all of them good
+    kAgreed,    // every vote is here, and all are good
 };
 
 // Exact bytes to or from one rank.
@@ -102,6 +117,12 @@ struct Staging {
     Mark stored;  // outcome: when the result is on the device; null: nothing was copied
 };
 
+// Of an exchange on a device's streams that cannot end: why, and after how long.
+struct Lost {
+    std::string reason;
+    double seconds = 0.0;
+};
+
 // Refuses a forked child, which has no engine thread, and may find a mutex locked for ever.
 void check_process(pid_t owner);
 
@@ -115,6 +136,7 @@ struct Job {
     at::Tensor result;   // the average (two phases) or the peer's payload (one phase)
     EncodeInputs encode;
     bool is_overlapped = false;  // the caller goes on to compute, and takes the result later
+    bool is_held = false;        // start() only encodes; the caller looks at it, then ship() sends
     int64_t reduce_key = 0;
     at::Tensor reduce_residual;  // [num_chunks * run_elements] fp32/bf16, own runs, or undefined
     at::Tensor new_reduce_residual;  // same
@@ -122,6 +144,7 @@ struct Job {
     std::vector<Transfer> recvs;
     at::Tensor blob;                 // kObjects: uint8
     std::optional<Staging> staging;  // None: the fragment is in host memory
+    std::optional<Lost> lost;        // nothing is exchanged: the epoch ends for this reason
 
     // Progress, guarded by `mutex`.
     std::mutex mutex;
@@ -132,11 +155,13 @@ struct Job {
     int64_t num_landed = 0;  // runs of the result that are complete before the vote; not staged
     bool is_encode_failed = false;
     bool is_done = false;
+    std::string waiting;          // what a job that is under way waits for; empty when nothing
     std::vector<Header> headers;  // of all ranks, in rank order; empty until all are here
     std::vector<double> weights;  // normalised, likewise
 
     // Outcome, constant once is_done.
     std::optional<Failure> failure;
+    Standing standing = Standing::kNone;
     std::vector<at::Tensor> blobs;
     std::map<std::string, double> seconds;
     double encode_seconds = 0.0;
@@ -144,7 +169,8 @@ struct Job {
     int64_t received_bytes = 0;
     int64_t caller_faults = 0;
     int64_t engine_faults = 0;
-    at::Tensor encode_bad;  // int64[1]
+    codec::DigestSums digest;  // of the payloads that are added up; complete before the vote
+    at::Tensor encode_bad;     // int64[1]
     at::Tensor reduce_bad;
 
     bool has_payload() const { return plan != nullptr; }

@@ -47,6 +47,7 @@ const std::vector<Field>& compared_fields() {
         {"num_elements", [](const Header& h) { return std::to_string(h.num_elements); }},
         {"layout_hash", [](const Header& h) { return hex(h.layout_hash); }},
         {"outer_lr", [](const Header& h) { return number(h.outer_lr); }},
+        {"outer state", [](const Header& h) { return hex(h.history); }},
         {"rounding",
          [](const Header& h) { return std::string(h.flags & 1 ? "stochastic" : "nearest"); }},
         {"number of chunks (chunk_bytes)",
@@ -146,6 +147,15 @@ BadElements find_bad_elements(const std::vector<Vote>& votes,
                 mean;
     bad.replicas = replicas;
     return bad;
+}
+
+std::string nothing_to_average(const std::vector<int64_t>& reset_replicas) {
+    std::ostringstream text;
+    text << "elements that are NaN, Inf or out of the wire's range: on "
+         << (reset_replicas.size() == 1 ? "replica " : "replicas ");
+    for (size_t i = 0; i < reset_replicas.size(); ++i) text << (i ? ", " : "") << reset_replicas[i];
+    text << ", and no other replica has a weight";
+    return text.str();
 }
 
 }  // namespace diloco

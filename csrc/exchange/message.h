@@ -11,7 +11,7 @@
 namespace diloco {
 
 constexpr uint32_t kMagic = 0x434c4944;  // "DILC"
-constexpr uint16_t kProtocolVersion = 2;
+constexpr uint16_t kProtocolVersion = 3;
 
 enum class Kind : uint32_t {
     kSync = 1,
@@ -25,14 +25,19 @@ enum class Kind : uint32_t {
 const char* kind_name(Kind kind);
 Kind kind_from_name(const std::string& name);
 
+// Bit 1 of Header::flags: no wire carries this rank's values, so its payload is zeros of weight 0.
+// Ranks may differ in it.
+constexpr uint8_t kReset = 2;
+
 // No field is wider than it must be: with eight ranks, headers are a measurable share of a round.
 struct Header {
     uint32_t magic = kMagic;
     uint16_t protocol = kProtocolVersion;
     uint8_t kind = 0;
-    uint8_t flags = 0;  // bit 0: stochastic rounding
+    uint8_t flags = 0;  // bit 0: stochastic rounding; bit 1: kReset
     uint64_t sequence = 0;
     uint64_t layout_hash = 0;
+    uint64_t history = 0;      // digest of the outer state and of all rounds applied to it
     int64_t num_elements = 0;  // kBroadcast: bytes in all
     int64_t inner_step = 0;
     double weight = 1.0;
@@ -50,7 +55,7 @@ struct Header {
     int32_t source_rank = 0;  // kBroadcast
     uint32_t blob_bytes = 0;  // kObjects: length of this rank's blob
 };
-static_assert(sizeof(Header) == 112, "the header is a wire format");
+static_assert(sizeof(Header) == 120, "the header is a wire format");
 
 struct Vote {
     uint64_t sequence = 0;
@@ -67,6 +72,9 @@ struct BadElements {
 
 // `votes` in rank order, of these replicas.
 BadElements find_bad_elements(const std::vector<Vote>& votes, const std::vector<int64_t>& replicas);
+
+// What there is to say when nobody but these replicas has a weight, and theirs are the bad values.
+std::string nothing_to_average(const std::vector<int64_t>& reset_replicas);
 
 // The first difference that forbids this exchange, as one sentence that names replicas and values;
 // empty when the headers agree. `headers` in rank order.

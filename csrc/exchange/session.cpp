@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "codec/digest.h"
 #include "exchange/control.h"
 #include "exchange/operators.h"
 
@@ -12,6 +13,8 @@ namespace diloco {
 namespace {
 
 uint8_t* bytes(const at::Tensor& tensor) { return tensor.data_ptr<uint8_t>(); }
+
+bool is_bad(const Vote& vote) { return vote.num_bad > 0 || vote.num_bad_mean > 0; }
 
 }  // namespace
 
@@ -49,6 +52,8 @@ void Session::run(Job& job, const at::Tensor& staging) {
             broadcast(job);
             break;
         default:
+            // Without a payload the headers are all: what they speak of travels on streams.
+            if (!job.has_payload()) break;
             post_vote_recvs(sequence_ - 1);
             run_chunks(job, staging);
     }
@@ -105,6 +110,22 @@ void Session::deliver_chunk(Job& job, int64_t chunk) {
                              job.result.narrow(0, chunk * num_bytes, num_bytes), staging.begin);
 }
 
+// Adds a chunk of what is going to be applied to the digest of the round. `source` is the place of
+// this payload among those that are added up; all ranks have the same bytes at the same place.
+void Session::digest_chunk(Job& job, const at::Tensor& payload, int64_t chunk, int64_t source) {
+    const Kind kind = Kind(job.header.kind);
+    if (kind != Kind::kSync && kind != Kind::kFlush) return;
+    Stopwatch watch(job.seconds["digest"]);
+    const Layout& layout = job.plan->layout;
+    const int64_t first = chunk * transport_.size();
+    for (int64_t run = first; run < first + transport_.size(); ++run) {
+        const int64_t at = (source * layout.num_runs + run) * layout.run_bytes;
+        codec::add_digest(bytes(payload) + run * layout.run_bytes,
+                          static_cast<size_t>(layout.used_bytes(run)),
+                          static_cast<uint64_t>(at) / sizeof(uint64_t), job.digest);
+    }
+}
+
 void Session::run_chunks(Job& job, const at::Tensor& staging) {
     const Plan& plan = *job.plan;
     const auto depth = static_cast<size_t>(2 * plan.window + 1);
@@ -138,6 +159,7 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
             if (job.plan->num_phases == 1) {
                 wait_all(chunk.sends);
                 deliver_chunk(job, step.chunk);
+                digest_chunk(job, job.result, step.chunk, peer(1));
             }
             break;
         }
@@ -155,6 +177,7 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
             wait_all(chunk.publish_recvs);
             wait_all(chunk.sends);
             deliver_chunk(job, step.chunk);
+            digest_chunk(job, job.result, step.chunk, 0);
             break;
         }
         case Action::kVote: {
@@ -182,6 +205,8 @@ void Session::post_chunk(Job& job, const Step& step) {
     wait_for_encoded(job, first + transport_.size() - 1);
     chunk.sends.push_back(
         transport_.send(step.lane, peer(1), tag, bytes(job.payload) + offset, num_bytes));
+    // While the peer's is under way.
+    digest_chunk(job, job.payload, step.chunk, transport_.rank());
 }
 
 void Session::post_exchange(Job& job, const Step& step, const at::Tensor& staging) {
@@ -255,10 +280,15 @@ void Session::vote(Job& job) {
     if (num_peers() > 0 && Clock::now() >= deadline_) {
         throw std::runtime_error("it was too late to vote");
     }
+    // Nor does a replica vote whose group is being changed: it says what it has voted for.
+    if (transport_.is_aborted()) throw Aborted();
     vote_out_ = Vote();
     vote_out_.sequence = sequence;
-    vote_out_.num_bad = job.encode_bad.item<int64_t>();
+    // Of a payload of weight 0, nothing bad is left.
+    if (!(job.header.flags & kReset)) vote_out_.num_bad = job.encode_bad.item<int64_t>();
     vote_out_.num_bad_mean = job.reduce_bad.item<int64_t>();
+    // Before the first peer is told: whatever fails from here on, some may have heard it.
+    job.standing = is_bad(vote_out_) ? Standing::kRejected : Standing::kVoted;
     for (int i = 1; i <= num_peers(); ++i) {
         if (i > 1) faults_.before("vote", -1, i - 1);
         post_last_words(peer(i), vote_tag(sequence), &vote_out_, sizeof(Vote));
@@ -272,10 +302,12 @@ void Session::vote(Job& job) {
             throw TransportError(rank, "a vote that is not ours arrived");
         }
         votes[from] = votes_in_[from];
+        if (is_bad(votes[from])) job.standing = Standing::kRejected;
     }
     // Who has every vote commits: whoever lacks ours holds the result and is told of the round.
     wait_for_last_words();
     reject_bad_elements(votes);
+    job.standing = Standing::kAgreed;
 }
 
 void Session::reject_bad_elements(const std::vector<Vote>& votes) {
@@ -285,6 +317,8 @@ void Session::reject_bad_elements(const std::vector<Vote>& votes) {
     failure.kind = "NonFiniteError";
     failure.stage = stage_;
     failure.message = std::move(bad.text);
+    // All of them when it is their mean that no wire carries: nobody is worse than the others.
+    if (bad.replicas.size() < votes.size()) failure.missing = bad.replicas;
     failure.replicas = std::move(bad.replicas);
     throw Rejected(std::move(failure));
 }

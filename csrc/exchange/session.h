@@ -2,7 +2,7 @@
 //
 // Header, chunks, vote. The header exchange completes before anything sized by the model is
 // posted; the result of a job counts only when every rank's vote is here. Lives on the engine
-// thread, except abort() and is_waiting_for_headers().
+// thread, except abort(), awaited_rank(), num_messages() and is_waiting_for_headers().
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,8 @@ namespace diloco {
 struct Membership {
     int64_t epoch = 0;
     int rank = 0;
-    std::vector<int64_t> replicas{0};  // in rank order
+    std::vector<int64_t> replicas{0};      // in rank order
+    std::vector<std::string> addresses{};  // likewise, to be tried; "" or none: unknown
 
     int size() const { return static_cast<int>(replicas.size()); }
 };
@@ -47,6 +48,10 @@ class Session {
     void emulate_link(double gbps, double rtt_ms) { transport_.emulate_link(gbps, rtt_ms); }
     void abort() { transport_.abort(); }
     bool is_waiting_for_headers() const { return is_waiting_for_headers_; }
+
+    // Whose header is waited for, -1 when none is; and how many messages have been waited for.
+    int awaited_rank() const { return awaited_rank_; }
+    int64_t num_messages() const { return transport_.num_done(); }
 
     const Membership& membership() const { return membership_; }
     const std::string& stage() const { return stage_; }
@@ -77,6 +82,7 @@ class Session {
     void wait_for_mark(const Mark& mark);
     void check_time() const;
     void deliver_chunk(Job& job, int64_t chunk);
+    void digest_chunk(Job& job, const at::Tensor& payload, int64_t chunk, int64_t source);
     void exchange_blobs(Job& job);
     void broadcast(Job& job);
     void post_vote_recvs(uint64_t sequence);
@@ -97,6 +103,7 @@ class Session {
     Clock::time_point deadline_{};
     std::string stage_;
     std::atomic<bool> is_waiting_for_headers_{false};
+    std::atomic<int> awaited_rank_{-1};
     Transport transport_;  // destroyed before the memory that its messages use
     std::vector<Receipt> header_recvs_;
     std::vector<Receipt> vote_recvs_;

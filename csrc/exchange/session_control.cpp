@@ -44,6 +44,7 @@ void Session::exchange_headers(Job& job) {
         }
         for (int rank = 0; rank < transport_.size() && leaves.empty(); ++rank) {
             if (rank == transport_.rank()) continue;
+            awaited_rank_ = rank;
             const Header& header = receive_header(rank, deadline_);
             if (is_leave(header)) leaves.push_back(header);
             headers[static_cast<size_t>(rank)] = header;
@@ -53,6 +54,7 @@ void Session::exchange_headers(Job& job) {
         if (leaves.empty()) throw;
     }
     is_waiting_for_headers_ = false;
+    awaited_rank_ = -1;
     if (!leaves.empty()) {
         Failure failure;
         failure.kind = "PeerLeft";
@@ -107,9 +109,17 @@ void Session::check_headers(Job& job) {
     if (!job.has_payload()) return;
     double sum = 0.0;
     bool is_valid = true;
+    std::vector<int64_t> reset;
     for (const Header& header : job.headers) {
         is_valid = is_valid && std::isfinite(header.weight) && header.weight >= 0.0;
         sum += header.weight;
+        if (header.flags & kReset) reset.push_back(header.replica);
+    }
+    if (is_valid && sum == 0.0 && !reset.empty()) {
+        failure.kind = "NonFiniteError";
+        failure.message = nothing_to_average(reset);
+        failure.replicas = std::move(reset);
+        throw Rejected(std::move(failure));
     }
     if (!is_valid || !(sum > 0.0) || !std::isfinite(sum)) {
         std::ostringstream text;

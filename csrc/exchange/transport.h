@@ -35,6 +35,7 @@ class TransportError : public std::runtime_error {
     TransportError(int peer, const std::string& what) : std::runtime_error(what), peer(peer) {}
     // Says in a few words what a backend reports with file names and guesses.
     TransportError(int peer, const std::exception& error);
+    bool is_timeout() const { return std::string(what()) == "timed out"; }
     int peer;
     std::string cause;  // the backend's text
 };
@@ -76,6 +77,9 @@ class Transport {
     int64_t sent_bytes() const { return sent_bytes_; }
     int64_t received_bytes() const { return received_bytes_; }
 
+    // Messages waited for with success. From any thread.
+    int64_t num_done() const { return num_done_; }
+
   private:
     // The group of a lane that carries messages from rank `from` to rank `to`.
     c10d::Backend& group(int lane, int from, int to) const;
@@ -91,6 +95,7 @@ class Transport {
     std::atomic<bool> is_aborted_{false};
     int64_t sent_bytes_ = 0;
     int64_t received_bytes_ = 0;
+    std::atomic<int64_t> num_done_{0};
     std::unique_ptr<Link> link_;  // last: its thread posts on the groups above
 };
 

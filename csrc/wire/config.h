@@ -11,11 +11,13 @@
 #define DILOCO_DEVICE __device__ __forceinline__
 #define DILOCO_UNROLL _Pragma("unroll")
 #define DILOCO_UNROLL_8 _Pragma("unroll 8")
+#define DILOCO_NO_UNROLL _Pragma("unroll 1")
 #else
 #define DILOCO_HD [[maybe_unused]] static inline
 #define DILOCO_DEVICE inline
 #define DILOCO_UNROLL
 #define DILOCO_UNROLL_8
+#define DILOCO_NO_UNROLL
 #endif
 
 namespace diloco::wire {

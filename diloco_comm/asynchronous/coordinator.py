@@ -22,6 +22,9 @@ from .scheduling import GracePeriod, Speeds
 from .spool import Payload
 from .starts import Starts
 
+# After these refusals the server expects the same number again.
+UNCOUNTED = ("out of order", "from the future")
+
 
 @dataclass(frozen=True)
 class Update:
@@ -74,12 +77,14 @@ class Member:
         num_applied: Of its updates.
         is_training: It holds parameters and has not sent its update yet.
         started: Version that it trains from, if the rule wants to know.
+        instance: A random number of the newest worker of this name, if it has one.
     """
 
     last: Outcome = field(default_factory=lambda: Outcome(0, 0, -1))
     num_applied: int = 0
     is_training: bool = False
     started: int | None = None
+    instance: int = 0
 
 
 @dataclass
@@ -201,7 +206,7 @@ class Coordinator:
     def finish(self, worker: str, outcome: Outcome, now: float) -> None:
         """Write down what became of a worker's update; the worker waits to go on."""
         member = self.join(worker)
-        if outcome.refusal not in ("out of order", "from the future"):
+        if outcome.refusal not in UNCOUNTED:
             member.last = outcome
         if outcome.refusal:
             self.counts.refused[outcome.refusal] += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,20 @@ from torch import Tensor
 from ..errors import SyncError
 from ..wire import Layout
 from . import keys as curve
+from .connections import beat
+from .coordinator import UNCOUNTED
 from .downloads import Download
-from .messages import MAX_BODY, MAX_JSON, Kind, Message, ProtocolError, pack, parse
+from .messages import MAX_BODY, MAX_JSON, NAME_TAKEN, Kind, Message, ProtocolError, pack, parse
+from .names import Identity
 from .window import bodies, is_within
 
+logger = logging.getLogger(__name__)
+
 RETRY_S, BLOCKED_S = 1.0, 0.02
+# A worker that has waited so long for the server to have room for its update says so, once.
+PATIENCE_S = 30.0
+# A connection to a server without power or network is given up after so long, and made again.
+LOST_AFTER_S = 40.0
 # As plain integers: flags of the enum's type cost more than a small message.
 NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 
@@ -32,8 +43,21 @@ def receive(socket: zmq.Socket, wait_ms: int = 0) -> list[zmq.Frame] | None:
         return None
 
 
+def _close(socket: zmq.Socket, context: zmq.Context) -> None:
+    socket.close()
+    context.term()
+
+
 class ServerLost(SyncError):
-    """The server did not answer in time; the worker's parameters are as training left them."""
+    """The server did not answer in time, or came back with less than it had told this worker of.
+
+    The worker's parameters are as training left them.
+
+    Attributes:
+        went_back_to: Version that the server came back with; None if it did not answer.
+    """
+
+    went_back_to: int | None = None
 
 
 class ServerRefused(SyncError):
@@ -45,21 +69,21 @@ class Link:
 
     Args:
         address: ``tcp://host:port``.
-        worker: The worker's name.
+        worker: The worker's name; None for one after its host and rank.
         sizes, layout: Elements of the fragments and hash of the model.
         timeout: Seconds without any answer after which ``ServerLost`` is raised.
         keys, key_name: Folder of CURVE keys and name of the worker's pair in it.
 
     Attributes:
         sent_bytes, received_bytes: Of payloads and headers, repeated ones included.
-        last_seq: The worker's newest update that the server knows of.
+        identity: What the server knows the worker by.
         needs_start: The server has no parameters yet.
     """
 
     def __init__(
         self,
         address: str,
-        worker: str,
+        worker: str | None,
         sizes: list[int],
         layout: int,
         *,
@@ -68,20 +92,21 @@ class Link:
         key_name: str = curve.WORKER,
     ) -> None:
         curve.is_loopback(address)
-        self.address, self.worker, self.timeout = address, worker, timeout
-        self._hello = Message(Kind.HELLO, meta={"worker": worker, "sizes": sizes, "layout": layout})
-        self._sizes = sizes
+        self.address, self.timeout = address, timeout
+        self.identity = Identity(worker, sizes, layout)
         self.sent_bytes = self.received_bytes = 0
-        self.last_seq = 0
         self.needs_start = False
         self._is_blocked = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        # An open socket among garbage would keep the garbage collector waiting for ever.
+        self._end = weakref.finalize(self, _close, self._socket, self._context)
+        self._end.atexit = False
         self._socket.linger = 300
         self._socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
         # Only to a server that is there: what is sent to none would be sent to its successor.
         self._socket.immediate = True
-        self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 5_000, 30_000
+        beat(self._socket, max(0.1, min(LOST_AFTER_S, timeout / 3)))
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 1_000
         try:
             if keys is not None:
@@ -91,11 +116,14 @@ class Link:
             self.close()
             raise
 
+    @property
+    def worker(self) -> str:
+        """The worker's name."""
+        return self.identity.name
+
     def close(self) -> None:
         """Close the connection, without a word; idempotent."""
-        if not self._context.closed:
-            self._socket.close()
-            self._context.term()
+        self._end()
 
     # --------------------------------------------------------------------------------- messages
 
@@ -126,7 +154,7 @@ class Link:
         """Yield what the server says; ask again whenever it is silent for a while.
 
         Raises:
-            ServerLost: If it is silent for ``timeout``.
+            ServerLost: If it is silent for ``timeout``, or has lost what it had told of.
             ServerRefused: If it refuses this worker.
         """
         began = heard_at = time.monotonic()
@@ -143,6 +171,8 @@ class Link:
             if message is not None:
                 heard_at = now
                 if message.kind == Kind.REFUSED:
+                    if message.number == NAME_TAKEN and self._goes_by_another_name(message):
+                        continue
                     raise ServerRefused(
                         f"the server {self.address} refused worker {self.worker}: "
                         f"{message.meta['reason']}",
@@ -150,8 +180,10 @@ class Link:
                         seconds=now - began,
                     )
                 if message.kind == Kind.UNKNOWN:
-                    self.send(self._hello)
+                    self._say_hello()
                 elif message.kind == Kind.WELCOME:
+                    if not self.identity.is_answer(message):
+                        continue
                     self._welcomed(message, what)
                     if what != "hello":
                         ask()
@@ -174,32 +206,63 @@ class Link:
             ask()
             asked_at = now
 
+    def _goes_by_another_name(self, refusal: Message) -> bool:
+        if not self.identity.is_answer(refusal):
+            return True
+        is_other = self.identity.take_another_name()
+        if is_other:
+            self._say_hello()
+        return is_other
+
     def _welcomed(self, message: Message, what: str) -> None:
-        last = message.number
-        if last < self.last_seq and what != "hello":
-            raise ServerLost(
-                f"the server {self.address} knows {last} updates of worker {self.worker}, which "
-                f"was told of {self.last_seq}: it was restarted without its snapshot",
-                stage=what,
-            )
-        self.last_seq = max(self.last_seq, last)
+        identity, began = self.identity, max(0, message.meta["began"])
+        told = f"was told of {identity.next_seq - 1} and of version {identity.newest}"
+        is_older = not identity.count_on(message)
         self.needs_start = message.meta["needs_start"]
+        if self.needs_start and what in ("push", "pull"):
+            sentence = (
+                f"the server {self.address} was restarted without its snapshot and has no "
+                "parameters: a worker that attaches anew gives it some"
+            )
+        elif is_older:
+            sentence = (
+                f"the server {self.address} came back with {message.number} updates of worker "
+                f"{self.worker} and version {began} of the model, and the worker {told}: it was "
+                "restarted without its snapshot, or with one that was older; the next step goes on "
+                "with what the server has"
+            )
+        else:
+            return
+        error = ServerLost(sentence, stage=what)
+        error.went_back_to = began
+        raise error
 
     # ------------------------------------------------------------------------------ conversations
 
     def hello(self) -> Message:
         """Introduce this worker and return the server's WELCOME."""
-        for message in self._converse(lambda: self._ask(self._hello), "hello"):
+        is_waiting = False
+        for message in self._converse(self._say_hello, "hello"):
             if message.kind == Kind.WELCOME:
                 return message
+            if message.kind == Kind.WAIT and not is_waiting:
+                is_waiting = True
+                logger.warning(
+                    "the server %s still has a connection of a worker named %s, and waits until "
+                    "it knows whether that lives",
+                    self.address,
+                    self.worker,
+                )
         raise AssertionError
+
+    def _say_hello(self) -> None:
+        self.send(self.identity.hello())
 
     def _ask(self, message: Message) -> None:
         self.send(message)
 
     def push(
         self,
-        seq: int,
         version: int,
         payloads: list[Tensor],
         layouts: list[Layout],
@@ -218,15 +281,50 @@ class Link:
             "seconds": seconds,
             "is_start": is_start,
         }
-        push = Message(Kind.PUSH, seq, version, int(follows), meta=meta)
-        for message in self._converse(lambda: self._ask(push), "push"):
+        identity = self.identity
+
+        def ask() -> None:
+            if identity.is_in_doubt:
+                return
+            push = Message(Kind.PUSH, identity.next_seq, version, int(follows), meta=meta)
+            self.send(push)
+
+        says_at: float | None = time.monotonic() + PATIENCE_S
+        for message in self._converse(ask, "start" if is_start else "push"):
+            seq = identity.next_seq
+            if identity.is_in_doubt:
+                return self._give_up(message)
             if message.kind == Kind.OUTCOME and message.number == seq:
-                if not is_start:
-                    self.last_seq = seq
+                identity.begun = None
+                identity.newest = max(identity.newest, message.version)
+                if not is_start and message.meta["refusal"] not in UNCOUNTED:
+                    identity.next_seq += 1
                 return message
             if message.kind == Kind.WANT and message.number == seq:
+                identity.begin()
                 self._send_runs(message, payloads, layouts)
+            if message.kind == Kind.WAIT and says_at is not None and time.monotonic() > says_at:
+                says_at = None
+                logger.warning(
+                    "the server %s has had no room for update %d of worker %s for %.0f s, and "
+                    "takes it when there is: its status says more",
+                    self.address,
+                    seq,
+                    self.worker,
+                    PATIENCE_S,
+                )
         raise AssertionError
+
+    def _give_up(self, message: Message) -> Message:
+        """Give up an update whose fate the server can no longer tell."""
+        assert self.identity.begun is not None
+        (name, seq), self.identity.begun = self.identity.begun, None
+        reason = (
+            f"update {seq} of worker {name} was on its way when the connection ended, and another "
+            "worker came under that name: it is not sent again, since it may have been applied"
+        )
+        meta = {"staleness": -1, "refusal": "in doubt", "reason": reason}
+        return Message(Kind.OUTCOME, self.identity.next_seq - 1, message.version, meta=meta)
 
     def _send_runs(self, want: Message, payloads: list[Tensor], layouts: list[Layout]) -> None:
         place, run, count = want.fragment, want.run, want.count
@@ -252,6 +350,7 @@ class Link:
             download.receive(message)
             if download.is_complete:
                 assert download.version is not None
+                self.identity.newest = max(self.identity.newest, download.version)
                 return download.version, download.steps
         raise AssertionError
 

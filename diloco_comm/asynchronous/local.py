@@ -56,9 +56,7 @@ class LocalModel:
         self.sizes = [fragment.num_elements for fragment in self.fragments]
         self.wire, self.impl = wire, ops.resolve_impl(impl)
         self._is_stochastic, self._seed = rounding == "stochastic", seed
-        self._replica = int.from_bytes(
-            hashlib.blake2b(name.encode(), digest_size=7).digest(), "little"
-        )
+        self.rename(name)
         self.outer = [empty_pages((size,), torch.float32) for size in self.sizes]
         self.layouts = [layout_of(size, wire) for size in self.sizes]
         self.payloads = [empty_pages((lay.payload_bytes,), torch.uint8) for lay in self.layouts]
@@ -66,6 +64,11 @@ class LocalModel:
             Residuals(size, error_feedback=error_feedback, dtype=torch.float32, carries=False)
             for size in self.sizes
         ]
+
+    def rename(self, name: str) -> None:
+        """Set the name, by which the workers' random numbers differ."""
+        digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+        self._replica = int.from_bytes(digest, "little")
 
     @property
     def layout_hash(self) -> int:

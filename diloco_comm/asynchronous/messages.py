@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAGIC = b"DCAS"
 HEADER = struct.Struct("<4sHHQQHHI")
 MAX_JSON = 1 << 16
@@ -31,6 +31,7 @@ MAX_UPDATES = 64
 MAX_BODY = 1 << 20
 # What may be asked for at a time.
 MAX_BATCH = 3 * MAX_BODY
+NAME_TAKEN = 1
 # Numbers stay such that they survive JSON and arithmetic in 64 bits.
 MAX_NUMBER = 1 << 62
 
@@ -39,7 +40,9 @@ class Kind(IntEnum):
     """What a message says; ``number`` is the update's sequence number where there is one."""
 
     # From a worker.
-    HELLO = 1  # JSON: who it is and what its model looks like
+    # JSON: name and model; ``number`` tells workers of one name apart, fragment 1 says that
+    # another name would do, and ``run`` comes back with the answer.
+    HELLO = 1
     PUSH = 2  # JSON: a round is done, ask me for its update; fragment 1 says that I follow
     RUN = 3  # bytes: runs of the update
     PULL = 4  # which parameters do I go on from?
@@ -50,14 +53,17 @@ class Kind(IntEnum):
     FOLLOW = 9  # PULL by who holds all of this version (number 1), or wants to (number 0)
     GET_UPDATE = 10  # send me ``count`` runs of the update that made version ``number``
     # From the server.
-    WELCOME = 32  # JSON
+    # JSON; fragment 1: another worker of this name came since, and may have sent some. ``history``
+    # tells this process of the server from others, and ``began`` is the version that it came back
+    # with, -1 if it kept nothing.
+    WELCOME = 32
     WANT = 33  # send me ``count`` runs of the update
     OUTCOME = 34  # JSON: what became of the update
     READY = 35  # JSON: go on from this version
     DATA = 36  # bytes: runs of the version
     GONE = 37  # this version is kept no more, ask again
     UNKNOWN = 38  # say HELLO first
-    REFUSED = 39  # JSON: one sentence
+    REFUSED = 39  # JSON: one sentence; number ``NAME_TAKEN``: the name is a live worker's
     REPORT = 40  # JSON: the status
     WAIT = 41  # heard you; the answer will come
     STATE = 42  # JSON: go on from this version, here is all of it
@@ -117,7 +123,8 @@ def _is_sizes(value: object) -> bool:
     )
 
 
-def _is_staleness(value: object) -> bool:
+def _is_count_or_none(value: object) -> bool:
+    """Tell a count, or -1 where there is none."""
     return value == -1 or _is_count(value)
 
 
@@ -168,8 +175,14 @@ _FIELDS = {
         "seconds": _is_seconds,
         "is_start": _is_flag,
     },
-    Kind.WELCOME: {"needs_start": _is_flag, "rule": _is_object, "sync_every": _is_count},
-    Kind.OUTCOME: {"staleness": _is_staleness, "refusal": _is_text, "reason": _is_text},
+    Kind.WELCOME: {
+        "needs_start": _is_flag,
+        "rule": _is_object,
+        "sync_every": _is_count,
+        "history": _is_count,
+        "began": _is_count_or_none,
+    },
+    Kind.OUTCOME: {"staleness": _is_count_or_none, "refusal": _is_text, "reason": _is_text},
     Kind.READY: {"steps": _is_count},
     Kind.STATE: {"steps": _is_count, "lr": _is_number, "rule": _is_rule},
     Kind.UPDATES: {"steps": _is_count, "lr": _is_number, "updates": _is_updates},

@@ -92,7 +92,11 @@ class Receiver:
         self._tell(session, outcome)
 
     def _admit(self, session: Session, message: Message) -> bool:
-        """Ask for an update if there is memory for it."""
+        """Ask for an update if there is room for it.
+
+        Raises:
+            ProtocolError: If this one is never taken.
+        """
         meta = message.meta
         try:
             wire = WireFormat(meta["wire"], meta["block_size"])
@@ -112,7 +116,7 @@ class Receiver:
         except OSError as error:
             self.state.status.count_refusal("no room")
             raise ProtocolError(
-                f"there is no room for an update of {sum(sizes)} bytes: {error.strerror}"
+                f"there is no file for an update of {sum(sizes)} bytes: {error.strerror}"
             ) from None
         if payloads is None:
             return False
@@ -200,6 +204,10 @@ class Receiver:
             pairs.clear()
             upload.payloads.clear()
             self.state.open_model(session.sizes, session.layout, outers)
+            # Who came before there was a model is greeted again, and refused if its own differs.
+            for other in self.state.sessions.all():
+                if (other.sizes, other.layout) != (session.sizes, session.layout):
+                    self.state.sessions.drop(other.peer)
             self.state.save()
         self.state.memory.give_back(upload.payloads)
         self._tell(session, Outcome(upload.seq, self.state.version, 0))
@@ -218,9 +226,20 @@ class Receiver:
             self.state.memory.give_back(upload.payloads)
 
     def admit_waiting(self) -> None:
+        """Ask for updates that wait, as long as there is room; what is refused is its worker's."""
+        if not self._queue:
+            self.state.problem = ""
         for worker, message in list(self._queue.items()):
             session = self.state.sessions.of(worker)
             if session is None:
-                del self._queue[worker]
-            elif not self._admit(session, message):
+                self._queue.pop(worker, None)
+            elif not self._admit_or_refuse(session, message):
                 return
+
+    def _admit_or_refuse(self, session: Session, message: Message) -> bool:
+        try:
+            return self._admit(session, message)
+        except ProtocolError as error:
+            self._queue.pop(session.worker, None)
+            self._send(session.peer, Message(Kind.REFUSED, meta={"reason": str(error)}))
+            return True

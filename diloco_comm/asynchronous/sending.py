@@ -121,7 +121,10 @@ class Sender:
         for run, count in bodies(layout, message.run, message.count):
             body = self._read(message, run, count).numpy().data.cast("B")
             place = (message.number, message.version, message.fragment, run)
-            self._send(session.peer, Message(Kind.DATA, *place, body=body))
+            if not self._send(session.peer, Message(Kind.DATA, *place, body=body)):
+                # What was held for a worker that is gone can be read no more; one that only does
+                # not read asks again.
+                return
 
     def _layout(self, session: Session, message: Message) -> Layout:
         """Return how the fragment lies that is asked for."""

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
 from torch import Tensor
 
-from . import keys as curve
+from .attendance import Attendance
+from .connections import check_lost_after, connection_of
+from .door import Door
 from .keys import is_loopback
 from .link import NOBLOCK, receive
-from .messages import MAX_BODY, MAX_JSON, Kind, Message, ProtocolError, pack, parse
+from .messages import Kind, Message, ProtocolError, pack, parse
 from .receiving import Receiver
 from .rules import ServerRule
 from .sending import Sender
 from .sessions import Session
 from .state import ServerState
-from .window import WINDOW_BYTES
 
 _POLL_MS = 100
 
@@ -44,13 +46,17 @@ class AsyncServer:
         insecure: Allow an address that other machines reach, without keys.
         model_sizes: Memory of the server in fp32 models: of the rule's buffers, and of updates
             that are on their way. One update always fits.
+        lost_after: Seconds after which a worker that was stopped, or has no power or no network,
+            counts as gone; one that was killed does at once. One that trains is never gone.
         max_parameters: Larger models are refused.
         impl: Force an implementation of the operators.
 
     Raises:
         ValueError: For arguments that cannot be, and for an address that is open to the network
             without keys.
-        OSError: If the address cannot be listened on.
+        OSError: If the address cannot be listened on, or the snapshot folder cannot be written or
+            belongs to another server. A folder that cannot be written later on does not end the
+            server: see its status.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class AsyncServer:
         keys: str | Path | None = None,
         insecure: bool = False,
         model_sizes: float = 4.0,
+        lost_after: float = 30.0,
         max_parameters: int = 4_000_000_000,
         impl: str = "",
     ) -> None:
@@ -76,6 +83,7 @@ class AsyncServer:
                 f"{address} can be reached from other machines: give keys= (made by `diloco-comm "
                 "serve keygen`), or insecure=True to let in whoever finds the port"
             )
+        lost_after = check_lost_after(lost_after)
         numbers = {
             "sync_every": sync_every,
             "dylu": dylu,
@@ -90,9 +98,27 @@ class AsyncServer:
             model_sizes=model_sizes,
             impl=impl,
         )
-        self._max_parameters = max_parameters
-        self.state.begin(parameters)
+        # A server that cannot have its address has changed nothing on the disk.
+        door = Door(address, keys, lost_after)
+        # An open socket among garbage would keep the garbage collector waiting for ever.
+        self._close_door = weakref.finalize(self, door.close)
+        self._close_door.atexit = False
+        try:
+            self.state.begin(parameters)
+        except BaseException:
+            self._close_door()
+            raise
+        self._socket = door.socket
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._receiver = Receiver(self.state, self._send)
+        self._attendance = Attendance(
+            self.state,
+            door.connections,
+            self._send,
+            self._receiver.forget,
+            max_parameters=max_parameters,
+            lost_after=lost_after,
+        )
         self._sender = Sender(self.state, self._send, self._receiver.admit_waiting)
         self._handlers = {
             Kind.PUSH: self._receiver.push,
@@ -104,42 +130,10 @@ class AsyncServer:
             Kind.DONE: self._sender.done,
             Kind.LEAVE: self._leave,
         }
-        self._context = zmq.Context()
-        self._socket = self._listen(address, keys)
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._has_served = False
-
-    def _listen(self, address: str, keys: str | Path | None) -> zmq.Socket:
-        socket = self._context.socket(zmq.ROUTER)
-        self._guard = None
-        socket.linger = 0
-        socket.router_mandatory = True
-        socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
-        # Room for a window of runs twice: ZeroMQ learns late of what has been read.
-        socket.sndhwm = socket.rcvhwm = 4 * WINDOW_BYTES // MAX_BODY
-        socket.heartbeat_ivl, socket.heartbeat_timeout = 5_000, 30_000
-        socket.handshake_ivl = 5_000
-        socket.setsockopt(zmq.BACKLOG, 1024)
-        try:
-            if keys is not None:
-                self._guard = curve.protect_server(self._context, socket, Path(keys))
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            self._close_socket(socket)
-            raise OSError(error.errno, f"cannot listen on {address}: {error}") from None
-        except ValueError:
-            self._close_socket(socket)
-            raise
-        return socket
-
-    def _close_socket(self, socket: zmq.Socket) -> None:
-        socket.close(0)
-        if self._guard is not None:
-            self._guard.stop()
-        self._context.term()
 
     def parameters(self) -> list[Tensor]:
         """Return copies of the shared parameters; only while the server does not run."""
@@ -183,12 +177,10 @@ class AsyncServer:
             self._close()
 
     def _close(self) -> None:
-        self.state.sessions.let_go_all(self.state.coordinator)
-        if self.state.saved_version != self.state.version:
-            self.state.save()
-        if self.state.storage is not None:
-            self.state.storage.close()
-        self._close_socket(self._socket)
+        try:
+            self.state.end()
+        finally:
+            self._close_door()
 
     def stop_soon(self) -> None:
         """Make ``serve`` return; also from a signal handler."""
@@ -236,8 +228,10 @@ class AsyncServer:
         try:
             message = parse([frame.buffer for frame in frames[1:]])
             session = self.state.sessions.get(peer)
-            if message.kind in (Kind.HELLO, Kind.STATUS):
-                self._greet(peer, message)
+            if message.kind == Kind.STATUS:
+                self._send(peer, Message(Kind.REPORT, meta={"status": self.state.report()}))
+            elif message.kind == Kind.HELLO:
+                self._attendance.greet(peer, connection_of(frames[1]), message)
             elif session is None:
                 self._send(peer, Message(Kind.UNKNOWN))
             else:
@@ -256,50 +250,10 @@ class AsyncServer:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             if error.errno == zmq.EHOSTUNREACH:
-                self._lose(peer)
+                self._attendance.lose(peer)
             return False
         self.state.status.sent_bytes += sum(len(frame) for frame in frames)
         return True
-
-    def _lose(self, peer: bytes) -> None:
-        session = self.state.sessions.drop(peer)
-        if session is not None:
-            coordinator = self.state.coordinator
-            session.let_go(coordinator)
-            if coordinator is not None and self.state.sessions.of(session.worker) is None:
-                coordinator.leave(session.worker)
-
-    # -------------------------------------------------------------------------------- messages
-
-    def _greet(self, peer: bytes, message: Message) -> None:
-        if message.kind == Kind.STATUS:
-            self._send(peer, Message(Kind.REPORT, meta={"status": self.state.report()}))
-            return
-        sessions, coordinator = self.state.sessions, self.state.coordinator
-        worker, sizes = message.meta["worker"], message.meta["sizes"]
-        if sum(sizes) > self._max_parameters:
-            raise ProtocolError(
-                f"the model has {sum(sizes)} parameters, this server takes {self._max_parameters}"
-            )
-        if coordinator is not None:
-            self.state.check_layout(sizes, message.meta["layout"])
-        older = sessions.of(worker)
-        if older is not None and older.peer != peer:
-            sessions.drop(older.peer)
-            older.let_go(coordinator)
-        if older is None or older.peer != peer:
-            # A successor of the same name may send other bytes under the same number.
-            self._receiver.forget(worker)
-        sessions.add(Session(peer, worker, sizes, message.meta["layout"], time.monotonic()))
-        last = 0
-        if coordinator is not None:
-            last = coordinator.join(worker).last.seq
-        meta = {
-            "needs_start": coordinator is None,
-            "rule": self.state.rule.config(),
-            "sync_every": self.state.numbers["sync_every"],
-        }
-        self._send(peer, Message(Kind.WELCOME, last, self.state.version, meta=meta))
 
     def _serve(self, session: Session, message: Message) -> None:
         handle = self._handlers.get(message.kind)
@@ -308,16 +262,14 @@ class AsyncServer:
         handle(session, message)
 
     def _leave(self, session: Session, message: Message) -> None:
-        if self.state.coordinator is not None:
-            self.state.coordinator.leave(session.worker)
-        self._lose(session.peer)
+        self._attendance.leave(session, message)
         self._sender.after_reading()
 
     def _housekeeping(self) -> None:
         now = time.monotonic()
+        self._attendance.look()
         self._receiver.drop_stalled(now)
         self._sender.evict(now, is_memory_short=self._receiver.is_anyone_waiting)
-        self.state.sessions.forget_silent(now)
         self.state.keep_for_followers()
         self._sender.after_reading()
         self.state.save_if_due()

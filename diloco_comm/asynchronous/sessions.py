@@ -10,8 +10,6 @@ from .coordinator import Coordinator
 from .messages import MAX_UPDATES, Kind
 from .model import SharedModel, layout_of
 
-# A worker that trains a long round is silent; when it speaks again it is asked who it is.
-SILENT_S = 600.0
 MAX_SESSIONS = 20_000
 NOTHING = -1
 
@@ -22,6 +20,9 @@ class Session:
 
     Attributes:
         peer: ZeroMQ's name of the connection.
+        connection: Its number, see ``Connections``.
+        instance: A random number of the worker's own; 0 if it says none.
+        contested: By which instance its name is wanted as well, and since when.
         follows: Version that it holds all of and follows by updates; ``NOTHING`` if it wants to;
             None if it wants parameters.
         token: Number of its question, which the answer repeats.
@@ -33,10 +34,13 @@ class Session:
     """
 
     peer: bytes
+    connection: int
     worker: str
     sizes: list[int] = field(repr=False)
     layout: int
     seen_at: float
+    instance: int = 0
+    contested: tuple[int, float] | None = None
     follows: int | None = None
     token: int = 0
     held: int | None = None
@@ -98,6 +102,7 @@ class Sessions:
     def __init__(self) -> None:
         self._by_peer: dict[bytes, Session] = {}
         self._by_worker: dict[str, Session] = {}
+        self._by_connection: dict[int, Session] = {}
 
     def all(self) -> list[Session]:
         return list(self._by_peer.values())
@@ -108,30 +113,36 @@ class Sessions:
     def of(self, worker: str) -> Session | None:
         return self._by_worker.get(worker)
 
+    def on(self, connection: int) -> Session | None:
+        """Return the newest session of a connection."""
+        return self._by_connection.get(connection)
+
     def add(self, session: Session) -> None:
-        """Add a session; beyond ``MAX_SESSIONS`` the oldest that holds nothing makes room."""
+        """Add a session; an older one of the same connection and worker stays in place."""
         old = self._by_peer.get(session.peer)
         if old is not None and old.worker == session.worker:
-            old.seen_at = session.seen_at
-            return
-        if len(self._by_peer) >= MAX_SESSIONS:
-            idle = next((s for s in self.all() if s.held is None), None)
-            if idle is not None:
-                self.drop(idle.peer)
+            old.seen_at, old.connection = session.seen_at, session.connection
+            session = old
         self._by_peer[session.peer] = session
         self._by_worker[session.worker] = session
+        self._by_connection[session.connection] = session
+
+    def superfluous(self) -> Session | None:
+        """Return the oldest session that holds nothing if there are ``MAX_SESSIONS``."""
+        if len(self._by_peer) < MAX_SESSIONS:
+            return None
+        return next((session for session in self.all() if session.held is None), None)
 
     def drop(self, peer: bytes) -> Session | None:
         """Forget a connection; its worker may have another one."""
         session = self._by_peer.pop(peer, None)
-        if session is not None and self._by_worker.get(session.worker) is session:
+        if session is None:
+            return None
+        if self._by_worker.get(session.worker) is session:
             del self._by_worker[session.worker]
+        if self._by_connection.get(session.connection) is session:
+            del self._by_connection[session.connection]
         return session
-
-    def forget_silent(self, now: float) -> None:
-        for session in self.all():
-            if session.held is None and now - session.seen_at > SILENT_S:
-                self.drop(session.peer)
 
     def let_go_all(self, coordinator: Coordinator | None) -> None:
         for session in self.all():

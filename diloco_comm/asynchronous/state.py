@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import secrets
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from ..wire import WireFormat
-from .coordinator import Coordinator, Outcome, Update
-from .messages import ProtocolError
+from .coordinator import UNCOUNTED, Coordinator, Outcome, Update
+from .keeping import Keeper
+from .messages import MAX_NUMBER, ProtocolError
 from .model import SharedModel
 from .rules import ServerRule
 from .sessions import NOTHING, Sessions
 from .spool import Payload, Spooled, spool
 from .status import Status
-from .storage import Storage
 from .uploads import PayloadMemory
 from .window import WINDOW_BYTES
 
@@ -31,6 +35,9 @@ OVERHEAD_BYTES = 32 * 2**20
 SMALL_BYTES = 8 * 2**20
 # Beside what a rule keeps, in models: what is on its way to workers, and what comes from them.
 MIN_ROOM = 0.5
+# An update for which the disk has no room waits so long for the next attempt.
+SPOOL_RETRY_S = 1.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ServerState:
@@ -43,7 +50,10 @@ class ServerState:
     Attributes:
         coordinator: None until there are parameters.
         max_readers: Workers that fetch parameters at a time.
-        saved_version: Of the snapshot; -1 without one.
+        history: A random number, by which workers know that the server was restarted.
+        problem: One sentence while an update waits for room on a disk, else "".
+        began: Version that was on disk when the server began; -1 if there was none.
+        keeper: Writes it to disk, once it has begun; None if it is not kept.
     """
 
     def __init__(
@@ -69,15 +79,17 @@ class ServerState:
             )
         folder = None if snapshot is None else Path(snapshot)
         self.rule, self.impl, self.numbers = rule, impl, numbers
-        self.snapshot_every, self._model_sizes = snapshot_every, model_sizes
+        self._model_sizes, self._folder = model_sizes, folder
         self.coordinator: Coordinator | None = None
         self.layout: int | None = None
-        self.memory = PayloadMemory(0, lambda sizes: spool(folder, sizes))
+        self.memory = PayloadMemory(0, self._spool)
         self.max_readers = MAX_READERS
+        self.history, self.began = secrets.randbelow(MAX_NUMBER), -1
         self.sessions = Sessions()
         self.status = Status()
-        self.storage = None if folder is None else Storage(folder)
-        self.saved_version = -1
+        self.problem, self._spool_at = "", 0.0
+        self._snapshot_every = snapshot_every
+        self.keeper: Keeper | None = None
 
     @property
     def model(self) -> SharedModel:
@@ -100,15 +112,69 @@ class ServerState:
         versions = [version for version in versions if version != NOTHING]
         self.model.keep_from(min(versions, default=None))
 
+    def _spool(self, sizes: list[int]) -> list[Spooled] | None:
+        """Make room for an update in a file, beside the snapshot if there is room.
+
+        Returns:
+            None while the disk is full: ``problem`` says so, and a later call tries again.
+
+        Raises:
+            OSError: If there can be no file whatever room there is.
+        """
+        if self.problem and time.monotonic() < self._spool_at:
+            return None
+        errors = []
+        for folder in dict.fromkeys((self._folder, None)):
+            try:
+                files = spool(folder, sizes)
+            except OSError as error:
+                errors.append(error)
+            else:
+                self.problem = ""
+                return files
+        full = next((error for error in errors if error.errno in _FULL), None)
+        if full is None:
+            raise errors[-1]
+        self._wait_for_room(sum(sizes), full)
+        return None
+
+    def _wait_for_room(self, num_bytes: int, error: OSError) -> None:
+        is_new, self._spool_at = not self.problem, time.monotonic() + SPOOL_RETRY_S
+        places = dict.fromkeys((self._folder or tempfile.gettempdir(), tempfile.gettempdir()))
+        self.problem = (
+            f"an update of {num_bytes:,} bytes waits for room in {' or '.join(map(str, places))}: "
+            f"{error.strerror or error}"
+        )
+        if is_new:
+            logger.error("%s; the server goes on, and tries again", self.problem)
+
     def begin(self, parameters: Sequence[Tensor] | None) -> None:
-        """Take up the snapshot if there is one, else the parameters if there are some."""
-        if self.storage is not None and self.storage.exists:
-            self._restore(self.storage)
+        """Take up the snapshot if there is one, else the parameters if there are some.
+
+        Raises:
+            OSError: If the parameters are to be kept, and cannot be written, or another server has
+                the folder.
+            ValueError: If the snapshot is none, or does not fit the rule.
+        """
+        if self._folder is not None:
+            self.keeper = Keeper(self._folder, self._snapshot_every)
+        try:
+            self._begin(parameters)
+        except BaseException:
+            if self.keeper is not None:
+                self.keeper.release()
+            raise
+
+    def _begin(self, parameters: Sequence[Tensor] | None) -> None:
+        if self.keeper is not None and self.keeper.exists:
+            self._restore(self.keeper)
         elif parameters is not None:
             flats = [p.detach().flatten().float() for p in parameters]
             self.open_model([flat.numel() for flat in flats], None)
             self.model.initialise(flats)
             self.save()
+            if self.keeper is not None and self.keeper.problem:
+                raise OSError(self.keeper.problem)
 
     def open_model(
         self, sizes: Sequence[int], layout: int | None, outers: Sequence[Tensor] | None = None
@@ -143,15 +209,15 @@ class ServerState:
                 "dtypes"
             )
 
-    def _restore(self, storage: Storage) -> None:
-        header, tensors = storage.load(self._tensors_for)
+    def _restore(self, keeper: Keeper) -> None:
+        header, tensors = keeper.load(self._tensors_for)
         assert self.coordinator is not None
         self.model.load(tensors, header["model"])
         self.coordinator.load_ledger(header["ledger"])
-        self.saved_version = self.coordinator.model.version
-        for record, body in storage.replay(self.saved_version):
+        for record, body in keeper.replay(self.coordinator.model.version):
             self._replay(record, body)
-        logger.info("restored version %d", self.coordinator.model.version)
+        self.began = self.version
+        logger.info("restored version %d", self.began)
 
     def _tensors_for(self, header: dict[str, Any]) -> dict[str, Tensor]:
         """Make the buffers that a snapshot is read into: there is no room for copies."""
@@ -186,7 +252,7 @@ class ServerState:
         self.coordinator.leave(record["worker"])
 
     def save(self) -> None:
-        if self.storage is None or self.coordinator is None:
+        if self.keeper is None or self.coordinator is None:
             return
         model = self.coordinator.model
         header = {
@@ -196,20 +262,36 @@ class ServerState:
             "model": model.scalars(),
             "ledger": self.coordinator.ledger(),
         }
-        self.storage.save(model.version, header, model.tensors())
-        self.saved_version = model.version
+        self.keeper.save(model.version, header, model.tensors())
 
     def save_if_due(self) -> None:
         """Write a snapshot if it is time to and nobody reads an old version."""
-        if self.storage is None or self.coordinator is None:
+        if self.keeper is None or self.coordinator is None:
             return
-        is_due = self.version - max(0, self.saved_version) >= self.snapshot_every
-        if is_due and self.model.is_folded:
+        if self.keeper.is_due(self.version) and self.model.is_folded:
             self.save()
+
+    def end(self) -> None:
+        """Let go of all workers and write the last snapshot.
+
+        Raises:
+            OSError: If neither the snapshot nor the journal holds all updates.
+        """
+        self.sessions.let_go_all(self.coordinator)
+        keeper = self.keeper
+        if keeper is None:
+            return
+        try:
+            if keeper.saved_version != self.version or keeper.problem:
+                self.save()
+        finally:
+            keeper.close(self.version)
 
     def report(self) -> dict[str, Any]:
         """Return the status as JSON types."""
-        return self.status.report(self.coordinator, self.sessions, self.memory, self.rule)
+        report = self.status.report(self.coordinator, self.sessions, self.memory, self.rule)
+        storage = None if self.keeper is None else self.keeper.report(self.version)
+        return {**report, "storage": storage, "problem": self.problem}
 
     def log_update(
         self,
@@ -220,7 +302,7 @@ class ServerState:
         payloads: Sequence[Payload],
     ) -> None:
         """Write an update down before its worker learns of it."""
-        if self.storage is None or outcome.refusal in ("out of order", "from the future"):
+        if self.keeper is None or outcome.refusal in UNCOUNTED:
             return
         record = {
             "worker": worker,
@@ -228,7 +310,7 @@ class ServerState:
             "outcome": outcome.__dict__,
             **{name: meta[name] for name in ("wire", "block_size", "steps", "seconds")},
         }
-        self.storage.append(record, [] if outcome.refusal else payloads)
+        self.keeper.append(record, [] if outcome.refusal else payloads, self.version)
 
 
 def _sizes_of(rule: ServerRule) -> float:

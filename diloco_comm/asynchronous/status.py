@@ -25,6 +25,7 @@ class Status:
     sent_bytes: int = 0
     apply_s: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
+    lost: int = 0
 
     def count_refusal(self, kind: str) -> None:
         """Count what never became an update: "garbage", "layout", "size" or "stalled"."""
@@ -43,6 +44,7 @@ class Status:
             "uptime_s": round(time.monotonic() - self.started_at, 3),
             "rule": rule.config(),
             "connections": len(sessions.all()),
+            "lost": self.lost,
             "received_bytes": self.received_bytes,
             "sent_bytes": self.sent_bytes,
             "payload_bytes": memory.used_bytes,
@@ -63,6 +65,9 @@ class Status:
         staleness: Counter[str] = Counter()
         for value, number in counts.staleness.items():
             staleness[str(value) if value < MAX_STALENESS else f"{MAX_STALENESS}+"] += number
+        # All connected workers, and the newest of the others.
+        order = sorted(coordinator.members, key=lambda name: sessions.of(name) is not None)
+        shown = set(order[-MAX_WORKERS:])
         workers = {
             name: {
                 "applied": member.num_applied,
@@ -70,7 +75,8 @@ class Status:
                 "speed": coordinator.speeds.by_worker.get(name),
                 "connected": sessions.of(name) is not None,
             }
-            for name, member in list(coordinator.members.items())[-MAX_WORKERS:]
+            for name, member in coordinator.members.items()
+            if name in shown
         }
         return {
             "updates": model.version,

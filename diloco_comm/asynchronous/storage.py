@@ -3,7 +3,8 @@
 A snapshot is written beside the old one and renamed over it. The journal, named after the version
 of its snapshot, gets every update before its worker is told of it: a server that was killed comes
 back with exactly the updates that its workers know to be applied. Both are a JSON header of known
-length and raw bytes.
+length and raw bytes. Whatever fails, the folder holds a snapshot and the journal that belongs to
+it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from .folder_lock import FolderLock
 from .spool import Payload, Spooled, blocks
 
 _MAGIC = b"DCASv1\0\0"
@@ -33,11 +36,26 @@ def _view(tensor: Tensor) -> memoryview:
 def _write_record(file: BinaryIO, header: dict[str, Any], payloads: Sequence[Payload]) -> None:
     text = json.dumps(header).encode()
     size = sum(payload.nbytes for payload in payloads)
-    file.write(_LENGTH.pack(size, len(text), zlib.crc32(text)))
-    file.write(text)
+    _write(file, _LENGTH.pack(size, len(text), zlib.crc32(text)) + text)
     for payload in payloads:
         for block in blocks(payload):
-            file.write(_view(block))
+            _write(file, _view(block))
+
+
+def _write(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Write all data: a file without a buffer takes at most 2 GiB, and less on a full disk."""
+    view = memoryview(data)
+    while view.nbytes:
+        view = view[file.write(view) :]
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say which file an OSError is about."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int] | None:
@@ -57,20 +75,30 @@ def _fresh(header: dict[str, Any]) -> dict[str, Tensor]:
 
 
 class Storage:
-    """A folder with one snapshot and one journal.
+    """A folder with one snapshot and one journal, for one server at a time.
 
     Raises:
+        FolderInUse: If another server has the folder.
         ValueError: If the folder holds something that is not a snapshot.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(folder)
         self._journal: BinaryIO | None = None
+        self._whole = 0
+        # A server that was killed may have left half a snapshot.
+        with suppress(OSError):
+            self._scratch.unlink(missing_ok=True)
 
     @property
     def _path(self) -> Path:
         return self.folder / "snapshot"
+
+    @property
+    def _scratch(self) -> Path:
+        return self.folder / "snapshot.new"
 
     @property
     def exists(self) -> bool:
@@ -79,20 +107,60 @@ class Storage:
     def _journal_path(self, version: int) -> Path:
         return self.folder / f"journal-{version}"
 
-    def save(self, version: int, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Write a snapshot of this version and begin a new journal."""
+    def probe(self) -> None:
+        """Raise OSError if the folder cannot be written."""
+        with self._writing_scratch() as file:
+            _write(file, bytes(4096))
+        self._scratch.unlink()
+
+    @contextmanager
+    def _writing_scratch(self) -> Iterator[BinaryIO]:
+        """Open the file that a snapshot is written to, and leave none if that fails."""
+        try:
+            with _naming(self._scratch), self._scratch.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            with suppress(OSError):
+                self._scratch.unlink(missing_ok=True)
+            raise
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the file system has room for so many bytes; True where that is not known."""
+        with suppress(OSError):
+            found = os.statvfs(self.folder)
+            free = found.f_bavail if os.geteuid() else found.f_bfree
+            return not found.f_blocks or num_bytes <= free * found.f_frsize
+        return True
+
+    def save(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Write a snapshot in the place of the old one, wholly or not at all.
+
+        Raises:
+            OSError: If it cannot be written; it names the file.
+        """
         shapes = {name: tensor.numel() for name, tensor in tensors.items()}
-        scratch = self.folder / "snapshot.new"
-        with scratch.open("wb") as file:
+        with self._writing_scratch() as file:
             file.write(_MAGIC)
             _write_record(file, {**header, "tensors": shapes}, list(tensors.values()))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, self._path)
-        self._open_journal(version, "wb")
-        for path in self.folder.glob("journal-*"):
-            if path != self._journal_path(version):
-                path.unlink()
+        with _naming(self._path):
+            os.replace(self._scratch, self._path)
+
+    def begin_journal(self, version: int) -> None:
+        """Begin the journal of the snapshot of this version, and remove all others.
+
+        Raises:
+            OSError: If it cannot be written; there is no journal then.
+        """
+        try:
+            self._open_journal(version, "wb")
+        finally:
+            # The others belong to snapshots that are no more.
+            for path in self.folder.glob("journal-*"):
+                if path != self._journal_path(version):
+                    with suppress(OSError):
+                        path.unlink()
 
     def _open_journal(self, version: int, mode: str) -> None:
         self.close()
@@ -120,33 +188,65 @@ class Storage:
         return header, tensors
 
     def append(self, header: dict[str, Any], payloads: Sequence[Payload]) -> None:
-        """Write an update to the journal; the operating system has it when this returns."""
-        assert self._journal is not None
-        _write_record(self._journal, header, payloads)
+        """Write an update to the journal, and hand the bytes to the operating system.
+
+        Raises:
+            OSError: If it cannot be written. The journal ends with the update before, and takes no
+                further one: between them there would be a gap.
+        """
+        journal = self._journal
+        assert journal is not None
+        whole = journal.tell()
+        try:
+            with _naming(Path(journal.name)):
+                _write_record(journal, header, payloads)
+        except OSError:
+            # If that fails as well, the torn record is cut off before the journal is used again.
+            with suppress(OSError):
+                os.ftruncate(journal.fileno(), whole)
+            self.close()
+            raise
 
     def replay(self, version: int) -> Iterator[tuple[dict[str, Any], Spooled]]:
-        """Yield what the journal of this version holds, and go on appending after it.
+        """Yield the updates in the journal of this version; ``continue_journal`` comes next.
 
         Payloads stay in the file until they are asked for, and are valid until the next.
-
-        A record that was not written whole is cut off: its worker was told nothing yet.
         """
         path = self._journal_path(version)
-        whole = 0
-        if path.exists():
-            length = path.stat().st_size
-            with path.open("rb") as file:
-                while (found := _read_header(file)) is not None:
-                    header, size = found
-                    begin = file.tell()
-                    if begin + size > length:
-                        break
-                    yield header, Spooled(file, begin, size)
-                    whole = file.seek(begin + size)
-            os.truncate(path, whole)
+        self._whole = 0
+        if not path.exists():
+            return
+        length = path.stat().st_size
+        with path.open("rb") as file:
+            while (found := _read_header(file)) is not None:
+                header, size = found
+                begin = file.tell()
+                if begin + size > length:
+                    break
+                yield header, Spooled(file, begin, size)
+                self._whole = file.seek(begin + size)
+
+    def continue_journal(self, version: int) -> None:
+        """Append to the journal that was replayed.
+
+        A record that was not written whole is cut off: its worker was told nothing yet.
+
+        Raises:
+            OSError: If it cannot be written; there is no journal then.
+        """
+        path = self._journal_path(version)
+        if path.exists() and path.stat().st_size > self._whole:
+            with _naming(path):
+                os.truncate(path, self._whole)
         self._open_journal(version, "ab")
 
     def close(self) -> None:
+        """Close the journal."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+
+    def release(self) -> None:
+        """Let another server have the folder; nothing is written any more."""
+        self.close()
+        self._lock.release()

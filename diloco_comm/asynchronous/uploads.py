@@ -79,14 +79,14 @@ class PayloadMemory:
 
     Args:
         budget_bytes: Of memory.
-        spool: Makes room in a file for payloads of these sizes.
+        spool: Makes room in a file for payloads of these sizes; None while there is none.
 
     Attributes:
         used_bytes: Held by uploads and by updates that are not folded into the model yet.
     """
 
     def __init__(
-        self, budget_bytes: int, spool: Callable[[list[int]], list[Spooled]] | None = None
+        self, budget_bytes: int, spool: Callable[[list[int]], list[Spooled] | None] | None = None
     ) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
@@ -100,13 +100,13 @@ class PayloadMemory:
         self._lent.update(id(payload) for payload in payloads)
 
     def take(self, sizes: Iterable[int], *, may_spool: bool = True) -> list[Payload] | None:
-        """Return room for payloads of these sizes, or None while the budget is used up.
+        """Return room for payloads of these sizes, or None while there is none.
 
         Args:
             may_spool: False for bytes that must be in memory, whatever the budget.
 
         Raises:
-            OSError: If there is no room for a file either.
+            OSError: If what needs a file cannot have one.
         """
         sizes = list(sizes)
         needed = sum(sizes)
@@ -114,7 +114,10 @@ class PayloadMemory:
             return None
         payloads: list[Payload]
         if needed > self.budget_bytes and may_spool and self._spool is not None:
-            payloads = list(self._spool(sizes))
+            files = self._spool(sizes)
+            if files is None:
+                return None
+            payloads = list(files)
         else:
             payloads = [self._take(size) for size in sizes]
         self.used_bytes += needed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,7 +64,9 @@ class AsyncDiLoCo:
         model, optimizer: As in ``DiLoCo``; parameters are written in place only.
         server: ``tcp://host:port`` of a ``diloco-comm serve`` or an ``AsyncServer``.
         name: Of this worker, unique; after a restart the same name continues its count of
-            updates. A random one by default.
+            updates. By default that of its host with its rank (node7-rank3) or, where no launcher
+            gave it one, its process (node7-pid4242); where a live worker has that name, with a
+            number: node7-rank3-2.
         fragments: As in ``DiLoCo``, alike for all workers.
         wire, block_size, rounding, seed, error_feedback: As in ``DiLoCo``; each worker may have
             its own.
@@ -79,11 +80,13 @@ class AsyncDiLoCo:
             round is thrown away, and training goes on from the newest shared model.
         on_round: Called with ``RoundMetrics`` after every round.
         impl: Force an implementation of the operators.
-        attach: False leaves it to the user to call ``step()`` after each optimizer step.
+        attach: False leaves it to the user to call ``step()`` after each optimizer step; anything
+            that has ``param_groups`` will do as an optimizer then.
 
     The server says how many inner steps a round has. If it cannot be reached at the end of a
     round, ``step`` waits; after ``timeout`` it raises, with the parameters as training left them,
-    and the next call tries again with the same update.
+    and the next call tries again with the same update. So does the call after the one that raises
+    because the server came back without what it had told this worker of.
 
     Raises:
         ValueError, TypeError: For arguments that cannot be.
@@ -119,11 +122,8 @@ class AsyncDiLoCo:
         seconds = env.timeout_s() if timeout is None else timeout
         if not 0 < seconds < math.inf:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-        self.name = uuid.uuid4().hex if name is None else name
-        if not 1 <= len(self.name) <= 64 or not self.name.isprintable():
-            raise ValueError(f"name must have 1 to 64 printable characters, got {name!r}")
         self.on_nonfinite, self.on_round = on_nonfinite, on_round
-        optimizers = hookable(optimizer)
+        optimizers = hookable(optimizer, attach=attach)
         self._local = LocalModel(
             model,
             optimizers,
@@ -132,14 +132,13 @@ class AsyncDiLoCo:
             error_feedback=error_feedback,
             rounding=rounding,
             seed=seed,
-            name=self.name,
             impl=impl,
         )
         self._follower = Follower(self._local.outer, impl) if fetch == "updates" else None
         self._hooks: StepHooks | None = None
         self._link = Link(
             server,
-            self.name,
+            name,
             self._local.sizes,
             self._local.layout_hash,
             timeout=seconds,
@@ -160,11 +159,10 @@ class AsyncDiLoCo:
     # ----------------------------------------------------------------------------------- attach
 
     def _attach(self) -> None:
-        welcome = self._link.hello()
-        self.seq = welcome.number
+        self._link.hello()
         if self._link.needs_start:
             payloads, layouts = self._local.encode_parameters()
-            self._link.push(self.seq + 1, 0, payloads, layouts, steps=0, seconds=0.0, is_start=True)
+            self._link.push(0, payloads, layouts, steps=0, seconds=0.0, is_start=True)
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -183,6 +181,16 @@ class AsyncDiLoCo:
     # ---------------------------------------------------------------------------------- training
 
     @property
+    def name(self) -> str:
+        """The worker's name; a default name changes if another worker takes the name meanwhile."""
+        return self._link.worker
+
+    @property
+    def seq(self) -> int:
+        """Number of the newest update whose outcome is known."""
+        return self._link.identity.next_seq - 1
+
+    @property
     def due_in(self) -> int:
         """Inner steps until the end of the round."""
         return max(0, self.round_steps - self.round_step)
@@ -191,18 +199,34 @@ class AsyncDiLoCo:
         """Count one inner step, and at the end of a round exchange.
 
         Raises:
-            ServerLost: The server was silent for ``timeout``; the next step tries again.
+            ServerLost: The server was silent for ``timeout``, or came back with less than it had
+                told this worker of; the next step tries again.
             NonFiniteError: This worker's values are not finite; nothing was sent.
         """
         self.inner_step += 1
         self.round_step += 1
         if self.round_step >= self.round_steps:
-            self._exchange()
+            self._end_round()
 
     def flush(self) -> None:
         """End the round now, if a step has been taken in it."""
         if self.round_step:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        try:
             self._exchange()
+        except ServerLost as error:
+            if error.went_back_to is not None:
+                self._go_back(error.went_back_to)
+            raise
+
+    def _go_back(self, version: int) -> None:
+        """Forget all versions after this one, which the server has forgotten."""
+        self.version = min(self.version, version)
+        if self._follower is not None:
+            self._follower.lose()
+            self._follower.own = None
 
     def _exchange(self) -> None:
         times = [time.monotonic()]
@@ -211,6 +235,7 @@ class AsyncDiLoCo:
             self._trained = (self.round_step, times[0] - self._began_at)
             if self._follower is not None:
                 self._follower.own = None
+            self._local.rename(self.name)
             with span("encode", 0, self.seq + 1):
                 if not self._local.encode(self.seq + 1):
                     self._drop()
@@ -232,7 +257,6 @@ class AsyncDiLoCo:
         steps, seconds = self._trained
         with span("push", 0, self.seq + 1):
             outcome = self._link.push(
-                self.seq + 1,
                 self.version,
                 self._local.payloads,
                 self._local.layouts,
@@ -240,7 +264,6 @@ class AsyncDiLoCo:
                 seconds=seconds,
                 follows=self._follower is not None and self._follower.version is not None,
             )
-        self.seq += 1
         if outcome.meta["refusal"]:
             logger.warning("%s", outcome.meta["reason"])
         else:

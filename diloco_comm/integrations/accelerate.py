@@ -1,7 +1,8 @@
 """DiLoCo for a training loop of one's own on ``accelerate``.
 
+    replicas = replica_per_process()                 # before the Accelerator is made
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    diloco = attach(accelerator, model, optimizer, sync_every=100)
+    diloco = attach(accelerator, model, optimizer, sync_every=100, **replicas)
 
 The loop stays as it is. Source: accelerate 1.15, ``optimizer.py`` and ``checkpointing.py``.
 """
@@ -14,8 +15,15 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from .. import wrappers
 from ..diloco import DiLoCo
 from .attaching import Make
+from .wrapping import refuse_if_alone_in_a_job, refuse_if_spans_replicas
+
+_REMEDY = (
+    "write `replicas = replica_per_process()` (of diloco_comm.integrations.launch) before the "
+    "Accelerator is made, and attach(accelerator, model, optimizer, ..., **replicas)"
+)
 
 
 def attach(
@@ -33,17 +41,34 @@ def attach(
     differ. With gradient accumulation only the steps that are taken are counted.
 
     Args:
+        model: As ``accelerator.prepare`` has returned it.
         make: ``DiLoCo`` or a preset such as ``eager_diloco``.
         arguments: Of ``make``: ``sync_every=100`` and so on.
 
     Raises:
-        ValueError: Under DeepSpeed, whose optimizer steps inside ``accelerator.backward``.
+        ValueError: Under DeepSpeed, whose optimizer steps inside ``accelerator.backward``; if the
+            prepared model averages gradients over several replicas; if the accelerator knows of
+            one process in a job of several; if the model is not the one that was prepared.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError(
             "under DeepSpeed the optimizer steps inside accelerator.backward(), where no hook "
             "runs: use DiLoCo(..., attach=False) and call diloco.step() after each applied step"
         )
+    _refuse_if_unwrapped(accelerator, model)
+    refuse_if_spans_replicas(model, arguments, _REMEDY)
+    refuse_if_alone_in_a_job(accelerator.num_processes, arguments, _REMEDY)
     diloco = make(accelerator.unwrap_model(model), optimizer, **arguments)
     accelerator.register_for_checkpointing(diloco)
     return diloco
+
+
+def _refuse_if_unwrapped(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise for a model around which accelerate has put DDP: here it would not be seen."""
+    is_ddp = accelerator.distributed_type.value.startswith("MULTI_")
+    is_known = any(model is known for known in getattr(accelerator, "_models", ()))
+    if is_ddp and is_known and not any(wrappers.around(model)):
+        raise ValueError(
+            "attach() needs the model that accelerator.prepare() has returned, and was given the "
+            "one inside it"
+        )

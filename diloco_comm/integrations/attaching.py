@@ -1,4 +1,9 @@
-"""Attach DiLoCo to a model that a trainer has made, or has loaded from a checkpoint."""
+"""Attach DiLoCo to a model that a trainer has made, or has loaded from a checkpoint.
+
+The state that a trainer's checkpoint carries is ``DiLoCo.state_dict()``, and the model is saved
+with its local parameters. Where the model is saved with the outer ones, the state is
+``{"diloco": ..., "local": ...}``: local parameters by name, what this worker holds of them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..diloco import DiLoCo
-from ..shards import local
+from ..parts import ParameterPart
+from ..shards import is_sharded, local
 
 Make = Callable[..., DiLoCo]
 
@@ -25,8 +31,11 @@ def attach(
 
     Args:
         make: ``DiLoCo`` or a preset; called as ``make(model, optimizer, **arguments)``.
-        saved: The state to go on from. Local parameters are then those that the trainer has
-            loaded: they differ between replicas, and stay.
+        saved: The state to go on from. Local parameters are then its own or those that the trainer
+            has loaded: they differ between replicas, and stay.
+
+    Raises:
+        ValueError: If the saved local parameters are not those of the model.
     """
     if saved is None:
         return make(model, optimizer, **arguments)
@@ -37,7 +46,9 @@ def attach(
         with torch.no_grad():
             for tensor, value in loaded:
                 tensor.copy_(value)
-        diloco.load_state_dict(saved)
+        if "local" in saved:
+            write_parameters(diloco, saved["local"])
+        diloco.load_state_dict(saved["diloco"] if "local" in saved else saved)
     except BaseException:
         diloco.close()
         raise
@@ -48,3 +59,53 @@ def _local_tensors(model: nn.Module) -> list[Tensor]:
     """Return what attaching may write: trained parameters and buffers, detached."""
     trained = [param for param in model.parameters() if param.requires_grad]
     return [local(tensor) for tensor in [*trained, *model.buffers()]]
+
+
+def state_with_local(diloco: DiLoCo) -> dict[str, Any]:
+    """Return the state for a checkpoint whose model has the outer parameters.
+
+    The model must hold the local ones when this is called.
+    """
+    return {"diloco": diloco.state_dict(), "local": parameters_of(diloco)}
+
+
+def savable(state: Any) -> Any:
+    """Return a state for ``torch.save``, which takes no DTensor of which the memory begins amid.
+
+    Such ones are copied; anything else stays as it is.
+    """
+    if isinstance(state, Mapping):
+        return {key: savable(value) for key, value in state.items()}
+    if isinstance(state, Tensor) and is_sharded(state) and local(state).storage_offset():
+        return state.clone()
+    return state
+
+
+def parameters_of(diloco: DiLoCo) -> dict[str, Tensor]:
+    """Return what this worker holds of each trained parameter; writing to it writes to them."""
+    fragments = [part.fragment for part in diloco.parts if isinstance(part, ParameterPart)]
+    return {
+        name: tensor
+        for fragment in fragments
+        for name, tensor in zip(fragment.names, fragment.local(), strict=True)
+    }
+
+
+def write_parameters(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
+    """Set the trained parameters to what ``parameters_of`` has returned.
+
+    Raises:
+        ValueError: If names or shapes are others; nothing is changed.
+    """
+    tensors = parameters_of(diloco)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    given = {name: tuple(value.shape) for name, value in values.items()}
+    if given != shapes:
+        wrong = sorted(n for n in {*given, *shapes} if given.get(n) != shapes.get(n))[0]
+        raise ValueError(
+            f"the saved local parameters are not those of this worker: {wrong!r} has shape "
+            f"{given.get(wrong)} in the checkpoint, {shapes.get(wrong)} here"
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(values[name])

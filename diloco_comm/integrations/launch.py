@@ -10,9 +10,17 @@ import torch.distributed as dist
 
 from ..launch import Launch, find
 
-# What tells trainers that they are several: torchrun's variables, and SLURM's to Lightning.
-_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_")
-_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_PROCID")
+# What tells trainers that they are several. Other names of these forms (LOCAL_DATA_DIR) are the
+# site's, and TORCHELASTIC_ERROR_FILE is where a worker tells torchrun what it has died of.
+_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+)
+# SLURM's to Lightning, and of ``srun --mpi=pmi2`` to accelerate.
+_SRUN = ("SLURM_NTASKS", "SLURM_PROCID", "PMI_RANK", "PMI_SIZE")
 
 
 def replica_per_process(*, timeout_s: float = 300.0) -> dict[str, Any]:
@@ -21,7 +29,7 @@ def replica_per_process(*, timeout_s: float = 300.0) -> dict[str, Any]:
     Under ``torchrun --nproc-per-node 4`` a trainer takes the four processes for one data-parallel
     group and averages their gradients at every step. Called first, before a trainer is made, this
     takes the launcher's variables out of the environment; each process then trains as if it were
-    alone. Where there are GPUs, it sees only that of its local rank.
+    alone. Where there are GPUs, it sees only that of its local rank, or none if all are hidden.
 
     Args:
         timeout_s: Seconds to wait for the store of rank 0.
@@ -42,9 +50,8 @@ def replica_per_process(*, timeout_s: float = 300.0) -> dict[str, Any]:
             "first, before the trainer is made"
         )
     store = _connect(launch, timeout_s)
-    for name in list(os.environ):
-        if name in _NAMES or name.startswith(_PREFIXES):
-            del os.environ[name]
+    for name in (*_TORCHRUN, *_SRUN):
+        os.environ.pop(name, None)
     _show_one_device(launch.local_rank)
     return {"store": store, "replica": launch.rank, "num_replicas": launch.world_size}
 
@@ -66,6 +73,9 @@ def _connect(launch: Launch, timeout_s: float) -> dist.Store:
 
 def _show_one_device(local_rank: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # An empty list hides all devices.
+    if visible == "":
+        return
     devices = visible.split(",") if visible else [str(index) for index in range(local_rank + 1)]
     if local_rank < len(devices):
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]

@@ -23,6 +23,13 @@ from torch.optim import Optimizer
 from ..diloco import DiLoCo
 from ..outer import SGD, Nesterov
 from ..overlap import Blocking, Overlap, Streaming
+from .wrapping import refuse_if_spans_replicas
+
+_REMEDY = (
+    "give it a mesh of this replica's own workers and write semi_sync_training(..., "
+    'mesh=mesh["replica"]), or start each replica by a torchrun of its own and write '
+    "semi_sync_training(..., store=...)"
+)
 
 # What the section may say, and what torchtitan takes when it says nothing.
 DEFAULTS: dict[str, Any] = {
@@ -64,14 +71,17 @@ def semi_sync_training(
     (``min_replica_size``, ``process_group``) has no counterpart: see ``change_group``.
 
     Raises:
-        ValueError: If the section says what cannot be.
+        ValueError: If the section says what cannot be, or gradients of the model are averaged over
+            several replicas.
     """
     section = _read(fault_tolerance)
     if not section["enable"] or section["semi_sync_method"] is None:
         yield None
         return
     chosen = {**diloco_arguments(section), **_place(section, arguments), **arguments}
-    with DiLoCo(_whole(model), _optimizers(optimizers), **chosen) as diloco:
+    whole = _whole(model)
+    refuse_if_spans_replicas(whole, chosen, _REMEDY)
+    with DiLoCo(whole, _optimizers(optimizers), **chosen) as diloco:
         yield diloco
 
 

@@ -47,8 +47,33 @@ def log_metrics(diloco: DiLoCo, writer: Any, *, prefix: str = "diloco") -> None:
     diloco.on_sync(on_sync)
 
 
+class Figures:
+    """The means of the figures of all exchanges, until they are taken.
+
+    Args:
+        diloco: Whose exchanges; there are no figures without it.
+    """
+
+    def __init__(self, diloco: DiLoCo | None = None) -> None:
+        self._values: dict[str, list[float]] = {}
+        if diloco is not None:
+            log_metrics(diloco, self._add)
+
+    def _add(self, values: dict[str, float], step: int) -> None:
+        for tag, value in values.items():
+            self._values.setdefault(tag, []).append(value)
+
+    def take(self) -> dict[str, float]:
+        """Return the means by tag, and forget them; empty if nothing was exchanged since."""
+        means = {tag: sum(values) / len(values) for tag, values in self._values.items()}
+        self._values = {}
+        return means
+
+
 def _figures(metrics: SyncMetrics) -> dict[str, float]:
-    values = {field.name: float(getattr(metrics, field.name)) for field in fields(metrics)}
+    found = {field.name: getattr(metrics, field.name) for field in fields(metrics)}
+    # Of a list, the number of its entries.
+    values = {k: float(len(v) if isinstance(v, tuple) else v) for k, v in found.items()}
     return {k: v for k, v in values.items() if k not in _POSITION and not math.isnan(v)}
 
 

@@ -17,7 +17,7 @@ from .. import __version__
 from . import bench
 from .doctor_command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor_command import doctor
-from .exits import fail
+from .exits import fail, misuse
 from .plan_command import EXAMPLES as PLAN_EXAMPLES
 from .plan_command import plan
 from .printing import announcer
@@ -93,9 +93,11 @@ def demo(
     """Train a small language model on local replicas: DDP, FedAvg and DiLoCo side by side."""
     from .demo import ReplicaError, run
     from .demo_settings import DEFAULT, QUICK
+    from .outputs import check_folder
 
     preset = QUICK if quick else DEFAULT
     try:
+        check_folder("--out", out)
         settings = dataclasses.replace(
             preset,
             data=data,
@@ -109,7 +111,9 @@ def demo(
     except KeyboardInterrupt:
         print("diloco-comm: interrupted, all replicas are stopped", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    except (ValueError, OSError, ReplicaError) as error:
+    except ValueError as error:
+        misuse(str(error))
+    except (OSError, ReplicaError) as error:
         fail(str(error))
     if check and not all(claim.holds for claim in results.claims()):
         raise typer.Exit(1)

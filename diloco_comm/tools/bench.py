@@ -14,7 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .exits import FAILED, fail, misuse
+from . import outputs
+from .exits import FAILED, fail, in_options, misuse
+from .sizes import format_size, parse_count, parse_size
 
 app = typer.Typer(
     help="Measure the exchange, the operators and the outer step; tune for a link.",
@@ -50,7 +52,7 @@ def one_sentence(command: Command) -> Command:
         try:
             command(*args, **kwargs)
         except ValueError as error:
-            misuse(str(error))
+            misuse(in_options(str(error), ("block_size",)))
         except WorkerError as error:
             # A worker that ended by itself has said why.
             if error.status in (FAILED, 2):
@@ -98,9 +100,10 @@ def exchange(
     from . import bench_exchange as bench
     from . import measuring
 
+    measuring.check_output("--json", json_path)
     settings = bench.Settings(
-        min_bytes=measuring.parse_size(min_bytes),
-        max_bytes=measuring.parse_size(max_bytes),
+        min_bytes=parse_size(min_bytes),
+        max_bytes=parse_size(max_bytes),
         step_factor=step_factor,
         iters=iters,
         warmup_iters=warmup_iters,
@@ -109,7 +112,7 @@ def exchange(
         wires=tuple(wire.split(",")),
         block_size=block_size,
         lanes=lanes,
-        chunk_bytes=measuring.parse_size(chunk) if chunk else None,
+        chunk_bytes=parse_size(chunk) if chunk else None,
         impl=impl,
         backend=backend,
         link=bench.parse_link(emulate_link),
@@ -121,7 +124,7 @@ def exchange(
     rows = bench.run(report, settings, chosen)
     average = sum(row["in_place"]["bus_bw"] for row in rows) / len(rows)
     report.print(f"# avg bus bandwidth: {average:.3f}")
-    _save(report, json_path, rows, average_bus_bandwidth=average)
+    is_saved = _save(report, json_path, rows, average_bus_bandwidth=average)
     bench.close(chosen)
     slow = [] if min_gbps is None else _slower_than(min_gbps, rows[0], rows)
     wrong = bench.count_wrong(rows)
@@ -131,7 +134,7 @@ def exchange(
         _complain(report, f"below --min-gbps {min_gbps:g}: {', '.join(slow)}")
     # Nobody ends before all is said: the launcher kills the others when one has failed.
     _leave()
-    if wrong or slow:
+    if wrong or slow or not is_saved:
         raise typer.Exit(FAILED)
 
 
@@ -154,7 +157,8 @@ def ops(
     from . import bench_ops as bench
     from . import measuring
 
-    size_bytes = measuring.parse_size(size)
+    measuring.check_output("--json", json_path)
+    size_bytes = parse_size(size)
     for name, value, least in (
         ("--size", size_bytes, 16384),
         ("--rounds", rounds, 1),
@@ -166,7 +170,7 @@ def ops(
     torch.set_num_threads(threads)
     data = bench.Data(size_bytes, resolved)
     table = bench.rows(data, bars_only=False)
-    report = measuring.Report("ops", size=measuring.format_size(size_bytes), threads=threads)
+    report = measuring.Report("ops", size=format_size(size_bytes), threads=threads)
     seconds = bench.measure(data, table, rounds=rounds)
     rows = bench.report_rows(report, table, seconds, data.num_elements, resolved)
     if json_path is not None:
@@ -176,7 +180,7 @@ def ops(
 @app.command("outer-step")
 @one_sentence
 def outer_step(
-    params: Annotated[float, typer.Option(help="Parameters of the model.")] = 25e6,
+    params: Annotated[str, typer.Option(help="Parameters of the model, such as 25M.")] = "25M",
     layers: Annotated[int, typer.Option(help="Tensors of equal size that hold them.")] = 12,
     step_time: Annotated[float, typer.Option(help="Seconds of an inner step, a sleep.")] = 0.05,
     sync_every: Annotated[int, typer.Option(help="Inner steps a round.")] = 10,
@@ -201,8 +205,9 @@ def outer_step(
     from . import bench_exchange, measuring, ranks
     from . import bench_outer_step as bench
 
+    measuring.check_output("--json", json_path)
     settings = bench.Settings(
-        num_params=int(params),
+        num_params=int(parse_count("--params", params)),
         num_layers=layers,
         step_s=step_time,
         sync_every=sync_every,
@@ -212,7 +217,7 @@ def outer_step(
         wire=wire,
         block_size=block_size,
         lanes=lanes,
-        chunk_bytes=measuring.parse_size(chunk) if chunk else None,
+        chunk_bytes=parse_size(chunk) if chunk else None,
         rounds=rounds,
         link=bench_exchange.parse_link(emulate_link),
     )
@@ -222,8 +227,10 @@ def outer_step(
     report = _report("outer-step", policy=how, wire=wire, settings=settings)
     result = bench.measure(settings)
     bench.print_table(report, result)
-    _save(report, json_path, result)
+    is_saved = _save(report, json_path, result)
     _leave()
+    if not is_saved:
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -257,7 +264,7 @@ def tune(
     if not lanes.replace(",", "").isdigit():
         raise ValueError(f"--lanes must be numbers with commas between them, got {lanes!r}")
     settings = bench.Settings(
-        size_bytes=measuring.parse_size(size),
+        size_bytes=parse_size(size),
         wires=tuple(wire.split(",")),
         lanes=tuple(int(number) for number in lanes.split(",") if number),
         block_size=block_size,
@@ -267,16 +274,20 @@ def tune(
     )
     if not out.parent.is_dir():
         raise ValueError(f"--out must be in a folder that exists, got {out}")
+    for option, path in (("--out", out), ("--json", json_path)):
+        measuring.check_output(option, path)
     if not _in_group(nprocs, "gloo"):
         return
     report = _report("tune", wire=f"{wire}, block {block_size}", size=size, settings=settings)
     found = bench.run(report, settings)
-    if not report.quiet:
-        out.write_text(json.dumps({**found["config"], "block_size": block_size}, indent=1) + "\n")
-    report.print(f"# written to {out}")
+    config = {**found["config"], "block_size": block_size}
+    are_saved = [_write_config(report, out, config)]
     rows = found["results"]
-    _save(report, json_path, rows, config=found["config"], speedup=found["speedup"])
+    more = {"config": found["config"], "speedup": found["speedup"]}
+    are_saved.append(_save(report, json_path, rows, **more))
     _leave()
+    if not all(are_saved):
+        raise typer.Exit(FAILED)
 
 
 # --------------------------------------------------------------------------------------- helpers
@@ -315,10 +326,33 @@ def _report(title: str, *, settings: Any, **header: object) -> Any:
     return measuring.Report(title, quiet=dist.get_rank() != 0, workers=world, link=link, **header)
 
 
-def _save(report: Any, path: Path | None, results: Any, **more: object) -> None:
+def _save(report: Any, path: Path | None, results: Any, **more: object) -> bool:
+    """Write what was measured, where a file was asked for; False where that fails, after saying so.
+
+    Whoever fails leaves the group with the others first.
+    """
     if path is not None and not report.quiet:
         report.header.update(more)
-        report.save(path, results)
+        try:
+            report.save(path, results)
+        except OSError as error:
+            _complain(report, str(error))
+            return False
+    return True
+
+
+def _write_config(report: Any, out: Path, config: dict[str, Any]) -> bool:
+    """As ``_save``, for the arguments that were found."""
+    if report.quiet:
+        return True
+    try:
+        with outputs.writing("--out", out):
+            out.write_text(json.dumps(config, indent=1) + "\n")
+    except OSError as error:
+        _complain(report, str(error))
+        return False
+    report.print(f"# written to {out}")
+    return True
 
 
 def _leave() -> None:

@@ -70,7 +70,8 @@ class Settings:
             ("--chunk", self.chunk_bytes or 1, 1),
         ):
             if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+                floor = f"{least} (--minbytes)" if name == "--maxbytes" else least
+                raise ValueError(f"{name} must be at least {floor}, got {value}")
         for name, given, allowed in (
             ("--datatype", self.datatype, tuple(DTYPES)),
             ("--backend", self.backend, BACKENDS),

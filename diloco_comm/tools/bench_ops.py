@@ -64,6 +64,7 @@ class Data:
         self.scratch = buffer(largest, torch.uint8)
         self.payloads = {w: self._payload(w) for w in ("int8", "int4", "fp8_e4m3")}
         self.norms = torch.zeros(2, dtype=torch.float64)
+        self.sums = torch.zeros(2, dtype=torch.int64)
 
     def _payload(self, wire: str) -> Tensor:
         payload = buffer(self.layouts[wire].payload_bytes, torch.uint8)
@@ -184,6 +185,7 @@ def rows(data: Data, *, bars_only: bool) -> list[Row]:
         Row(
             "norms", "", lambda: ops.norms(data.outer, [data.params], data.norms, impl=data.impl), 8
         ),
+        Row("digest", "", lambda: ops.digest(data.outer, data.sums, impl=data.impl), 4),
     ]
 
 
@@ -193,6 +195,7 @@ def floors(data: Data) -> dict[str, Run]:
     arguments = {
         "memcpy": [outer, data.rest],
         "read2": [outer, params],
+        "encode": [outer, params, data.codes],
         "feedback": [outer, params, data.residual, data.rest, data.codes],
         "outer_step": [outer, momentum, params, data.codes],
         "arrival": [outer, momentum, data.codes],
@@ -211,7 +214,14 @@ def best_floor(seconds: Seconds, start: str) -> list[float]:
 
 
 def floor_rows(seconds: Seconds) -> list[Row]:
-    traffic_bytes = {"memcpy": 8, "read2": 8, "feedback": 17, "outer_step": 21, "arrival": 17}
+    traffic_bytes = {
+        "memcpy": 8,
+        "read2": 8,
+        "encode": 9,
+        "feedback": 17,
+        "outer_step": 21,
+        "arrival": 17,
+    }
     return [
         Row(name, "", lambda: None, next(b for k, b in traffic_bytes.items() if k in name))
         for name in seconds

@@ -17,6 +17,7 @@ from ..exchange import Exchange
 from ..wire import WIRES
 from . import bench_exchange, measuring
 from . import bench_methods as methods
+from .sizes import format_size
 
 # From what rounds least to what rounds most.
 _PRECISION = ("fp32", "fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "e3m0")
@@ -89,7 +90,7 @@ def run(report: measuring.Report, settings: Settings) -> dict[str, Any]:
     chosen = _fitting(found, settings)
     config = chosen["config"]
     chunk = config["chunk_bytes"]
-    shown = "by size" if chunk is None else measuring.format_size(chunk)
+    shown = "by size" if chunk is None else format_size(chunk)
     report.print(f"# chosen: wire {config['wire']}, lanes {config['lanes']}, chunk {shown}")
     return {**chosen, "results": [row for choice in found for row in choice["rows"]]}
 
@@ -128,7 +129,7 @@ def _choose(report: measuring.Report, bench: _Bench, wire: str) -> dict[str, Any
             }
         )
         chunk = candidate.chunk_bytes
-        shown = "by size" if chunk is None else measuring.format_size(chunk)
+        shown = "by size" if chunk is None else format_size(chunk)
         report.print(
             f" {wire:>10} {candidate.lanes:>6} {shown:>8} {rows[-1]['time'] / 1e3:>10.2f} "
             f"{rows[-1]['vs_default']:>11.3f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -29,6 +30,14 @@ def main() -> None:
             print(f"diloco-comm: {' '.join(error.format_message().split())}", file=sys.stderr)
         sys.exit(error.exit_code)
     except typer.Abort:
+        sys.exit(1)
+    except OSError as error:
+        # Of a file the sub-commands speak themselves; what has no name is the standard output.
+        if error.filename is not None:
+            raise
+        print(f"diloco-comm: the output cannot be written: {error.strerror}", file=sys.stderr)
+        # Otherwise the interpreter's end tries once more, and says so at length.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 

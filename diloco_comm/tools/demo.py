@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from . import outputs
 from .demo_display import open_display, print_results
 from .demo_results import Results
 from .demo_run import ReplicaError, run_demo
@@ -18,7 +19,7 @@ __all__ = ["ReplicaError", "run"]
 def run(
     settings: Settings, out: Path, console: Console | None = None, *, as_json: bool = False
 ) -> Results:
-    """Run the demo, print its table, and write ``demo.png`` and ``demo.json`` to ``out``.
+    """Run the demo, print its table, then write ``demo.json`` and ``demo.png`` to ``out``.
 
     Args:
         as_json: Print what ``demo.json`` holds, and all else to stderr.
@@ -26,19 +27,27 @@ def run(
     Raises:
         ValueError: If the text is missing or too short.
         ReplicaError: If a replica failed.
+        OSError: If a file cannot be written; its text is a sentence.
     """
     console = console or Console(soft_wrap=True, stderr=as_json)
     results = run_demo(settings, open_display(console))
-    out.mkdir(parents=True, exist_ok=True)
     print_results(console, results)
-    _write_plot(console, results, out / "demo.png")
-    numbers = results.as_json()
-    (out / "demo.json").write_text(numbers + "\n")
-    console.print(f"numbers: {out / 'demo.json'}", highlight=False)
     console.print(f"[dim]{results.total_seconds:.0f} s in all[/]", highlight=False)
+    numbers = results.as_json()
     if as_json:
-        print(numbers)
+        print(numbers, flush=True)
+    # The one that fails does not keep the other from being written.
+    try:
+        _write_numbers(console, numbers, out / "demo.json")
+    finally:
+        _write_plot(console, results, out / "demo.png")
     return results
+
+
+def _write_numbers(console: Console, numbers: str, path: Path) -> None:
+    with outputs.writing("--out", path):
+        path.write_text(numbers + "\n")
+    console.print(f"numbers: {path}", highlight=False)
 
 
 def _write_plot(console: Console, results: Results, path: Path) -> None:
@@ -47,5 +56,6 @@ def _write_plot(console: Console, results: Results, path: Path) -> None:
         return
     from .demo_plot import plot_results
 
-    plot_results(results, path)
+    with outputs.writing("--out", path):
+        plot_results(results, path)
     console.print(f"plot:    {path}", highlight=False)

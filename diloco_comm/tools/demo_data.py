@@ -41,13 +41,14 @@ def load_corpus(data: Path | None, num_shards: int) -> Corpus:
         num_shards: Number of replicas.
 
     Raises:
-        ValueError: If there is too little text for ``num_shards`` shards and validation.
+        ValueError: If the file cannot be read, or holds too little text for ``num_shards`` shards
+            and validation.
     """
     if data is None:
         pieces = _standard_library()
         source = f"the standard library of Python {platform.python_version()}, {len(pieces)} files"
     else:
-        text = data.read_bytes()
+        text = _read(data)
         pieces = {f"{i:08d}": text[i : i + PIECE_BYTES] for i in range(0, len(text), PIECE_BYTES)}
         source = f"{data}, {len(pieces)} pieces of {PIECE_BYTES // 1024} KiB"
     held_out, kept = _hold_out(pieces)
@@ -57,7 +58,7 @@ def load_corpus(data: Path | None, num_shards: int) -> Corpus:
         needed = MIN_SHARD_BYTES * HELD_OUT_ONE_IN * max(1, num_shards // HELD_OUT_ONE_IN + 1)
         raise ValueError(
             f"{source}: too little text for {num_shards} replicas, "
-            f"the smallest part has {smallest} bytes; give a file of {needed} bytes or more"
+            f"the smallest part has {smallest} bytes; give --data a file of {needed} bytes or more"
         )
     return corpus
 
@@ -90,6 +91,13 @@ def validation_windows(text: bytes, num_windows: int, context: int) -> Tensor:
     tokens = as_tokens(text)
     begin = torch.linspace(0, len(tokens) - context - 1, num_windows).long()
     return tokens[begin[:, None] + torch.arange(context + 1)]
+
+
+def _read(data: Path) -> bytes:
+    try:
+        return data.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read --data {data}: {error.strerror}") from None
 
 
 def _standard_library() -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from .demo_results import Results, RowResult
 from .demo_settings import BASELINE, ROWS, Row, Settings
+from .printing import print_whole
 
 CAPTION = """\
 Loss: nats a byte on held-out text, with the parameters that all replicas
@@ -81,10 +82,10 @@ class PlainDisplay:
 def print_results(console: Console, results: Results) -> None:
     """Print the table, the hashes of all replicas, and the claims with their verdicts."""
     console.print()
-    console.print(_results_table(results))
+    print_whole(console, _results_table(results))
     console.print(CAPTION, style="dim", highlight=False)
     console.print()
-    console.print(_hash_table(results))
+    print_whole(console, _hash_table(results))
     console.print()
     console.print(_claims_table(results))
     console.print()

@@ -52,12 +52,19 @@ def open_method(row: Row, model: nn.Module, settings: Settings) -> Method:
     return LowCommunication(row, model, settings)
 
 
-# When results are applied, where that is not in the step that sends; Streaming's two fragments take
-# turns.
-OVERLAPS: dict[str, Overlap] = {"Streaming": Streaming(delay=5, alpha=0.5), "Eager": Eager()}
+# Streaming's fragments take turns; a result is applied so many steps after its fragment was sent.
 FRAGMENTS = {"Streaming": 2}
+STREAMING_DELAY = 5
 # Averaging needs no momentum; a mean that comes a whole round late bears less of it.
 OUTERS = {"FedAvg": SGD(lr=1.0), "Eager": Nesterov(lr=0.5, momentum=0.3)}
+
+
+def overlap_of(row: Row, settings: Settings) -> Overlap | None:
+    """When results are applied, where that is not in the step that sends."""
+    if row.method == "Streaming":
+        # A fragment arrives before it is sent again.
+        return Streaming(delay=min(STREAMING_DELAY, settings.sync_every - 1), alpha=0.5)
+    return Eager() if row.method == "Eager" else None
 
 
 class LowCommunication:
@@ -74,7 +81,7 @@ class LowCommunication:
             sync_every=settings.sync_every,
             outer=OUTERS.get(row.method, outer),
             wire=row.wire,
-            overlap=OVERLAPS.get(row.method),
+            overlap=overlap_of(row, settings),
             fragments=FRAGMENTS.get(row.method, 1),
             init="check",
         )

@@ -54,17 +54,21 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.num_replicas < 2:
-            raise ValueError(f"replicas must be at least 2, got {self.num_replicas}")
-        if self.link_gbps <= 0 or self.link_rtt_ms < 0:
-            raise ValueError(
-                "gbps must be positive and rtt-ms not negative, "
-                f"got {self.link_gbps} and {self.link_rtt_ms}"
-            )
+            raise ValueError(f"--replicas must be at least 2, got {self.num_replicas}")
+        if not 0 < self.link_gbps < math.inf:
+            raise ValueError(f"--gbps must be a positive number, got {self.link_gbps:g}")
+        if not 0 <= self.link_rtt_ms < math.inf:
+            raise ValueError(f"--rtt-ms must be a number from 0 on, got {self.link_rtt_ms:g}")
         if self.sync_every < 1:
-            raise ValueError(f"sync_every must be at least 1, got {self.sync_every}")
-        if self.num_steps < 1 or self.num_steps % self.sync_every:
+            raise ValueError(f"--sync-every must be at least 1, got {self.sync_every}")
+        if self.num_steps < self.sync_every:
             raise ValueError(
-                f"steps must be a multiple of sync_every ({self.sync_every}), got {self.num_steps}"
+                f"--steps must be at least --sync-every {self.sync_every}, got {self.num_steps}"
+            )
+        if self.num_steps % self.sync_every:
+            raise ValueError(
+                f"--steps must be a multiple of --sync-every {self.sync_every}, "
+                f"got {self.num_steps}"
             )
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__, env
+from .. import __version__, env, ops
 
 PACKAGES = ("numpy", "triton", "nvtx", "pyzmq", "matplotlib", "transformers", "lightning", "peft")
 SHORT_TIMEOUT_S = 60.0
@@ -62,13 +62,9 @@ def _versions() -> dict[str, str | None]:
 
 
 def _extension() -> dict[str, Any]:
-    """Import the extension, which registers the operators, and ask it."""
+    """Ask the extension; where it cannot be loaded, importing this package has said so."""
     spec = importlib.util.find_spec("diloco_comm._C")
     path = None if spec is None else spec.origin
-    try:
-        from .. import ops
-    except ImportError as error:
-        return {"path": path, "error": str(error), "implementations": [], "default": None}
     available = list(ops.available_impls())
     try:
         chosen = ops.resolve_impl() or available[-1]
@@ -128,7 +124,9 @@ def _network() -> dict[str, Any]:
 
 def _settings() -> dict[str, Any]:
     """Return the environment that acts on this package and on the collectives."""
-    wanted = re.compile(r"DILOCO_COMM_|NCCL_|TORCH_NCCL_|GLOO_|OMP_NUM_THREADS|MASTER_")
+    wanted = re.compile(
+        r"DILOCO_COMM_|NCCL_|TORCH_NCCL_|CUDA_DEVICE_MAX_CONNECTIONS|GLOO_|OMP_NUM_THREADS|MASTER_"
+    )
     try:
         timeout_s: float | None = env.timeout_s()
     except ValueError:
@@ -143,7 +141,7 @@ def _judge_extension(facts: dict[str, Any]) -> list[Finding]:
     error = facts["extension"]["error"]
     if error is None:
         return []
-    return [Finding("error", error, "build it for this Python and torch, or unset the variable")]
+    return [Finding("error", error, "name one of these, or unset the variable")]
 
 
 def _judge_settings(facts: dict[str, Any]) -> list[Finding]:
@@ -163,9 +161,10 @@ def _judge_settings(facts: dict[str, Any]) -> list[Finding]:
         what = f"an exchange fails after {timeout_s:g} s"
         remedy = "a replica may come a whole round later than its peers: allow some minutes"
         found.append(Finding("warning", what, remedy))
-    if environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
-        what = "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: a dead peer hangs NCCL for ever"
-        found.append(Finding("warning", what, "unset it"))
+    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        what = "CUDA_DEVICE_MAX_CONNECTIONS=1: the exchange's streams wait behind the training's"
+        remedy = "unset it, unless the training's own overlap needs it"
+        found.append(Finding("warning", what, remedy))
     return found
 
 

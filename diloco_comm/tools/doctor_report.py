@@ -8,6 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .printing import print_whole
+
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Print the facts, the self-test, the job and the findings."""
@@ -99,4 +101,4 @@ def _print_job(console: Console, job: dict[str, Any]) -> None:
         at = job["host_of_rank"]
         latency, gbps = f"{link['latency_us']:.0f} us", f"{link['gbps']:.3g} Gbit/s"
         table.add_row(f"{a} - {b}", f"{at[a]} - {at[b]}", latency, gbps)
-    console.print(table)
+    print_whole(console, table)

@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import shlex
 import signal
 import socket
@@ -23,29 +24,14 @@ import torch
 import torch.distributed as dist
 
 from .. import launch
+from . import outputs
 
 # The checkout, where this file is in one.
 _ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
-_SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-
-
-def parse_size(text: str) -> int:
-    """Read a size in bytes with an optional suffix K, M or G (powers of 1024), as nccl-tests."""
-    text = text.strip().lower().removesuffix("ib").removesuffix("b")
-    scale = _SUFFIXES.get(text[-1:], 1)
-    try:
-        return int(float(text.rstrip("kmg")) * scale)
-    except ValueError:
-        raise ValueError(f"a size is a number like 4096, 64K, 1M or 1G, got {text!r}") from None
-
-
-def format_size(size_bytes: int) -> str:
-    """Write a size in bytes the way `parse_size` reads it."""
-    for suffix, scale in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if size_bytes >= scale and size_bytes % scale == 0:
-            return f"{size_bytes // scale}{suffix}"
-    return str(size_bytes)
+# The first and the last port that the kernel gives to a connection without a port of its own.
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_EPHEMERAL_PORT = 32_768
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -134,9 +120,26 @@ def is_worker() -> bool:
 
 
 def free_port() -> int:
+    """Return a port that nobody listens on, for a process that starts later to listen there.
+
+    The kernel gives the ports of its ephemeral range to any connection, so a port of that range can
+    be taken before the process has started. The port returned lies below the range.
+    """
+    for port in random.SystemRandom().sample(_ports_below_ephemeral(), k=100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _ports_below_ephemeral() -> range:
+    try:
+        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError):
+        first = _FIRST_EPHEMERAL_PORT
+    return range(10_000, first) if first >= 12_000 else range(first, 1 << 16)
 
 
 def run_workers(
@@ -334,6 +337,17 @@ def command_line() -> str:
     return shlex.join([*words, *sys.argv[1:]])
 
 
+def check_output(option: str, path: Path | None) -> None:
+    """Make sure that results can be written, where they will be: by a launcher and by rank 0.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    found = launch.find()
+    if found is None or found.rank == 0:
+        outputs.check_file(option, path)
+
+
 class Report:
     """Print lines, remember them, and write them with the figures as one JSON file."""
 
@@ -356,8 +370,12 @@ class Report:
         if not self.quiet:
             print(line, flush=True)
 
-    def save(self, path: str | Path, results: object) -> None:
-        """Write date, commit, machine, command, figures and the full output."""
+    def save(self, path: str | Path, results: object, option: str = "--json") -> None:
+        """Write date, commit, machine, command, figures and the full output.
+
+        Raises:
+            OSError: If the file cannot be written; its text is a sentence that names ``option``.
+        """
         now = datetime.datetime.now(datetime.timezone.utc)
         document = {
             "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -369,5 +387,5 @@ class Report:
             "results": results,
             "output": self.lines,
         }
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(document, indent=1) + "\n")
+        with outputs.writing(option, Path(path)) as file:
+            file.write_text(json.dumps(document, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -9,21 +10,24 @@ from typing import Annotated, Any
 
 import typer
 
-from .exits import misuse
+from .exits import in_options, misuse
+from .outputs import check_plot, plot_file
+from .printing import save_plot
+from .sizes import parse_count
 
 # The paragraphs behind \b keep their line breaks.
 EXAMPLES = """Examples:
 
 \b
-diloco-comm plan --params 1e9 --layers 24 --step-time 0.1
+diloco-comm plan --params 1B --layers 24 --step-time 0.1
 diloco-comm plan --params 100e9 --layers 108 --step-time 4.9 --method streaming --bits 13.4 --json
-diloco-comm plan --params 7e9 --layers 32 --step-time 2 --gbps 1 --rtt-ms 50 --plot plan.png
+diloco-comm plan --params 7B --layers 32 --step-time 2 --gbps 1 --rtt-ms 50 --plot plan.png
 diloco-comm plan --published
 """
 
 
 def plan(
-    params: Annotated[float | None, typer.Option(help="Parameters, such as 100e9.")] = None,
+    params: Annotated[str | None, typer.Option(help="Parameters, such as 7B or 100e9.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="Hugging Face config.json to count them in.")
@@ -79,7 +83,9 @@ def plan(
         fragment_layers = min(3, size[1]) if method == "streaming" else 0
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         misuse("--plot needs matplotlib, which is not installed: pip install 'diloco_comm[plot]'")
+    plot = plot_file(plot)
     try:
+        check_plot("--plot", plot)
         request = Request(
             *size,
             step_time,
@@ -96,7 +102,7 @@ def plan(
         )
         made = make_plan(request, gbps, target)
     except ValueError as error:
-        misuse(str(error))
+        misuse(in_options(str(error), ("block_size",)))
     _show(made, plot, as_json)
 
 
@@ -105,22 +111,16 @@ def _show(made: dict[str, Any], plot: Path | None, as_json: bool) -> None:
 
     from .plan_report import plot_plan, print_plan
 
-    if plot is not None:
-        try:
-            plot_plan(made, plot)
-        except (OSError, ValueError) as error:
-            misuse(f"cannot write --plot {plot}: {error}")
     if as_json:
-        print(json.dumps(made, indent=1))
-        return
-    console = Console(soft_wrap=True)
-    print_plan(console, made)
+        print(json.dumps(made, indent=1), flush=True)
+    else:
+        print_plan(Console(soft_wrap=True), made)
     if plot is not None:
-        console.print(f"plot: {plot}", highlight=False)
+        save_plot(plot, functools.partial(plot_plan, made), as_json=as_json)
 
 
 def _size(
-    params: float | None, layers: int | None, config: Path | None, safetensors: Path | None
+    params: str | None, layers: int | None, config: Path | None, safetensors: Path | None
 ) -> tuple[float, int]:
     """Take the model's size from what was given; numbers win over files."""
     from .plan_model import Size, from_config, from_safetensors
@@ -129,14 +129,16 @@ def _size(
         misuse("--model-config and --safetensors exclude each other")
     counted = Size(0.0, 0)
     try:
+        num_params = None if params is None else parse_count("--params", params)
         if config is not None:
             counted = from_config(config)
         elif safetensors is not None:
             counted = from_safetensors(safetensors)
-        elif params is None or layers is None:
+        elif num_params is None or layers is None:
+            absent = ["--params"] * (num_params is None) + ["--layers"] * (layers is None)
             misuse(
-                "the model's size is missing: give --params and --layers, --model-config or "
-                "--safetensors"
+                f"{' and '.join(absent)} missing: the model's size is --params and --layers, "
+                "--model-config or --safetensors"
             )
     except UnicodeDecodeError:
         misuse(f"{config or safetensors} is not a text file")
@@ -145,7 +147,7 @@ def _size(
     except OSError as error:
         misuse(f"cannot read {error.filename}: {error.strerror}")
     return (
-        counted.num_params if params is None else params,
+        counted.num_params if num_params is None else num_params,
         counted.num_layers if layers is None else layers,
     )
 

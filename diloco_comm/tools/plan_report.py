@@ -13,6 +13,7 @@ from rich.table import Table
 from .plan import TARGETS, WIRES_TRIED
 from .plan_published import MODELS
 from .plan_simulator import GRID_GBPS
+from .printing import print_whole
 
 NONE_IS_ENOUGH = "> 1000"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
@@ -31,7 +32,7 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
     """Print the tables of ``plan.make_plan``."""
     request = plan["request"]
     console.print(_headline(plan), highlight=False)
-    console.print(_bandwidths(plan))
+    print_whole(console, _bandwidths(plan))
     console.print(
         f"A replica sends {format_bytes(plan['bytes_per_round'])} a round, "
         f"{format_bytes(plan['bytes_per_day'])} a day at full utilisation, and needs "
@@ -46,7 +47,7 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
             f"{format_bytes(link['bytes_per_day'])} sent a day.",
             highlight=False,
         )
-        console.print(_settings(link, request))
+        print_whole(console, _settings(link, request))
 
 
 def _headline(plan: dict[str, Any]) -> str:
@@ -120,7 +121,7 @@ def print_published(console: Console, title: str, entries: Sequence[dict[str, An
             for model, *_ in MODELS
         )
         table.add_row(name, *cells)
-    console.print(table)
+    print_whole(console, table)
     exact = sum(entry["grid_steps"] == 0 for entry in entries)
     near = sum(
         entry["grid_steps"] is not None and abs(entry["grid_steps"]) <= 1 for entry in entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -18,6 +19,8 @@ from typing import Annotated
 import typer
 
 from .exits import fail, misuse
+from .outputs import check_folder, check_plot, plot_file
+from .printing import save_plot
 
 # The paragraphs behind \b keep their line breaks.
 RUN_EXAMPLES = """Examples:
@@ -30,7 +33,7 @@ diloco-comm profile run --nsys -- torchrun --nproc-per-node 4 train.py
 REPORT_EXAMPLES = """Examples:
 
 \b
-diloco-comm profile report traces/rank0.json.gz traces/rank1.json.gz
+diloco-comm profile report traces
 diloco-comm profile report traces/rank0.json.gz --json
 diloco-comm profile report traces/rank0.sqlite traces/rank1.sqlite --plot timeline.png
 """
@@ -69,6 +72,10 @@ def run(
         return
     if shutil.which(command[0]) is None:
         misuse(f"there is no program {command[0]!r} to run")
+    try:
+        check_folder("--out", out)
+    except ValueError as error:
+        misuse(str(error))
     variables = {"PROFILE": str(out.absolute()), "PROFILE_SKIP": skip, "PROFILE_STEPS": steps}
     added = {f"DILOCO_COMM_{name}": str(value) for name, value in variables.items()}
     before = _versions(out)
@@ -122,36 +129,32 @@ def nsys_command(command: Sequence[str], out: Path) -> list[str]:
 
 @profile.command("report", epilog=REPORT_EXAMPLES)
 def report(
-    files: Annotated[
-        list[Path], typer.Argument(help="Kineto JSON (.gz), or SQLite exports of nsys; one a rank.")
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="Traces, one a rank: JSON (.gz) or SQLite of nsys; or a folder."),
     ],
     plot: Annotated[Path | None, typer.Option(help="Draw a timeline into this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Report communication, computation and their overlap, rank by rank."""
-    from .profile_report import make_report, plot_timeline, print_report, read_traces
-    from .profile_trace import TraceError
+    from rich.console import Console
+
+    from .profile_report import find_traces, make_report, plot_timeline, print_report, read_traces
 
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         misuse("--plot needs matplotlib, which is not installed: pip install 'diloco_comm[plot]'")
+    plot = plot_file(plot)
     try:
-        traces = read_traces(files)
-    except TraceError as error:
+        check_plot("--plot", plot)
+        traces = read_traces(find_traces(paths))
+    except ValueError as error:
         misuse(str(error))
     except OSError as error:
         misuse(f"cannot read {error.filename}: {error.strerror}")
     made = make_report(traces)
-    if plot is not None:
-        try:
-            plot_timeline(traces, plot)
-        except (OSError, ValueError) as error:
-            misuse(f"cannot write --plot {plot}: {error}")
     if as_json:
-        print(json.dumps(made, indent=1))
-        return
-    from rich.console import Console
-
-    console = Console()
-    print_report(console, made)
+        print(json.dumps(made, indent=1), flush=True)
+    else:
+        print_report(Console(), made)
     if plot is not None:
-        console.print(f"plot: {plot}", highlight=False)
+        save_plot(plot, functools.partial(plot_timeline, traces), as_json=as_json)

@@ -7,7 +7,9 @@ steps an optimizer then writes ``rank<r>.json.gz``.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,18 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.hooks import RemovableHandle
 
+from . import outputs
+
+logger = logging.getLogger(__name__)
+
 
 class Recorder:
     """Counts the steps of the first optimizer that steps, and records some of them."""
 
     def __init__(self, folder: Path, skip: int, steps: int) -> None:
         self.folder = folder
+        # A process that is a replica of its own hides the launch from its trainer later on.
+        self._rank_at_start = _launched_rank()
         self._optimizer: Optimizer | None = None
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -40,28 +48,48 @@ class Recorder:
     def _after_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
-            self._profile.start()
             self._is_running = True
+            self._attempt(self._profile.start)
         if optimizer is self._optimizer and self._is_running:
-            self._profile.step()
+            self._attempt(self._profile.step)
 
     def stop(self) -> None:
         """Write what was recorded if training ends before the last step to record."""
         if self._is_running:
             self._is_running = False
-            self._profile.stop()
+            self._attempt(self._profile.stop)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Let the profiler act; what it cannot do ends the recording, and never the training."""
+        try:
+            action()
+        except (OSError, RuntimeError) as error:
+            self._is_running = False
+            logger.error("rank %d has no trace, its training goes on: %s", self._rank(), error)
 
     def _write(self, finished: profile) -> None:
         self._is_running = False
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"rank{_rank()}.json.gz"
-        finished.export_chrome_trace(str(path))
+        path = self.folder / f"rank{self._rank()}.json.gz"
+        partial = path.with_suffix(f".{os.getpid()}.partial.gz")
+        with outputs.writing("the trace", path):
+            try:
+                finished.export_chrome_trace(str(partial))
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def _rank(self) -> int:
+        dist = torch.distributed
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return dist.get_rank()
+        launched = _launched_rank()
+        return (self._rank_at_start if launched is None else launched) or 0
 
 
-def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+def _launched_rank() -> int | None:
+    """Return the rank that the launcher gave to this process; None for one that nobody launched."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+    return None if rank is None else int(rank)
 
 
 def record(folder: str, skip: int, steps: int) -> None:

@@ -13,11 +13,49 @@ from rich.table import Table
 
 from . import profile_intervals as intervals
 from . import profile_nsys
+from .printing import print_whole
 from .profile_kineto import KinetoTrace
-from .profile_trace import RankTrace, TraceError, figures, settle_ranks, slowest_rank
+from .profile_trace import (
+    RankTrace,
+    TraceError,
+    figures,
+    rank_of,
+    settle_ranks,
+    slowest_rank,
+)
 
 # Rectangles that a figure of some thousand pixels can show.
 _MOST_DRAWN = 4000
+_ENDINGS = (".json", ".json.gz", ".sqlite")
+_REPORTS = (".nsys-rep", ".qdrep")
+
+
+def find_traces(paths: Sequence[Path]) -> list[Path]:
+    """Put the traces in a folder in its place, by the rank in their names.
+
+    Raises:
+        TraceError: If a folder has none.
+        OSError: If a folder cannot be read.
+    """
+    found: list[Path] = []
+    for path in paths:
+        found += _in_folder(path) if path.is_dir() else [path]
+    return found
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    files = sorted((path for path in folder.iterdir() if path.is_file()), key=_by_rank)
+    traces = [path for path in files if path.name.endswith(_ENDINGS)]
+    # Those must be exported first, as read_traces says; beside an export they are no news.
+    traces = traces or [path for path in files if path.suffix in _REPORTS]
+    if not traces:
+        raise TraceError(f"there is no trace in {folder}: {', '.join(f'*{e}' for e in _ENDINGS)}")
+    return traces
+
+
+def _by_rank(path: Path) -> tuple[bool, int, str]:
+    rank = rank_of(path)
+    return rank is None, rank or 0, path.name
 
 
 def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
@@ -30,7 +68,7 @@ def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
     kineto: list[KinetoTrace] = []
     traces: list[RankTrace] = []
     for path in paths:
-        if path.suffix in (".nsys-rep", ".qdrep"):
+        if path.suffix in _REPORTS:
             raise TraceError(
                 f"{path} must be exported first: nsys export --type sqlite {path.name}"
             )
@@ -54,10 +92,9 @@ def make_report(traces: Sequence[RankTrace]) -> dict[str, Any]:
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Print the tables of ``make_report``."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("rank", "traffic", "communication", "overlapped", "exposed", "overlap"):
-        table.add_column(title, justify="left" if title == "traffic" else "right")
-    table.add_column("computation", justify="right")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    _add_columns(table, "rank", "traffic", "communication\n(ms)", "overlapped\n(ms)")
+    _add_columns(table, "exposed\n(ms)", "overlap", "computation\n(ms)")
     for rank in report["ranks"]:
         for name, part in (("all", rank), ("diloco_comm", rank["ours"]), ("other", rank["inner"])):
             is_first = name == "all"
@@ -71,9 +108,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
                 "-" if share is None else f"{100 * share:.2f} %",
                 _ms(rank["computation_us"]) if is_first else "",
             )
-    console.print(table)
+    print_whole(console, table)
     if any(rank["phases"] for rank in report["ranks"]):
-        console.print(_phases(report))
+        print_whole(console, _phases(report))
     if report["slowest_rank"] is not None:
         console.print(f"slowest rank: {report['slowest_rank']} (it computes longest)")
     if any(rank["device"] == "cpu" for rank in report["ranks"]):
@@ -85,13 +122,19 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
 
 
 def _ms(us: float) -> str:
-    return f"{us / 1e3:,.3f} ms"
+    return f"{us / 1e3:,.3f}"
+
+
+def _add_columns(table: Table, *titles: str) -> None:
+    for title in titles:
+        is_text = title in ("traffic", "stage")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
 
 
 def _phases(report: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="stages of diloco_comm", title_justify="left")
-    for title in ("rank", "stage", "times", "mean", "longest", "in all"):
-        table.add_column(title, justify="left" if title == "stage" else "right")
+    title = "stages of diloco_comm"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    _add_columns(table, "rank", "stage", "times", "mean\n(ms)", "longest\n(ms)", "in all\n(ms)")
     for rank in report["ranks"]:
         for stage, phase in rank["phases"].items():
             mean = phase["total_us"] / phase["count"]

@@ -14,6 +14,7 @@ from ..asynchronous.link import read_status
 from ..asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from ..asynchronous.server import AsyncServer
 from ..outer import SGD, HeavyBall, Nesterov, OuterOptimizer
+from .printing import print_whole
 
 RULES = ("delayed", "nesterov", "heavy-ball", "sgd", "buffer")
 
@@ -88,7 +89,7 @@ def show_status(
     console = Console(file=sys.stdout)
     report = read_status(address, timeout=timeout, keys=keys, key_name=key_name)
     if not watch:
-        console.print(status_table(address, report))
+        print_whole(console, status_table(address, report))
         return
     with Live(status_table(address, report), console=console) as live:
         while True:
@@ -98,8 +99,10 @@ def show_status(
 
 
 def status_table(address: str, report: dict[str, Any]) -> Any:
-    """Return a rich table of the workers, with the server's numbers around it."""
+    """Return a rich table of the workers, the server's numbers, and the state of the snapshots."""
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     rule = report["rule"]["name"]
     title = f"{address}  {rule}  {report['parameters']:,} parameters  {report['updates']} updates"
@@ -108,7 +111,8 @@ def status_table(address: str, report: dict[str, Any]) -> Any:
     table = Table(
         title=title,
         caption=(
-            f"refused: {refused}; repeated: {report['duplicates']}\n"
+            f"refused: {refused}; repeated: {report['duplicates']}; "
+            f"workers lost: {report['lost']}\n"
             f"staleness: {staleness or 'none yet'}\n"
             f"received {report['received_bytes']:,} bytes, sent {report['sent_bytes']:,}, "
             f"applied in {report['apply_s']:.3f} s, up {report['uptime_s']:.0f} s"
@@ -119,7 +123,15 @@ def status_table(address: str, report: dict[str, Any]) -> Any:
     for name, row in report["workers"].items():
         speed = "-" if row["speed"] is None else f"{row['speed']:.2f}"
         table.add_row(name, "yes" if row["connected"] else "no", str(row["applied"]), speed)
-    return table
+    storage, style = report["storage"], ""
+    if storage is None:
+        kept = "nothing is kept on disk"
+    elif storage["problem"]:
+        kept, style = f"{storage['problem']} (for {storage['problem_s']:.0f} s)", "bold red"
+    else:
+        kept = f"version {storage['snapshot_version']} is saved in {storage['folder']}"
+    waits = [Text(report["problem"], "bold red")] if report["problem"] else []
+    return Group(table, Text(kept, style), *waits)
 
 
 def _order(item: tuple[str, int]) -> int:

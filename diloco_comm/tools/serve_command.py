@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from .exits import fail, misuse
+from .exits import fail, in_options, misuse
+from .outputs import check_folder
 from .printing import announcer
 
 # The paragraphs behind \b keep their line breaks.
@@ -48,6 +49,9 @@ def serve(
     sync_every: Annotated[int, typer.Option(help="Inner steps of a round.")] = 50,
     dylu: Annotated[bool, typer.Option("--dylu", help="Fewer steps for slower workers.")] = False,
     grace: Annotated[float, typer.Option(help="Seconds of the grace period.")] = 0.0,
+    lost_after: Annotated[
+        float, typer.Option(help="Seconds of silence after which a worker counts as gone.")
+    ] = 30.0,
     snapshot: Annotated[Path | None, typer.Option(help="Folder of snapshot and journal.")] = None,
     snapshot_every: Annotated[int, typer.Option(help="Updates between two snapshots.")] = 100,
     model_sizes: Annotated[
@@ -72,8 +76,12 @@ def serve(
     from ..asynchronous.server import AsyncServer
     from .serve import host_server, make_rule, show_status
 
-    try:
-        if status:
+    if watch and not status:
+        misuse("--watch is for --status: it shows a server that runs, and hosts none")
+    if watch and as_json:
+        misuse("--watch and --json exclude each other: call --status --json as often as you like")
+    if status:
+        try:
             show_status(
                 address,
                 as_json=as_json,
@@ -82,7 +90,18 @@ def serve(
                 key_name=key_name,
                 timeout=timeout,
             )
+        except KeyboardInterrupt:
             return
+        except ValueError as error:
+            misuse(in_options(str(error), context.params))
+        except ServerLost as error:
+            asked = "is it running, and does it want --keys?"
+            if keys is not None:
+                asked = f"is it running, and does it know the keys in --keys {keys}?"
+            fail(f"the server {address} has not answered for {error.seconds:.1f} s: {asked}")
+        return
+    try:
+        check_folder("--snapshot", snapshot, may_be_full=True)
         chosen = make_rule(
             rule,
             lr=lr,
@@ -98,6 +117,7 @@ def serve(
             sync_every=sync_every,
             dylu=dylu,
             grace=grace,
+            lost_after=lost_after,
             snapshot=snapshot,
             snapshot_every=snapshot_every,
             keys=keys,
@@ -109,8 +129,8 @@ def serve(
     except KeyboardInterrupt:
         return
     except ValueError as error:
-        misuse(str(error))
-    except (OSError, ServerLost) as error:
+        misuse(in_options(str(error), context.params))
+    except OSError as error:
         fail(str(error))
 
 
@@ -126,7 +146,10 @@ def keygen(
     from ..asynchronous.keys import make_keys
 
     try:
+        check_folder("FOLDER", folder)
         paths = [str(path) for path in make_keys(folder, worker or None)]
-        print(json.dumps({"schema": 1, "keys": paths}) if as_json else "\n".join(paths))
     except ValueError as error:
         misuse(str(error))
+    except OSError as error:
+        fail(f"cannot write the keys into {folder}: {error.strerror or error}")
+    print(json.dumps({"schema": 1, "keys": paths}) if as_json else "\n".join(paths))

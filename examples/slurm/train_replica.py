@@ -15,7 +15,7 @@ import argparse
 import torch
 from torch import nn
 
-from diloco_comm import DiLoCo, SyncError
+from diloco_comm import DiLoCo, LeftBehind, SyncError
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--store", required=True)
@@ -43,10 +43,12 @@ for _ in range(options.steps):
     loss.backward()
     try:
         optimizer.step()
+    except LeftBehind:
+        raise  # the others go on; start again with init="join"
     except SyncError as error:
-        left = [r for r in diloco.exchange.members if r not in error.missing]
-        print(f"replica {options.replica}: {error}; going on with {left}", flush=True)
-        diloco.change_group(members=left)
+        print(f"replica {options.replica}: {error}", flush=True)
+        diloco.change_group("survivors")
+        print(f"replica {options.replica}: going on with {diloco.members}", flush=True)
     optimizer.zero_grad()
 diloco.flush()
 print(f"replica {options.replica}: loss {loss.item():.3f}  {diloco.outer_hash()[:16]}")

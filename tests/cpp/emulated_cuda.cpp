@@ -2,9 +2,11 @@
 // the other. Linked with ops_cuda.cpp in place of csrc/cuda/*.cu, for tests.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "codec/fp_environment.h"
 #include "cuda/by_format.h"
+#include "cuda/digest_tile.h"
 #include "cuda/encode_tile.h"
 #include "cuda/kernels.h"
 #include "cuda/norms_tile.h"
@@ -48,15 +50,43 @@ class EmulatedLanes {
         for (int lane = 0; lane + n < kLanes; ++lane) at(lane) += at(lane + n);
     }
     void sync() const {}
+    template <class F>
+    int num_where(F&& f) const {
+        int count = 0;
+        for (int lane = 0; lane < kLanes; ++lane) count += f(lane);
+        return count;
+    }
+    template <class To, class OfFrom, class From>
+    void pick(To&& to, OfFrom&& of, From&& from) const {
+        for (int lane = 0; lane < kLanes; ++lane) to(lane) = of(from(lane));
+    }
+    // What is fetched arrives as late as it can: when it is waited for.
+    void fetch(void* to, uint64_t address) const { fetches_.push_back({to, address}); }
+    void wait() const {
+        for (const Fetch& each : fetches_) {
+            std::memcpy(each.to, reinterpret_cast<const void*>(each.address), 16);
+        }
+        fetches_.clear();
+    }
     template <class At>
     void count(int64_t* to, At&& of) const {
+        for (int lane = 0; lane < kLanes; ++lane) *to += of(lane);
+    }
+    template <class At>
+    void add_all(uint64_t* to, At&& of) const {
         for (int lane = 0; lane < kLanes; ++lane) *to += of(lane);
     }
 
     float* const stage = memory_;
 
   private:
+    struct Fetch {
+        void* to;
+        uint64_t address;
+    };
+
     alignas(16) float memory_[kStageFloats];
+    mutable std::vector<Fetch> fetches_;
 };
 
 template <class Args>
@@ -65,10 +95,11 @@ void encode_tiles(const Args& args, Format format, bool is_stochastic) {
     const codec::IeeeScope ieee;
     EmulatedLanes lanes;
     EmulatedLanes::Of<int> bad{};
+    Place place;
     by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
         for (uint32_t i = 0; i < target.runs.num_tiles; ++i) {
             encode_tile<decltype(constant)::value, decltype(stochastic)::value>(lanes, args, i,
-                                                                                bad);
+                                                                                place, bad);
         }
     });
     if (target.nonfinite != nullptr) {
@@ -80,7 +111,8 @@ template <class Run>
 void tiles(const Runs& runs, Run&& run) {
     const codec::IeeeScope ieee;
     EmulatedLanes lanes;
-    for (uint32_t i = 0; i < runs.num_tiles; ++i) run(lanes, i);
+    Place place;
+    for (uint32_t i = 0; i < runs.num_tiles; ++i) run(lanes, i, place);
 }
 
 }  // namespace
@@ -97,13 +129,13 @@ void outer_step(const StepArgs& args, Format format, Queue) {
     if (args.verdict != nullptr && *args.verdict != 0) return;
     by_format(format, [&](auto constant) {
         constexpr Format kFormat = decltype(constant)::value;
-        tiles(args.runs, [&](const auto& lanes, uint32_t i) {
+        tiles(args.runs, [&](const auto& lanes, uint32_t i, Place& place) {
             if (codec::is_arrival(args.constants.optimizer)) {
                 arrival_tile<kFormat>(lanes, args, i);
             } else if (args.constants.optimizer == codec::Optimizer::kAdam) {
-                step_tile<kFormat, true>(lanes, args, i);
+                step_tile<kFormat, true>(lanes, args, i, place);
             } else {
-                step_tile<kFormat, false>(lanes, args, i);
+                step_tile<kFormat, false>(lanes, args, i, place);
             }
         });
     });
@@ -111,22 +143,35 @@ void outer_step(const StepArgs& args, Format format, Queue) {
 
 void decode(const DecodeArgs& args, Format format, Queue) {
     by_format(format, [&](auto constant) {
-        tiles(args.runs, [&](const auto& lanes, uint32_t i) {
-            decode_tile<decltype(constant)::value>(lanes, args, i);
+        tiles(args.runs, [&](const auto& lanes, uint32_t i, Place& place) {
+            decode_tile<decltype(constant)::value>(lanes, args, i, place);
         });
     });
 }
 
 void merge(const MergeArgs& args, Queue) {
-    tiles(args.runs, [&](const auto& lanes, uint32_t i) { merge_tile(lanes, args, i); });
+    tiles(args.runs,
+          [&](const auto& lanes, uint32_t i, Place& place) { merge_tile(lanes, args, i, place); });
 }
 
 void norms(const NormsArgs& args, Queue) {
     const codec::IeeeScope ieee;
     EmulatedLanes lanes;
-    const int64_t elements = kChunksPerWarp * codec::kNormChunk;
-    for (int64_t i = 0; i * elements < args.num_elements; ++i) norms_tile(lanes, args, i);
+    Place place;
+    for (int64_t i = 0; i * codec::kNormChunk < args.num_elements; ++i) {
+        norms_chunk(lanes, args, i, place);
+    }
     norms_total(lanes, args);
+}
+
+// Three warps that take every third tile.
+void digest(const DigestArgs& args, Queue) {
+    by_alignment(args, [&](auto alignment) {
+        const EmulatedLanes lanes;
+        for (uint64_t warp = 0; warp < 3; ++warp) {
+            digest_tiles<decltype(alignment)::value>(lanes, args, warp, 3);
+        }
+    });
 }
 
 void upload(void* target, const void* data, size_t num_bytes, Queue) {

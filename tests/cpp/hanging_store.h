@@ -36,6 +36,10 @@ class HangingStore : public LocalStore {
         answer();
         return LocalStore::get(key);
     }
+    Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
+        answer();
+        return LocalStore::compareSet(key, expected, desired);
+    }
     bool check(const std::vector<std::string>& keys) override {
         answer();
         return LocalStore::check(keys);

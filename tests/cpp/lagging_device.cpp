@@ -17,6 +17,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -38,19 +39,23 @@ REGISTER_ALLOCATOR(kType, &device_allocator);
 struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     static constexpr c10::DeviceType static_type = kType;
     c10::DeviceType type() const override { return kType; }
-    Device exchangeDevice(Device) const override { return kDevice; }
-    Device getDevice() const override { return kDevice; }
-    void setDevice(Device) const override {}
-    void uncheckedSetDevice(Device) const noexcept override {}
-    DeviceIndex deviceCount() const noexcept override { return 1; }
-    Stream getStream(Device) const override { return stream(current); }
-    Stream getDefaultStream(Device) const override { return stream(0); }
-    Stream getStreamFromGlobalPool(Device, bool) const override { return fresh(); }
-    Stream getNewStream(Device, int) const override { return fresh(); }
+    Device exchangeDevice(Device to) const override {
+        const Device before = getDevice();
+        uncheckedSetDevice(to);
+        return before;
+    }
+    Device getDevice() const override { return Device(kType, current_device); }
+    void setDevice(Device to) const override { uncheckedSetDevice(to); }
+    void uncheckedSetDevice(Device to) const noexcept override {
+        if (to.has_index()) current_device = to.index();
+    }
+    DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
+    Stream getStream(Device of) const override { return stream(of, current[of.index()]); }
+    Stream getDefaultStream(Device of) const override { return stream(of, of.index()); }
+    Stream getStreamFromGlobalPool(Device of, bool) const override { return fresh(of); }
+    Stream getNewStream(Device of, int) const override { return fresh(of); }
     Stream exchangeStream(Stream to) const override {
-        const StreamId before = current;
-        current = to.id();
-        return stream(before);
+        return stream(to.device(), std::exchange(current[to.device_index()], to.id()));
     }
     void destroyEvent(void* event, const DeviceIndex) const noexcept override {
         delete static_cast<PointPtr*>(event);
@@ -98,10 +103,10 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     }
 
   private:
-    static Stream stream(StreamId id) { return Stream(Stream::UNSAFE, kDevice, id); }
-    static Stream fresh() {
+    static Stream stream(Device of, StreamId id) { return Stream(Stream::UNSAFE, of, id); }
+    static Stream fresh(Device of) {
         std::lock_guard<std::mutex> lock(lanes().mutex);
-        return stream(lanes().next++);
+        return stream(of, lanes().next++);
     }
 };
 
@@ -111,11 +116,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
     bool hasPrimaryContext(DeviceIndex) const override { return true; }
-    DeviceIndex deviceCount() const override { return 1; }
-    void setCurrentDevice(DeviceIndex) const override {}
-    DeviceIndex getCurrentDevice() const override { return 0; }
-    DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-    DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+    DeviceIndex deviceCount() const override { return kNumDevices; }
+    void setCurrentDevice(DeviceIndex to) const override { current_device = to; }
+    DeviceIndex getCurrentDevice() const override {
+        return static_cast<DeviceIndex>(current_device);
+    }
+    DeviceIndex exchangeDevice(DeviceIndex to) const override {
+        return static_cast<DeviceIndex>(std::exchange(current_device, to));
+    }
+    DeviceIndex maybeExchangeDevice(DeviceIndex to) const override { return exchangeDevice(to); }
     bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
     c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
 };
@@ -131,6 +140,9 @@ bool is_here(const at::Tensor& tensor) {
     return tensor.defined() && tensor.device().type() == kType;
 }
 
+// The stream that work on a tensor goes to: the current one of its device.
+Lane& lane_of(const at::Tensor& tensor) { return lane(current[tensor.device().index()]); }
+
 // The device's memory as the stream's thread sees it. It does not keep the memory.
 at::Tensor on_host(const at::Tensor& tensor) {
     TORCH_CHECK(is_here(tensor), "a tensor in host memory where one of the device is needed");
@@ -139,8 +151,9 @@ at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
-                 std::optional<c10::Layout>, std::optional<Device>, std::optional<bool>,
+                 std::optional<c10::Layout>, std::optional<Device> device, std::optional<bool>,
                  std::optional<c10::MemoryFormat> format) {
+    const c10::OptionalDeviceGuard guard(device);
     return at::detail::empty_generic(size, &device_allocator,
                                      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                      c10::dtype_or_default(dtype), format);
@@ -148,7 +161,8 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                          std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-                         std::optional<Device>, std::optional<bool>) {
+                         std::optional<Device> device, std::optional<bool>) {
+    const c10::OptionalDeviceGuard guard(device);
     return at::detail::empty_strided_generic(size, stride, &device_allocator,
                                              c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                              c10::dtype_or_default(dtype));
@@ -176,13 +190,14 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     const at::Tensor source = is_here(from) ? on_host(from) : from.detach();
     const at::Tensor target = is_here(to) ? on_host(to) : to.detach();
     const char* name = is_within ? "copy" : is_here(to) ? "copy in" : "copy out";
-    lane(current).enqueue(name, [source, target] {
+    Lane& here = lane_of(is_here(from) ? from : to);
+    here.enqueue(name, [source, target] {
         const at::NoGradGuard no_grad;
         target.copy_(source.expand_as(target));
     });
     if (!is_async) {
         note_wait(std::string(name) + (non_blocking ? " of pageable memory" : ""));
-        lane(current).synchronize();
+        here.synchronize();
     }
     return to;
 }
@@ -198,7 +213,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     note_wait(op.schema().name());
-    lane(current).synchronize();
+    for (const StreamId stream : current) lane(stream).synchronize();
     at::native::cpu_fallback(op, stack);
 }
 
@@ -206,7 +221,7 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 template <class Task>
 void enqueue_in_place(const char* name, const at::Tensor& self, Task task) {
     const at::Tensor there = on_host(self);
-    lane(current).enqueue(name, [there, task] {
+    lane_of(self).enqueue(name, [there, task] {
         const at::NoGradGuard no_grad;
         task(there);
     });
@@ -285,11 +300,18 @@ c10::IValue for_the_host(const c10::IValue& value) {
 void enqueue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const size_t count = op.schema().arguments().size();
     torch::jit::Stack arguments;
+    Lane* here = nullptr;
     for (size_t i = 0; i < count; ++i) {
-        arguments.push_back(for_the_host(torch::jit::peek(*stack, i, count)));
+        const c10::IValue& given = torch::jit::peek(*stack, i, count);
+        if (given.isTensor() && is_here(given.toTensor())) here = &lane_of(given.toTensor());
+        if (given.isTensorList() && !given.toTensorVector().empty()) {
+            here = &lane_of(given.toTensorVector()[0]);
+        }
+        arguments.push_back(for_the_host(given));
     }
+    TORCH_CHECK(here != nullptr, op.schema().name(), ": no tensor of the device was given");
     torch::jit::drop(*stack, count);
-    lane(current).enqueue(op.schema().name(), [op, arguments] {
+    here->enqueue(op.schema().name(), [op, arguments] {
         const at::NoGradGuard no_grad;
         torch::jit::Stack copy = arguments;
         op.callBoxed(copy);
@@ -318,7 +340,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(diloco_comm, PrivateUse1, m) {
     for (const char* name : {"encode", "reduce", "outer_step", "outer_step_adam",
-                             "outer_step_delayed", "decode", "merge", "norms"}) {
+                             "outer_step_delayed", "decode", "merge", "norms", "digest"}) {
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>());
     }
 }
@@ -332,7 +354,9 @@ std::vector<std::string> take(std::vector<std::string> Record::* list) {
 
 // Calls a C function, given by address, when the stream gets there.
 void host_function(int64_t address) {
-    lane(current).enqueue("host function", [address] { reinterpret_cast<void (*)()>(address)(); });
+    lane(current[current_device]).enqueue("host function", [address] {
+        reinterpret_cast<void (*)()>(address)();
+    });
 }
 
 }  // namespace

@@ -18,8 +18,6 @@
 namespace lagging {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-inline const c10::Device kDevice(kType, 0);
-
 inline std::atomic<int64_t> num_allocations{0};
 
 struct Block {
@@ -51,8 +49,9 @@ class DeviceAllocator final : public c10::Allocator {
         ++num_allocations;
         void* memory = nullptr;
         if (posix_memalign(&memory, 64, std::max<size_t>(num_bytes, 64)) != 0) std::abort();
-        auto* block = new Block{memory, num_bytes, current, {}};
-        return {memory, block, &free_block, kDevice};
+        const int device = current_device;
+        auto* block = new Block{memory, num_bytes, current[device], {}};
+        return {memory, block, &free_block, c10::Device(kType, device)};
     }
     c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
     void copy_data(void* to, const void* from, size_t count) const override {

@@ -7,6 +7,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -112,7 +113,7 @@ class Lane {
 struct Lanes {
     std::mutex mutex;
     std::map<StreamId, Lane*> by_id;
-    StreamId next = 1;
+    StreamId next = 2;
 };
 
 inline Lanes& lanes() {
@@ -127,7 +128,10 @@ inline Lane& lane(StreamId id) {
     return *one;
 }
 
-inline thread_local StreamId current = 0;
+// Two devices. Streams are numbered through, those that torch gives by default first.
+constexpr int kNumDevices = 2;
+inline thread_local int current_device = 0;
+inline thread_local std::array<StreamId, kNumDevices> current{0, 1};
 
 inline void synchronize_all() {
     std::vector<Lane*> all;

@@ -23,6 +23,16 @@ class LocalStore : public c10d::Store {
         std::lock_guard<std::mutex> lock(mutex_);
         return values_.at(key);
     }
+    Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = values_.find(key);
+        if (found == values_.end()) {
+            if (!expected.empty()) return expected;
+            return values_[key] = desired;
+        }
+        if (found->second == expected) found->second = desired;
+        return found->second;
+    }
     bool check(const std::vector<std::string>& keys) override {
         std::lock_guard<std::mutex> lock(mutex_);
         for (const auto& key : keys) {

@@ -25,6 +25,7 @@ struct Mailbox {
     std::mutex mutex;
     std::condition_variable changed;
     std::map<Address, std::deque<std::vector<uint8_t>>> messages;
+    std::map<Address, int> num_sent;
     std::vector<bool> is_dead = std::vector<bool>(16, false);
 
     void kill(int rank) {
@@ -93,6 +94,7 @@ class LoopbackBackend : public c10d::Backend {
                 throw std::runtime_error("connection closed by peer");
             }
             mailbox_->messages[{getRank(), peer, tag}].push_back(std::move(message));
+            ++mailbox_->num_sent[{getRank(), peer, tag}];
         }
         mailbox_->changed.notify_all();
         return c10::make_intrusive<SentWork>();

@@ -33,6 +33,18 @@ void test_values_pass_through() {
     EXPECT(store.get("key") == kValue);
 }
 
+void test_comparisons_pass_through() {
+    const BoundedStore::Bytes other{4};
+    BoundedStore store(c10::make_intrusive<HangingStore>(), 60s);
+    EXPECT(store.compareSet("key", other, kValue) == other && !store.check({"key"}));
+    EXPECT(store.compareSet("key", {}, kValue) == kValue);
+    EXPECT(store.compareSet("key", {}, other) == kValue);
+    EXPECT(store.compareSet("key", kValue, other) == other);
+    store.multiSet({"a", "b"}, {kValue, other});
+    EXPECT(store.multiGet({"b", "a"}) == (std::vector<BoundedStore::Bytes>{other, kValue}));
+    EXPECT(!store.hasExtendedApi());
+}
+
 void test_exceptions_pass_through() {
     BoundedStore store(c10::make_intrusive<HangingStore>(), 60s);
     bool is_thrown = false;
@@ -54,6 +66,7 @@ void test_host_that_hangs() {
         // Nobody waits a second time: with its limit, this would.
         BoundedStore patient(host, 50ms);
         EXPECT(is_refused([&] { patient.check({"key"}); }));
+        EXPECT(is_refused([&] { patient.compareSet("key", {}, kValue); }));
         for (int i = 0; i < 1000; ++i) EXPECT(is_refused([&] { patient.check({"key"}); }));
         EXPECT(host->num_waiting() == 2);
     }
@@ -78,6 +91,7 @@ void test_host_that_wakes_up() {
 
 int main() {
     test_values_pass_through();
+    test_comparisons_pass_through();
     test_exceptions_pass_through();
     test_host_that_hangs();
     test_host_that_wakes_up();

@@ -1,110 +1,26 @@
 // The engine with its ranks as threads of one process: results, failures, departures, shutdown.
 #include <ATen/Functions.h>
 
+#include <cmath>
 #include <functional>
 #include <thread>
 
-#include "check.h"
-#include "exchange/engine.h"
+#include "engine_world.h"
 #include "exchange/operators.h"
-#include "exchange/pages.h"
-#include "hanging_store.h"
-#include "loopback_backend.h"
 
 using namespace std::chrono_literals;
-using diloco::BackendPtr;
 using diloco::Engine;
-using diloco::Header;
-using diloco::Job;
 using diloco::JobPtr;
-using diloco::Kind;
 using diloco::Plan;
-using diloco_test::LoopbackBackend;
-using diloco_test::Mailbox;
+using diloco_test::input;
+using diloco_test::kWindow;
+using diloco_test::make_job;
+using diloco_test::make_plan;
+using diloco_test::options;
+using diloco_test::wait;
+using diloco_test::World;
 
 namespace {
-
-constexpr int64_t kBlock = 64;
-constexpr int kWindow = 3;
-
-std::shared_ptr<Plan> make_plan(int64_t num_elements, int size, int64_t num_chunks, int lanes) {
-    auto plan = std::make_shared<Plan>();
-    const int64_t runs = size * num_chunks;
-    const int64_t per_run = (num_elements + runs - 1) / runs;
-    const int64_t run_elements = (per_run + kBlock - 1) / kBlock * kBlock;
-    const int64_t scales = (2 * (run_elements / kBlock) + 15) / 16 * 16;
-    const int64_t run_bytes = scales + (run_elements + 15) / 16 * 16;
-    plan->layout = {num_elements, runs, run_elements, run_bytes, "int8", kBlock, scales, 8};
-    plan->num_chunks = num_chunks;
-    plan->num_phases = size == 1 ? 0 : size == 2 ? 1 : 2;
-    plan->window = kWindow;
-    plan->schedule = diloco::make_schedule(static_cast<int>(num_chunks),
-                                           static_cast<int>(plan->num_phases), lanes, kWindow);
-    return plan;
-}
-
-at::Tensor input(int rank, int64_t num_elements) {
-    return at::arange(num_elements, at::kFloat).add(rank * 100.0f).sin();
-}
-
-JobPtr make_job(const std::shared_ptr<Plan>& plan, int size, const at::Tensor& x, int64_t round) {
-    auto job = std::make_shared<Job>();
-    job->plan = plan;
-    job->header.kind = static_cast<uint8_t>(Kind::kSync);
-    job->header.num_elements = plan->layout.num_elements;
-    job->header.round = round;
-    const int64_t bytes = plan->layout.num_runs * plan->layout.run_bytes;
-    job->payload = diloco::empty_pages(bytes);
-    if (size > 1) job->result = diloco::empty_pages(bytes);
-    job->encode.outer = c10::IValue();
-    c10::List<at::Tensor> params;
-    params.push_back(x);
-    job->encode.params = params;
-    job->encode_bad = at::zeros({1}, at::kLong);
-    job->reduce_bad = at::zeros({1}, at::kLong);
-    return job;
-}
-
-void wait(Job& job) {
-    std::unique_lock<std::mutex> lock(job.mutex);
-    EXPECT(job.changed.wait_for(lock, 60s, [&] { return job.is_done; }));
-}
-
-// What the ranks share: a store, and mailboxes for an epoch's groups.
-struct World {
-    explicit World(int size, int lanes = 1) : size(size), lanes(lanes) { new_epoch(); }
-
-    void new_epoch() {
-        mailboxes.clear();
-        for (int i = 0; i < 2 * lanes; ++i) mailboxes.push_back(std::make_shared<Mailbox>());
-    }
-
-    void attach(Engine& engine, int rank, int64_t epoch) {
-        std::vector<BackendPtr> groups;
-        if (size > 1) {
-            for (const auto& mailbox : mailboxes) {
-                groups.push_back(c10::make_intrusive<LoopbackBackend>(mailbox, rank, size));
-            }
-        }
-        diloco::Membership membership{epoch, rank, {}};
-        for (int i = 0; i < size; ++i) membership.replicas.push_back(i);
-        engine.attach(membership, groups, store, "board/" + std::to_string(epoch));
-    }
-
-    void run(const std::function<void(int)>& body) {
-        std::vector<std::thread> threads;
-        for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
-        for (auto& thread : threads) thread.join();
-    }
-
-    int size;
-    int lanes;
-    std::vector<std::shared_ptr<Mailbox>> mailboxes;
-    c10::intrusive_ptr<diloco_test::HangingStore> store =
-        c10::make_intrusive<diloco_test::HangingStore>();
-};
-
-diloco::EngineOptions options(int rank) { return {rank, 20000ms, 500ms}; }
 
 // The same operators, called one after the other.
 at::Tensor expected_result(const std::shared_ptr<Plan>& plan, int size) {
@@ -257,6 +173,64 @@ void test_store_that_hangs() {
     EXPECT(world.store->num_waiting() > 0);
     world.store->wake();
     while (world.store->num_waiting() > 0) std::this_thread::yield();
+}
+
+// Encodes a job, looks at what is encoded, and sends it: as zeros of weight 0 where it is bad.
+JobPtr start_and_ship(Engine& engine, const std::shared_ptr<Plan>& plan, at::Tensor x, bool is_bad,
+                      int64_t round) {
+    if (is_bad) x[0] = std::nan("");
+    const JobPtr job = make_job(plan, 3, x, round);
+    job->is_held = true;
+    engine.start(job);
+    EXPECT(!job->is_done && job->headers.empty());
+    EXPECT((job->encode_bad.item<int64_t>() > 0) == is_bad);
+    if (is_bad) job->payload.zero_();
+    engine.ship(job, is_bad);
+    return job;
+}
+
+// A rank whose values are bad is left out; when all are, there is nothing to average.
+void test_held_jobs() {
+    World world(3);
+    const auto plan = make_plan(5000, 3, 4, 1);
+    world.run([&](int rank) {
+        Engine engine(options(rank));
+        world.attach(engine, rank, 1);
+        engine.reserve_staging(kWindow * 3 * plan->layout.run_bytes);
+        const JobPtr one = start_and_ship(engine, plan, input(rank, 5000), rank == 1, 0);
+        const JobPtr all = start_and_ship(engine, plan, input(rank, 5000), true, 1);
+        const JobPtr none = start_and_ship(engine, plan, input(rank, 5000), false, 2);
+        for (const JobPtr& job : {one, all, none}) wait(*job);
+        EXPECT(!one->failure.has_value() && one->weights == std::vector<double>({0.5, 0.0, 0.5}));
+        EXPECT((one->headers[1].flags & diloco::kReset) && !(one->headers[2].flags & 2));
+        EXPECT(all->failure.has_value() && all->failure->kind == "NonFiniteError");
+        EXPECT(all->failure->replicas == std::vector<int64_t>({0, 1, 2}));
+        EXPECT(!none->failure.has_value() && at::equal(none->result, expected_result(plan, 3)));
+        engine.close(5s, 0);
+    });
+}
+
+// The epoch dies while a job is held: the job fails, rather than nobody knowing of it.
+void test_job_held_while_the_epoch_dies() {
+    World world(3);
+    const auto plan = make_plan(5000, 3, 4, 1);
+    world.run([&](int rank) {
+        Engine engine(options(rank));
+        world.attach(engine, rank, 1);
+        engine.reserve_staging(kWindow * 3 * plan->layout.run_bytes);
+        const JobPtr held = make_job(plan, 3, input(rank, 5000), 1);
+        held->is_held = true;
+        engine.start(held);
+        if (rank == 1) engine.inject_fault({"fail", "reduce", 2, 0, 0.0, 0});
+        const JobPtr other = make_job(plan, 3, input(rank, 5000), 0);
+        engine.start(other);
+        wait(*other);
+        EXPECT(other->failure.has_value());
+        engine.ship(held, false);
+        wait(*held);
+        EXPECT(held->failure.has_value() && held->failure->kind == "SyncError");
+        engine.close(5s, 0);
+    });
 }
 
 // The next epoch does not wait for ever for a job of the last one.
@@ -413,6 +387,8 @@ int main() {
     test_departure();
     test_close_while_waiting();
     test_store_that_hangs();
+    test_held_jobs();
+    test_job_held_while_the_epoch_dies();
     test_attach_while_a_job_runs();
     test_close_while_attach_waits();
     test_larger_job_while_one_runs();

@@ -1,0 +1,50 @@
+"""Learning rates that are bracketed: the best one tried has a worse one on either side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# A search ends between two of these rates; the paper searched 0.03, 0.1, 0.3 and 0.7.
+LADDER = (
+    0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.7, 1.0, 1.4, 2.0, 3.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A learning rate.
+
+    Attributes:
+        lr: The best of those tried.
+        is_bracketed: A smaller and a larger one were tried, and were worse.
+    """
+
+    lr: float
+    is_bracketed: bool
+
+
+def choose(losses: Mapping[float, float]) -> Choice:
+    """Return the learning rate of the lowest loss; a loss that is no number is the worst."""
+    ordered = sorted(losses)
+    worth = {lr: loss if math.isfinite(loss) else math.inf for lr, loss in losses.items()}
+    best = min(ordered, key=lambda lr: worth[lr])
+    return Choice(best, ordered[0] < best < ordered[-1])
+
+
+def next_rate(losses: Mapping[float, float], start: float) -> float | None:
+    """Return the learning rate to try next; None when the best is bracketed, or at the end.
+
+    The first three are ``start`` and its neighbours in the ladder.
+    """
+    place = LADDER.index(start)
+    for lr in (start, *LADDER[max(0, place - 1) : place], *LADDER[place + 1 : place + 2]):
+        if lr not in losses:
+            return lr
+    best = choose(losses)
+    if best.is_bracketed:
+        return None
+    place = LADDER.index(best.lr)
+    neighbour = place - 1 if best.lr == min(losses) else place + 1
+    return LADDER[neighbour] if 0 <= neighbour < len(LADDER) else None

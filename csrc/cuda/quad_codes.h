@@ -1,0 +1,107 @@
+// The codes of a quad and their values, in few instructions: bit for bit what wire/codes.h computes
+// one element at a time.
+//   - An integer n with |n| <= 2^15 is the low bits of the fp32 number 1.5 * 2^23 + n, and adding
+//     1.5 * 2^23 rounds to it, half to even. So neither direction needs a conversion, of which a
+//     multiprocessor does fewer than additions.
+//   - With DILOCO_FP8_HARDWARE, sm_89 and later convert fp8 themselves (fp8_hardware.h).
+#pragma once
+
+#include "cuda/quads.h"
+#include "wire/stochastic.h"
+#if defined(DILOCO_FP8_HARDWARE) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#include "cuda/fp8_hardware.h"
+#define DILOCO_HAS_FP8_HARDWARE 1
+#else
+#define DILOCO_HAS_FP8_HARDWARE 0
+#endif
+
+namespace diloco::cuda {
+
+DILOCO_HD constexpr bool is_integer(Format format) {
+    return format == Format::kInt8 || format == Format::kInt4;
+}
+DILOCO_HD constexpr bool is_fp8(Format format) {
+    return format == Format::kFp8E4m3 || format == Format::kFp8E5m2;
+}
+
+constexpr float kRoundingMagic = 12582912.0f;     // 1.5 * 2^23
+constexpr uint32_t kPlainMagicBits = 0x4B000000;  // 2^23, above an integer of up to 23 bits
+
+// The low bytes of four words.
+DILOCO_DEVICE uint32_t low_bytes(const uint32_t (&w)[kQuad]) {
+#if defined(__CUDA_ARCH__)
+    return __byte_perm(__byte_perm(w[0], w[1], 0x0040), __byte_perm(w[2], w[3], 0x0040), 0x5410);
+#else
+    return (w[0] & 0xFF) | (w[1] & 0xFF) << 8 | (w[2] & 0xFF) << 16 | w[3] << 24;
+#endif
+}
+
+// Byte i of a word, which is code + 128.
+DILOCO_DEVICE float biased_byte_value(uint32_t w, int i) {
+#if defined(__CUDA_ARCH__)
+    const uint32_t bits = __byte_perm(w, kPlainMagicBits, 0x7440 | i);
+#else
+    const uint32_t bits = kPlainMagicBits | (w >> (8 * i) & 0xFF);
+#endif
+    return wire::sub(wire::bits_float(bits), 8388608.0f + 128.0f);
+}
+
+template <Format kFormat>
+DILOCO_DEVICE Quad values_of(const CodeQuad<kFormat>& codes) {
+    Quad values;
+    if constexpr (kFormat == Format::kInt8) {
+        const uint32_t w = codes.w[0] ^ 0x80808080u;
+        DILOCO_UNROLL
+        for (int i = 0; i < kQuad; ++i) values.v[i] = biased_byte_value(w, i);
+    } else if constexpr (kFormat == Format::kInt4) {
+        const uint32_t w = codes.w[0] ^ 0x8888u;
+        DILOCO_UNROLL
+        for (int i = 0; i < kQuad; ++i) {
+            const uint32_t bits = kPlainMagicBits | (w >> (4 * i) & 0xFu);
+            values.v[i] = wire::sub(wire::bits_float(bits), 8388608.0f + 8.0f);
+        }
+    } else {
+#if DILOCO_HAS_FP8_HARDWARE
+        if constexpr (is_fp8(kFormat)) {
+            fp8_values<kFormat == Format::kFp8E4m3>(codes.w[0], values.v);
+            return values;
+        }
+#endif
+        DILOCO_UNROLL
+        for (int i = 0; i < kQuad; ++i) values.v[i] = wire::code_value<kFormat>(codes.get(i));
+    }
+    return values;
+}
+
+// The codes of y, the scaled elements of a block that is not bad. |y| rounds to 127 (int4: 7) at
+// most (wire/scale.h), so no integer clips.
+template <Format kFormat, bool kStochastic>
+DILOCO_DEVICE CodeQuad<kFormat> scaled_codes_of(const Quad& y, uint32_t random) {
+    CodeQuad<kFormat> codes{};
+#if DILOCO_HAS_FP8_HARDWARE
+    if constexpr (is_fp8(kFormat) && !kStochastic) {
+        codes.w[0] = fp8_codes<kFormat == Format::kFp8E4m3>(y.v);
+        return codes;
+    }
+#endif
+    uint32_t each[kQuad];
+    DILOCO_UNROLL
+    for (int i = 0; i < kQuad; ++i) {
+        if constexpr (kStochastic) {
+            each[i] = wire::encode_stochastic<kFormat>(y.v[i], wire::random16_of(random, i));
+        } else if constexpr (is_integer(kFormat)) {
+            each[i] = wire::float_bits(wire::add(y.v[i], kRoundingMagic));
+        } else {
+            each[i] = wire::encode_nearest<kFormat>(y.v[i]);
+        }
+    }
+    if constexpr (CodeQuad<kFormat>::kBits == 8) {
+        codes.w[0] = low_bytes(each);
+    } else {
+        DILOCO_UNROLL
+        for (int i = 0; i < kQuad; ++i) codes.put(i, each[i] & 0xFu);
+    }
+    return codes;
+}
+
+}  // namespace diloco::cuda

@@ -1,0 +1,194 @@
+// The weighted sum of decoded payloads over a tile.
+#pragma once
+
+#include "cuda/quad_codes.h"
+#include "cuda/tiles.h"
+
+namespace diloco::cuda {
+
+// How many terms' codes a lane reads before it uses the first: as many registers as the sum has.
+template <Format kFormat>
+constexpr int kTermsAtOnce = kQuad / CodeQuad<kFormat>::kWords;
+
+// What a lane has read of a term.
+template <Format kFormat, int kQuads>
+struct TermCodes {
+    CodeQuad<kFormat> quads[kQuads];
+    uint32_t scale;  // as it is in the payload, of block number `lane` of the tile
+};
+
+DILOCO_DEVICE Term term_at(const Terms& terms, int t) {
+    if (terms.in_memory == nullptr) return terms.inlined[t];
+    return terms.in_memory[t];
+}
+
+// sum = c d, or sum + c d: each product is rounded, then the sum.
+template <Format kFormat>
+DILOCO_DEVICE void add_term(Quad& sum, bool is_first, const CodeQuad<kFormat>& codes, float scale,
+                            float coefficient, int count) {
+    const Quad values = values_of<kFormat>(codes);
+    DILOCO_UNROLL
+    for (int i = 0; i < kQuad; ++i) {
+        float value = values.v[i];
+        if constexpr (wire::has_scales(kFormat)) value = wire::mul(value, scale);
+        value = wire::mul(coefficient, value);
+        if (!is_first) value = wire::add(sum.v[i], value);
+        sum.v[i] = i < count ? value : 0.0f;
+    }
+}
+
+// Whether c d = code * (coefficient * scale) is exact in fp32, so that a fused multiply-add gives
+// what rounding the product first gives. It is where the coefficient is 2^-7 to 1 and a power of
+// two, as equal weights of 2, 4, 8... replicas are, and the scale is at most 2^118: a code has at
+// most 8 significant bits and a scale 8, none of them below 2^-9 and 2^-133.
+template <Format kFormat>
+constexpr bool kCanFuse = wire::has_scales(kFormat) && kFormat != Format::kFp8E5m2;
+constexpr uint32_t kLargestFusedScale = 0x7A80;  // 2^118 in bf16; negative ones are above
+
+DILOCO_DEVICE bool is_exact_coefficient(float coefficient) {
+    const uint32_t bits = wire::float_bits(coefficient);
+    return (bits & 0x007FFFFFu) == 0 && bits >= (127u - 7u) << 23 && bits <= 127u << 23;
+}
+
+// sum = sum + code * factor.
+template <Format kFormat>
+DILOCO_DEVICE void fuse_term(Quad& sum, bool is_first, const CodeQuad<kFormat>& codes,
+                             float factor) {
+    const Quad values = values_of<kFormat>(codes);
+    DILOCO_UNROLL
+    for (int i = 0; i < kQuad; ++i) {
+        sum.v[i] =
+            is_first ? wire::mul(values.v[i], factor) : wire::fused(values.v[i], factor, sum.v[i]);
+    }
+}
+
+// Begins to read a whole tile of an aligned payload. A scale is read once by one lane, and not used
+// here, so that no read waits for another.
+template <Format kFormat, int kQuads>
+DILOCO_DEVICE void load_term(const Runs& runs, const Term& term, const Tile& tile, int lane,
+                             TermCodes<kFormat, kQuads>& to) {
+    constexpr int kBytes = CodeQuad<kFormat>::kBytes;
+    const uint8_t* own = term.payload + tile.codes + kBytes * lane;
+    DILOCO_UNROLL
+    for (int j = 0; j < kQuads; ++j) {
+        to.quads[j] = load_codes<kFormat>(own + kBytes * kLanes * j, true);
+    }
+    to.scale = 0;
+    if constexpr (wire::has_scales(kFormat)) {
+        if (lane << runs.block_shift < kTile<kQuads>) {
+            to.scale =
+                load_shared(reinterpret_cast<uint64_t>(term.payload + tile.scales + 2 * lane));
+        }
+    }
+}
+
+// Adds a term whose codes were read, or begins the sum with it.
+template <Format kFormat, int kQuads, bool kFuses, class Lanes>
+DILOCO_DEVICE void add_codes(const Lanes& lanes, const Runs& runs, bool is_first, float coefficient,
+                             const typename Lanes::template Of<TermCodes<kFormat, kQuads>>& codes,
+                             typename Lanes::template Of<Quads<kQuads>>& sum) {
+    DILOCO_UNROLL
+    for (int j = 0; j < kQuads; ++j) {
+        typename Lanes::template Of<uint32_t> bits;
+        if constexpr (wire::has_scales(kFormat)) {
+            lanes.pick([&](int lane) -> uint32_t& { return bits[lane]; },
+                       [&](int lane) { return codes[lane].scale; },
+                       [&](int lane) { return quad_at(lane, j) >> runs.block_shift; });
+        }
+        lanes.each([&](int lane) {
+            float scale = 0.0f;
+            if constexpr (wire::has_scales(kFormat)) scale = wire::bits_float(bits[lane] << 16);
+            if constexpr (kFuses) {
+                fuse_term<kFormat>(sum[lane].q[j], is_first, codes[lane].quads[j],
+                                   wire::mul(coefficient, scale));
+            } else {
+                add_term<kFormat>(sum[lane].q[j], is_first, codes[lane].quads[j], scale,
+                                  coefficient, kQuad);
+            }
+        });
+    }
+}
+
+// The sum over a tile that is there as a whole, of payloads that are aligned.
+template <Format kFormat, int kQuads, class Lanes>
+DILOCO_DEVICE void sum_whole(const Lanes& lanes, const Runs& runs, const Terms& terms,
+                             const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
+    constexpr int kBatch = kTermsAtOnce<kFormat>;
+    for (int t = 0; t < terms.count; t += kBatch) {
+        typename Lanes::template Of<TermCodes<kFormat, kQuads>> codes[kBatch];
+        DILOCO_UNROLL
+        for (int k = 0; k < kBatch; ++k) {
+            if (t + k >= terms.count) break;
+            const Term term = term_at(terms, t + k);
+            lanes.each([&](int lane) {
+                load_term<kFormat, kQuads>(runs, term, tile, lane, codes[k][lane]);
+            });
+        }
+        DILOCO_UNROLL
+        for (int k = 0; k < kBatch; ++k) {
+            if (t + k >= terms.count) break;
+            const float coefficient = term_at(terms, t + k).coefficient;
+            bool fuses = false;
+            if constexpr (kCanFuse<kFormat>) {
+                const int too_large = lanes.num_where(
+                    [&](int lane) { return codes[k][lane].scale > kLargestFusedScale; });
+                fuses = is_exact_coefficient(coefficient) && too_large == 0;
+            }
+            if (fuses) {
+                add_codes<kFormat, kQuads, kCanFuse<kFormat>>(lanes, runs, t + k == 0, coefficient,
+                                                              codes[k], sum);
+            } else {
+                add_codes<kFormat, kQuads, false>(lanes, runs, t + k == 0, coefficient, codes[k],
+                                                  sum);
+            }
+        }
+    }
+}
+
+// The sum over any tile, of any payloads, quad by quad, on the stage.
+template <Format kFormat, int kQuads, class Lanes>
+DILOCO_DEVICE void sum_any(const Lanes& lanes, const Runs& runs, const Terms& terms,
+                           const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
+    DILOCO_NO_UNROLL
+    for (int j = 0; j < kQuads; ++j) {
+        lanes.each([&](int lane) {
+            const int count = tile.count(lane, j), at = quad_at(lane, j);
+            Quad own{};
+            DILOCO_NO_UNROLL
+            for (int t = 0; t < terms.count && count > 0; ++t) {
+                const Term term = term_at(terms, t);
+                const bool is_aligned =
+                    reinterpret_cast<uint64_t>(term.payload) % wire::kAlignment == 0;
+                const CodeQuad<kFormat> codes = load_codes<kFormat>(
+                    term.payload + tile.codes + at * wire::code_bits(kFormat) / 8, is_aligned);
+                float scale = 0.0f;
+                if constexpr (wire::has_scales(kFormat)) {
+                    scale = load_scale(term.payload + tile.scales + 2 * (at >> runs.block_shift),
+                                       is_aligned);
+                }
+                add_term<kFormat>(own, t == 0, codes, scale, term.coefficient, count);
+            }
+            store_staged(lanes.stage + at, own);
+        });
+    }
+    unstage<kQuads>(lanes, sum);
+}
+
+// sum = c0 d0 + c1 d1 + ..., each product rounded, then added, in order; zero where no element is.
+template <Format kFormat, int kQuads, class Lanes>
+DILOCO_DEVICE void sum_terms(const Lanes& lanes, const Runs& runs, const Terms& terms,
+                             const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
+    bool are_aligned = tile.size == kTile<kQuads>;
+    DILOCO_NO_UNROLL
+    for (int t = 0; t < terms.count; ++t) {
+        const auto address = reinterpret_cast<uint64_t>(term_at(terms, t).payload);
+        are_aligned = are_aligned && address % wire::kAlignment == 0;
+    }
+    if (are_aligned) {
+        sum_whole<kFormat, kQuads>(lanes, runs, terms, tile, sum);
+    } else {
+        sum_any<kFormat, kQuads>(lanes, runs, terms, tile, sum);
+    }
+}
+
+}  // namespace diloco::cuda

@@ -1,0 +1,27 @@
+// A stream of a device that nobody else in this process has.
+//
+// torch's own streams come from a pool of 32 a device, which are handed out in turn: one of them
+// may be FSDP's, behind whose collectives our copies would wait. On CUDA, its driver makes ours; on
+// other devices, torch does. No stream is ever destroyed, since the caching allocator may still
+// have to ask it about memory: the next owner gets it.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+namespace diloco {
+
+class OwnStream {
+  public:
+    explicit OwnStream(c10::Device device);
+    ~OwnStream();
+    OwnStream(const OwnStream&) = delete;
+    OwnStream& operator=(const OwnStream&) = delete;
+
+    const c10::Stream& get() const { return stream_; }
+
+  private:
+    const c10::Stream stream_;
+};
+
+}  // namespace diloco

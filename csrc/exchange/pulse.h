@@ -1,0 +1,59 @@
+// Whether the members live: each raises a counter on the store, and who waits for the others reads
+// theirs. No two clocks are compared, and a time in which the reader stood still counts little.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+namespace diloco {
+
+// The counters of one epoch, under `prefix`. The watcher's alone, except the constructor.
+class Pulse {
+  public:
+    using Clock = std::chrono::steady_clock;
+
+    // A member is suspected when its counter stood still for `limit` of our own reads. A null store
+    // has no counters, and nobody is suspected.
+    Pulse(c10::intrusive_ptr<c10d::Store> store, const std::string& prefix, int64_t replica,
+          const std::vector<int64_t>& members, std::chrono::milliseconds limit);
+
+    // Raises our counter, at most once in a period.
+    void beat();
+
+    // Reads the others' counters, at most once in a period.
+    void look();
+
+    // The wait is over, or there is progress: whatever is read next counts from then on.
+    void forgive();
+
+    // Members whose counters have stood still for the limit; and how long one has, in seconds.
+    std::vector<int64_t> suspects() const;
+    double seconds_silent(int64_t replica) const;
+
+  private:
+    struct Peer {
+        int64_t replica = 0;
+        std::string key;
+        bool is_known = false;  // its key exists
+        bool has_changed = false;
+        std::vector<uint8_t> seen;
+        Clock::duration silent{};
+    };
+
+    void find_new_keys();
+    void read_counters();
+
+    c10::intrusive_ptr<c10d::Store> store_;
+    std::string own_key_;
+    Clock::duration limit_;
+    Clock::duration period_;
+    std::vector<Peer> peers_;
+    int64_t num_beats_ = 0;
+    Clock::time_point last_beat_{};
+    Clock::time_point last_look_{};
+};
+
+}  // namespace diloco

@@ -1,0 +1,167 @@
+"""Workers that come to a server, that say goodbye, and that are gone without a word."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from .connections import Connections
+from .messages import NAME_TAKEN, Kind, Message, ProtocolError
+from .receiving import Send
+from .sessions import Session
+from .state import ServerState
+
+logger = logging.getLogger(__name__)
+
+
+class Attendance:
+    """Let workers in, and deal with their going.
+
+    Args:
+        state: What the server knows.
+        connections: Of the server's socket.
+        send: Sends a message to a connection; False if it could not.
+        forget_update: Drops what a worker has begun to send.
+        max_parameters: Larger models are refused.
+        lost_after: Seconds within which a connection ends whose peer is gone.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        connections: Connections,
+        send: Send,
+        forget_update: Callable[[str], None],
+        *,
+        max_parameters: int,
+        lost_after: float,
+    ) -> None:
+        self.state, self._connections, self._send = state, connections, send
+        self._forget_update, self._max_parameters = forget_update, max_parameters
+        self._lost_after = lost_after
+        self._ended: list[bytes] = []
+
+    # ---------------------------------------------------------------------------------- coming
+
+    def greet(self, peer: bytes, connection: int, message: Message) -> None:
+        """Let a worker in that gives its name and the sizes of its model."""
+        self._collect_ended()
+        if not self._connections.is_alive(connection):
+            return
+        worker, sizes, layout = (message.meta[name] for name in ("worker", "sizes", "layout"))
+        if sum(sizes) > self._max_parameters:
+            raise ProtocolError(
+                f"the model has {sum(sizes)} parameters, this server takes {self._max_parameters}"
+            )
+        coordinator, last = self.state.coordinator, 0
+        if coordinator is not None:
+            self.state.check_layout(sizes, layout)
+        if not self._may_have(peer, message):
+            return
+        self._make_way(peer, connection, worker)
+        if self.state.sessions.get(peer) is None:
+            logger.info("worker %s is here", worker)
+        now = time.monotonic()
+        session = Session(peer, connection, worker, sizes, layout, now, message.number)
+        self.state.sessions.add(session)
+        is_anothers = False
+        if coordinator is not None:
+            member = coordinator.join(worker)
+            last, is_anothers = member.last.seq, member.instance not in (0, message.number)
+            member.instance = message.number
+        meta = {
+            "needs_start": coordinator is None,
+            "rule": self.state.rule.config(),
+            "sync_every": self.state.numbers["sync_every"],
+            "history": self.state.history,
+            "began": self.state.began,
+        }
+        place = (last, self.state.version, int(is_anothers), message.run)
+        self._send(peer, Message(Kind.WELCOME, *place, meta=meta))
+
+    def _may_have(self, peer: bytes, message: Message) -> bool:
+        """Return whether a worker may have its name; answer the worker if not."""
+        worker, instance = message.meta["worker"], message.number
+        older = self.state.sessions.of(worker)
+        if older is None or older.peer == peer or older.peer in self._ended:
+            return True
+        if not instance or not older.instance or instance == older.instance:
+            return True
+        if older.contested is None or older.contested[0] != instance:
+            older.contested = (instance, time.monotonic())
+        # The successor of a worker whose host lost power waits until the old connection has ended.
+        patience_s = 0.0 if message.fragment else self._lost_after + 1
+        if time.monotonic() - older.contested[1] < patience_s:
+            self._send(peer, Message(Kind.WAIT))
+            return False
+        if patience_s:
+            self.state.status.count_refusal("name")
+        reason = f"another worker of the name {worker} is connected: give each one its own name="
+        place = (NAME_TAKEN, 0, 0, message.run)
+        self._send(peer, Message(Kind.REFUSED, *place, meta={"reason": reason}))
+        return False
+
+    def _make_way(self, peer: bytes, connection: int, worker: str) -> None:
+        """Drop the sessions whose place a new one takes."""
+        sessions = self.state.sessions
+        same = sessions.get(peer)
+        if same is not None and (same.worker, same.connection) == (worker, connection):
+            return
+        # The peer was another worker before, or the connection's number was an older connection's.
+        for old in (same, sessions.on(connection), sessions.superfluous()):
+            if old is not None:
+                self.lose(old.peer)
+        older = sessions.of(worker)
+        if older is not None and older.peer in self._ended:
+            self.lose(older.peer)
+        elif older is not None:
+            # The same worker by a new connection, before the old one is known to have ended.
+            sessions.drop(older.peer)
+            older.let_go(self.state.coordinator)
+        # A successor of the same name may send other bytes under the same number.
+        self._forget_update(worker)
+
+    # ----------------------------------------------------------------------------------- going
+
+    def leave(self, session: Session, message: Message) -> None:
+        """A worker says goodbye."""
+        logger.info("worker %s has left", session.worker)
+        self._end(session.peer)
+
+    def lose(self, peer: bytes) -> None:
+        """Drop a connection that ended although its worker had not said goodbye."""
+        session = self._end(peer)
+        if session is not None:
+            self.state.status.lost += 1
+            logger.warning(
+                "worker %s is lost: its connection ended without a goodbye", session.worker
+            )
+
+    def _end(self, peer: bytes) -> Session | None:
+        """Drop a session, and its worker too if the worker has no other session."""
+        session, coordinator = self.state.sessions.drop(peer), self.state.coordinator
+        if session is None:
+            return None
+        session.let_go(coordinator)
+        if self.state.sessions.of(session.worker) is None:
+            self._forget_update(session.worker)
+            if coordinator is not None:
+                coordinator.leave(session.worker)
+        return session
+
+    def look(self) -> None:
+        """Deal with the connections that have ended; to be called several times a second.
+
+        What ended since the last call waits for the next: its last messages are read before.
+        """
+        ended, self._ended = self._ended, []
+        for peer in ended:
+            self.lose(peer)
+        self._collect_ended()
+
+    def _collect_ended(self) -> None:
+        for connection in self._connections.ended():
+            session = self.state.sessions.on(connection)
+            if session is not None:
+                self._ended.append(session.peer)

@@ -1,0 +1,99 @@
+"""Which connections of a server live: ZeroMQ's own thread knows, however long nobody speaks.
+
+That thread answers and sends heartbeats by itself, so a worker whose training thread is busy for
+hours is alive, and one that was killed, was stopped, or has no power or no network is not.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import zmq
+
+from ..checks import number
+
+_MIN_S, _MAX_S = 0.1, 86400
+_PLACE = "inproc://connections"
+_EVENT = struct.Struct("=HI")
+_ACCEPTED, _ENDED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+_NOBLOCK = int(zmq.NOBLOCK)
+
+
+def check_lost_after(value: float) -> float:
+    """Return the seconds of silence after which a peer counts as gone.
+
+    Raises:
+        ValueError: If they are too few for heartbeats, or too many.
+        TypeError: If they are no number.
+    """
+    seconds = number("lost_after", value)
+    if not _MIN_S <= seconds <= _MAX_S:
+        raise ValueError(f"lost_after must be {_MIN_S} to {_MAX_S} seconds, got {value!r}")
+    return seconds
+
+
+def beat(socket: zmq.Socket, lost_after: float) -> None:
+    """Let a connection of the socket end after ``lost_after`` seconds of silence of the peer.
+
+    To be called before the socket is bound or connected.
+    """
+    milliseconds = round(1000 * lost_after)
+    # The silence may begin right after a heartbeat was answered.
+    socket.heartbeat_ivl = milliseconds // 4
+    socket.heartbeat_timeout = milliseconds - milliseconds // 4
+
+
+class Connections:
+    """Watch the connections of a socket that is going to listen.
+
+    A connection has the number of its file descriptor, which a later connection may get again.
+    """
+
+    def __init__(self, socket: zmq.Socket) -> None:
+        self._socket = socket
+        socket.monitor(_PLACE, _ACCEPTED | _ENDED)
+        self._events = socket.context.socket(zmq.PAIR)
+        self._events.linger = 0
+        # ZeroMQ's thread would wait for room, and serve nobody.
+        self._events.rcvhwm = 0
+        self._events.connect(_PLACE)
+        self._alive: set[int] = set()
+
+    def ended(self) -> Iterator[int]:
+        """Yield each connection that ended since the last call.
+
+        What ended before a message came is known when that message is here: a number that is used
+        again never stands for both.
+        """
+        while (event := self._next()) is not None:
+            kind, number = event
+            if kind == _ACCEPTED:
+                self._alive.add(number)
+            else:
+                self._alive.discard(number)
+                yield number
+
+    def _next(self) -> tuple[int, int] | None:
+        try:
+            event, _ = self._events.recv_multipart(_NOBLOCK)
+        except zmq.Again:
+            return None
+        kind, number = _EVENT.unpack(event)
+        return kind, number
+
+    def is_alive(self, number: int) -> bool:
+        """Whether the connection had not ended when ``ended`` was last called."""
+        return number in self._alive
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._events.close()
+
+
+def connection_of(frame: zmq.Frame) -> int:
+    """Return the number of the connection that a frame came by; -1 if that ended at once."""
+    try:
+        return int(frame.get(int(zmq.SRCFD)))
+    except zmq.ZMQError:
+        return -1

@@ -1,0 +1,80 @@
+"""One server for a snapshot folder: two would remove each other's journals."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import weakref
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+# What it is when a file system has no locks.
+_WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+
+
+class FolderInUse(OSError):
+    """Another server keeps its state in the folder."""
+
+
+class FolderLock:
+    """Hold a folder until ``release``, or until the process ends.
+
+    The lock is the kernel's, on the file ``lock``, which stays in the folder; in the file stands
+    who holds the folder. Where the file cannot even be made nothing else can, and there is no lock.
+
+    Raises:
+        FolderInUse: If another holds the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = _open(folder / "lock")
+        if self._file is None:
+            return
+        self._end = weakref.finalize(self, os.close, self._file)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            self._end()
+            raise FolderInUse(
+                f"the snapshot folder {folder} belongs to another server, "
+                f"{holder or 'whose process is not known'}: each server needs a folder of its own"
+            ) from None
+        except OSError as error:
+            if error.errno not in _WITHOUT:
+                raise
+            logger.warning("the snapshot folder %s cannot be locked: %s", folder, error.strerror)
+            self._end()
+            return
+        self._sign()
+
+    def _sign(self) -> None:
+        """Write who holds the folder, for the sentence that another server ends with."""
+        assert self._file is not None
+        name = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, name, 0)
+        except OSError as error:
+            logger.debug("the lock has no name: %s", error)
+
+    def release(self) -> None:
+        """Let another server have the folder; idempotent."""
+        if self._file is not None and self._end.alive:
+            # A child that was forked meanwhile has the lock too, as long as it is only closed here.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._end()
+
+
+def _open(path: Path) -> int | None:
+    """Open a file, made if need be; None if that cannot be done."""
+    for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
+        try:
+            return os.open(path, flags | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            logger.debug("%s cannot be opened: %s", path, error)
+    return None

@@ -1,0 +1,135 @@
+"""The history of a part's outer state: one number that replicas compare before each exchange.
+
+It begins as a digest of the outer parameters, the optimizer's buffers and their counters. Each
+round that is applied mixes the digest of its payloads and its coefficients in. Replicas that hold
+the same outer state and apply the same rounds have the same history; a difference is found in the
+headers, before a payload is added to anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .digests import digest_of
+from .errors import ReplicaMismatch
+from .handshake import gather_json
+from .headers import STATE_ADVICE
+from .parts import ParameterPart, Part
+
+if TYPE_CHECKING:
+    from .exchange import Exchange
+    from .flights import Arrival
+
+
+def begin(part: Part, *, is_shared: bool, saved: int = 0) -> None:
+    """Start the history of a part from the state that it holds now.
+
+    Args:
+        is_shared: Outer parameters are the same on all replicas. Otherwise (``Eager``, or delays
+            that differ) the history has nothing of their values: ``saved`` goes on.
+        saved: The history that a saved state had; 0 without one.
+    """
+    part.history = _mixed(saved, digest_of_state(part)) if is_shared else saved
+
+
+def digest_of_state(part: Part) -> int:
+    """Return 64 bits that depend on outer parameters, buffers and numbers of steps."""
+    if not isinstance(part, ParameterPart):
+        return 0
+    buffers = [tensor for _, tensor in sorted(part.state.tensors().items())]
+    others = repr(sorted((name, _plain(value)) for name, value in part.state.extra().items()))
+    tensors_digest = digest_of([part.outer, *buffers])
+    return _mixed(tensors_digest, part.round, part.state.num_steps, _hashed(others.encode()))
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def applied(part: Part, number: int, arrival: Arrival) -> None:
+    """Mix a round that was applied into the history of its part."""
+    if arrival.digest is None:
+        return
+    numbers = arrival.outer_lr, arrival.gap, arrival.weight_sum
+    coefficients = [coefficient for _, coefficient in arrival.terms]
+    part.history = _mixed(part.history, number, arrival.digest, *numbers, *coefficients)
+
+
+def refuse_difference(exchange: Exchange, parts: Sequence[Part], *, is_shared: bool) -> None:
+    """Compare the outer state of all replicas as it is now; a collective call.
+
+    After a difference the histories differ too, so that no exchange succeeds from then on.
+
+    Args:
+        is_shared: As in ``begin``.
+
+    Raises:
+        ReplicaMismatch: On every replica, naming the first fragment that differs and the replicas.
+    """
+    own = [[part.round, part.history, digest_of_state(part) if is_shared else 0] for part in parts]
+    views = gather_json(exchange, own)
+    for part in parts:
+        values = [tuple(view[part.index]) for view in views]
+        if len(set(values)) > 1:
+            for each, (_, past, digest) in zip(parts, own, strict=True):
+                each.history = _mixed(past, digest)
+            raise ReplicaMismatch(_sentence(exchange, part, values), stage="outer state")
+
+
+def refuse_other_past(
+    exchange: Exchange, parts: Sequence[Part], views: Sequence[Sequence[Sequence[int]]]
+) -> None:
+    """Compare the histories that all replicas gave, of parts that are at the same round.
+
+    Args:
+        views: For each replica, (round, history) of each part.
+
+    Raises:
+        ReplicaMismatch: As ``refuse_difference``.
+    """
+    for part in parts:
+        values: list[tuple[int, ...]] = [tuple(view[part.index]) for view in views]
+        if len({round for round, _ in values}) == 1 and len(set(values)) > 1:
+            raise ReplicaMismatch(_sentence(exchange, part, values), stage="outer state")
+
+
+def own_past(parts: Sequence[Part]) -> list[list[int]]:
+    """Return what ``refuse_other_past`` takes of this replica."""
+    return [[part.round, part.history] for part in parts]
+
+
+def _sentence(exchange: Exchange, part: Part, values: Sequence[tuple[int, ...]]) -> str:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for replica, value in zip(exchange.members, values, strict=True):
+        groups.setdefault(value, []).append(replica)
+    shown = "; ".join(
+        f"{_shown(value)} on replica{'s' * (len(replicas) > 1)} {', '.join(map(str, replicas))}"
+        for value, replicas in groups.items()
+    )
+    return (
+        f"the outer state of fragment {part.index} differs between replicas: {shown}: "
+        f"{STATE_ADVICE}"
+    )
+
+
+def _shown(value: tuple[int, ...]) -> str:
+    round, *digests = value
+    return f"round {round}, digest {_mixed(*digests):#018x}"
+
+
+def _mixed(*values: float) -> int:
+    """Return 64 bits that depend on integers below 2^64 and floating-point numbers, in order."""
+    packed = b"".join(
+        struct.pack("<Q", value) if isinstance(value, int) else struct.pack("<d", value)
+        for value in values
+    )
+    return _hashed(packed)
+
+
+def _hashed(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

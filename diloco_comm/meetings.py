@@ -1,0 +1,343 @@
+"""One meeting of replicas on a store: who came, whether they agree, and what becomes of it.
+
+Every participant posts a hello. What a participant has to say may come later: a replica that still
+exchanges stops only when all are here. The lowest one waits for all of that, draws an epoch number
+that was never used, and proposes a plan that quotes every hello. The plan begins when everybody has
+accepted it: a hello may lie on the store since its process died, and nobody must wait for that one
+to connect. A participant renews its hello while it waits, so that the others can tell a live one by
+its beat.
+
+A meeting has one fate, which is set once, by compare-and-set: its plan begins, or it has failed,
+with the same error for all that took part. Before it accepts, a participant tries to reach all the
+others, so that a cut between two of them is known before anybody connects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from . import _C
+from .attendance import Attendance
+from .errors import LeftBehind, SyncError
+from .verdicts import announce_next, decide_once, raise_to, read_known, swap
+
+BEAT_S = 0.4
+# For an answer of a peer's host: a lost packet is sent again after one second.
+_REACH_S = 2.0
+_CURRENT = "current"
+
+# Called with whether all members are here; returns None while it is too early to say anything.
+Say = Callable[[bool], dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all participants agreed on: the epoch, and what each of them had to say.
+
+    Attributes:
+        reached: Those whose address this replica could connect to.
+    """
+
+    epoch: int
+    infos: dict[int, dict[str, Any]]
+    reached: frozenset[int] = frozenset()
+
+
+def open_meeting(store: dist.Store, members: Sequence[int]) -> str:
+    """Return the name of the meeting of these members that has no fate yet."""
+    names = hashlib.blake2b(json.dumps(list(members)).encode(), digest_size=8).hexdigest()
+    key, fresh = f"meeting/{names}", uuid.uuid4().hex
+    current = decide_once(store, key, fresh)
+    while current != fresh and store.check([f"fate/{current}"]):
+        current = swap(store, key, current, fresh)
+    return current
+
+
+def make_room(store: dist.Store, members: Sequence[int]) -> None:
+    """Make a key for the hello of each member, so that all can be read in one call."""
+    keys = [f"hello/{member}" for member in members]
+    if not store.check(keys):
+        for key in keys:
+            decide_once(store, key, "")
+
+
+class Meeting:
+    """What one participant has seen of the others, and done about it.
+
+    Attributes:
+        difference: The first thing that those alive do not agree on, as a sentence.
+        differs_since: When it was first seen, or None.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        members: Sequence[int],
+        hello: dict[str, Any],
+        say: Say,
+        attendance: Attendance,
+    ) -> None:
+        self._say = say
+        self.store, self.members, self.hello = store, members, hello
+        self.attendance, self.replica = attendance, attendance.replica
+        self.difference = ""
+        self.differs_since: float | None = None
+        self._next_beat = time.monotonic() + BEAT_S
+        self._complete_since: float | None = None
+        self._hellos: dict[int, dict[str, Any]] = {}
+        self._accepted: dict[str, Any] = {}
+        self._reached: frozenset[int] = frozenset()
+        self._proposed: dict[int, str] = {}
+        self._proposal = ""
+        self._known_answers: set[str] = set()
+
+    # ------------------------------------------------------------------------- the fate
+
+    def begun_plan(self) -> Plan | None:
+        """Accept the plan that quotes our hello; return it once everybody has accepted it.
+
+        Raises:
+            LeftBehind, SyncError: If the meeting has failed, or began without us.
+        """
+        self._accept()
+        key = f"fate/{self.hello['meeting']}"
+        if not self.store.check([key]):
+            return None
+        return self._follow(json.loads(self.store.get(key)))
+
+    def _accept(self) -> None:
+        key = f"plan/{self.hello['nonce']}"
+        if not self.store.check([key]):
+            return
+        plan = json.loads(self.store.get(key))
+        if plan["id"] == self._accepted.get("id"):
+            return
+        self._accepted = plan
+        others = {int(r): i["address"] for r, i in plan["infos"].items() if int(r) != self.replica}
+        # Meanwhile our hello is not renewed.
+        limit = min(_REACH_S, self.attendance.limits.silence / 4)
+        answers = zip(others, _C.are_reached(list(others.values()), limit), strict=True)
+        # A way that could not be tried is not judged.
+        reached = {replica: answer for replica, answer in answers if answer is not None}
+        self._reached = frozenset(replica for replica, answer in reached.items() if answer)
+        self.store.set(f"accepted/{plan['id']}/{self.replica}", json.dumps(reached))
+
+    def _decide(self, fate: dict[str, Any]) -> None:
+        decide_once(self.store, f"fate/{self.hello['meeting']}", json.dumps(fate))
+
+    def _follow(self, fate: dict[str, Any]) -> Plan:
+        if "why" not in fate:
+            plan = self._accepted
+            if plan.get("id") == fate["plan"]:
+                infos = {int(r): i for r, i in plan["infos"].items()}
+                return Plan(plan["epoch"], infos, self._reached)
+            raise LeftBehind(
+                f"another process took the place of replica {self.replica} in epoch "
+                f"{fate['epoch']}, while this one was silent",
+                stage="rendezvous",
+                went_on_in=fate["epoch"],
+            )
+        is_silent = self.replica in fate["missing"] and not fate["cuts"]
+        kind: type[SyncError] = LeftBehind if is_silent else SyncError
+        error = kind(
+            fate["why"],
+            stage="rendezvous",
+            missing=fate["missing"],
+            survivors=fate["survivors"],
+            cuts=fate["cuts"],
+        )
+        error.decision = self.hello["meeting"]
+        raise error
+
+    def give_up_if_time(self) -> None:
+        """Let the meeting fail for all when somebody is not waited for any longer."""
+        reasons = self.attendance.given_up()
+        if not reasons and not self.attendance.is_over:
+            return
+        self._refuse_if_left_behind(set(reasons))
+        by_reason: dict[str, list[int]] = {}
+        for replica, reason in reasons.items():
+            by_reason.setdefault(reason, []).append(replica)
+        text = ", ".join(f"{who} {reason}" for reason, who in by_reason.items())
+        why = f"replicas {list(self.members)} were to form a group, but "
+        self._decide(self._failure(why + (text or "did not agree on a plan in time"), reasons))
+
+    def _failure(
+        self, why: str, missing: Collection[int], cuts: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        newcomers = {r for r, hello in self._hellos.items() if (hello["info"] or {}).get("join")}
+        survivors = [r for r in self.members if r not in missing and r not in newcomers]
+        return {"why": why, "missing": list(missing), "survivors": survivors, "cuts": list(cuts)}
+
+    def _refuse_if_left_behind(self, missing: set[int]) -> None:
+        epoch, members = current_group(self.store)
+        is_later = 0 < self.hello["epoch"] < epoch and self.replica not in members
+        if is_later and missing & set(members):
+            raise LeftBehind(
+                f"the group of replicas {list(members)} went on in epoch {epoch} without replica "
+                f'{self.replica}, which may come back as a newcomer, with init="join"',
+                stage="rendezvous",
+                missing=[self.replica],
+                survivors=members,
+                went_on_in=epoch,
+            )
+
+    # ------------------------------------------------------------------------- the others
+
+    def look(self) -> bool:
+        """Read the others' hellos, renew ours, lead if we are the lowest.
+
+        Returns:
+            Whether the next look may soon see more: everybody's hello has just come.
+        """
+        # Each answer of the store shows that we have not stood still.
+        self.attendance.time.tick()
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self.hello["beat"] += 1
+            self.store.set(f"hello/{self.replica}", json.dumps(self.hello))
+        self.attendance.time.tick()
+        self._hellos = hellos = _read_hellos(self.store, self.members)
+        self.attendance.see({r: (hello["nonce"], hello["beat"]) for r, hello in hellos.items()})
+        heard = {*self.attendance.heard, self.replica}
+        self.difference = _find_difference({r: h for r, h in hellos.items() if r in heard})
+        self.differs_since = None if not self.difference else self.differs_since or now
+        is_complete = len(hellos) == len(self.members) and not _find_difference(hellos)
+        is_complete = is_complete and len({h["meeting"] for h in hellos.values()}) == 1
+        self._complete_since = (self._complete_since or now) if is_complete else None
+        if is_complete and self.hello["info"] is None:
+            self._speak()
+        has_all = all(hello["info"] is not None for hello in hellos.values())
+        if is_complete and has_all and self.replica == self.members[0]:
+            self._lead(hellos)
+        return self._complete_since is not None and now - self._complete_since < BEAT_S
+
+    def _speak(self) -> None:
+        """Tell the others what they wait for, if it is time."""
+        self.hello["info"] = self._say(True)
+        if self.hello["info"] is not None:
+            self.store.set(f"hello/{self.replica}", json.dumps(self.hello))
+            self._complete_since = time.monotonic()
+
+    def _lead(self, hellos: dict[int, dict[str, Any]]) -> None:
+        """Propose a plan; let it begin when all whose hellos it quotes have accepted it."""
+        nonces = {r: hello["nonce"] for r, hello in hellos.items()}
+        if nonces != self._proposed:
+            self._proposed = nonces
+            self._proposal = _propose_plan(self.store, hellos)
+            return
+        # A hello may be that of a dead process: it never accepts, and its successor's is another.
+        keys = {r: f"accepted/{self._proposal}/{r}" for r in self.members}
+        texts = read_known(self.store, list(keys.values()), self._known_answers)
+        answers = {r: texts[key] for r, key in keys.items() if key in texts}
+        for replica in answers:
+            self.attendance.hear(replica)
+        if len(answers) < len(self.members):
+            return
+        if cuts := _find_cuts({r: json.loads(answer) for r, answer in answers.items()}):
+            whole = _C.largest_reaching(list(self.members), cuts)
+            why = (
+                f"replicas {list(self.members)} cannot form a group: {_C.describe_cuts(cuts)}; "
+                f"replicas {whole} can"
+            )
+            missing = [r for r in self.members if r not in whole]
+            self._decide(self._failure(why, missing, cuts))
+            return
+        self._decide({"plan": self._proposal, "epoch": self._accepted["epoch"]})
+
+    def waiting_for(self, where: str) -> str:
+        """Say who is waited for, and where; empty when all are here."""
+        who = self.attendance.describe()
+        return who and f"{who} at {where}"
+
+
+def _find_cuts(reached: dict[int, dict[str, bool]]) -> list[tuple[int, int]]:
+    """Return the pairs of which one could not reach the other, and neither could.
+
+    Args:
+        reached: Of each replica, whether it reached each other one; a firewall may let connections
+            through in one direction alone.
+    """
+    cuts = []
+    for a in sorted(reached):
+        for b in sorted(replica for replica in reached if replica > a):
+            answers = {reached[a].get(str(b)), reached[b].get(str(a))}
+            if False in answers and True not in answers:
+                cuts.append((a, b))
+    return cuts
+
+
+def current_group(store: dist.Store) -> tuple[int, list[int]]:
+    """Return the newest epoch that has begun on this store, and its members; 0 and none."""
+    if not store.check([_CURRENT]):
+        return 0, []
+    current = json.loads(store.get(_CURRENT))
+    return current["epoch"], current["members"]
+
+
+def announce(store: dist.Store, plan: Plan, members: Sequence[int]) -> None:
+    """Leave word of an epoch that has begun, for those who come later or were left behind."""
+    # Nothing depends on it: an epoch does not fail because the store has gone just now.
+    with contextlib.suppress(dist.DistError):
+        current = json.dumps({"epoch": plan.epoch, "members": list(members)})
+        raise_to(store, _CURRENT, current, lambda held: _follows(plan, json.loads(held)))
+        for epoch in {info["epoch"] for info in plan.infos.values()} - {0}:
+            announce_next(store, epoch, plan.epoch, members)
+
+
+def _follows(plan: Plan, current: dict[str, Any]) -> bool:
+    """Say whether a plan goes on from the current group, or founds a new one."""
+    survivors = {replica for replica, info in plan.infos.items() if "ack" in info}
+    is_of_it = not survivors or bool(survivors & set(current["members"]))
+    return plan.epoch > current["epoch"] and is_of_it
+
+
+def _read_hellos(store: dist.Store, members: Sequence[int]) -> dict[int, dict[str, Any]]:
+    # The keys exist, see ``make_room``; hellos are blanked, never deleted.
+    texts = store.multi_get([f"hello/{member}" for member in members])
+    return {r: json.loads(text) for r, text in zip(members, texts, strict=True) if text}
+
+
+def _find_difference(hellos: dict[int, dict[str, Any]]) -> str:
+    """Name the first thing that is not equal on all, as one sentence; empty if all is equal."""
+    names = ["members", *sorted({name for h in hellos.values() for name in h["settings"]})]
+    for name in names:
+        values: dict[str, list[int]] = {}
+        for replica, hello in sorted(hellos.items()):
+            value = hello["members"] if name == "members" else hello["settings"].get(name)
+            values.setdefault(json.dumps(value), []).append(replica)
+        if len(values) > 1:
+            return f"{name} differs between replicas: " + "; ".join(
+                f"{value} on {'replica' if len(who) == 1 else 'replicas'} "
+                + ", ".join(map(str, who))
+                for value, who in values.items()
+            )
+    return ""
+
+
+def _propose_plan(store: dist.Store, hellos: dict[int, dict[str, Any]]) -> str:
+    """Tell everybody whose hello is here what the next epoch is; return the proposal's name."""
+    # Never twice on one store, whoever used it before, and above everybody's: a new store counts
+    # from the beginning.
+    newest = max(hello["newest"] for hello in hellos.values())
+    epoch = store.add("epochs", 1)
+    if epoch <= newest:
+        epoch = store.add("epochs", newest - epoch + 1)
+    name = uuid.uuid4().hex
+    infos = {r: hello["info"] for r, hello in hellos.items()}
+    for replica, hello in hellos.items():
+        infos[replica]["epoch"] = hello["epoch"]
+    plan = json.dumps({"id": name, "epoch": epoch, "infos": infos})
+    keys = [f"plan/{hello['nonce']}" for hello in hellos.values()]
+    store.multi_set(keys, [plan] * len(keys))  # type: ignore[attr-defined]
+    return name

@@ -1,0 +1,72 @@
+"""A group over NCCL that leaves it to its user what becomes of a collective that fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Enough to keep a link busy; the rest of the device stays with the training.
+MAX_CTAS = 4
+GROUP_DESCRIPTION = "diloco_comm.replica"
+# Torch's own limit of a collective, in limits of ours: ours is always the first.
+_TORCH_TIMEOUTS = 4
+# What ProcessGroupNCCL reads while it is constructed, and never again. By default it starts a
+# watchdog thread that ends the process when a collective fails or is late; also one that may only
+# log asks the default group's monitor for a dump, which ends the process minutes later.
+READ_BY_CONSTRUCTOR = {
+    # No watchdog. ``Work.wait`` then makes the host wait; ``Work.synchronize`` does not.
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    # A torch that starts one all the same lets it log, and end nothing.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+
+
+def make_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout: float
+) -> dist.ProcessGroup:
+    """Build an NCCL group from a store alone, with few CTAs, named for the profiler.
+
+    Its works are to be waited for by ``synchronize``: there is no watchdog, and ``wait`` would
+    make the host wait. What fails or does not end is its user's to find out and to ``abort``.
+
+    Args:
+        timeout: Seconds after which the user gives a collective up.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=_TORCH_TIMEOUTS * timeout)
+    options.config.max_ctas = MAX_CTAS
+    with environment(READ_BY_CONSTRUCTOR):
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    return group_of(backend, store, rank, size, device)
+
+
+def group_of(
+    backend: dist.ProcessGroupNCCL, store: dist.Store, rank: int, size: int, device: torch.device
+) -> dist.ProcessGroup:
+    """Make a group of which the backend is the only one."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    group._set_group_desc(GROUP_DESCRIPTION)
+    group.bound_device_id = device
+    return group
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and put them back as they were."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,141 @@
+"""``on_nonfinite="reset"``: a replica whose values no wire carries goes on from the outer ones.
+
+A fragment is encoded whole before any of it is sent, and its bad elements are counted. Where there
+are any, the replica sends zeros of weight 0, says so in the header, and takes the outer parameters
+as its local ones, in all its fragments: what is not finite in one of them would be in all after the
+next step. So a round is applied as if that replica were not there. Whatever then becomes of the
+round, the replica has been reset.
+
+Averaged buffers have no outer values: bad ones are overwritten with the mean of the others, when
+that arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from .exchange import Exchange
+from .flights import Flight
+from .parts import ParameterPart, Part
+from .settings import Settings
+from .workmates import Workmates
+
+OnReset = Callable[[list[nn.Parameter]], None]
+LeaveLocal = Callable[[ParameterPart, Flight | None], None]
+
+
+def check_on_reset(on_reset: OnReset | None, settings: Settings) -> None:
+    """Check the argument ``on_reset``.
+
+    Raises:
+        TypeError: If it is not a function.
+        ValueError: If it would never be called.
+    """
+    if on_reset is None:
+        return
+    if not callable(on_reset):
+        raise TypeError(f"on_reset must be a function of a list of parameters, got {on_reset!r}")
+    if settings.on_nonfinite != "reset":
+        raise ValueError(
+            f'on_reset is called with on_nonfinite="reset" alone, got {settings.on_nonfinite!r}'
+        )
+
+
+class Resets:
+    """Looks at what a replica has encoded, before it is sent.
+
+    The workers of one replica decide alike, in one small collective in each block of theirs.
+
+    Args:
+        on_reset: Called with all exchanged parameters when they have been written.
+
+    Attributes:
+        is_on: Rounds are held until ``ship``; else nothing here does anything.
+        has_taken_outer: The last ``ship`` has set the local parameters to the outer ones.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        parts: Sequence[Part],
+        settings: Settings,
+        impl: str,
+        *,
+        workmates: Workmates | None,
+        on_reset: OnReset | None,
+    ) -> None:
+        self._exchange, self._parts, self._impl = exchange, parts, impl
+        self._workmates, self._on_reset = workmates, on_reset
+        self.is_on = settings.on_nonfinite == "reset"
+        self.has_taken_outer = self._is_decided = False
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the workers of the replica have still to decide in this block of theirs."""
+        return self.is_on and self._workmates is not None and not self._is_decided
+
+    def ship(self, sent: Sequence[tuple[Part, Flight]], leave_local: LeaveLocal) -> None:
+        """Send the rounds that are held, those with bad values as zeros of weight 0.
+
+        Args:
+            leave_local: Called with each part before its local parameters are overwritten, and
+                with its round among ``sent``.
+
+        Raises:
+            Exception: What ``on_reset`` raises; all rounds are sent and all parameters written.
+            RuntimeError: Another worker of this replica is gone; likewise, but for its parameters.
+        """
+        self.has_taken_outer = False
+        if not self.is_on:
+            return
+        try:
+            bad = self._agree([part for part, flight in sent if _has_bad_values(flight)])
+            for part, flight in sent:
+                if bad[part.index]:
+                    _forgo(part, flight)
+            is_bad = any(bad[part.index] for part in self._parts if isinstance(part, ParameterPart))
+            if is_bad:
+                self._take_outer(dict(sent), leave_local)
+        finally:
+            for _, flight in sent:
+                assert flight.pending is not None
+                self._exchange.ship(flight.pending)
+        if is_bad and self._on_reset is not None:
+            self._on_reset([p for part in self._parameter_parts() for p in part.fragment.params])
+
+    def finish(self, leave_local: LeaveLocal) -> None:
+        """Take part in the workers' decision, if this one had nothing to send; ends their block."""
+        if self.is_undecided:
+            self.ship([], leave_local)
+        self._is_decided = False
+
+    def _agree(self, own: Sequence[Part]) -> list[bool]:
+        """Say for each part whether any worker of the replica has bad values in it."""
+        bad = [part in own for part in self._parts]
+        self._is_decided = True
+        return bad if self._workmates is None else self._workmates.any(bad)
+
+    def _take_outer(self, sent: dict[Part, Flight], leave_local: LeaveLocal) -> None:
+        self.has_taken_outer = True
+        for part in self._parameter_parts():
+            leave_local(part, sent.get(part))
+            if part.num_elements:
+                part.write_local(self._impl)
+        if self._workmates is not None:
+            self._workmates.hand_out([part.fragment for part in self._parameter_parts()])
+
+    def _parameter_parts(self) -> list[ParameterPart]:
+        return [part for part in self._parts if isinstance(part, ParameterPart)]
+
+
+def _has_bad_values(flight: Flight) -> bool:
+    assert flight.pending is not None
+    return flight.pending.has_bad_values()
+
+
+def _forgo(part: Part, flight: Flight) -> None:
+    assert flight.pending is not None
+    flight.is_reset, flight.weight = True, 0.0
+    flight.pending.forgo()

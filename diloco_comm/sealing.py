@@ -1,0 +1,105 @@
+"""What a replica tells the others when the group changes: how far it is, once that is final.
+
+See ``termination`` for what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import SyncError
+from .termination import Ack, Progress, Standing
+
+if TYPE_CHECKING:
+    from .exchange import Exchange
+
+# The last applied round of every fragment, or what returns that once the exchanges have ended.
+LastRounds = Mapping[int, int] | Callable[[], Mapping[int, int]]
+
+
+class Newcomer:
+    """What a replica has to say that was in no group before; ``joins``: it comes to an old one."""
+
+    def __init__(self, exchange: Exchange, joins: bool) -> None:
+        self._exchange, self._joins = exchange, joins
+
+    def __call__(self, all_are_here: bool) -> dict[str, Any]:
+        return {"address": self._exchange.address, "join": self._joins}
+
+
+class Survivor:
+    """What a replica that goes on has to say: asked by ``rendezvous`` until it answers.
+
+    While its epoch lives it answers when all members of the new group are here: until then other
+    replicas may need its votes. If none is left out it lets its last exchanges end before, so that
+    their rounds count. Then it seals, and what it says is a promise.
+
+    Args:
+        members: Of the new group.
+    """
+
+    def __init__(self, exchange: Exchange, members: Sequence[int], last_rounds: LastRounds) -> None:
+        self._exchange, self._members, self._last_rounds = exchange, members, last_rounds
+
+    def __call__(self, all_are_here: bool) -> dict[str, Any] | None:
+        exchange = self._exchange
+        if not exchange.is_dead:
+            is_whole = set(exchange.members) <= set(self._members)
+            if not all_are_here or (is_whole and not exchange.is_idle):
+                return None
+        seal(exchange)
+        last = self._last_rounds() if callable(self._last_rounds) else self._last_rounds
+        ack = to_json(ack_of(exchange, last))
+        return {"address": exchange.address, "ack": ack, "inner_step": exchange.inner_step}
+
+
+def seal(exchange: Exchange) -> None:
+    """End what is under way for good: no vote leaves or is heard any more. Idempotent.
+
+    Raises:
+        SyncError: If this replica's own device or engine does not come to an end.
+    """
+    try:
+        exchange.seal()
+    except RuntimeError as error:
+        raise SyncError(str(error), stage="seal") from error
+
+
+def ack_of(exchange: Exchange, last_rounds: Mapping[int, int]) -> Ack:
+    """Say how far a replica is that has sealed.
+
+    Args:
+        last_rounds: The last applied round of every fragment.
+    """
+    rounds: dict[int, dict[int, Standing]] = {fragment: {} for fragment in last_rounds}
+    applied_epoch = exchange.lineage
+    for slot in exchange.slots:
+        for (fragment, number), standing in slot.standings().items():
+            rounds.setdefault(fragment, {})[number] = standing
+        applied_epoch = max(applied_epoch, slot.applied_epoch)
+    fragments = {f: Progress(last, rounds[f]) for f, last in last_rounds.items()}
+    epoch, members = exchange.newest_group
+    return Ack(epoch, tuple(members), applied_epoch, fragments)
+
+
+def to_json(ack: Ack) -> dict[str, Any]:
+    """Put an ack into what JSON has."""
+    return {
+        "epoch": ack.epoch,
+        "members": ack.members,
+        "applied_epoch": ack.applied_epoch,
+        "fragments": [
+            [fragment, one.last, [[n, s.state, s.epoch] for n, s in sorted(one.rounds.items())]]
+            for fragment, one in sorted(ack.fragments.items())
+        ],
+    }
+
+
+def from_json(value: Mapping[str, Any]) -> Ack:
+    """Take an ack out of it."""
+    fragments = {
+        fragment: Progress(last, {n: Standing(state, epoch) for n, state, epoch in rounds})
+        for fragment, last, rounds in value["fragments"]
+    }
+    return Ack(value["epoch"], tuple(value["members"]), value["applied_epoch"], fragments)

@@ -1,0 +1,293 @@
+"""Decide what becomes of the rounds that a change of the group has broken off.
+
+Every replica that goes on from the last group, a *survivor*, first seals: it stops its old
+exchanges for good and then says, in its ``Ack``, how far it is with each round. An ack is a
+promise: in all epochs so far this replica will never vote again, and never hear a vote again.
+``decide`` is a function of the acks alone, so that all survivors come to the same end:
+
+* somebody has no vote in a round, or somebody has seen it voted down: the round is discarded;
+* else it is committed, also when none of the survivors has applied it.
+
+Nothing that any replica has applied is lost, alive or dead. Who applied a round had the votes of
+all members, so all survivors had voted; and a replica votes only when it holds the whole result.
+Nothing is applied later that was discarded: who seals without a vote never gives it, and who saw
+a bad vote knows that nobody can have all votes and all of them good.
+
+A survivor may have taken part in a change that failed half-way, and others may have entered the
+group of that change meanwhile, with that decision. A group is entered only when all its members
+have connected, and each of them notes it before (``Ack.epoch``): so the newest group that a
+survivor knows of counts, and its members alone decide. Another replica may come back only if it
+holds what they have. One line of groups is taken for granted: two parts of a group that each go on
+alone have no common end, and are refused when they meet.
+
+This module knows neither tensors nor stores; ``regroup`` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+# Of a round that is not applied everywhere; a round that an ack does not name is in none of them.
+# "voted": told at least one peer, or was about to. "agreed": has every vote, and all are good.
+State = Literal["voted", "agreed", "rejected", "applied"]
+_HELD = ("voted", "agreed", "applied")
+_DONE = ("agreed", "applied")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a replica is with one round, and the epoch in which it was sent."""
+
+    state: State
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a replica is with one fragment.
+
+    Attributes:
+        last: The last applied round, -1 for none. Rounds before it that ``rounds`` does not name
+            are applied.
+        rounds: The latest rounds by number: all that are voted or agreed on, and as many of those
+            that ended as another replica may still hold.
+    """
+
+    last: int
+    rounds: Mapping[int, Standing] = field(default_factory=dict)
+
+    @property
+    def resolved(self) -> int:
+        """The round up to which everything has ended here."""
+        held = [n for n, one in self.rounds.items() if one.state in ("voted", "agreed")]
+        return min(held) - 1 if held else max([self.last, *self.rounds])
+
+    def standing(self, number: int) -> Standing | None:
+        """Return how far a round is; None: no vote. Epoch -1: applied, it is not known where."""
+        if number in self.rounds:
+            return self.rounds[number]
+        return Standing("applied", -1) if number <= self.last else None
+
+
+@dataclass(frozen=True)
+class Ack:
+    """What a survivor has done, and will not add to.
+
+    Attributes:
+        epoch, members: The newest group that this replica has agreed to enter.
+        applied_epoch: The newest epoch whose rounds its outer parameters hold, 0 for none.
+        fragments: By index; the same on all survivors.
+    """
+
+    epoch: int
+    members: tuple[int, ...]
+    applied_epoch: int
+    fragments: Mapping[int, Progress]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A round that counts, and the survivors that must still apply it."""
+
+    fragment: int
+    round: int
+    lacking: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why these replicas cannot go on together, and who stands in the way."""
+
+    message: str
+    missing: tuple[int, ...] = ()
+    fragment: int = -1
+    round: int = -1
+    stage: str = "rendezvous"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all survivors do with the rounds of their former group.
+
+    Attributes:
+        commits: Rounds that count and that somebody has not applied, by fragment and number.
+        discards: (fragment, round) that somebody holds and that never was.
+        last: The last applied round of each fragment once the commits are applied.
+        lineage: The newest epoch whose rounds are applied then.
+        refusal: None, or why nothing was decided.
+    """
+
+    commits: tuple[Commit, ...] = ()
+    discards: tuple[tuple[int, int], ...] = ()
+    last: Mapping[int, int] = field(default_factory=dict)
+    lineage: int = 0
+    refusal: Refusal | None = None
+
+
+class _Refused(Exception):
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+def decide(acks: Mapping[int, Ack], most: int = 1) -> Decision:
+    """Decide what counts, from the acks of all survivors.
+
+    Args:
+        acks: By replica; of those that come new there is none.
+        most: Rounds of one fragment that may be under way at a time.
+    """
+    if not acks:
+        return Decision()
+    newest = max(acks.values(), key=lambda ack: ack.epoch)
+    electors = sorted(acks.keys() & set(newest.members))
+    fragments = sorted({fragment for ack in acks.values() for fragment in ack.fragments})
+    commits: list[Commit] = []
+    discards: list[tuple[int, int]] = []
+    last: dict[int, int] = {}
+    epochs = {replica: ack.applied_epoch for replica, ack in acks.items()}
+    try:
+        for fragment in fragments:
+            one = _Fragment(fragment, acks, electors, most, epochs)
+            one.decide()
+            commits += one.commits
+            discards += [(fragment, number) for number in one.discards]
+            last[fragment] = one.last
+        lineage = max(epochs[replica] for replica in electors)
+        _refuse_other_lines(epochs, lineage)
+    except _Refused as refused:
+        return Decision(refusal=refused.refusal)
+    return Decision(tuple(commits), tuple(discards), last, lineage)
+
+
+def _refuse_other_lines(epochs: Mapping[int, int], lineage: int) -> None:
+    """Refuse who holds as many rounds as those that decide, but others.
+
+    With one line of groups there is nobody like that. Where two parts of a group have gone on, each
+    alone, both may have a round of one number, and acks do not name all rounds. But an epoch has
+    one group, and all enter it with the same rounds: so replicas that are at the same round, and
+    hold nothing newer than of the same epoch, hold the same.
+    """
+    others = sorted(replica for replica, epoch in epochs.items() if epoch != lineage)
+    if others:
+        text = (
+            f"{_named(others)} went on apart from the others, who have applied rounds of epoch "
+            f"{lineage} last: let {'it' if len(others) == 1 else 'them'} join anew"
+        )
+        raise _Refused(Refusal(text, tuple(others)))
+
+
+class _Fragment:
+    """The decision on one fragment.
+
+    Attributes:
+        epochs: By replica: the newest epoch whose rounds it holds once the commits are applied.
+    """
+
+    def __init__(
+        self,
+        fragment: int,
+        acks: Mapping[int, Ack],
+        electors: Sequence[int],
+        most: int,
+        epochs: dict[int, int],
+    ) -> None:
+        lacking = [r for r, ack in sorted(acks.items()) if fragment not in ack.fragments]
+        if lacking:
+            text = f"replicas {lacking} gave no last round of fragment {fragment}"
+            raise _Refused(Refusal(text, tuple(lacking), fragment))
+        self.fragment, self.most = fragment, most
+        self.views = {r: ack.fragments[fragment] for r, ack in sorted(acks.items())}
+        self.electors, self.epochs = electors, epochs
+        self.commits: list[Commit] = []
+        self.discards: list[int] = []
+        self.last = max(self.views[r].last for r in electors)
+
+    def decide(self) -> None:
+        self._refuse_far()
+        first = min(view.resolved for view in self.views.values()) + 1
+        top = max(max([view.last, *view.rounds]) for view in self.views.values())
+        for number in range(first, top + 1):
+            self._decide_round(number)
+        self._refuse_unequal()
+
+    def _decide_round(self, number: int) -> None:
+        standings = {r: view.standing(number) for r, view in self.views.items()}
+        known = [one for r in self.electors if (one := standings[r]) is not None]
+        # Rounds of several epochs may have one number: the newest of them is meant.
+        epoch = max([one.epoch for one in known if one.state in _HELD], default=-1)
+        holds = {
+            r: one is not None and one.state in _HELD and one.epoch in (epoch, -1)
+            for r, one in standings.items()
+        }
+        is_done = any(one.state in _DONE for one in known)
+        # The vote of a dead replica that no survivor has heard may have been a bad one. The round
+        # counts all the same: what is not finite is encoded as zero, with its block where blocks
+        # share a scale, so that the result is finite, and it is equal on all survivors.
+        # Rounds of a fragment count in their order: after a gap there is nothing to go on from.
+        is_open = bool(self.discards) or not all(holds[r] for r in self.electors)
+        if is_open and not is_done:
+            states = [one.state for one in standings.values() if one is not None]
+            self.discards += [number] if {"voted", "agreed"} & set(states) else []
+            return
+        self._refuse_lacking(number, [r for r, is_held in holds.items() if not is_held])
+        lacking = [r for r, one in standings.items() if one is not None and one.state != "applied"]
+        if lacking:
+            self.commits.append(Commit(self.fragment, number, tuple(lacking)))
+            self.epochs.update({r: max(self.epochs[r], epoch) for r in lacking})
+        self.last = max(self.last, number)
+
+    def _refuse_far(self) -> None:
+        """Name all that are too far behind at once; ``_refuse_lacking`` would one after another."""
+        far = {r: v.last for r, v in self.views.items() if v.resolved < self.last - self.most - 1}
+        if far:
+            self._refuse_behind(far)
+
+    def _refuse_lacking(self, number: int, lacking: Sequence[int]) -> None:
+        far = {r: self.views[r].last for r in lacking}
+        far = {r: last for r, last in far.items() if last < self.last - self.most}
+        if far:
+            self._refuse_behind(far)
+        if not lacking:
+            return
+        lacks, has, it = ("lacks", "has", "it") if len(lacking) == 1 else ("lack", "have", "them")
+        text = (
+            f"{_named(lacking)} {lacks} round {number} of fragment {self.fragment}, which others "
+            f"have applied, and {has} not voted for it: let {it} join anew"
+        )
+        raise _Refused(Refusal(text, tuple(lacking), self.fragment, number, "repair"))
+
+    def _refuse_behind(self, far: Mapping[int, int]) -> None:
+        text = (
+            f"fragment {self.fragment}: the group is at round {self.last}, but "
+            + ", ".join(f"replica {r} at {number}" for r, number in sorted(far.items()))
+            + f"; at most {self.most} missing can be repaired: let it join anew"
+        )
+        raise _Refused(Refusal(text, tuple(sorted(far)), self.fragment, self.last))
+
+    def _refuse_unequal(self) -> None:
+        """Whatever the acks left out: all must end at the same round."""
+        applied = {r: view.last for r, view in self.views.items()}
+        for commit in self.commits:
+            for replica in commit.lacking:
+                applied[replica] = max(applied[replica], commit.round)
+        self._refuse_lacking(self.last, [r for r, last in applied.items() if last < self.last])
+        # An agreed round may be applied at any time, whatever is decided here.
+        for replica, view in self.views.items():
+            agreed = [n for n, one in view.rounds.items() if one.state == "agreed"]
+            applied[replica] = max([applied[replica], *agreed])
+        ahead = [r for r, last in applied.items() if last > self.last]
+        if ahead:
+            it = "it" if len(ahead) == 1 else "them"
+            text = (
+                f"{_named(ahead)} applied a round of fragment {self.fragment} beyond round "
+                f"{self.last}, where the group is: let {it} join anew"
+            )
+            raise _Refused(Refusal(text, tuple(ahead), self.fragment, self.last))
+
+
+def _named(replicas: Sequence[int]) -> str:
+    text = ", ".join(map(str, replicas))
+    return f"replica {text}" if len(replicas) == 1 else f"replicas {text}"

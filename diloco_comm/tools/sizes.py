@@ -1,0 +1,49 @@
+"""Sizes in bytes and counts, as they are written on a command line."""
+
+from __future__ import annotations
+
+import math
+
+_BYTES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+# Billions as those who train models say them; G is what a size in bytes has.
+_EXPONENTS = {"k": 3, "m": 6, "b": 9, "t": 12}
+
+
+def parse_size(text: str) -> int:
+    """Read a size in bytes with an optional suffix K, M or G (powers of 1024), as nccl-tests."""
+    written = text.strip().lower().removesuffix("ib").removesuffix("b")
+    scale = _BYTES.get(written[-1:], 1)
+    try:
+        return int(float(written.rstrip("kmg")) * scale)
+    except (ValueError, OverflowError):
+        raise ValueError(f"a size is a number like 4096, 64K, 1M or 1G, got {text!r}") from None
+
+
+def format_size(size_bytes: int) -> str:
+    """Write a size in bytes the way `parse_size` reads it."""
+    for suffix, scale in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if size_bytes >= scale and size_bytes % scale == 0:
+            return f"{size_bytes // scale}{suffix}"
+    return str(size_bytes)
+
+
+def parse_count(option: str, text: str) -> float:
+    """Read a count such as 7e9, 350M, 7B or 1.5T; the suffixes K, M, B, T are powers of 1000.
+
+    Args:
+        option: The option that was given it, for the sentence.
+
+    Raises:
+        ValueError: If it is no such count, or not positive.
+    """
+    written = text.strip().lower()
+    exponent = _EXPONENTS.get(written[-1:])
+    try:
+        # A product would be rounded: 1.001 times a thousand is less than 1001.
+        found = float(written if exponent is None else f"{written[:-1]}e{exponent}")
+    except ValueError:
+        expected = "a number such as 25e6, 350M, 7B or 1.5T"
+        raise ValueError(f"{option} must be {expected}, got {text!r}") from None
+    if not 0 < found < math.inf:
+        raise ValueError(f"{option} must be a positive number, got {found:g}")
+    return found

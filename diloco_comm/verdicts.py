@@ -1,0 +1,269 @@
+"""What the members of an epoch have decided about a failure; see ``csrc/exchange/verdict.h``.
+
+The engines put their verdict on the store when an epoch breaks. When the group that follows from it
+cannot be formed, because another replica has died meanwhile, that is a further verdict: the newest
+one counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from . import _C
+from .errors import LeftBehind, SyncError
+
+if TYPE_CHECKING:
+    from .exchange import Exchange
+    from .workmates import Workmates
+
+# A store answers in milliseconds; one whose host hangs must not hold us for ever.
+STORE_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who goes on, and who does not."""
+
+    survivors: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+def decide_once(store: dist.Store, key: str, value: str) -> str:
+    """Set a key that is absent; return what it holds then, which never changes again.
+
+    With a store that lacks ``compare_set``, two that decide at the same time may differ.
+    """
+    return swap(store, key, "", value)
+
+
+def swap(store: dist.Store, key: str, old: str, new: str) -> str:
+    """Set a key that holds ``old``, or is absent where that is ""; return what it holds then."""
+    try:
+        return str(store.compare_set(key, old, new).decode())
+    except RuntimeError as error:
+        # A store written in Python says so by an assertion of torch's.
+        if "ot implemented" not in str(error):
+            raise
+    held = store.get(key).decode() if store.check([key]) else ""
+    if held == old:
+        store.set(key, new)
+        held = new
+    return str(held)
+
+
+def bounded(exchange: Exchange) -> dist.Store:
+    """Return the exchange's store with calls that end."""
+    return _C.bounded_store(exchange.store, min(exchange.timeout, STORE_LIMIT_S))
+
+
+def read_known(store: dist.Store, keys: Sequence[str], known: set[str]) -> dict[str, bytes]:
+    """Return what those of the keys hold that exist, in few calls however many keys there are.
+
+    Args:
+        known: Keys that exist and are never deleted; what is found is added.
+    """
+    # get() of a key that does not exist would wait for it.
+    unknown = [key for key in keys if key not in known]
+    if unknown:
+        are_all_there = store.check(unknown)
+        known.update(key for key in unknown if are_all_there or store.check([key]))
+    there = [key for key in keys if key in known]
+    return dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+
+
+def raise_to(store: dist.Store, key: str, new: str, may_follow: Callable[[str], bool]) -> None:
+    """Set a key by compare-and-set; what it holds stays where ``may_follow`` says no to it."""
+    held = store.get(key).decode() if store.check([key]) else ""
+    while held != new and (not held or may_follow(held)):
+        held = swap(store, key, held, new)
+
+
+def _key(epoch: int, number: int) -> str:
+    return f"{epoch}/board/verdict/{number}"
+
+
+def newest(store: dist.Store, epoch: int) -> Verdict | None:
+    """Return the last verdict on an epoch; None when nothing was decided about it."""
+    number, verdict = 0, None
+    while store.check([_key(epoch, number)]):
+        text = store.get(_key(epoch, number)).decode()
+        lists = {words[0]: words[1:] for line in text.splitlines() if (words := line.split())}
+        survivors, missing = ([int(word) for word in lists[n]] for n in ("survivors", "missing"))
+        verdict = Verdict(tuple(survivors), tuple(missing))
+        number += 1
+    return verdict
+
+
+@contextlib.contextmanager
+def added(exchange: Exchange, store: dist.Store) -> Iterator[None]:
+    """Add to the verdicts that a group could not be formed, when the block raises that."""
+    try:
+        yield
+    except SyncError as error:
+        with contextlib.suppress(dist.DistError):
+            _append(store, exchange, error)
+        raise
+
+
+def _append(store: dist.Store, exchange: Exchange, error: SyncError) -> None:
+    """Add a verdict on an epoch that is at an end, once for all that have decided it together."""
+    # Nothing is added where the epoch lives, and all go on in it.
+    if not error.decision or not exchange.is_dead:
+        return
+    epoch = exchange.epoch
+    survivors = sorted(set(error.survivors) & set(exchange.members))
+    missing = sorted(set(exchange.members) - set(survivors))
+    _append_text(store, epoch, survivors=survivors, missing=missing, decision=[error.decision])
+
+
+def _append_text(store: dist.Store, epoch: int, **lists: Sequence[int | str]) -> None:
+    text = "".join(" ".join([name, *map(str, lists[name])]) + "\n" for name in lists)
+    number = 0
+    while decide_once(store, _key(epoch, number), text) != text:
+        number += 1
+
+
+def leave_out(
+    exchange: Exchange, store: dist.Store, survivors: Sequence[int], new_epoch: int
+) -> None:
+    """Add to the verdicts that some members are not in the group that is about to begin.
+
+    They may live, and know of no failure: whoever asks later must find that it was left out.
+
+    Args:
+        survivors: Members of our epoch that enter the new one.
+
+    Raises:
+        SyncError: If the store does not answer.
+    """
+    left_out = sorted(set(exchange.members) - set(survivors))
+    if not left_out:
+        return
+    epoch = exchange.epoch
+    try:
+        verdict = newest(store, epoch)
+        if verdict is not None and set(verdict.missing) == set(left_out):
+            return
+        _append_text(
+            store,
+            epoch,
+            survivors=survivors,
+            missing=left_out,
+            left_out=left_out,
+            decision=[f"epoch {new_epoch}"],
+        )
+    except dist.DistError as error:
+        raise SyncError(
+            f"the store did not answer while replicas {left_out} were to be left out of epoch "
+            f"{new_epoch}: {error}",
+            stage="rendezvous",
+        ) from error
+
+
+# ---------------------------------------------------------------------- the group that follows
+
+
+def announce_next(
+    store: dist.Store, epoch: int, new_epoch: int, new_members: Sequence[int]
+) -> None:
+    """Leave word, for those of an epoch that are not in it, of the newest one that followed."""
+    text = " ".join(map(str, [new_epoch, *new_members]))
+    raise_to(store, _next_key(epoch), text, lambda held: int(held.split()[0]) < new_epoch)
+
+
+def next_group(store: dist.Store, epoch: int) -> tuple[int, list[int]] | None:
+    """Return the epoch that followed another, and its members; None if none has begun."""
+    if not store.check([_next_key(epoch)]):
+        return None
+    number, *members = map(int, store.get(_next_key(epoch)).split())
+    return number, members
+
+
+def _next_key(epoch: int) -> str:
+    return f"{epoch}/board/next"
+
+
+# ------------------------------------------------------------------- change_group("survivors")
+
+
+def chosen_members(
+    exchange: Exchange, members: Iterable[int] | str, workmates: Workmates | None
+) -> list[int]:
+    """Return whom ``change_group`` shall go on with; a collective call of the workmates.
+
+    Raises:
+        ValueError: For a text other than "survivors", or if nothing has failed.
+        LeftBehind: If the others go on without this replica.
+        SyncError: If nobody has decided.
+    """
+    if isinstance(members, str):
+        if members != "survivors":
+            raise ValueError(f'members must be replicas or "survivors", got {members!r}')
+        return _agreed_survivors(exchange, workmates)
+    numbers = sorted(members) if isinstance(members, Set) else list(members)
+    if exchange.replica not in numbers:
+        survivors = _survivors_of(exchange)
+        if isinstance(survivors, list) and exchange.replica not in survivors:
+            raise _left_behind(exchange, survivors)
+    return numbers
+
+
+def _agreed_survivors(exchange: Exchange, workmates: Workmates | None) -> list[int]:
+    own = _survivors_of(exchange)
+    views = [own] if workmates is None else workmates.gather(own)
+    known = [set(view) for view in views if isinstance(view, list)]
+    if not known:
+        reason = next(view for view in views if isinstance(view, str))
+        if exchange.is_dead or reason:
+            raise SyncError(
+                f"who survives epoch {exchange.epoch} of replicas {list(exchange.members)} was "
+                f"not decided{reason}: give change_group the members that live",
+                stage="rendezvous",
+            )
+        raise ValueError(
+            'change_group("survivors") follows a failure, but none is known in epoch '
+            f"{exchange.epoch} of replicas {list(exchange.members)}: give the members themselves"
+        )
+    survivors = sorted(set.intersection(*known))
+    if exchange.replica not in survivors:
+        raise _left_behind(exchange, survivors)
+    return survivors
+
+
+def _survivors_of(exchange: Exchange) -> list[int] | str:
+    """Return who survives, or why that is not known: "" when it was not decided."""
+    try:
+        store = bounded(exchange)
+        following = next_group(store, exchange.epoch)
+        verdict = newest(store, exchange.epoch)
+    except dist.DistError:
+        return ", because the store does not answer"
+    if following is not None and exchange.replica not in following[1]:
+        # Whatever was decided before, the others are in another group now.
+        return sorted(set(exchange.members) & set(following[1]))
+    return "" if verdict is None else list(verdict.survivors)
+
+
+def _left_behind(exchange: Exchange, survivors: list[int]) -> LeftBehind:
+    """Make the error of a replica that the others go on without."""
+    went_on_in = None
+    try:
+        following = next_group(bounded(exchange), exchange.epoch)
+    except dist.DistError:
+        following = None
+    if following is not None:
+        went_on_in = following[0]
+    when = "goes on" if went_on_in is None else f"went on in epoch {went_on_in}"
+    return LeftBehind(
+        f"the group of replicas {survivors} {when} without replica {exchange.replica}, which may "
+        'come back as a newcomer, with init="join"',
+        stage="rendezvous",
+        missing=sorted(set(exchange.members) - set(survivors)),
+        survivors=survivors,
+        went_on_in=went_on_in,
+    )

@@ -1,0 +1,88 @@
+"""Say on the log, sparsely, what is waited for: a replica that does not come, a silent store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from . import _C
+    from .stream_jobs import StreamJob
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+FIRST_S = 10.0
+_MOST_S = 300.0
+
+
+class WaitLog:
+    """Log what one wait is for after ``FIRST_S``, then at intervals that double up to 5 minutes."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._pause = FIRST_S
+        self._next = self._begin + FIRST_S
+
+    def remaining(self) -> float:
+        """Return the seconds until there may be something to say."""
+        return max(0.0, self._next - time.monotonic())
+
+    def tick(self, what_for: Callable[[], str]) -> None:
+        """Log what is waited for if it is time, and if ``what_for`` returns anything."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self._pause
+        self._pause = min(2 * self._pause, _MOST_S)
+        if text := what_for():
+            _log.warning("waiting for %s, for %.0f s now", text, now - self._begin)
+
+
+def wait_for_job(job: _C.Job | StreamJob, seconds: float) -> bool:
+    """Wait as ``job.wait`` does, and log for whom."""
+    deadline, log = time.monotonic() + seconds, WaitLog()
+    while not job.wait(min(deadline - time.monotonic(), log.remaining() + 0.1)):
+        if time.monotonic() >= deadline:
+            return False
+        log.tick(lambda: job.waiting)
+    return True
+
+
+def call_patiently(call: Callable[[], T], what_for: str) -> T:
+    """Return what a call that may wait for long returns, or raise what it raises.
+
+    It runs on a thread of its own, which is left behind when this wait is interrupted.
+    """
+    results: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            results.append((call(), None))
+        except BaseException as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    log = WaitLog()
+    while thread.is_alive():
+        thread.join(log.remaining() + 0.1)
+        log.tick(lambda: what_for)
+    value, error = results[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def describe_store(store: dist.Store) -> str:
+    """Say where a store is: ``tcp://host:port``, or of what kind it is."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return f"tcp://{store.host}:{store.port}"
+    return f"a {type(store).__name__}"

@@ -1,0 +1,81 @@
+"""Who averages gradients at every step: DDP and FSDP around a model, and over which ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from . import shards
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """What averages the gradients of a model, or of a part of it.
+
+    Attributes:
+        name: Its name in torch.
+        argument: Which of its arguments says over which ranks.
+        ranks: Those ranks, global numbers.
+        groups: Their process groups; none for the mesh of DTensors.
+    """
+
+    name: str
+    argument: str
+    ranks: frozenset[int]
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+
+def around(model: nn.Module) -> Iterator[Wrapper]:
+    """Find what averages gradients of this module and of the modules inside it."""
+    ranks = shards.spanned_ranks(list(model.parameters()))
+    if ranks:
+        yield Wrapper("FullyShardedDataParallel", "mesh", frozenset(ranks))
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            yield _over("DistributedDataParallel", module.process_group)
+        elif _is_fsdp1(module):
+            yield _over("FullyShardedDataParallel", *_fsdp1_groups(module))
+        elif _is_replicated(module):
+            yield _over("replicate()", _replicate_group(module))
+
+
+def _over(name: str, *groups: Any) -> Wrapper:
+    ranks = [rank for group in groups for rank in dist.get_process_group_ranks(group)]
+    return Wrapper(name, "process_group", frozenset(ranks), groups)
+
+
+# The modules are not imported here, which takes long: who has not done so has none of theirs.
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    """Whether the module is the first FSDP's wrapper, whose parameters are no DTensors."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def _fsdp1_groups(module: Any) -> list[Any]:
+    # With a hybrid strategy the second one averages what the first has summed.
+    groups = [module.process_group, getattr(module, "_inter_node_pg", None)]
+    return [group for group in groups if group is not None]
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    """Whether ``torch.distributed._composable.replicate`` was called on the module."""
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    return composable is not None and isinstance(module, composable.DDP)
+
+
+def _replicate_group(module: nn.Module) -> Any:
+    """Return the group of its DDP, which is not there before the first forward."""
+    state = sys.modules["torch.distributed._composable.replicate"].replicate.state(module)
+    if state.has_initialized:
+        return state._ddp.process_group
+    mesh = state._init_kwargs.get("device_mesh")
+    if mesh is not None:
+        return mesh.get_group()
+    return state._init_kwargs.get("process_group") or dist.group.WORLD

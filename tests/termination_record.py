@@ -1,0 +1,120 @@
+"""What a process of the model keeps of its rounds and says of them, by the package's own code.
+
+What is kept is a real ``Slot``'s, and what is said is ``sealing.ack_of`` of it, put into text and
+out of it again: so the model forgets and tells what a replica forgets and tells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from diloco_comm.headers import Header
+from diloco_comm.pending import Round
+from diloco_comm.sealing import ack_of, from_json, to_json
+from diloco_comm.slot import Slot
+from diloco_comm.termination import Ack, Decision, Standing, decide
+from diloco_comm.wire import WireFormat
+
+# (number, epoch, state) of rounds.
+Standings = tuple[tuple[int, int, str], ...]
+
+
+class Code(NamedTuple):
+    """What of the package the model goes through."""
+
+    decide: Callable[[Mapping[int, Ack], int], Decision] = decide
+    ack_of: Callable[[Any, Mapping[int, int]], Ack] = ack_of
+    slot: type[Slot] = Slot
+
+
+CODE = Code()
+
+
+class Record(NamedTuple):
+    """What a slot remembers of rounds that have ended; ``ended``: the oldest first."""
+
+    ended: Standings = ()
+    applied_epoch: int = 0
+
+
+@cache
+def after_start(code: Code, record: Record, number: int) -> Record:
+    slot = _slot(code, record, 1)
+    (round,) = _rounds(((number, 0, "started"),))
+    slot.add_round(round, SimpleNamespace(_outcome=True, _error=None))  # type: ignore[arg-type]
+    return _record(slot)
+
+
+@cache
+def after_apply(code: Code, record: Record, number: int, epoch: int, num_under_way: int) -> Record:
+    slot = _slot(code, record, num_under_way, ((number, epoch, "agreed"),))
+    slot.commit()
+    return _record(slot)
+
+
+@cache
+def after_rejection(
+    code: Code, record: Record, number: int, epoch: int, num_under_way: int
+) -> Record:
+    slot = _slot(code, record, num_under_way, ((number, epoch, "started"),))
+    slot.drop(slot.rounds[0], is_rejected=True)
+    return _record(slot)
+
+
+@cache
+def after_change(code: Code, record: Record, applied: Standings, num_under_way: int) -> Record:
+    """Enter a group with rounds that were not applied before."""
+    slot = _slot(code, record, num_under_way, applied)
+    slot.settle(list(slot.rounds))
+    return _record(slot)
+
+
+@cache
+def ack_by(
+    code: Code,
+    record: Record,
+    held: Standings,
+    last: int,
+    lineage: int,
+    newest_group: tuple[int, tuple[int, ...]],
+    group: tuple[int, tuple[int, ...]],
+) -> Ack:
+    """Return what a replica says that holds these rounds and has applied round ``last``.
+
+    Args:
+        newest_group, group: Epoch and members of the newest one that it has agreed to enter, and of
+            the one that it is in.
+    """
+    exchange = SimpleNamespace(
+        slots=[_slot(code, record, 1, held)],
+        lineage=lineage,
+        newest_group=newest_group,
+        epoch=group[0],
+        members=group[1],
+    )
+    return from_json(json.loads(json.dumps(to_json(code.ack_of(exchange, {0: last})))))
+
+
+def _slot(code: Code, record: Record, num_under_way: int, rounds: Standings = ()) -> Slot:
+    slot = code.slot(1, WireFormat("fp32"), num_under_way=num_under_way)
+    slot._ended = {(0, n): Standing(state, epoch) for n, epoch, state in record.ended}  # type: ignore[arg-type]
+    slot.applied_epoch = record.applied_epoch
+    slot.rounds = _rounds(rounds)
+    return slot
+
+
+def _rounds(rounds: Sequence[tuple[int, int, str]]) -> list[Round]:
+    nothing: Any = None
+    return [
+        Round(Header("sync", fragment=0, round=n), nothing, nothing, None, state, epoch=epoch)  # type: ignore[arg-type]
+        for n, epoch, state in rounds
+    ]
+
+
+def _record(slot: Slot) -> Record:
+    ended = tuple((n, one.epoch, str(one.state)) for (_, n), one in slot._ended.items())
+    return Record(ended, slot.applied_epoch)

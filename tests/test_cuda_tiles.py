@@ -1,0 +1,158 @@
+"""How CUDA's tiles read: tensors at every address, exact products, loads issued together.
+
+On the CPU, emulated (emulated.py): a copy to the stage arrives there as late as it can.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import cuda_sass
+import device_ops as ops
+import pytest
+import torch
+from codec_cases import EMULATED, assert_same, fill, values
+from torch import Tensor
+
+from diloco_comm import reference
+from diloco_comm.wire import Layout, WireFormat
+
+emulated = pytest.mark.parametrize("impl", [EMULATED])
+
+
+def shifted(source: Tensor, num_elements: int) -> Tensor:
+    """Copy a tensor to a place that many elements behind a multiple of 16 bytes."""
+    storage = torch.empty(source.numel() + num_elements, dtype=source.dtype)
+    assert storage.data_ptr() % 16 == 0
+    return storage[num_elements:].copy_(source)
+
+
+@emulated
+@pytest.mark.parametrize("shift", range(1, 8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensors_whose_storage_is_shifted(impl: str, shift: int, dtype: torch.dtype) -> None:
+    """All arrays of all operators, each shifted by another number of elements."""
+    n = 2 * 1024 + 517
+    layout = Layout.plan(n, 1, 1, WireFormat("int8", 128))
+    form = (layout.run_elements, "int8", 128)
+    written = []
+    for name in (impl, "reference"):
+        outer, momentum = shifted(values(n, "normal", 1), shift % 4), values(n, "normal", 2)
+        residual = shifted(values(n, "normal", 3).bfloat16(), (shift + 2) % 8)
+        params = [shifted(torch.zeros(n, dtype=dtype), shift)]
+        fill(params, values(n, "normal", 4))
+        payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
+        rest, norms = shifted(residual, 3), torch.zeros(2, dtype=torch.float64)
+        options = {"residual": residual, "new_residual": rest, "impl": name}
+        ops.encode(outer, params, payload, 0, n, *form, **options)
+        terms = ([payload], [1.0], 0, n, *form)
+        momentum = shifted(momentum, (shift + 1) % 4)
+        ops.outer_step(
+            outer, momentum, params, *terms, "nesterov", 0.7, mu=0.9, alpha=0.5, impl=name
+        )
+        ops.norms(outer, params, norms, impl=name)
+        written.append([payload, rest, outer, momentum, params[0], norms])
+    for got, truth in zip(*written, strict=True):
+        assert_same(got, truth, f"shifted by {shift}")
+
+
+@emulated
+@pytest.mark.parametrize("wire", ["int8", "int4", "e3m0", "fp8_e4m3", "fp8_e5m2"])
+def test_any_scale_with_any_coefficient(impl: str, wire: str) -> None:
+    """Products are fused only where they are exact: payloads of any bits, not only encoded ones."""
+    n = 1 << 16
+    layout = Layout.plan(n, 1, 1, WireFormat(wire, 32))
+    rng = torch.Generator().manual_seed(7)
+    payloads = []
+    for number in range(3):
+        payload = torch.randint(0, 256, (layout.payload_bytes,), dtype=torch.uint8, generator=rng)
+        if number > 0:  # scales as encoders make them: positive, 2^-60 to 2^60
+            scales = payload[: 2 * (n // 32)].view(torch.int16)
+            scales.copy_(torch.randint(0x2180, 0x5D80, scales.shape, generator=rng))
+        payloads.append(payload)
+    form = (0, n, layout.run_elements, wire, 32)
+    for coefficients in ([1.0], [2.0**-7], [2.0**-8], [2.0], [-0.5], [0.3], [0.5, 0.25, 0.25]):
+        some = payloads[: len(coefficients)]
+        outs = [torch.zeros(n), torch.zeros(n)]
+        ops.decode(some, coefficients, outs[:1], *form, impl=impl)
+        reference.decode(some, coefficients, outs[1:], *form)
+        assert_same(outs[0], outs[1], f"decoded with {coefficients}")
+    outs = [torch.zeros(n), torch.zeros(n)]
+    ops.decode(payloads[1:], [0.5, 0.5], outs[:1], *form, impl=impl)
+    reference.decode(payloads[1:], [0.5, 0.5], outs[1:], *form)
+    assert_same(outs[0], outs[1], "decoded two with equal weights")
+
+
+@pytest.mark.parametrize("size", [1, 65536, 65537, 9 * 65536 + 3, 300 * 65536 // 16])
+def test_norms_of_many_chunks(size: int) -> None:
+    """A chunk cut short, and more tiles than a warp has read ahead."""
+    outer = values(size, "normal", 1)
+    params = [shifted(values(size, "normal", 2), 1)]
+    norms = [torch.zeros(2, dtype=torch.float64) for _ in range(2)]
+    params[0][size // 2] = float("inf")
+    ops.norms(outer, params, norms[0], impl=EMULATED.values[0])
+    reference.norms(outer, params, norms[1])
+    assert_same(norms[0], norms[1], f"norms of {size}")
+
+
+FP8 = """
+#include "cuda/quad_codes.h"
+using namespace diloco::cuda;
+__global__ void both(const float* x, unsigned* codes, Quad* values) {
+    const Quad y = {{x[0], x[1], x[2], x[3]}};
+    const auto e4m3 = scaled_codes_of<Format::kFp8E4m3, false>(y, 0);
+    const auto e5m2 = scaled_codes_of<Format::kFp8E5m2, false>(y, 0);
+    codes[0] = e4m3.w[0];
+    codes[1] = e5m2.w[0];
+    values[0] = values_of<Format::kFp8E4m3>(e4m3);
+    values[1] = values_of<Format::kFp8E5m2>(e5m2);
+}
+"""
+CONVERSIONS = [
+    f"cvt.rn.{form}"
+    for kind in ("e4m3x2", "e5m2x2")
+    for form in (f"satfinite.{kind}.f32", f"f16x2.{kind}")
+]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_switch_for_fp8_conversions_compiles(tmp_path: Path, arch: int) -> None:
+    """With the switch sm_90 converts by itself; sm_80, which cannot, goes on as without."""
+    source = tmp_path / "fp8.cu"
+    source.write_text(FP8)
+    include, output = cuda_sass.ROOT / "csrc", tmp_path / "fp8.ptx"
+    subprocess.run(
+        ["nvcc", "-std=c++17", "-DDILOCO_FP8_HARDWARE", f"-I{include}", "-ptx",
+         f"-arch=compute_{arch}", "-o", output, source],
+        check=True, timeout=300,
+    )  # fmt: skip
+    text = output.read_text()
+    assert [name for name in CONVERSIONS if name in text] == (CONVERSIONS if arch == 90 else [])
+
+
+# Kernel, template arguments, and bytes that a lane has asked for before it uses the first.
+IN_FLIGHT = [
+    ("encode", "encode_kernelILNS_4wire6FormatE5ELb0E", 256),  # outer and params, 8 x 16 each
+    ("reduce", "encode_kernelILNS_4wire6FormatE5ELb0E", 128),  # codes of four runs, 8 x 4 each
+    ("outer_step", "step_kernelILNS_4wire6FormatE5ELb0E", 192),  # outer, momentum, four payloads
+    ("outer_step", "step_kernelILNS_4wire6FormatE5ELb1E", 256),
+    ("outer_step", "arrival_kernelILNS_4wire6FormatE5E", 240),
+    ("decode", "decode_kernelILNS_4wire6FormatE5E", 64),  # four payloads
+    ("decode", "merge_kernel", 128),
+    ("decode", "norms_kernel", 256),
+    ("digest", "digest_kernelILi16E", 64),
+]
+
+
+@pytest.mark.skipif(cuda_sass.cuobjdump() is None, reason="needs cuobjdump")
+@pytest.mark.skipif(not cuda_sass.REPORTS.exists(), reason="build/cuda is not built: needs nvcc")
+@pytest.mark.parametrize(("report", "kernel", "wanted"), IN_FLIGHT)
+def test_loads_are_issued_together(report: str, kernel: str, wanted: int) -> None:
+    name, _, template = kernel.partition("I")
+    code = cuda_sass.instructions(
+        cuda_sass.symbol(f"{report}.ptxas", name, f"I{template}" if template else "")
+    )
+    assert cuda_sass.most_in_flight(code) >= wanted

@@ -1,0 +1,190 @@
+"""Two replicas live and reach the store, but not each other: it is named, soon, and by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cut_links
+import pytest
+from fault_replicas import Replica, Result, Setup, check_agreement, check_sentence
+from workers import Pool
+from zygote import Job, Zygote
+
+from diloco_comm import LeftBehind, SyncError
+
+H = 4
+Address = tuple[str, int]
+# Nobody waits for it.
+SETUP = Setup("int8", 1, H, timeout=1800.0)
+CUT = "replicas 1 and 2 live but cannot reach each other"
+
+HOST = """
+import sys
+import cut_links
+cut_links.enter(sys.argv[1])
+import torch.distributed as dist
+store = dist.TCPStore(cut_links.HUB, 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def reason() -> str:
+    return cut_links.missing()
+
+
+@pytest.fixture
+def site(reason: str) -> Iterator[cut_links.Site]:
+    if reason:
+        pytest.skip(reason)
+    with cut_links.Site(4) as made:
+        yield made
+
+
+@pytest.fixture
+def host(zygote: Zygote, site: cut_links.Site) -> Iterator[Address]:
+    """The address of a store on the bridge."""
+    job = Job(zygote, HOST, site.hub)
+    # torch warns on the same stream of addresses without names.
+    lines = iter(job.output.readline, "")
+    yield cut_links.HUB, int(next(line for line in lines if line.strip().isdigit()))
+    job.send_signal(9)
+    job.finish()
+
+
+def start(rank: int, world: int, site: cut_links.Site, address: Address) -> Replica:
+    cut_links.enter(site.names[rank])
+    return Replica(address, rank, range(world), SETUP, suspect_after=2.0, join_timeout=10.0)
+
+
+def cut_once(replica: Replica, world: int, make_cuts: Callable[[], None]) -> None:
+    """Let the lowest replica make cuts when all of them have come here."""
+    key = f"cut/{replica.diloco.epoch}"
+    replica.store.set(f"{key}/{replica.number}", "")
+    replica.store.wait([f"{key}/{rank}" for rank in range(world)])
+    if replica.number == 0:
+        make_cuts()
+        replica.store.set(f"{key}/made", "")
+    replica.store.wait([f"{key}/made"])
+
+
+# ------------------------------------------------------------------------------- in a round
+
+
+def lose_a_link(rank: int, world: int, site: cut_links.Site, address: Address, how: str) -> Any:
+    replica = start(rank, world, site, address)
+    replica.train_to(H)
+    cut_once(replica, world, lambda: site.cut(1, 2, how))
+    failure = replica.train_until_failure(H)
+    if rank in failure.missing:
+        with pytest.raises(LeftBehind) as caught:
+            replica.diloco.change_group("survivors")
+        replica.diloco.close()
+        return failure, str(caught.value)
+    replica.diloco.change_group("survivors")
+    replica.train_to(3 * H)
+    result = replica.result()
+    replica.diloco.close()
+    return failure, result
+
+
+@pytest.mark.parametrize("how", ["both ways", "one way", "isolated"])
+def test_a_cut_ends_a_round_and_names_the_pair(
+    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address, how: str
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    results: list[Any] = pool.run(lose_a_link, site, host, how, timeout=60)
+    for rank, (failure, _) in enumerate(results):
+        assert failure.missing == (2,) and failure.details["survivors"] == (0, 1), failure
+        assert failure.details["cuts"] == ((1, 2),), failure
+        assert failure.kind == ("LeftBehind" if rank == 2 else "SyncError")
+        assert failure.is_state_kept and CUT in failure.message, failure
+        check_sentence(failure, [2])
+    assert "replicas [0, 1]" in results[2][1] and "without replica 2" in results[2][1]
+    check_agreement(result for _, result in results[:2])
+
+
+def lose_three_links(rank: int, world: int, site: cut_links.Site, address: Address) -> Any:
+    """Replica 0 loses everybody, and 1 and 2 each other: 1 and 3 are as many as 2 and 3."""
+    replica = start(rank, world, site, address)
+
+    def cut() -> None:
+        for a, b in ((0, 1), (0, 2), (0, 3), (1, 2)):
+            site.cut(a, b)
+
+    replica.train_to(H)
+    cut_once(replica, world, cut)
+    failure = replica.train_until_failure(H)
+    result: Result | None = None
+    if rank not in failure.missing:
+        replica.diloco.change_group("survivors")
+        replica.train_to(3 * H)
+        result = replica.result()
+    replica.diloco.close()
+    return failure, result
+
+
+def test_the_largest_set_goes_on_and_of_two_the_lower(
+    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address
+) -> None:
+    pool = fresh_workers(4, init_group=False)
+    results: list[Any] = pool.run(lose_three_links, site, host, timeout=60)
+    for failure, _ in results:
+        assert failure.missing == (0, 2) and failure.details["survivors"] == (1, 3), failure
+        assert failure.details["cuts"] == ((0, 1), (0, 2), (0, 3), (1, 2)), failure
+    check_agreement(result for _, result in results if result)
+
+
+# ------------------------------------------------------------------------- in change_group
+
+
+def change_over_a_cut(
+    rank: int, world: int, site: cut_links.Site, address: Address, how: str
+) -> Any:
+    replica = start(rank, world, site, address)
+    replica.train_to(H)
+    cut_once(replica, world, lambda: site.cut(1, 2, how))
+    with pytest.raises(SyncError) as caught:
+        replica.diloco.change_group(range(world))
+    error = caught.value
+    seen = type(error), str(error), error.missing, error.survivors, error.cuts, error.stage
+    if rank in error.survivors:
+        replica.diloco.change_group(error.survivors)
+        replica.train_to(3 * H)
+    result = replica.result()
+    replica.diloco.close()
+    return seen, result
+
+
+@pytest.mark.parametrize("how", ["both ways", "one way", "isolated"])
+def test_a_group_over_a_cut_is_one_error_for_all(
+    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address, how: str
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    # Well below the time of the exchange, and of joining and connecting one after the other.
+    results: list[Any] = pool.run(change_over_a_cut, site, host, how, timeout=60)
+    seen = [seen for seen, _ in results]
+    text = f"replicas [0, 1, 2] cannot form a group: {CUT}; replicas [0, 1] can"
+    assert seen == [(SyncError, text, (2,), (0, 1), ((1, 2),), "rendezvous")] * 3
+    check_agreement(result for _, result in results[:2])
+
+
+def meet_over_a_cut(rank: int, world: int, site: cut_links.Site, address: Address) -> Any:
+    with pytest.raises(SyncError) as caught:
+        start(rank, world, site, address)
+    return str(caught.value), caught.value.missing, caught.value.cuts
+
+
+def test_a_first_meeting_over_a_cut_names_it(
+    fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    site.cut(0, 1)
+    results: list[Any] = pool.run(meet_over_a_cut, site, host, timeout=60)
+    text = (
+        "replicas [0, 1] cannot form a group: replicas 0 and 1 live but cannot reach each other; "
+        "replicas [0] can"
+    )
+    assert results == [(text, (1,), ((0, 1),))] * 2

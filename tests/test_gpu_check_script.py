@@ -1,0 +1,341 @@
+"""benchmarks/gpu_check.sh without a GPU: stand-ins for Python's steps, nvidia-smi, ncu and more.
+
+What the steps themselves do is in test_gpu_check.py and test_benchmarks_kernels.py.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+SCRIPT = BENCHMARKS / "gpu_check.sh"
+
+# Every step's program writes down how it was called, and ends as a file of its name says.
+PYTHON = """#!/bin/sh
+name=$(basename "$1")
+case "$name" in gpu_summary.py) exec {python} "$@" ;; esac
+[ "$name" = gpu_facts.py ] && name=$2
+echo "$@" >>{calls}
+for file in "{endings}/$name" "{endings}/$name $2"; do
+    [ -f "$file" ] && . "$file"
+done
+echo "$name ran"
+"""
+TOOL = """#!/bin/sh
+echo {name} "$@" >>{calls}
+"""
+PREPARATION = ["versions", "extension", "first_call"]
+STEPS = {
+    "A": [*PREPARATION, "bars", "ncu_encode", "ncu_outer_step", "ncu_reduce", "ncu_decode",
+          "forked_call", "cuda_tests"],
+    "B": [*PREPARATION, "triton_tests", "kernels"],
+    "C": [*PREPARATION, "nccl_two_ranks", "engine_tests", "trace", "trace_nccl", "training",
+          "memcheck", "racecheck"],
+}  # fmt: skip
+
+
+class Check:
+    """A machine of stand-ins, and the check run on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out = folder, folder / "out"
+        self.endings, self.tools = folder / "endings", folder / "tools"
+        self.calls = folder / "calls"
+        for made in (self.endings, self.tools):
+            made.mkdir()
+        self._write("python", PYTHON.format(python=sys.executable, **vars(self)))
+        for name in ("nvidia-smi", "ncu", "compute-sanitizer", "cmake"):
+            self._write(name, TOOL.format(name=name, calls=self.calls))
+        self._write("nvidia-smi", "#!/bin/sh\necho 9.0\n")
+
+    def _write(self, name: str, text: str) -> None:
+        path = self.tools / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def end(self, program: str, script: str) -> None:
+        """Let a program of that name, or name and first argument, do this instead."""
+        (self.endings / program).write_text(script)
+
+    def run(self, *letter: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHON": str(self.tools / "python")}
+        environment["PATH"] = f"{self.tools}:/usr/bin:/bin"
+        command = ["bash", str(SCRIPT), str(self.out), *letter]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+
+    def archived(self, name: str) -> str:
+        with tarfile.open(self.out / "all.tgz") as archive:
+            member = archive.extractfile(f"./{name}")
+            assert member is not None
+            return member.read().decode()
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.archived("steps.jsonl").splitlines()]
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    return Check(tmp_path)
+
+
+def bodies() -> dict[str, str]:
+    """Return the script's functions."""
+    return dict(
+        re.findall(r"^(\w+)\(\) \{\n(.*?)^\}", SCRIPT.read_text(), re.DOTALL | re.MULTILINE)
+    )
+
+
+@pytest.mark.parametrize("part", "ABC")
+def test_the_limits_of_a_part_fit_in_nine_minutes(part: str) -> None:
+    """With both ways to build, and what ending and archiving a step may take on top."""
+    functions = bodies()
+    build, fallback = map(int, re.findall(r"prepare (\d+) (\d+)", functions[f"part_{part}"])[0])
+    text = functions["prepare"].replace('"$1"', str(build)).replace('"$2"', str(fallback))
+    text += functions[f"part_{part}"]
+    limits = dict(re.findall(r"\bstep (\w+) (\d+)", text))
+    assert set(limits) - {"build", "built_extension", "fallback"} == set(STEPS[part])
+    assert len(re.findall(r"\bstep ", text)) == len(limits)
+    seconds_on_top = 4
+    assert sum(map(int, limits.values())) + seconds_on_top * len(limits) <= 540
+    assert "PART_SECONDS=540\n" in SCRIPT.read_text()
+
+
+@pytest.mark.parametrize("part", "ABC")
+def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None:
+    done = check.run(part)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in check.out.iterdir()) == ["all.tgz", "summary.txt"]
+    steps = check.steps()
+    assert [step["step"] for step in steps] == STEPS[part]
+    assert {(step["part"], step["status"]) for step in steps} == {(part, 0)}
+    for step in steps:
+        assert check.archived(f"{step['step']}.log") or step["step"].startswith(
+            ("ncu", "mem", "ra")
+        )
+    summary = (check.out / "summary.txt").read_text()
+    assert summary in done.stdout and check.archived("summary.txt") == summary
+    assert summary.endswith("every step passed, every bar holds\n")
+    calls = check.calls.read_text()
+    if part == "A":
+        assert "kernels_gpu.py --check --impl cuda --no-compile --wires int8,int4" in calls
+        assert calls.index("kernels_gpu.py") < calls.index("ncu --clock-control none --set full")
+    if part == "C":
+        assert "--backend nccl --replicas 2" in calls and "--least_overlap 95" in calls
+        assert calls.count("gpu_operators.py") == 2
+
+
+def test_all_parts_in_turn_add_to_one_archive(check: Check) -> None:
+    """A failure in the first stops nothing, and is named at the end."""
+    check.end("kernels_gpu.py --check", "exit 3")
+    done = check.run("A")
+    assert done.returncode == 1 and done.stdout.endswith("not proven: bars\n")
+    (check.endings / "kernels_gpu.py --check").unlink()
+    done = check.run("B")
+    assert done.returncode == 1 and done.stdout.endswith("not proven: bars\n")
+    # The same part again replaces what it said.
+    done = check.run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [step["step"] for step in check.steps()] == [*STEPS["A"], *STEPS["B"], *STEPS["C"]]
+
+
+def test_a_step_that_hangs_is_ended_and_the_archive_has_what_was_before(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is cut to a second here: the part has as much time left."""
+    script = SCRIPT.read_text().replace("PART_SECONDS=540", "PART_SECONDS=8")
+    copy = check.folder / "benchmarks" / "gpu_check.sh"
+    copy.parent.mkdir()
+    copy.write_text(script)
+    (copy.parent / "gpu_summary.py").write_text((BENCHMARKS / "gpu_summary.py").read_text())
+    monkeypatch.setitem(globals(), "SCRIPT", copy)
+    check.end("kernels_gpu.py", "trap '' TERM; echo row; sleep 60 & wait; sleep 60")
+    check.end("gpu_tests.py", f"cp {check.out}/all.tgz {check.folder}/then.tgz")
+    done = check.run("B")
+    assert done.returncode == 1, done.stdout + done.stderr
+    steps = {step["step"]: step for step in check.steps()}
+    assert list(steps) == STEPS["B"]
+    assert steps["kernels"]["status"] in (124, 137) and steps["kernels"]["seconds"] < 20
+    assert check.archived("kernels.log") == "row\n"
+    assert "timed out" in done.stdout and "not proven: kernels" in done.stdout
+    # While a step runs, the archive has all those before it.
+    with tarfile.open(check.folder / "then.tgz") as archive:
+        assert "./first_call.log" in archive.getnames()
+
+
+@pytest.mark.parametrize("fallback_works", [True, False])
+def test_without_cuda_kernels_triton_is_measured(fallback_works: bool, check: Check) -> None:
+    check.end("--extension", "echo the extension does not load; exit 1")
+    text = TOOL.format(name="cmake", calls=check.calls)
+    fails_for = "*DILOCO_CUDA=ON*" if fallback_works else "*DILOCO_CUDA=*"
+    check._write("cmake", f'{text}case "$*" in {fails_for}) exit 1 ;; esac\n')
+    done = check.run("A")
+    assert done.returncode == 1
+    ended = {step["step"]: step["status"] for step in check.steps()}
+    assert list(ended) == [*PREPARATION[:2], "build", "fallback", *STEPS["A"][2:]]
+    assert ended["build"] == 1 and (ended["fallback"] == 0) == fallback_works
+    assert ended["bars"] == 0 and ended["cuda_tests"] is None
+    calls = check.calls.read_text()
+    assert "-DDILOCO_CUDA=ON -DDILOCO_CUDA_ARCHS=90" in calls
+    assert "kernels_gpu.py --check --impl triton" in calls
+    assert "the extension has no CUDA kernels" in done.stdout
+
+
+def test_a_build_on_the_spot(check: Check) -> None:
+    """The extension is not there first, and after the build it is."""
+    check.end("--extension", f"grep -q build {check.calls} || exit 1")
+    done = check.run("A")
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [step["step"] for step in check.steps()]
+    assert names == ["versions", "extension", "build", "built_extension", *STEPS["A"][2:]]
+    assert "not there" in done.stdout
+    calls = check.calls.read_text()
+    assert re.search(r"cmake --build \S+ --target _C", calls) and "--impl cuda" in calls
+
+
+def test_what_was_built_and_does_not_load(check: Check) -> None:
+    check.end("--extension", "exit 1")
+    done = check.run("B")
+    assert done.returncode == 1
+    ended = {step["step"]: step["status"] for step in check.steps()}
+    assert list(ended) == ["versions", "extension", "build", "built_extension", "fallback",
+                           *STEPS["B"][2:]]  # fmt: skip
+    assert done.stdout.endswith("not proven: built_extension\n")
+
+
+def test_without_a_device_a_part_ends_early(check: Check) -> None:
+    check.end("--first-call", "echo no CUDA device; exit 1")
+    done = check.run()
+    assert done.returncode == 1
+    assert [step["step"] for step in check.steps()] == PREPARATION * 3
+    assert "not proven: first_call" in done.stdout and "no CUDA device" in done.stdout
+
+
+def test_without_ncu_and_with_one_nccl_rank(check: Check) -> None:
+    """Neither fails the check; both are said."""
+    (check.tools / "ncu").unlink()
+    check.end("gpu_nccl_probe.py", "exit 1")
+    done = check.run("A")
+    assert done.returncode == 0, done.stdout
+    assert "ncu is not on PATH" in done.stdout
+    done = check.run("C")
+    assert done.returncode == 0, done.stdout
+    assert "unproven" in done.stdout
+    assert "--backend nccl --replicas 1" in check.calls.read_text()
+
+
+def test_an_archive_that_would_be_too_large_leaves_the_traces_out(check: Check) -> None:
+    events = check.folder / "events.json.gz"
+    events.write_bytes(os.urandom(16 << 20))
+    check.end("gpu_trace.py", 'for last in "$@"; do :; done; cp ' + str(events) + ' "$last"')
+    done = check.run("C")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (check.out / "all.tgz").stat().st_size < 1 << 20
+    with tarfile.open(check.out / "all.tgz") as archive:
+        names = archive.getnames()
+    assert "./trace.log" in names and "./trace-events.json.gz" not in names
+
+
+def test_a_small_trace_is_in_the_archive(check: Check) -> None:
+    events = check.folder / "events.json.gz"
+    events.write_bytes(gzip.compress(b"{}"))
+    check.end("gpu_trace.py", 'for last in "$@"; do :; done; cp ' + str(events) + ' "$last"')
+    assert check.run("C").returncode == 0
+    with tarfile.open(check.out / "all.tgz") as archive:
+        member = archive.extractfile("./trace-events.json.gz")
+        assert member is not None and gzip.decompress(member.read()) == b"{}"
+
+
+@pytest.mark.parametrize("arguments", [[], ["OUT", "D"], ["OUT", "A", "B"]])
+def test_usage(arguments: list[str], tmp_path: Path) -> None:
+    command = ["bash", str(SCRIPT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=tmp_path)
+    assert done.returncode == 2 and "usage:" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------- the summary
+
+STEP = {"part": "A", "status": 0, "seconds": 3, "limit": 30, "reason": ""}
+
+
+def summarised(folder: Path, *steps: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    lines = [json.dumps(STEP | step) for step in steps]
+    (folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, str(BENCHMARKS / "gpu_summary.py"), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("step", "status", "shown"),
+    [
+        ({"step": "trace"}, 0, "overlap 97.0 %"),
+        ({"step": "nccl_two_ranks", "status": 1}, 0, "unproven"),
+        ({"step": "cuda_tests", "status": 1}, 1, "not proven: cuda_tests"),
+        ({"step": "kernels", "status": 124}, 1, "timed out"),
+        ({"step": "racecheck", "status": None, "reason": "no time"}, 1, "no time"),
+    ],
+)
+def test_summary(step: dict[str, Any], status: int, shown: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(json.dumps({"summary": "overlap 97.0 %"}))
+    done = summarised(tmp_path, {"step": "versions"}, step)
+    assert done.returncode == status, done.stdout
+    assert shown in done.stdout
+
+
+def test_the_summary_names_the_bars_that_are_missed(tmp_path: Path) -> None:
+    row = {"operator": "encode", "wire": "int8", "impl": "cuda", "host_us": 12.0}
+    rows = [row | {"layout": "one", "share_percent": 91.2},
+            row | {"layout": "odd", "share_percent": 41.0, "host_us": None},
+            row | {"layout": "one", "wire": "fp32", "share_percent": 77.0}]  # fmt: skip
+    bar = {"name": "encode int8 odd (%)", "value": 41.0, "is": ">=", "must": 80, "holds": False}
+    held = bar | {"name": "encode int8 one (%)", "holds": True}
+    results = {"rows": rows, "bars": [bar, held]}
+    (tmp_path / "bars.json").write_text(json.dumps({"summary": "1 of 2", "results": results}))
+    done = summarised(tmp_path, {"step": "bars"})
+    assert done.returncode == 1
+    assert "missed by bars: encode int8 odd (%): 41.0, must be >= 80" in done.stdout
+    assert "encode int8 one" not in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("encode")]
+    assert line.split() == ["encode", "cuda", "91", "%", "(12", "us)", "-", "41", "%"]
+    assert done.stdout.endswith("not proven: bars of bars\n")
+
+
+def test_summary_of_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_summary.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "no steps of a GPU check" in done.stderr
+
+
+# ---------------------------------------------------------------------------- the steps' programs
+
+
+@pytest.mark.parametrize("operator", ["encode", "outer_step", "reduce", "decode"])
+def test_an_operator_for_nsight_compute(
+    operator: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_profile
+
+    monkeypatch.setattr(sys, "argv", ["gpu_profile.py", operator, "--device=cpu", "--size=1M"])
+    assert gpu_profile.main() == 0
+    said = capsys.readouterr().out
+    assert said.startswith(operator) and said.endswith("bytes an element\n")
+
+
+def test_facts_without_a_device() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    for option, status in (("--versions", 0), ("--first-call", 1), ("--forked-call", 1)):
+        command = [sys.executable, str(BENCHMARKS / "gpu_facts.py"), option]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == status, done.stdout + done.stderr
+        assert status == 0 or "device" in done.stdout

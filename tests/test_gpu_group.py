@@ -1,0 +1,188 @@
+"""The group and the streams that an exchange on a device has for itself."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import devices
+import pytest
+import torch
+import torch.distributed as dist
+from device_training import METHODS, Replica, train
+from devices import DEVICES
+from problems import equal
+from test_gpu_streams import on_streams, use_streams
+
+from diloco_comm import _C, nccl_group
+from diloco_comm.errors import SyncError
+from diloco_comm.streams import StreamDriver, current
+
+# Of torch's pool; a device has as many of them.
+POOL_SIZE = 32
+VARIABLES = ("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
+
+def read_in_c(name: str) -> str | None:
+    """Read an environment variable as torch's C++ does."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    value = getenv(name.encode())
+    return None if value is None else value.decode()
+
+
+class RecordingNCCL:
+    """Stands in for ``ProcessGroupNCCL``, which a torch for CPUs lacks; notes what it is given."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = type("Config", (), {})()
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+        self.seen: dict[str, str | None] = {}
+        self.options: Any = None
+
+    def __call__(self, store: dist.Store, rank: int, size: int, options: Any) -> Any:
+        self.seen, self.options = {name: read_in_c(name) for name in VARIABLES}, options
+        if self.fails:
+            raise RuntimeError("no device")
+        return dist.ProcessGroupGloo(store, rank, size, options._timeout)
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_torch_is_told_to_end_no_process(
+    fails: bool, before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the group is constructed, and at no other time."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+    nccl = RecordingNCCL(fails)
+    nccl_type = type("NCCL", (), {"Options": nccl.Options, "__new__": lambda _, *args: nccl(*args)})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl_type, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    arguments = dist.HashStore(), 0, 1, torch.device("cpu", 0), 30.0
+    if fails:
+        with pytest.raises(RuntimeError, match="no device"):
+            nccl_group.make_group(*arguments)
+    else:
+        assert nccl_group.make_group(*arguments).size() == 1
+    assert nccl.seen == {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    assert nccl.options._timeout.total_seconds() > 2 * 30.0
+    assert [read_in_c(name) for name in VARIABLES] == [before, before]
+    assert [os.environ.get(name) for name in VARIABLES] == [before, before]
+
+
+def connected(rank: int, world: int, library: str) -> tuple[list[str], list[str]]:
+    """The collectives that attach makes, and those of the first round."""
+    here = use_streams(rank, "lagging", library)
+    replica = Replica(rank, here, **on_streams(METHODS["diloco"]))
+    calls = replica.diloco.exchange._driver.group.calls
+    at_attach = list(calls)
+    replica.steps(0, 5)
+    replica.diloco.close()
+    return at_attach, calls[len(at_attach) :]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_attach_makes_every_kind_of_collective(world: int, replicas, stand_in) -> None:
+    """A kind that the first round makes, and attach has not, would connect in the round."""
+    for at_attach, in_round in replicas(world).run(connected, stand_in):
+        assert set(in_round) == set(at_attach) == {"alltoall", "allgather"}
+        # Chunks and votes are gathered, which are of different sizes; with two only votes are.
+        assert at_attach.count("allgather") == (2 if world > 2 else 1)
+
+
+def alone_in_connecting(rank: int, world: int, library: str) -> str:
+    """Rank 0 connects, and rank 1 does not."""
+    from lagging_group import LaggingGroup
+
+    here = use_streams(rank, "lagging", library)
+    store = dist.PrefixStore("alone", dist.group.WORLD.get_group_store())
+    group: Any = LaggingGroup(store, rank, world, here, 60.0)
+    driver = StreamDriver(here, group, rank, world, 1.0, "", _C.Engine(rank, 60.0, 1.0))
+    message = ""
+    if rank == 0:
+        with pytest.raises(SyncError) as info:
+            driver.connect()
+        message = f"{info.value.stage}: {info.value}"
+        assert driver.failure and group.is_aborted
+    dist.barrier()
+    driver.close()
+    return message
+
+
+def test_connecting_ends_in_time(replicas, stand_in) -> None:
+    message = replicas(2).run(alone_in_connecting, stand_in)[0]
+    assert message == "connect: the replicas' devices did not connect within 1 s"
+
+
+def beside(rank: int, world: int, device: str, library: str, backend: str) -> list[Any]:
+    """Train a model on the second device, with the first one being the current one."""
+    use_streams(rank, device, library)
+    there = torch.device(device, 1)
+    results = []
+    for name in ("diloco", "eager"):
+        arguments = {**METHODS[name], "lanes": 1}
+        expected = train(rank, torch.device("cpu"), 13, **arguments)
+        own = on_streams(arguments) if backend == "nccl" else arguments
+        given = train(rank, there, 13, **own)
+        results.append(equal(expected, given))
+        replica = Replica(rank, there, **own)
+        indices = []
+        for step in range(9):
+            replica.steps(step, step + 1)
+            indices.append(torch.accelerator.current_device_index())
+        replica.diloco.close()
+        results.append(indices)
+    return results
+
+
+TWO_GPUS = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    ],
+)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("device", ["lagging", TWO_GPUS])
+def test_the_current_device_stays(device: str, backend: str, replicas, stand_in) -> None:
+    world = 1 if device == "cuda" else 2
+    results = replicas(world).run(beside, device, stand_in, backend)
+    assert results == [[True, [0] * 9] * 2] * world
+
+
+def own_streams(rank: int, world: int, device: str, library: str) -> list[bool]:
+    here = devices.use(device, library)
+    pool = [torch.Stream(here) for _ in range(POOL_SIZE)]
+    owned = [_C.OwnStream(here) for _ in range(3)]
+    ids = [own.stream.stream_id for own in owned]
+    checks = [
+        len({*ids, *(stream.stream_id for stream in pool)}) == POOL_SIZE + 3,
+        all(own.stream.device == here for own in owned),
+    ]
+    # Work on one of them is done on it, and memory that it used comes back.
+    ones = torch.ones(1000, device=here)
+    torch.accelerator.synchronize()
+    with current(owned[0].stream):
+        ones.mul_(2.0)
+    checks.append(ones.device == here)
+    torch.accelerator.current_stream(here).wait_stream(owned[0].stream)
+    checks.append(float(ones.cpu().sum()) == 2000.0)
+    del owned
+    again = [_C.OwnStream(here) for _ in range(3)]
+    checks.append(sorted(own.stream.stream_id for own in again) == sorted(ids))
+    return checks
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_streams_of_our_own(device: str, replicas, stand_in) -> None:
+    """They are none of torch's pool, are not shared, and are used again."""
+    assert replicas(1).run(own_streams, device, stand_in) == [[True] * 5]

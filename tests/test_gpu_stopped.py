@@ -1,0 +1,104 @@
+"""A replica that stops, or dies, while payloads travel on a device: the others notice in time.
+
+They have exchanged the headers by then, so that no message over gloo is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from device_training import METHODS, Replica
+from fault_replicas import connect, wait_for
+from test_gpu_streams import NCCL_RANKS, on_streams, use_streams
+from workers import Pool
+
+from diloco_comm.errors import SyncError
+from diloco_comm.streams import current
+
+SUSPECT_S = 2.0
+# Of an exchange: what the others must not have to wait for.
+TIMEOUT_S = 90.0
+
+
+def hold(replica: Replica, device: str) -> None:
+    """Keep the device busy, so that nothing that is enqueued from now on is exchanged."""
+    driver: Any = replica.diloco.exchange._driver
+    if device == "cuda":
+        with current(driver.side):
+            torch.cuda._sleep(1 << 40)
+    else:
+        driver.group.enqueue("nothing", lambda: time.sleep(2 * TIMEOUT_S))
+
+
+def abandoned(
+    rank: int, world: int, address: tuple[str, int], device: str, library: str, sig: int
+) -> dict[str, Any]:
+    here = use_streams(rank, device, library)
+    store = connect(address)
+    members = {"store": store, "replica": rank, "num_replicas": world}
+    limits = {"timeout": TIMEOUT_S, "suspect_after": SUSPECT_S}
+    replica = Replica(rank, here, **members, **limits, **on_streams(METHODS["diloco"]))
+    replica.steps(0, 7)
+    before = replica.diloco.outer_hash()
+    is_victim = rank == world - 1
+    if is_victim:
+        hold(replica, device)
+    # The headers of all replicas are compared when this returns.
+    replica.steps(7, 8)
+    if is_victim:
+        os.kill(os.getpid(), sig)
+    begin, failure = time.monotonic(), None
+    try:
+        replica.diloco._rounds.settle_verdicts(8)
+    except SyncError as error:
+        failure = error
+    assert failure is not None
+    result = {
+        "elapsed": time.monotonic() - begin,
+        "missing": failure.missing,
+        "message": str(failure),
+        "is_kept": replica.diloco.outer_hash() == before,
+    }
+    replica.diloco.change_group("survivors")
+    replica.steps(8, 16)
+    replica.diloco.flush()
+    result["hash"] = replica.diloco.outer_hash()
+    replica.diloco.close()
+    store.set(f"survived/{rank}", "")
+    return result
+
+
+STOP, KILL = signal.SIGSTOP, signal.SIGKILL
+NCCL = [pytest.param("cuda", 2, sig, marks=pytest.mark.gpu) for sig in (STOP, KILL)]
+
+
+@pytest.mark.parametrize(
+    ("device", "world", "sig"),
+    [("lagging", 3, STOP), ("lagging", 2, KILL), *(NCCL if NCCL_RANKS > 1 else [])],
+)
+def test_the_others_go_on(
+    device: str,
+    world: int,
+    sig: int,
+    fresh_workers: Callable[..., Pool],
+    stand_in: str,
+) -> None:
+    pool, victim = fresh_workers(world, init_group=False), world - 1
+    pool.submit(abandoned, pool.store, device, stand_in, sig)
+    wait_for(pool, [f"survived/{rank}" for rank in range(victim)], timeout=60)
+    pool.kill(victim)
+    results = pool.collect(timeout=30, expect_exit={victim})[:victim]
+    for result in results:
+        assert result["missing"] == (victim,) and result["is_kept"], result
+        # The host of one that died refuses connections. Who finds it out tells the others.
+        signs = f"nothing was heard of replica {victim} for", f"replica {victim} could not be"
+        assert any(sign in result["message"] for sign in signs), result
+        assert "sync of fragment 0, round 1 failed at exchange" in result["message"]
+        assert SUSPECT_S < result["elapsed"] < TIMEOUT_S / 2
+    assert len({result["hash"] for result in results}) == 1

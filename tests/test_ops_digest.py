@@ -1,0 +1,433 @@
+"""digest and finish_digest: the definition's sums in every implementation, whatever the order.
+
+And what the definition is for: changes that happen between replicas give another digest.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterable
+from itertools import combinations, pairwise
+
+import device_ops
+import devices
+import pytest
+import torch
+from codec_cases import IMPLS, RUNNING_IMPLS, SIZES
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco_comm import _C, ops, reference_digest
+from diloco_comm.digests import chained, digest_of, each_digest
+
+MASK = (1 << 64) - 1
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON = pytest.param(
+    "triton@cuda" if torch.cuda.is_available() else "triton",
+    marks=[
+        pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"),
+        *([pytest.mark.gpu] if torch.cuda.is_available() else []),
+    ],
+    id="triton",
+)
+every_impl = pytest.mark.parametrize("impl", ["reference", *IMPLS, TRITON])
+every_host_impl = pytest.mark.parametrize("impl", [*IMPLS, TRITON])
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+def plain_sums(data: bytes, first_word: int = 0) -> tuple[int, int]:
+    """The definition of docs/wire-formats.md in plain integers."""
+    product = total = 0
+    for i in range(-(-len(data) // 8)):
+        word = int.from_bytes(data[8 * i : 8 * i + 8], "little")
+        u = word ^ ((first_word + i + 1) * 0x9E3779B97F4A7C15 & MASK)
+        v = (u ^ u >> 29) * 0xBF58476D1CE4E5B9 & MASK
+        low, high = v & 0xFFFFFFFF, v >> 32
+        product += (low ^ high) * high
+        total += word
+    return product & MASK, total & MASK
+
+
+def plain_mix(z: int) -> int:
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def plain_digest(data: bytes) -> int:
+    product, total = plain_sums(data)
+    return plain_mix(product ^ plain_mix(total ^ plain_mix(len(data))))
+
+
+def random_bytes(count: int, seed: int = 1) -> Tensor:
+    return torch.tensor(list(random.Random(seed).randbytes(count)), dtype=torch.uint8)
+
+
+def sums_of(tensor: Tensor, impl: str, first_word: int = 0) -> tuple[int, int]:
+    """Both sums, added to numbers that are there before and are taken away again."""
+    before = torch.tensor([-5, 2**63 - 1])
+    sums = before.clone()
+    device_ops.digest(tensor, sums, first_word, impl=impl)
+    product, total = (sums - before).tolist()
+    return product & MASK, total & MASK
+
+
+def digest(tensor: Tensor) -> int:
+    return each_digest([tensor])[0]
+
+
+def memory_bytes(tensor: Tensor) -> bytes:
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).contiguous()
+    return bytes(flat.view(torch.uint8).tolist())
+
+
+# ----------------------------------------------------------------------------- the definition
+
+GOLDEN = {
+    b"": 0,
+    b"\x00": 0x9DC2E56395041183,
+    b"\x01": 0x3306A4BC8612214D,
+    b"12345678": 0xCD6E16AD9854BEAB,
+    bytes(range(20)): 0x85392BBCA358BD83,
+}
+
+
+def test_golden_values() -> None:
+    for data, expected in GOLDEN.items():
+        assert plain_digest(data) == expected
+        assert digest(torch.tensor(list(data), dtype=torch.uint8)) == expected
+
+
+def test_the_worked_example() -> None:
+    """The numbers of docs/wire-formats.md."""
+    tensor = torch.tensor([1.0, -2.0, 0.5])
+    assert plain_sums(memory_bytes(tensor)) == (0xEACD318A94B8B1BD, 0xC00000007E800000)
+    assert digest(tensor) == 0x9BF70A1A5441188B
+    assert digest_of([tensor, tensor]) == 0xAFEC1981513584F5
+
+
+@every_impl
+@pytest.mark.parametrize("count", [0, 8, 9, *SIZES, 32768, 32771])
+def test_bytes_of_every_size(impl: str, count: int) -> None:
+    data = random_bytes(count)
+    for first_word in (0, 1, (1 << 40) + 3):
+        assert sums_of(data, impl, first_word) == plain_sums(memory_bytes(data), first_word)
+
+
+@every_impl
+@pytest.mark.parametrize("shift", range(1, 9))
+def test_any_address(impl: str, shift: int) -> None:
+    """The word in front and the word behind are not the tensor's."""
+    for count in (1, 8, 255, 4999, 40_003):
+        sea = random_bytes(count + 24, shift)
+        view = sea[shift : shift + count]
+        assert sums_of(view, impl) == plain_sums(memory_bytes(view))
+
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+    torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+@every_impl
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape(impl: str, dtype: torch.dtype) -> None:
+    source = torch.arange(720) % 2 if dtype == torch.bool else torch.arange(720) % 100
+    for shape in ((720,), (5, 144), (2, 3, 10, 12), (3, 5, 48)):
+        tensor = source.to(dtype).view(shape)
+        dense = [tensor, tensor.transpose(0, -1)]
+        if len(shape) == 4:
+            dense.append(tensor.contiguous(memory_format=torch.channels_last))
+        for each in dense:
+            assert sums_of(each, impl) == plain_sums(memory_bytes(each))
+    assert sums_of(torch.zeros((), dtype=dtype), impl)[1] == 0
+    assert sums_of(torch.zeros(0, 3, dtype=dtype), impl) == (0, 0)
+
+
+def test_memory_order_is_what_counts() -> None:
+    tensor = torch.arange(24.0).view(2, 3, 2, 2)
+    moved = tensor.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(tensor, moved) and digest(tensor) != digest(moved)
+    assert digest(tensor) == digest(tensor.flatten()) == digest(tensor.permute(3, 1, 0, 2))
+
+
+@every_impl
+def test_a_parameter_is_accepted(impl: str) -> None:
+    parameter = torch.nn.Parameter(torch.arange(5.0))
+    assert sums_of(parameter, impl) == plain_sums(memory_bytes(parameter))
+    with torch.inference_mode():
+        assert sums_of(torch.arange(5.0), impl) == sums_of(parameter.detach(), impl)
+
+
+@every_impl
+@given(data=st.data())
+def test_parts_in_any_order_are_the_whole(impl: str, data: st.DataObject) -> None:
+    whole = random_bytes(data.draw(st.integers(0, 3000)), data.draw(st.integers(0, 9)))
+    num_words = -(-whole.numel() // 8)
+    cuts = data.draw(st.lists(st.integers(0, num_words), max_size=5))
+    ends = [0, *sorted(cuts), num_words]
+    parts = list(pairwise(ends))
+    sums, first = torch.zeros(2, dtype=torch.int64), data.draw(st.integers(0, 1 << 40))
+    for begin, end in data.draw(st.permutations(parts)):
+        device_ops.digest(whole[8 * begin : 8 * end], sums, first + begin, impl=impl)
+    assert tuple(number & MASK for number in sums.tolist()) == sums_of(whole, impl, first)
+
+
+@pytest.mark.parametrize("impl", RUNNING_IMPLS)
+def test_any_number_of_threads(impl: str) -> None:
+    """More than one thread's share, and an end that no thread's share begins at."""
+    tensor = torch.arange((5 << 20) + 3).to(torch.uint8)
+    expected = torch.zeros(2, dtype=torch.int64)
+    ops.digest(tensor, expected, 7, impl="reference")
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            sums = torch.zeros(2, dtype=torch.int64)
+            ops.digest(tensor, sums, 7, impl=impl)
+            assert torch.equal(sums, expected), f"{count} threads"
+    finally:
+        torch.set_num_threads(threads)
+
+
+@given(st.integers(0, MASK), st.integers(0, MASK), st.integers(0, MASK))
+def test_finishing(product: int, total: int, num_bytes: int) -> None:
+    expected = plain_mix(product ^ plain_mix(total ^ plain_mix(num_bytes)))
+    for p, t in ((product, total), (product - (1 << 64), total - (1 << 64))):
+        assert ops.finish_digest(p, t, num_bytes) == expected
+        assert reference_digest.finish_digest(p, t, num_bytes) == expected
+    assert _C.mix64(product) == _C.mix64(product - (1 << 64)) == plain_mix(product)
+
+
+# --------------------------------------------------------------------- changes that must be seen
+
+
+def check_all_different(tensors: Iterable[Tensor]) -> None:
+    digests = each_digest(list(tensors))
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("count", [1, 8, 61, 200])
+def test_each_bit_counts(count: int) -> None:
+    data = random_bytes(count)
+    flipped = data.repeat(8 * count, 1)
+    for bit in range(8 * count):
+        flipped[bit, bit // 8] ^= 1 << bit % 8
+    check_all_different([data, *flipped])
+
+
+def test_each_two_bits_count() -> None:
+    for data in (torch.zeros(16, dtype=torch.uint8), random_bytes(16)):
+        flipped = [data]
+        for bits in combinations(range(128), 2):
+            flipped.append(data.clone())
+            for bit in bits:
+                flipped[-1][bit // 8] ^= 1 << bit % 8
+        check_all_different(flipped)
+
+
+def test_swapped_words_and_blocks() -> None:
+    for width in (1, 2, 16, 512):
+        rows = torch.randn(12, 2 * width, generator=torch.Generator().manual_seed(width))
+        swapped = [rows]
+        for i, j in combinations(range(12), 2):
+            swapped.append(rows.clone())
+            swapped[-1][[i, j]] = rows[[j, i]]
+        check_all_different(swapped)
+
+
+def test_zeros_constants_and_lengths() -> None:
+    constants = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, float("inf"), float("nan"))
+    sized = [torch.full((n,), x) for x in constants for n in range(1, 130)]
+    check_all_different([torch.zeros(0), *sized])
+    check_all_different([torch.zeros(n, dtype=torch.uint8) for n in range(300)])
+    check_all_different([torch.full((n,), 255, dtype=torch.uint8) for n in range(300)])
+
+
+def test_signs() -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    pairs = torch.stack([x, -x], 1)
+    both = torch.cat([x, -x])
+    halves = torch.cat([x[:2048], -x[2048:]])
+    check_all_different([x, -x, x.abs(), -x.abs(), x.flip(0), -x.flip(0), halves, -halves])
+    check_all_different([pairs, -pairs, both, -both, pairs.abs(), both.abs(), -pairs.abs()])
+    check_all_different([each.bfloat16() for each in (pairs, -pairs, both, -both)])
+    check_all_different([each.double() for each in (pairs, -pairs, both, -both)])
+
+
+FLIPS = {
+    "sign of the second float": 1 << 63,
+    "sign of the first float": 1 << 31,
+    "signs of both floats": 1 << 63 | 1 << 31,
+    "signs of four halves": 0x8000_8000_8000_8000,
+    "last bit": 1,
+    "last bit of the second float": 1 << 32,
+    "an exponent": 1 << 55,
+}
+
+
+def changes(words: Tensor, flip: int) -> Tensor:
+    """By how much a flip in each of consecutive words changes the sum of products."""
+    signed = flip - (1 << 64) if flip >> 63 else flip
+    return reference_digest.products(words ^ signed) - reference_digest.products(words)
+
+
+@pytest.mark.parametrize("flip", FLIPS.values(), ids=FLIPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flips_in_two_words_never_cancel(dtype: torch.dtype, flip: int) -> None:
+    """In tensors of zeros, of ones and of weights.
+
+    With a plain product of the halves a flip of an upper bit would change it by a multiple of
+    2^31: among this many words of weights some changes would be equal or opposite.
+    """
+    n = (1 << 21) // dtype.itemsize
+    weights = torch.randn(n, generator=torch.Generator().manual_seed(1))
+    for tensor in (torch.zeros(n), torch.ones(n), weights):
+        change = changes(tensor.to(dtype).view(torch.int64), flip)
+        both = torch.cat([change, -change]).unique()
+        assert both.numel() == 2 * change.numel()
+
+
+@pytest.mark.parametrize("flip", FLIPS.values(), ids=FLIPS)
+def test_flips_in_four_words_never_cancel(flip: int) -> None:
+    """Words i, i + a, i + b and i + a + b of a tensor of zeros.
+
+    With keys in arithmetic progression and a plain product one such set in nine cancelled.
+    """
+    change = changes(torch.zeros(1 << 15, dtype=torch.int64), flip)
+    rng = torch.Generator().manual_seed(1)
+    i, a, b = torch.randint(1, 10_000, (3, 200_000), generator=rng)
+    total = change[i] + change[i + a] + change[i + b] + change[i + a + b]
+    assert total.count_nonzero() == total.numel()
+
+
+def families(rows: int, num_words: int) -> dict[str, Tensor]:
+    """Random tensors, one a row, that differ by one kind of change each."""
+    rng = torch.Generator().manual_seed(1)
+
+    def chosen(share: float) -> Tensor:
+        return torch.rand(rows, 2 * num_words, generator=rng) < share
+
+    few = torch.tensor([1.0, -1.0, 0.0, 2.0])[torch.randint(0, 4, (2 * num_words,), generator=rng)]
+    blocks = torch.randn(8, 2 * num_words // 8, generator=rng)
+    blocks[:, ::2] = 0.0
+    orders = torch.rand(rows, 8, generator=rng).argsort()
+    spread = torch.rand(rows, 2 * num_words, generator=rng).argsort()
+    return {
+        "signs of zeros": torch.where(chosen(0.02), -0.0, 0.0),
+        "signs of ones": torch.where(chosen(0.5), -1.0, 1.0),
+        "zeros and ones": chosen(0.01).float(),
+        "last bits of ones": torch.where(chosen(0.5), 1.0 + 2**-23, 1.0),
+        "few values in any order": few[spread],
+        "blocks in any order": blocks[orders].flatten(1),
+    }
+
+
+@pytest.mark.parametrize("name", families(1, 8))
+def test_each_half_of_the_sum_of_products_tells_tensors_apart(name: str) -> None:
+    """By chance less than one pair in 6000 tensors has equal halves; a plain product has many."""
+    words = families(6000, 128)[name].view(torch.int64).unique(dim=0)
+    total = reference_digest.products(words).sum(-1)
+    for half in (total & 0xFFFFFFFF, total >> 32):
+        assert half.unique().numel() >= len(words) - 1
+
+
+# ------------------------------------------------------------------------------------- several
+
+
+def test_the_digest_of_several_tensors() -> None:
+    tensors = [torch.arange(5.0), torch.zeros(0), torch.arange(3).bfloat16()]
+    h = 3
+    for tensor in tensors:
+        h = plain_mix(h ^ plain_digest(memory_bytes(tensor)))
+    assert digest_of(tensors) == h == chained(each_digest(tensors), 3)
+    assert digest_of([]) == 0
+    others = [tensors[::-1], tensors[:2], [torch.cat([t.float() for t in tensors])], [], tensors]
+    assert len({digest_of(each) for each in others}) == len(others)
+
+
+def test_equal_bytes_have_equal_digests_whatever_the_implementation() -> None:
+    tensors = [torch.randn(1000), torch.randn(7, 3).t()]
+    assert len({digest_of(tensors, impl=impl) for impl in ops.available_impls()}) == 1
+
+
+def on_device(rank: int, world: int, device: str, library: str) -> tuple[bool, list[str]]:
+    """Whether host and device agree, and what of the device the host waited for."""
+    here = devices.use(device, library)
+    tensors = [torch.randn(100_003), torch.randn(70, 30).t().bfloat16(), torch.zeros(0)]
+    copies = [tensor.to(here) for tensor in tensors]
+    expected = digest_of(tensors)
+    if device == "lagging":
+        torch.ops.lagging.host_waits()
+    given = digest_of(copies)
+    waits = torch.ops.lagging.host_waits() if device == "lagging" else ["copy out"]
+    return given == expected == digest_of([copies[0], *tensors[1:]]), waits
+
+
+@pytest.mark.parametrize("device", devices.DEVICES)
+def test_device_and_host_have_equal_digests(device: str, replicas, stand_in: str) -> None:
+    """The sums of all tensors come to the host together, and nothing else does."""
+    ((is_equal, waits),) = replicas(1).run(on_device, device, stand_in)
+    assert is_equal
+    assert len(waits) == 1 and waits[0].startswith("copy out")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ops.available_impls("cuda"))
+def test_a_capture(impl: str) -> None:
+    data, sums = torch.randn(100_003, device="cuda"), torch.zeros(2, dtype=torch.int64).cuda()
+    ops.digest(data, sums, impl=impl)
+    once = sums.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.digest(data, sums, impl=impl)
+    for times in (2, 3):
+        graph.replay()
+        assert torch.equal(sums, times * once)
+
+
+# --------------------------------------------------------------------------------------- errors
+
+COUNTS = torch.zeros(2, dtype=torch.int64)
+CASES = [
+    ((torch.zeros(4), torch.zeros(2)), TypeError, r"sums must be [Ll]ong, got [Ff]loat"),
+    ((torch.zeros(4), COUNTS.repeat(2)), ValueError, r"sums must have two elements, got 4"),
+    ((torch.zeros(4), COUNTS.view(1, 2)), ValueError, r"sums must be one-dimensional .*\[1, 2\]"),
+    ((torch.zeros(4), COUNTS.repeat(2)[::2]), ValueError, r"sums must be .*contiguous"),
+    ((torch.zeros(8)[::2], COUNTS), ValueError, r"tensor must fill .*without gaps.*\[4\].*\[2\]"),
+    ((torch.zeros(8).expand(3, 8), COUNTS), ValueError, r"tensor must fill .*without gaps"),
+    ((torch.zeros(4), COUNTS, -1), ValueError, r"first_word must not be negative, got -1"),
+]
+
+
+@every_host_impl
+@pytest.mark.parametrize(("args", "error", "match"), CASES)
+def test_one_sentence(impl: str, args: tuple, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match) as raised:
+        device_ops.digest(*args, impl=impl)
+    sentence = str(raised.value).split("\nException raised from")[0]
+    assert "\n" not in sentence.strip() and len(sentence) < 250
+    assert not COUNTS.any()
+
+
+def test_sums_on_another_device() -> None:
+    operators = pytest.importorskip("diloco_comm.kernels.operators", reason="needs Triton")
+    with pytest.raises(ValueError, match="sums must be on cpu like the others, got meta"):
+        operators.digest(torch.zeros(4), COUNTS.to("meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ops.available_impls("cuda"))
+def test_sums_on_the_host(impl: str) -> None:
+    with pytest.raises(ValueError, match="sums must be on cuda:0 like the others, got cpu"):
+        ops.digest(torch.zeros(4, device="cuda"), COUNTS, impl=impl)
+
+
+def test_finishing_takes_whole_numbers() -> None:
+    for arguments in ((1.5, 0, 0), (0, "1", 0), (0, 0, -1)):
+        with pytest.raises(TypeError):
+            ops.finish_digest(*arguments)
