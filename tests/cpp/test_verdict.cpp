@@ -137,5 +137,6 @@ int main() {
     test_cuts();
     test_every_graph_of_five();
     test_large();
+    test_reports_as_text();
     return passed("verdict");
 }
