@@ -87,7 +87,13 @@ class CMakeBuild(build_ext):
         subprocess.check_call([cmake, "--build", str(build_dir), "--target", "_C"])
 
 
+# Kernels stand beside the package, where a link in the sources leads to them.
+PACKAGES = {*setuptools.find_packages(include=["diloco_comm", "diloco_comm.*"])}
+PACKAGES.add("diloco_comm.kernels")
+
 setup(
+    packages=sorted(PACKAGES),
+    package_dir={"diloco_comm.kernels": "kernels"},
     install_requires=dependencies(),
     ext_modules=[Extension("diloco_comm._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},

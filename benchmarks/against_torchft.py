@@ -31,7 +31,7 @@ from outer_step import Transformer, memory_growth
 from plain_traffic import Traffic
 from torch import Tensor, nn
 
-from diloco_comm.tools.demo_data import Batches, load_corpus, validation_windows
+from diloco_comm.tools.demo.data import Batches, load_corpus, validation_windows
 
 SKIPPED = 77
 LR, MOMENTUM = 0.7, 0.9

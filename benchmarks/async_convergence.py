@@ -30,14 +30,14 @@ from async_report import write_report
 from async_tuning import Choice, choose, next_rate
 from torch import Tensor
 
-from diloco_comm.asynchronous.coordinator import Coordinator, Outcome
-from diloco_comm.asynchronous.local import LocalModel
-from diloco_comm.asynchronous.model import SharedModel
-from diloco_comm.asynchronous.scheduling import ShardSampler, ShardSchedule
+from diloco_comm.asynchronous.model.shared import SharedModel
+from diloco_comm.asynchronous.server.decisions.coordinator import Coordinator, Outcome
+from diloco_comm.asynchronous.server.decisions.scheduling import ShardSampler, ShardSchedule
 from diloco_comm.asynchronous.virtual import VirtualRun, VirtualWorker
-from diloco_comm.tools.demo_data import Batches, Corpus, load_corpus, validation_windows
-from diloco_comm.tools.demo_model import ByteTransformer, ModelConfig, byte_loss
-from diloco_comm.wire import WireFormat
+from diloco_comm.asynchronous.worker.local import LocalModel
+from diloco_comm.ops.wire import WireFormat
+from diloco_comm.tools.demo.data import Batches, Corpus, load_corpus, validation_windows
+from diloco_comm.tools.demo.model import ByteTransformer, ModelConfig, byte_loss
 
 TUNING_SEED = 1000
 NUM_SEEDS = 3

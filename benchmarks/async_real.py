@@ -41,11 +41,11 @@ from async_methods import METHODS, MOMENTUM, SPEEDS
 from torch import Tensor
 
 from diloco_comm import DiLoCo, Nesterov
-from diloco_comm.asynchronous.scheduling import ShardSampler
-from diloco_comm.asynchronous.server import AsyncServer
-from diloco_comm.asynchronous.worker import AsyncDiLoCo
-from diloco_comm.tools.demo_data import Batches, validation_windows
-from diloco_comm.tools.demo_model import ByteTransformer, byte_loss
+from diloco_comm.asynchronous.server.decisions.scheduling import ShardSampler
+from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.tools.demo.data import Batches, validation_windows
+from diloco_comm.tools.demo.model import ByteTransformer, byte_loss
 
 WORKERS, SIZE, TEXT_SHARDS = 4, "118k", 4
 NAMES = ("DiLoCo", "async Nesterov", "DN + DyLU")

@@ -36,13 +36,13 @@ from async_floor import Courier, carrying
 from torch import nn
 
 from diloco_comm import Adam, Nesterov
-from diloco_comm.asynchronous.coordinator import Coordinator, Update
-from diloco_comm.asynchronous.model import SharedModel
-from diloco_comm.asynchronous.rules import DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.server import AsyncServer
-from diloco_comm.asynchronous.worker import AsyncDiLoCo
-from diloco_comm.exchange import empty_pages
-from diloco_comm.wire import WireFormat, parse
+from diloco_comm.asynchronous.model.rules import DelayedNesterov, Immediate, ServerRule
+from diloco_comm.asynchronous.model.shared import SharedModel
+from diloco_comm.asynchronous.server.decisions.coordinator import Coordinator, Update
+from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.base.memory import empty_pages
+from diloco_comm.ops.wire import WireFormat, parse
 
 RESULTS = Path(__file__).parent / "results"
 RULES: dict[str, ServerRule] = {

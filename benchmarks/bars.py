@@ -25,7 +25,7 @@ import common
 import netns
 import torchft_peer
 
-from diloco_comm.tools import outputs
+from diloco_comm.tools.common import outputs
 
 _SKIPPED = 77  # exit status of private_loopback.py where it may not make a namespace
 HERE = Path(__file__).resolve().parent

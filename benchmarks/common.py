@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_comm.tools import outputs, ranks
-from diloco_comm.tools.measuring import (
+from diloco_comm.tools.common import outputs, ranks
+from diloco_comm.tools.common.measuring import (
     Report,
     WorkerError,
     check_output,
@@ -32,7 +32,7 @@ from diloco_comm.tools.measuring import (
     summary,
     versions,
 )
-from diloco_comm.tools.sizes import format_size, parse_size
+from diloco_comm.tools.common.sizes import format_size, parse_size
 
 __all__ = [
     "RESULTS",

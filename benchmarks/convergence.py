@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco_comm import DiLoCo
-from diloco_comm.tools.demo_ddp import BucketExchange
+from diloco_comm.tools.demo.ddp import BucketExchange
 
 TUNING_SEED = 1000
 # The link of the exposed time: it changes no number, and so only a few rounds run over it.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_comm import SGD, Adam, HeavyBall, Nesterov
-from diloco_comm.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
+from diloco_comm.methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
 
 MOMENTUM = 0.8
 Choice = Mapping[str, float]

@@ -14,8 +14,8 @@ import sys
 
 import common
 
-from diloco_comm.tools import bench_exchange
-from diloco_comm.tools.bench_exchange import DTYPES, Settings
+from diloco_comm.tools.bench import exchange as bench_exchange
+from diloco_comm.tools.bench.exchange import DTYPES, Settings
 
 
 def parse_arguments() -> argparse.Namespace:

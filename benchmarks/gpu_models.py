@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diloco_comm import DiLoCo
-from diloco_comm.tools.demo_data import Batches, load_corpus
-from diloco_comm.tools.demo_model import ByteTransformer, ModelConfig
+from diloco_comm.tools.demo.data import Batches, load_corpus
+from diloco_comm.tools.demo.model import ByteTransformer, ModelConfig
 
 # nanoGPT's 124 M parameters are this with a larger vocabulary; the other is for tests on a CPU.
 SIZES = {

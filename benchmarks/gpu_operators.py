@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 
 SIZES = ((33, 65), (7,), (0,), (1000,), (1,))
 

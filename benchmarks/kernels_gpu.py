@@ -29,8 +29,8 @@ import torch
 from kernels_gpu_cases import BLOCK, Case, Data, cases, plain_twins
 
 from diloco_comm import ops
-from diloco_comm.impls import default_on_cuda
-from diloco_comm.wire import WIRES
+from diloco_comm.ops.dispatch import default_on_cuda
+from diloco_comm.ops.wire import WIRES
 
 FLUSH_BYTES = 512 << 20
 PAUSE_CYCLES = 2_000_000  # about a millisecond
@@ -302,7 +302,7 @@ def run(args: argparse.Namespace, impls: Sequence[str]) -> bool:
     defaults = {name: default_of(name, args.device, impls) for name in operators}
     report.print(f"# default of each operator: {json.dumps(defaults)}")
     if len(impls) > 1:
-        # For diloco_comm/impls.py, from a run on a GPU.
+        # For diloco_comm/ops/dispatch.py, from a run on a GPU.
         report.header["faster"] = faster_ones(rows)
         report.print(f"# faster one of each operator: {json.dumps(report.header['faster'])}")
     checks = verdicts(rows, defaults)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 
 BLOCK = 256
 NUM_RUNS = 4  # the shards that `reduce` sums

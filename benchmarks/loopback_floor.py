@@ -20,9 +20,9 @@ import common
 import torch
 import torch.distributed as dist
 
-from diloco_comm.tools.bench_exchange import Sampler, Settings, make_exchange
-from diloco_comm.tools.bench_methods import DilocoAllReduce, GlooAllReduce, source_of
-from diloco_comm.wire import Layout, WireFormat
+from diloco_comm.ops.wire import Layout, WireFormat
+from diloco_comm.tools.bench.exchange import Sampler, Settings, make_exchange
+from diloco_comm.tools.bench.methods import DilocoAllReduce, GlooAllReduce, source_of
 
 _BLOCK = 256
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 
 NUM_ELEMENTS = 1 << 21
 NUM_RUNS = 4

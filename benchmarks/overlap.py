@@ -30,11 +30,11 @@ from overlap_report import print_rows, summarize
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco_comm import DiLoCo, Nesterov
-from diloco_comm.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
-from diloco_comm.tools import ranks
-from diloco_comm.tools.demo_data import Batches, load_corpus
-from diloco_comm.tools.demo_ddp import BucketExchange
-from diloco_comm.tools.demo_model import ByteTransformer, ModelConfig, byte_loss
+from diloco_comm.methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
+from diloco_comm.tools.common import ranks
+from diloco_comm.tools.demo.data import Batches, load_corpus
+from diloco_comm.tools.demo.ddp import BucketExchange
+from diloco_comm.tools.demo.model import ByteTransformer, ModelConfig, byte_loss
 
 POLICIES: dict[str, Callable[[int], Overlap]] = {
     "blocking": lambda delay: Blocking(),

@@ -18,7 +18,7 @@ import common
 import torch
 from torch import Tensor
 
-from diloco_comm.tools.bench_ops import PATTERN, buffer
+from diloco_comm.tools.bench.operators import PATTERN, buffer
 
 # Elements; ranges of the loops are multiples of it.
 _UNIT = 1024

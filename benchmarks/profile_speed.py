@@ -21,7 +21,7 @@ from pathlib import Path
 
 import common
 
-from diloco_comm.tools.profile_report import make_report, read_traces
+from diloco_comm.tools.profile.report import make_report, read_traces
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 ADD = (

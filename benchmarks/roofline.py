@@ -21,7 +21,7 @@ import plain_operators as plain
 import torch
 
 from diloco_comm import ops
-from diloco_comm.tools.bench_ops import (
+from diloco_comm.tools.bench.operators import (
     BLOCK,
     Data,
     Row,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diloco_comm.tools.bench_exchange import transmitted_bytes
+from diloco_comm.tools.bench.exchange import transmitted_bytes
 
 
 def make_model() -> nn.Sequential:

@@ -9,7 +9,7 @@ Importing touches no device and starts no thread.
 
 from __future__ import annotations
 
-from . import env, extension
+from .base import env, extension
 
 try:
     # The operators first: they say what to do when the extension is missing.
@@ -17,14 +17,14 @@ try:
 except ImportError as error:
     extension.end_command(error)
     raise
-from .collective import all_reduce, shutdown
-from .diloco import DiLoCo
-from .errors import LeftBehind, NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
-from .metrics import SyncMetrics, SyncTotals
-from .outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer
-from .overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
-from .presets import co2, eager_diloco, fedavg, local_sgd, streaming_diloco
-from .wire import WireFormat
+from .base.errors import LeftBehind, NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+from .exchange.collective import all_reduce, shutdown
+from .methods.outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer
+from .methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
+from .ops.wire import WireFormat
+from .rounds.metrics import SyncMetrics, SyncTotals
+from .training.diloco import DiLoCo
+from .training.presets import co2, eager_diloco, fedavg, local_sgd, streaming_diloco
 
 __version__ = "0.1.0"
 
@@ -60,6 +60,6 @@ __all__ = [
 ]
 
 if env.profile_folder():
-    from .tools.profile_record import record
+    from .tools.profile.record import record
 
     record(env.profile_folder(), *env.profile_steps())

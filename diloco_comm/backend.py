@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import collective, env
-from .errors import NonFiniteError
-from .finishing import Finisher, for_native
-from .wire import parse
+from .base import env
+from .base.errors import NonFiniteError
+from .base.futures import Finisher, for_native
+from .exchange import collective
+from .ops.wire import parse
 
 NAME = "diloco"
 

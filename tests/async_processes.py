@@ -23,11 +23,11 @@ import torch
 from async_helpers import Flat, attach
 
 from diloco_comm import SGD
-from diloco_comm.asynchronous.link import ServerLost
-from diloco_comm.asynchronous.rules import Immediate
-from diloco_comm.asynchronous.server import AsyncServer
-from diloco_comm.asynchronous.storage import Storage
-from diloco_comm.asynchronous.worker import AsyncDiLoCo, RoundMetrics
+from diloco_comm.asynchronous.model.rules import Immediate
+from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.server.storage.snapshots import Storage
+from diloco_comm.asynchronous.worker.link import ServerLost
+from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo, RoundMetrics
 
 
 def server_main(options: argparse.Namespace) -> None:
@@ -122,7 +122,7 @@ DEFAULTS = {
 # Children are forked from a process that has imported what they need: torch takes seconds.
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
-    ["diloco_comm.asynchronous.server", "diloco_comm.asynchronous.worker", "pytest"]
+    ["diloco_comm.asynchronous.server.server", "diloco_comm.asynchronous.worker.worker", "pytest"]
 )
 
 

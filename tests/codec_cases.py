@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
 
 # Every implementation by name: one that this processor cannot run is skipped in sight.
 CPU_IMPLS = [

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco_comm import reference
-from diloco_comm.exchange import Exchange, Header, Outcome
-from diloco_comm.wire import Layout, WireFormat
+from diloco_comm.exchange.exchange import Exchange
+from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.work import Outcome
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import Layout, WireFormat
 
 CHUNK_BYTES = 4096
 

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from workers import GRACE_S, Pool, deadline_after
 
-from diloco_comm import DiLoCo, Nesterov, SyncError, WireFormat, reference
-from diloco_comm.digests import digest_of
-from diloco_comm.fragments import Schedule, make_fragments, trainable_parameters
-from diloco_comm.wire import Layout
+from diloco_comm import DiLoCo, Nesterov, SyncError, WireFormat
+from diloco_comm.ops import reference
+from diloco_comm.ops.digests import digest_of
+from diloco_comm.ops.wire import Layout
+from diloco_comm.replica.fragments import Schedule, make_fragments, trainable_parameters
 
 LR, MOMENTUM = 0.7, 0.9
 TESTS = str(Path(__file__).parent)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from diloco_comm import DiLoCo
-from diloco_comm.flights import Flight
-from diloco_comm.parts import Part
+from diloco_comm.rounds.flights import Flight
+from diloco_comm.rounds.synced import Part
 
 
 @dataclass

@@ -34,7 +34,7 @@ class OuterOptimizer:
 
 @dataclass
 class Method:
-    """A policy and its numbers; see ``diloco_comm.overlap`` for their meaning.
+    """A policy and its numbers; see ``diloco_comm.methods.overlap`` for their meaning.
 
     ``sick`` has (inner step, replica): what that replica would send then is not finite, and it is
     reset.

@@ -7,7 +7,7 @@ from functools import cache
 from termination_record import Code, ack_by
 from termination_states import HELD, Process, Rounds, Snapshot, last_of, members_of
 
-from diloco_comm.termination import Ack
+from diloco_comm.exchange.membership.termination import Ack
 
 
 @cache

@@ -10,7 +10,8 @@ from typing import Any
 from termination_model import Model
 from termination_record import Code
 
-from diloco_comm import sealing, slot, termination
+from diloco_comm.exchange import buffers as slot
+from diloco_comm.exchange.membership import sealing, termination
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from diloco_comm.headers import Header
-from diloco_comm.pending import Round
-from diloco_comm.sealing import ack_of, from_json, to_json
-from diloco_comm.slot import Slot
-from diloco_comm.termination import Ack, Decision, Standing, decide
-from diloco_comm.wire import WireFormat
+from diloco_comm.exchange.buffers import Slot
+from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.membership.sealing import ack_of, from_json, to_json
+from diloco_comm.exchange.membership.termination import Ack, Decision, Standing, decide
+from diloco_comm.exchange.work import Round
+from diloco_comm.ops.wire import WireFormat
 
 # (number, epoch, state) of rounds.
 Standings = tuple[tuple[int, int, str], ...]

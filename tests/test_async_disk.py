@@ -22,10 +22,10 @@ from async_helpers import PLAIN, Flat, attach, status, wait_until
 from async_processes import Child
 from cli_helpers import run_cli
 
-from diloco_comm.asynchronous.rules import Buffered
-from diloco_comm.asynchronous.server import AsyncServer
-from diloco_comm.asynchronous.spool import spool
-from diloco_comm.asynchronous.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.model.rules import Buffered
+from diloco_comm.asynchronous.protocol.payloads import spool
+from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 
 # A snapshot of 400 kB, and as much for each update in the journal.
 SIZE = 100_001
@@ -353,10 +353,10 @@ def test_the_status_of_a_server_that_keeps_nothing() -> None:
 def test_an_update_that_needs_a_file_gets_one_elsewhere(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
     folder, spooled = disk.root / "state", []
     monkeypatch.setattr(
-        "diloco_comm.asynchronous.state.spool",
+        "diloco_comm.asynchronous.server.state.spool",
         lambda *arguments: spooled.append(arguments) or spool(*arguments),
     )
     server = AsyncServer(PLAIN, snapshot=folder, parameters=[torch.ones(SIZE)], sync_every=1)
@@ -376,8 +376,8 @@ def test_an_update_waits_for_room_on_a_full_disk(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither beside the snapshot nor in the folder of temporary files is any room."""
-    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
-    monkeypatch.setattr("diloco_comm.asynchronous.link.PATIENCE_S", 0.0)
+    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.worker.link.PATIENCE_S", 0.0)
     monkeypatch.setattr(tempfile, "tempdir", str(disk.root))
     folder = disk.root / "state"
     with AsyncServer(PLAIN, snapshot=folder, parameters=[torch.ones(SIZE)], sync_every=1) as server:

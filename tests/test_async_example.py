@@ -9,7 +9,7 @@ from pathlib import Path
 
 from async_helpers import serving
 
-from diloco_comm.asynchronous.rules import DelayedNesterov
+from diloco_comm.asynchronous.model.rules import DelayedNesterov
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_async.py"
 

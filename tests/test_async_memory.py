@@ -25,19 +25,19 @@ from async_helpers import (
 from cli_helpers import run_cli
 
 from diloco_comm import Adam, HeavyBall
-from diloco_comm.asynchronous.coordinator import encode
-from diloco_comm.asynchronous.messages import Kind, Message
-from diloco_comm.asynchronous.model import RUN_ELEMENTS, SharedModel, layout_of
-from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.server import AsyncServer
-from diloco_comm.asynchronous.spool import Spooled, spool
-from diloco_comm.outer import make_outer
-from diloco_comm.wire import WireFormat
+from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
+from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, SharedModel, layout_of
+from diloco_comm.asynchronous.protocol.messages import Kind, Message
+from diloco_comm.asynchronous.protocol.payloads import Spooled, spool
+from diloco_comm.asynchronous.server.decisions.coordinator import encode
+from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.methods.outer import make_outer
+from diloco_comm.ops.wire import WireFormat
 
 
 def test_memory_is_bounded_by_credit_not_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve updates of a whole model each, one in memory at a time."""
-    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
     size = 300_000
     with serving(parameters=[torch.zeros(size)], model_sizes=2.0) as server:
         peak = 0
@@ -97,7 +97,7 @@ def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.Monk
 def test_a_newer_version_is_begun_when_older_ones_are_read_or_take_too_long(
     monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
-    monkeypatch.setattr("diloco_comm.asynchronous.sending.TURN_S", turn_s)
+    monkeypatch.setattr("diloco_comm.asynchronous.server.transfer.sending.TURN_S", turn_s)
     zeros = torch.zeros(7)
     with (
         serving(parameters=[zeros]) as server,
@@ -183,9 +183,9 @@ def test_updates_larger_than_the_budget_go_through_a_file(
     roomy = run(tmp_path / "roomy")
     shutil.rmtree(tmp_path / "copy")
     spooled = []
-    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
     monkeypatch.setattr(
-        "diloco_comm.asynchronous.state.spool",
+        "diloco_comm.asynchronous.server.state.spool",
         lambda folder, sizes: spooled.append(sizes) or spool(folder, sizes),
     )
     tight = run(tmp_path / "tight")
@@ -208,8 +208,8 @@ class Spool:
 def files(monkeypatch: pytest.MonkeyPatch) -> Spool:
     """No memory for updates: each goes to a file."""
     made = Spool()
-    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
-    monkeypatch.setattr("diloco_comm.asynchronous.state.spool", made)
+    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.server.state.spool", made)
     return made
 
 

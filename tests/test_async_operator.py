@@ -9,7 +9,7 @@ from codec_cases import HOST_IMPLS, IMPLS, SIZES, assert_same, values
 from test_ops_reduce import whole_payload
 from torch import Tensor
 
-from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
 
 MODES = [(True, True), (False, True), (True, False), (False, False)]
 

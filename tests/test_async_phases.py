@@ -21,12 +21,12 @@ from async_helpers import attach, wait_until
 from async_processes import check_ledger, server_main, worker_main
 from workers import Pool
 
-from diloco_comm.asynchronous import storage
-from diloco_comm.asynchronous.link import Link
-from diloco_comm.asynchronous.messages import Message
-from diloco_comm.asynchronous.server import AsyncServer
-from diloco_comm.asynchronous.worker import AsyncDiLoCo
-from diloco_comm.tools.measuring import free_port
+from diloco_comm.asynchronous.protocol.messages import Message
+from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.server.storage import snapshots as storage
+from diloco_comm.asynchronous.worker.link import Link
+from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.tools.common.measuring import free_port
 
 # Two runs of the first fragment, one of the second.
 SIZE = 300_001

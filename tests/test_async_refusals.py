@@ -25,11 +25,11 @@ from async_helpers import (
 )
 
 from diloco_comm import NonFiniteError
-from diloco_comm.asynchronous.link import ServerRefused
-from diloco_comm.asynchronous.messages import Kind, Message
-from diloco_comm.asynchronous.rules import Immediate
-from diloco_comm.asynchronous.server import AsyncServer
-from diloco_comm.asynchronous.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.model.rules import Immediate
+from diloco_comm.asynchronous.protocol.messages import Kind, Message
+from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.worker.link import ServerRefused
+from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 
 
 def test_stale_updates_are_refused_and_counted(caplog: pytest.LogCaptureFixture) -> None:

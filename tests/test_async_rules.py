@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from diloco_comm import SGD, Adam, HeavyBall, Nesterov
-from diloco_comm.asynchronous.coordinator import Coordinator, Outcome, Update, encode
-from diloco_comm.asynchronous.model import RUN_ELEMENTS, SharedModel, layout_of
-from diloco_comm.asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
-from diloco_comm.asynchronous.spool import Spooled
-from diloco_comm.wire import WireFormat
+from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
+from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, SharedModel, layout_of
+from diloco_comm.asynchronous.protocol.payloads import Spooled
+from diloco_comm.asynchronous.server.decisions.coordinator import (
+    Coordinator,
+    Outcome,
+    Update,
+    encode,
+)
+from diloco_comm.ops.wire import WireFormat
 
 FP32 = WireFormat("fp32")
 STREAM = [(0.4, -0.2), (0.1, 0.3), (-0.2, 0.5), (0.3, 0.1), (0.2, -0.1), (0.0, 0.2)]
@@ -274,7 +279,7 @@ def test_compensation_without_room_for_files(
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diloco_comm.asynchronous.starts.spool", no_room)
+    monkeypatch.setattr("diloco_comm.asynchronous.model.versions.spool", no_room)
     test_delay_compensation()
     assert "there is no room for a file" in caplog.text
 

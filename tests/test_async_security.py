@@ -13,9 +13,9 @@ from async_helpers import (
     serving,
 )
 
-from diloco_comm.asynchronous.keys import make_keys
-from diloco_comm.asynchronous.link import ServerLost, read_status
-from diloco_comm.asynchronous.server import AsyncServer
+from diloco_comm.asynchronous.protocol.keys import make_keys
+from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.worker.link import ServerLost, read_status
 
 
 def test_keys_let_in_the_allowed_and_nobody_else(tmp_path: Path) -> None:

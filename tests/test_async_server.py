@@ -19,9 +19,9 @@ from problems import Regression, equal, parameters_of, train_step
 from test_async_rules import EXAMPLE, EXAMPLE_RULES, STREAM
 from torch import nn
 
-from diloco_comm.asynchronous.link import ServerRefused
-from diloco_comm.asynchronous.rules import DelayedNesterov
-from diloco_comm.asynchronous.worker import AsyncDiLoCo
+from diloco_comm.asynchronous.model.rules import DelayedNesterov
+from diloco_comm.asynchronous.worker.link import ServerRefused
+from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 
 
 @pytest.mark.parametrize("name", EXAMPLE)

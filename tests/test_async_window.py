@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from diloco_comm.asynchronous.downloads import Download
-from diloco_comm.asynchronous.messages import MAX_BATCH, MAX_BODY, Kind, Message
-from diloco_comm.asynchronous.model import RUN_ELEMENTS, layout_of
-from diloco_comm.asynchronous.window import Position, Window, bodies, is_within
-from diloco_comm.wire import WireFormat
+from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, layout_of
+from diloco_comm.asynchronous.protocol.messages import MAX_BATCH, MAX_BODY, Kind, Message
+from diloco_comm.asynchronous.protocol.window import Position, Window, bodies, is_within
+from diloco_comm.asynchronous.worker.downloads import Download
+from diloco_comm.ops.wire import WireFormat
 
 
 @pytest.mark.parametrize(("batch", "window"), [(1, 1), (40, 100), (100, 100), (1000, 1000)])

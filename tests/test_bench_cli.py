@@ -18,7 +18,10 @@ from workers import Crew, Pool
 from zygote import Zygote
 
 from diloco_comm import DiLoCo
-from diloco_comm.tools import bench_exchange, bench_outer_step, bench_tune, measuring
+from diloco_comm.tools.bench import exchange as bench_exchange
+from diloco_comm.tools.bench import outer_step as bench_outer_step
+from diloco_comm.tools.bench import tune as bench_tune
+from diloco_comm.tools.common import measuring
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TOP = {"date", "commit", "machine", "versions", "command", "results", "output"}

@@ -17,8 +17,8 @@ import pytest
 import torch
 from workers import Pool
 
-from diloco_comm import reference
-from diloco_comm.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -128,7 +128,7 @@ def namespaces() -> str:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_check_accepts_the_format_and_nothing_worse(wire: str, world: int, scripts: None) -> None:
-    from diloco_comm.tools import bench_methods as methods
+    from diloco_comm.tools.bench import methods
 
     count = 3000
     sources = [methods.source_of(rank, count, torch.float32) for rank in range(world)]
@@ -149,7 +149,7 @@ def test_check_accepts_the_format_and_nothing_worse(wire: str, world: int, scrip
 def test_check_counts_wrong_elements_and_disagreeing_ranks(
     scripts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from diloco_comm.tools import bench_methods as methods
+    from diloco_comm.tools.bench import methods
 
     exact = methods.exact_mean(2, 1000, torch.float32)
     sources = [methods.source_of(rank, 1000, torch.float32) for rank in range(2)]

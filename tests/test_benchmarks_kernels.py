@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from diloco_comm import impls, ops
+from diloco_comm import ops
+from diloco_comm.ops import dispatch as impls
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 IMPLS = [impl for impl in ops.available_impls() if impl != "reference"][-2:]

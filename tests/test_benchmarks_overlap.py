@@ -228,7 +228,7 @@ def test_both_sides_cut_the_model_alike(num_fragments: int) -> None:
     from against_torchft import fragment_modules, fragment_patterns
     from outer_step import Transformer
 
-    from diloco_comm.fragments import make_fragments, trainable_parameters
+    from diloco_comm.replica.fragments import make_fragments, trainable_parameters
 
     model = Transformer(16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

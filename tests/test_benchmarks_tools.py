@@ -20,7 +20,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_synthetic_trace_is_one(tmp_path: Path) -> None:
     import profile_speed
 
-    from diloco_comm.tools.profile_report import make_report, read_traces
+    from diloco_comm.tools.profile.report import make_report, read_traces
 
     path = tmp_path / "rank0.json"
     num_events = profile_speed.write_trace(path, 300_000)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diloco_comm import DiLoCo, Eager, HeavyBall
-from diloco_comm.wire import WireFormat
+from diloco_comm.ops.wire import WireFormat
 
 
 def attach(**arguments: Any) -> DiLoCo:

@@ -26,8 +26,9 @@ from codec_cases import (
 )
 from emulated import needs_library, operator
 
-from diloco_comm import ops, reference
-from diloco_comm.wire import WIRES, Layout, WireFormat
+from diloco_comm import ops
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", [EMULATED, *ON_A_GPU])
 MANY = 400  # tensors, more than a kernel's parameters hold

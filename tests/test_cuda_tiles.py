@@ -16,8 +16,8 @@ import torch
 from codec_cases import EMULATED, assert_same, fill, values
 from torch import Tensor
 
-from diloco_comm import reference
-from diloco_comm.wire import Layout, WireFormat
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import Layout, WireFormat
 
 emulated = pytest.mark.parametrize("impl", [EMULATED])
 

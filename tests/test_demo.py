@@ -18,9 +18,9 @@ import pytest
 from cli_helpers import check_documented, check_misuse, help_examples, run_cli
 
 from diloco_comm import Streaming
-from diloco_comm.tools.demo_data import Batches, load_corpus, validation_windows
-from diloco_comm.tools.demo_methods import overlap_of
-from diloco_comm.tools.demo_settings import ROWS, STREAMING, Settings
+from diloco_comm.tools.demo.data import Batches, load_corpus, validation_windows
+from diloco_comm.tools.demo.methods import overlap_of
+from diloco_comm.tools.demo.settings import ROWS, STREAMING, Settings
 
 DEMO = [sys.executable, "-m", "diloco_comm.tools.cli", "demo"]
 NUM_REPLICAS = 3

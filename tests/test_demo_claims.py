@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_comm.tools.demo_events import Finished
-from diloco_comm.tools.demo_results import Point, Results, RowResult
-from diloco_comm.tools.demo_settings import BASELINE, REFERENCE, ROWS, SMALL, TINY, Row, Settings
+from diloco_comm.tools.demo.events import Finished
+from diloco_comm.tools.demo.results import Point, Results, RowResult
+from diloco_comm.tools.demo.settings import BASELINE, REFERENCE, ROWS, SMALL, TINY, Row, Settings
 
 SETTINGS = Settings(num_replicas=2, sync_every=50)
 # Nats a byte before and after, and bytes sent, of rows for which every claim holds.

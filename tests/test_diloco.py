@@ -12,8 +12,8 @@ from problems import Regression, batch, equal, parameters_of, train_step, ulps
 from torch import Tensor, nn
 
 from diloco_comm import SGD, Adam, DiLoCo, Nesterov
-from diloco_comm.fragments import Schedule
-from diloco_comm.wire import WIRES
+from diloco_comm.ops.wire import WIRES
+from diloco_comm.replica.fragments import Schedule
 
 # ------------------------------------------------------------------------ limits of the method
 

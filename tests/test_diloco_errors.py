@@ -28,8 +28,8 @@ from diloco_comm import (
     ReplicaMismatch,
     Streaming,
 )
-from diloco_comm.hooks import SkippedSteps
-from diloco_comm.wire import WireFormat
+from diloco_comm.ops.wire import WireFormat
+from diloco_comm.replica.hooks import SkippedSteps
 
 # ------------------------------------------------------------------- replicas that do not agree
 

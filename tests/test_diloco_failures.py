@@ -23,9 +23,9 @@ from diloco_comm import (
     PeerLeft,
     Streaming,
     SyncError,
-    collective,
 )
-from diloco_comm.exchange import Pending
+from diloco_comm.exchange import collective
+from diloco_comm.exchange.work import Pending
 
 
 def attach(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:

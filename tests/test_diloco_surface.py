@@ -11,15 +11,7 @@ import torch.distributed as dist
 from problems import Regression, equal, parameters_of, train_step
 from torch import nn
 
-from diloco_comm import (
-    Blocking,
-    DiLoCo,
-    HeavyBall,
-    Nesterov,
-    Streaming,
-    fedavg,
-    local_sgd,
-)
+from diloco_comm import Blocking, DiLoCo, HeavyBall, Nesterov, Streaming, fedavg, local_sgd
 
 # -------------------------------------------------------------------------------- the surface
 

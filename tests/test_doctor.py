@@ -16,8 +16,12 @@ from cli_helpers import check_documented, check_misuse, check_schema, examples, 
 from workers import Pool
 
 from diloco_comm import __version__, ops
-from diloco_comm.tools import doctor, doctor_command, doctor_job, doctor_selftest, measuring
-from diloco_comm.tools.doctor import Finding
+from diloco_comm.tools.common import measuring
+from diloco_comm.tools.doctor import command as doctor_command
+from diloco_comm.tools.doctor import facts as doctor
+from diloco_comm.tools.doctor import job as doctor_job
+from diloco_comm.tools.doctor import selftest as doctor_selftest
+from diloco_comm.tools.doctor.facts import Finding
 
 FINDING = {"level": str, "what": str, "remedy": str}
 SCHEMA: dict[str, Any] = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco_comm.tools import ranks
-from diloco_comm.tools.measuring import run_workers
+from diloco_comm.tools.common import ranks
+from diloco_comm.tools.common.measuring import run_workers
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

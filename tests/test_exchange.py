@@ -13,9 +13,9 @@ from exchange_helpers import decode, digest, exchange, reference_digest, split, 
 from workers import Pool
 
 from diloco_comm import DiLoCo, Nesterov
-from diloco_comm.control import Control
-from diloco_comm.exchange import Header
-from diloco_comm.wire import WIRES, WireFormat
+from diloco_comm.exchange.headers import Header
+from diloco_comm.ops.wire import WIRES, WireFormat
+from diloco_comm.replica.messages import Control
 
 Workers = Callable[[int], Pool]
 SIZES = [1, 7, 255, 257, 4096, 100_003]

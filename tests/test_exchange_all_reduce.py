@@ -16,11 +16,13 @@ import torch.distributed as dist
 from exchange_helpers import values
 from workers import Pool
 
-from diloco_comm import collective, reference
-from diloco_comm.collective import all_reduce, shutdown
-from diloco_comm.errors import NonFiniteError, ReplicaMismatch, SyncError
-from diloco_comm.exchange import Exchange, Header
-from diloco_comm.wire import Layout, WireFormat
+from diloco_comm.base.errors import NonFiniteError, ReplicaMismatch, SyncError
+from diloco_comm.exchange import collective
+from diloco_comm.exchange.collective import all_reduce, shutdown
+from diloco_comm.exchange.exchange import Exchange
+from diloco_comm.exchange.headers import Header
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import Layout, WireFormat
 
 Workers = Callable[[int], Pool]
 

@@ -14,9 +14,10 @@ from exchange_helpers import CHUNK_BYTES, decode, digest, reference_digest, sync
 from fault_replicas import connect, wait_for
 from workers import Pool
 
-from diloco_comm.errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
-from diloco_comm.exchange import Exchange, Header
-from diloco_comm.wire import WIRES, WireFormat
+from diloco_comm.base.errors import NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+from diloco_comm.exchange.exchange import Exchange
+from diloco_comm.exchange.headers import Header
+from diloco_comm.ops.wire import WIRES, WireFormat
 
 Fresh = Callable[..., Pool]
 Address = tuple[str, int]

@@ -16,8 +16,10 @@ from exchange_helpers import CHUNK_BYTES, exchange, sync, values
 from fault_replicas import least_resources
 from workers import Pool
 
-from diloco_comm.exchange import Exchange, Header, empty_pages
-from diloco_comm.wire import WireFormat
+from diloco_comm.base.memory import empty_pages
+from diloco_comm.exchange.exchange import Exchange
+from diloco_comm.exchange.headers import Header
+from diloco_comm.ops.wire import WireFormat
 
 Workers = Callable[[int], Pool]
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,8 +66,9 @@ def test_exit_without_close() -> None:
     done = _run_script(
         """
         import threading, torch, torch.distributed as dist
-        from diloco_comm.exchange import Exchange, Header
-        from diloco_comm.wire import WireFormat
+        from diloco_comm.exchange.exchange import Exchange
+        from diloco_comm.exchange.headers import Header
+        from diloco_comm.ops.wire import WireFormat
         store = dist.HashStore()
         made = {}
         def make(r):

@@ -13,9 +13,12 @@ from exchange_helpers import CHUNK_BYTES, decode, sync, values
 from torch import Tensor
 from workers import Pool
 
-from diloco_comm.errors import NonFiniteError, SyncError
-from diloco_comm.exchange import Exchange, Header, Outcome, Slot
-from diloco_comm.wire import WireFormat
+from diloco_comm.base.errors import NonFiniteError, SyncError
+from diloco_comm.exchange.buffers import Slot
+from diloco_comm.exchange.exchange import Exchange
+from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.work import Outcome
+from diloco_comm.ops.wire import WireFormat
 
 N = 60_000
 WIRE = WireFormat("int4")

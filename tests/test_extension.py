@@ -15,7 +15,8 @@ import torch
 
 import diloco_comm
 import diloco_comm.kernels
-from diloco_comm import _C, extension, ops
+from diloco_comm import _C, ops
+from diloco_comm.base import extension
 
 
 @pytest.mark.parametrize("module", ["diloco_comm", "diloco_comm.ops"])

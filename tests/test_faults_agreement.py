@@ -19,17 +19,10 @@ from test_faults_store import STORE
 from workers import Pool
 from zygote import Job, Zygote
 
-from diloco_comm import (
-    _C,
-    LeftBehind,
-    NonFiniteError,
-    SyncError,
-    connecting,
-    regroup,
-    sealing,
-)
-from diloco_comm.termination import Ack, Progress
-from diloco_comm.verdicts import decide_once
+from diloco_comm import _C, LeftBehind, NonFiniteError, SyncError
+from diloco_comm.exchange.membership import connecting, regroup, sealing
+from diloco_comm.exchange.membership.termination import Ack, Progress
+from diloco_comm.exchange.membership.verdicts import decide_once
 
 H = 4
 Address = tuple[str, int]

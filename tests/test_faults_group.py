@@ -24,7 +24,8 @@ from fault_replicas import (
 )
 from workers import Pool
 
-from diloco_comm import SyncError, regroup
+from diloco_comm import SyncError
+from diloco_comm.exchange.membership import regroup
 
 H = 4
 

@@ -25,10 +25,14 @@ from fault_replicas import (
 from test_faults_agreement import Address, Fresh, wait_until_stopped
 from test_faults_group import finish
 
-from diloco_comm import SyncError, attendance, handshake, regroup, waiting
-from diloco_comm.attendance import Attendance, Limits, OwnTime, Pulses
-from diloco_comm.exchange import Exchange, Header
-from diloco_comm.wire import WireFormat
+from diloco_comm import SyncError
+from diloco_comm.exchange import waiting
+from diloco_comm.exchange.exchange import Exchange
+from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.membership import attendance, regroup
+from diloco_comm.exchange.membership.attendance import Attendance, Limits, OwnTime, Pulses
+from diloco_comm.ops.wire import WireFormat
+from diloco_comm.rounds.agreement import handshake
 
 H = 4
 # Nobody waits for it: each test ends by what it tests, or by its own deadline.

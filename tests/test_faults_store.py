@@ -25,7 +25,7 @@ from workers import Pool
 from zygote import Job, Zygote
 
 from diloco_comm import SyncError
-from diloco_comm.handshake import connected_store
+from diloco_comm.rounds.agreement.handshake import connected_store
 
 H = 4
 

@@ -17,7 +17,8 @@ from fault_replicas import Failure, Replica, Result, Setup, check_agreement, wai
 from torch import Tensor
 from workers import Pool
 
-from diloco_comm import Delayed, Eager, HeavyBall, Streaming, SyncError, regroup
+from diloco_comm import Delayed, Eager, HeavyBall, Streaming, SyncError
+from diloco_comm.exchange.membership import regroup
 
 H = 4
 LR = 0.5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_comm.fragments import (
+from diloco_comm.replica.fragments import (
     Schedule,
     describe_parameters,
     layout_hash,

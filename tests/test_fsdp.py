@@ -18,16 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from diloco_comm import (
-    CO2,
-    SGD,
-    DiLoCo,
-    HeavyBall,
-    Nesterov,
-    ReplicaMismatch,
-    Streaming,
-    SyncError,
-)
+from diloco_comm import CO2, SGD, DiLoCo, HeavyBall, Nesterov, ReplicaMismatch, Streaming, SyncError
 
 # It divides by neither number of shards; the head has one row, so all but one shard lack it.
 WIDTH = 25

@@ -14,10 +14,12 @@ from problems import equal
 from torch.utils._pytree import tree_map
 
 import diloco_comm
-from diloco_comm import offload, ops, outer
-from diloco_comm.errors import PeerLeft
-from diloco_comm.streams import current
-from diloco_comm.wire import Layout, WireFormat
+from diloco_comm import ops
+from diloco_comm.base.errors import PeerLeft
+from diloco_comm.exchange.nccl.streams import current
+from diloco_comm.methods import outer
+from diloco_comm.ops import offload
+from diloco_comm.ops.wire import Layout, WireFormat
 
 
 def against_host(rank: int, world: int, device: str, library: str, names: list[str]) -> list[str]:

@@ -15,9 +15,10 @@ from devices import DEVICES
 from problems import equal
 from test_gpu_streams import on_streams, use_streams
 
-from diloco_comm import _C, nccl_group
-from diloco_comm.errors import SyncError
-from diloco_comm.streams import StreamDriver, current
+from diloco_comm import _C
+from diloco_comm.base.errors import SyncError
+from diloco_comm.exchange.nccl import group as nccl_group
+from diloco_comm.exchange.nccl.streams import StreamDriver, current
 
 # Of torch's pool; a device has as many of them.
 POOL_SIZE = 32

@@ -11,7 +11,7 @@ from device_training import METHODS, Replica
 from problems import equal
 from test_gpu_streams import cases, on_streams, use_streams
 
-from diloco_comm.errors import NonFiniteError, SyncError
+from diloco_comm.base.errors import NonFiniteError, SyncError
 
 VICTIM = 1
 NAMES = {

@@ -12,7 +12,7 @@ from device_training import METHODS, Replica
 from test_gpu_streams import on_streams, use_streams
 
 import diloco_comm
-from diloco_comm import outer
+from diloco_comm.methods import outer
 
 CHUNK_ELEMENTS = 4096
 

@@ -12,8 +12,8 @@ from problems import equal
 from test_gpu_streams import NCCL_RANKS, on_streams, use_streams
 from torch import Tensor
 
-from diloco_comm import nccl_group
-from diloco_comm.errors import NonFiniteError
+from diloco_comm.base.errors import NonFiniteError
+from diloco_comm.exchange.nccl import group as nccl_group
 
 NAMES = {
     "diloco": {**METHODS["diloco"], "fragments": 2, "chunk_bytes": 8192},

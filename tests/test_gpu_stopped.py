@@ -18,8 +18,8 @@ from fault_replicas import connect, wait_for
 from test_gpu_streams import NCCL_RANKS, on_streams, use_streams
 from workers import Pool
 
-from diloco_comm.errors import SyncError
-from diloco_comm.streams import current
+from diloco_comm.base.errors import SyncError
+from diloco_comm.exchange.nccl.streams import current
 
 SUSPECT_S = 2.0
 # Of an exchange: what the others must not have to wait for.

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from device_training import METHODS, NAMES, Replica, train
 from problems import equal
 
-from diloco_comm import nccl_group, streams
-from diloco_comm.errors import NonFiniteError, SyncError
+from diloco_comm.base.errors import NonFiniteError, SyncError
+from diloco_comm.exchange.nccl import group as nccl_group
+from diloco_comm.exchange.nccl import streams
 
 NCCL_RANKS = int(os.environ.get("DILOCO_TEST_NCCL_RANKS", "1"))
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from launching import torchrun
 
-from diloco_comm import launch
-from diloco_comm.launch import Launch
+from diloco_comm.base import launch
+from diloco_comm.base.launch import Launch
 
 SRUN = {
     "SLURM_PROCID": "5",
@@ -152,7 +152,8 @@ def test_it_comes_first(workers) -> None:
 
 def test_importing_the_package_imports_no_trainer() -> None:
     code = (
-        "import sys, diloco_comm, diloco_comm.integrations, diloco_comm.launch; print(*sys.modules)"
+        "import sys, diloco_comm, diloco_comm.integrations, diloco_comm.base.launch\n"
+        "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}

@@ -22,9 +22,10 @@ from torch import Tensor
 
 import diloco_comm
 from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, Streaming
-from diloco_comm.exchange import Exchange, Header
-from diloco_comm.parts import ParameterPart
-from diloco_comm.wire import WireFormat
+from diloco_comm.exchange.exchange import Exchange
+from diloco_comm.exchange.headers import Header
+from diloco_comm.ops.wire import WireFormat
+from diloco_comm.rounds.synced import ParameterPart
 
 PACKAGE = str(Path(diloco_comm.__file__).parent)
 SYNC_EVERY, LAST = 2, 6

@@ -10,7 +10,7 @@ from async_helpers import serving
 from launching import torchrun
 from problems import attach
 
-from diloco_comm import launch
+from diloco_comm.base import launch
 
 FORGOTTEN = """
 import torch, torch.distributed as dist

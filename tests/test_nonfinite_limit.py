@@ -14,16 +14,7 @@ from problems import equal, parameters_of, train_step
 from torch import nn
 from workers import Pool
 
-from diloco_comm import (
-    CO2,
-    Blocking,
-    Delayed,
-    DiLoCo,
-    Eager,
-    HeavyBall,
-    NonFiniteError,
-    Streaming,
-)
+from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, NonFiniteError, Streaming
 
 H = 4
 ROUNDS = 50

@@ -15,8 +15,9 @@ from problems import Regression, attach, equal, parameters_of, train_step
 from torch import Tensor, nn
 from workers import Pool
 
-from diloco_comm import Blocking, Delayed, Eager, Nesterov, NonFiniteError, Streaming, reference
-from diloco_comm.wire import Layout, WireFormat
+from diloco_comm import Blocking, Delayed, Eager, Nesterov, NonFiniteError, Streaming
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import Layout, WireFormat
 
 H, ROUNDS, VICTIM, BLOCK = 4, 50, 1, 32
 LR, MU = 0.7, 0.9

@@ -14,16 +14,7 @@ from problems import Regression, batch, equal, parameters_of, train_step
 from torch import Tensor, nn
 from workers import Pool
 
-from diloco_comm import (
-    CO2,
-    Blocking,
-    Delayed,
-    DiLoCo,
-    Eager,
-    HeavyBall,
-    NonFiniteError,
-    Streaming,
-)
+from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, NonFiniteError, Streaming
 
 H, VICTIM = 4, 1
 

@@ -7,8 +7,9 @@ import torch
 from codec_cases import CPU_IMPLS, fill, flat, fragment, tensors_like, values
 from torch import Tensor
 
-from diloco_comm import ops, reference
-from diloco_comm.wire import WIRES, Layout, WireFormat, rng_key
+from diloco_comm import ops
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import WIRES, Layout, WireFormat, rng_key
 
 every_wire = pytest.mark.parametrize("wire", WIRES)
 

@@ -19,7 +19,7 @@ import torch
 from codec_cases import HOST_IMPLS, IMPLS, RUNNING_IMPLS, assert_same, values
 from torch import Tensor
 
-from diloco_comm.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", WIRES)

@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco_comm import _C, ops, reference_digest
-from diloco_comm.digests import chained, digest_of, each_digest
+from diloco_comm import _C, ops
+from diloco_comm.ops import reference_digest
+from diloco_comm.ops.digests import chained, digest_of, each_digest
 
 MASK = (1 << 64) - 1
 HAS_TRITON = importlib.util.find_spec("triton") is not None

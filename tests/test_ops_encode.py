@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco_comm.wire import WIRES, WireFormat
+from diloco_comm.ops.wire import WIRES, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", WIRES)

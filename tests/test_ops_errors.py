@@ -11,7 +11,7 @@ import torch
 from codec_cases import HOST_IMPLS
 
 from diloco_comm import ops as public_ops
-from diloco_comm.wire import WireFormat
+from diloco_comm.ops.wire import WireFormat
 
 N, RUN = 1000, 512
 RUN_BYTES = WireFormat("int8", 256).run_bytes(RUN)

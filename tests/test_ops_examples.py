@@ -8,7 +8,7 @@ import torch
 from codec_cases import IMPLS
 from torch import Tensor
 
-from diloco_comm.wire import Layout, WireFormat
+from diloco_comm.ops.wire import Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 

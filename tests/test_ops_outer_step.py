@@ -29,8 +29,8 @@ from hypothesis import strategies as st
 from test_ops_reduce import whole_payload
 from torch import Tensor
 
-from diloco_comm import reference
-from diloco_comm.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", WIRES)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from test_ops_reduce import true_values
 from torch import Tensor
 
-from diloco_comm.reference_codec import philox, random_bits
-from diloco_comm.wire import WIRES, Layout, WireFormat, rng_key
+from diloco_comm.ops.reference_codec import philox, random_bits
+from diloco_comm.ops.wire import WIRES, Layout, WireFormat, rng_key
 
 every_impl = pytest.mark.parametrize("impl", ["reference", *CPU_IMPLS])
 every_wire = pytest.mark.parametrize("wire", WIRES)

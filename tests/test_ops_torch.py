@@ -13,8 +13,9 @@ from test_ops_reduce import whole_payload
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from diloco_comm import ops, reference
-from diloco_comm.wire import Layout, WireFormat
+from diloco_comm import ops
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import Layout, WireFormat
 
 OPS = torch.ops.diloco_comm
 

@@ -24,18 +24,9 @@ from problems import (
     ulps,
 )
 
-from diloco_comm import (
-    SGD,
-    Adam,
-    DiLoCo,
-    FromTorch,
-    HeavyBall,
-    Nesterov,
-    ReplicaMismatch,
-    ops,
-)
-from diloco_comm.outer import OuterOptimizer, OuterState, Update, make_outer
-from diloco_comm.wire import Layout, WireFormat
+from diloco_comm import SGD, Adam, DiLoCo, FromTorch, HeavyBall, Nesterov, ReplicaMismatch, ops
+from diloco_comm.methods.outer import OuterOptimizer, OuterState, Update, make_outer
+from diloco_comm.ops.wire import Layout, WireFormat
 
 NUM_ROUNDS = 3
 

@@ -22,9 +22,9 @@ from problems import Regression, train_step
 from trace_files import GEMM, NCCL, kernel, launch, write_kineto
 from typer.models import OptionInfo
 
-from diloco_comm.tools import outputs
 from diloco_comm.tools.app import app
-from diloco_comm.tools.profile_record import Recorder
+from diloco_comm.tools.common import outputs
+from diloco_comm.tools.profile.record import Recorder
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 PLAN = ["plan", "--params", "1B", "--layers", "12", "--step-time", "1"]
@@ -156,9 +156,9 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     else:
         tmp_path.chmod(0o555)
         code = ""
-    code += "from diloco_comm.tools import outputs as o; from pathlib import Path; "
+    code += "from diloco_comm.tools.common import outputs as o; from pathlib import Path; "
     code += f"o.check_file('--json', Path({str(tmp_path / 'x.json')!r}))"
-    imported = f"import diloco_comm.tools.outputs; {code}"
+    imported = f"import diloco_comm.tools.common.outputs; {code}"
     ended = subprocess.run([sys.executable, "-c", imported], capture_output=True, text=True)
     assert ended.returncode == 1 and "Permission denied" in ended.stderr
 

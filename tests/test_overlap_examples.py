@@ -13,17 +13,7 @@ import torch
 from oracle import Method, OuterOptimizer, Run, simulate
 from problems import INNER_LR, MATRICES, START, TARGETS, Quadratic
 
-from diloco_comm import (
-    CO2,
-    SGD,
-    Blocking,
-    Delayed,
-    DiLoCo,
-    Eager,
-    HeavyBall,
-    Nesterov,
-    Streaming,
-)
+from diloco_comm import CO2, SGD, Blocking, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Streaming
 
 TOLERANCE = 1e-6
 Trace = list[tuple[list[float], list[float]]]

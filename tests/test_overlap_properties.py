@@ -27,7 +27,7 @@ from diloco_comm import (
     NonFiniteError,
     Streaming,
 )
-from diloco_comm.wire import WIRES
+from diloco_comm.ops.wire import WIRES
 
 WIDTH = 8
 

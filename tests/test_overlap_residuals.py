@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import CO2, Delayed, DiLoCo, Eager, HeavyBall
-from diloco_comm.flights import Flight
-from diloco_comm.parts import Part
+from diloco_comm.rounds.flights import Flight
+from diloco_comm.rounds.synced import Part
 
 H, WIDTH, BLOCK = 2, 24, 32
 POLICIES: dict[str, dict[str, Any]] = {

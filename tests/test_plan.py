@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_comm.tools.plan import Request, find_settings, needed_gbps
-from diloco_comm.tools.plan_published import TABLE_4, TABLE_5, compare
-from diloco_comm.tools.plan_simulator import GRID_GBPS, Schedule, Work, strided, utilisation
+from diloco_comm.tools.plan.estimate import Request, find_settings, needed_gbps
+from diloco_comm.tools.plan.published import TABLE_4, TABLE_5, compare
+from diloco_comm.tools.plan.simulator import GRID_GBPS, Schedule, Work, strided, utilisation
 
 
 def test_table_4_is_reproduced() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
 
-from diloco_comm.tools import plan_command, plan_model
-from diloco_comm.tools.sizes import parse_count
+from diloco_comm.tools.common.sizes import parse_count
+from diloco_comm.tools.plan import command as plan_command
+from diloco_comm.tools.plan import model as plan_model
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
 GBPS = {key: (float, None) for key in ("0.5", "0.8", "0.9", "0.95", "0.99")}

@@ -22,10 +22,10 @@ from trace_files import (
     write_kineto,
 )
 
-from diloco_comm.tools import profile_intervals as intervals
-from diloco_comm.tools import profile_json
-from diloco_comm.tools.profile_report import make_report, read_traces
-from diloco_comm.tools.profile_trace import TraceError
+from diloco_comm.tools.profile import intervals
+from diloco_comm.tools.profile import trace_json as profile_json
+from diloco_comm.tools.profile.report import make_report, read_traces
+from diloco_comm.tools.profile.trace import TraceError
 
 PAIRS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=12)
 

@@ -21,8 +21,8 @@ from trace_files import GEMM, NCCL, Nsys, event, kernel, launch, write_kineto
 from workers import Pool
 
 from diloco_comm import DiLoCo, Streaming
-from diloco_comm.tools import profile_command
-from diloco_comm.tools.profile_record import Recorder
+from diloco_comm.tools.profile import command as profile_command
+from diloco_comm.tools.profile.record import Recorder
 
 PART: dict[str, Any] = {
     "communication_us": float,

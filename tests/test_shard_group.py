@@ -16,16 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco_comm import (
-    CO2,
-    SGD,
-    DiLoCo,
-    HeavyBall,
-    Nesterov,
-    NonFiniteError,
-    Streaming,
-    SyncError,
-)
+from diloco_comm import CO2, SGD, DiLoCo, HeavyBall, Nesterov, NonFiniteError, Streaming, SyncError
 
 WIDTH = 25
 # The last fragment has fewer blocks than there are workers.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from diloco_comm import DiLoCo, Nesterov
-from diloco_comm.wire import WIRES
+from diloco_comm.ops.wire import WIRES
 
 CYCLES = 20
 STEPS = 25  # outer steps a cycle, of the lasting DiLoCo and of the passing one together

@@ -12,9 +12,9 @@ from termination_model import Model
 from termination_mutants import MUTANTS, Mutant, with_change
 from termination_record import Code
 
-from diloco_comm import termination
-from diloco_comm.sealing import from_json, to_json
-from diloco_comm.termination import (
+from diloco_comm.exchange.membership import termination
+from diloco_comm.exchange.membership.sealing import from_json, to_json
+from diloco_comm.exchange.membership.termination import (
     Ack,
     Commit,
     Decision,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from diloco_comm.tools import measuring
-from diloco_comm.tools.measuring import WorkerError, run_workers
+from diloco_comm.tools.common import measuring
+from diloco_comm.tools.common.measuring import WorkerError, run_workers
 
 SCRIPT = """
 import json, os, sys, time

@@ -10,7 +10,8 @@ import pytest
 import torch
 from problems import Regression, train_step
 
-from diloco_comm import DiLoCo, env, trace
+from diloco_comm import DiLoCo
+from diloco_comm.base import env, trace
 
 
 def test_profile_shows_stage_fragment_and_round() -> None:

@@ -11,7 +11,7 @@ import test_ops_encode as encoding
 import torch
 from codec_cases import KINDS, SIZES, fragment, values
 
-from diloco_comm.wire import BLOCK_SIZES, WIRES, WireFormat
+from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
 

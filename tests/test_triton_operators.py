@@ -25,8 +25,9 @@ from codec_cases import (
 )
 from test_ops_bounds import test_misaligned_tensors_between_guards as check_guards
 
-from diloco_comm import ops, reference
-from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+from diloco_comm import ops
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
 

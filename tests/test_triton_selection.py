@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_ops_torch import calls
 
-from diloco_comm import impls, ops, ops_triton
-from diloco_comm.wire import WireFormat
+from diloco_comm import ops
+from diloco_comm.ops import dispatch as impls
+from diloco_comm.ops import triton as ops_triton
+from diloco_comm.ops.wire import WireFormat
 
 ON_A_GPU = torch.cuda.is_available()
 interpreted = pytest.mark.skipif(ON_A_GPU, reason="Triton is compiled here, not interpreted")
@@ -43,7 +45,8 @@ def test_without_triton_there_is_one_sentence() -> None:
         "import sys\n"
         "sys.modules['triton'] = None\n"
         "import torch\n"
-        "from diloco_comm import ops, ops_triton\n"
+        "from diloco_comm import ops\n"
+        "from diloco_comm.ops import triton\n"
         "print(ops.available_impls('cuda'))\n"
         "x = torch.zeros(4)\n"
         "for call in (lambda: ops.resolve_impl('', 'cuda'),\n"

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat, _splitmix64, parse, rng_key
+from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat, _splitmix64, parse, rng_key
 
 SIZES = [1, 2, 7, 31, 32, 33, 255, 256, 257, 1023, 1025, 4096, 100_003, (1 << 20) + 1]
 

@@ -28,8 +28,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from diloco_comm.kernels import launching, operators
-from diloco_comm.tools import measuring
-from diloco_comm.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+from diloco_comm.tools.common import measuring
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

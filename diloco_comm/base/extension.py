@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-_NAME = f"{__package__}._C"
+_NAME = "diloco_comm._C"
 # As module.cpp writes it, with the version behind it.
 _MARK = b"diloco_comm is built for torch "
-_COMMAND, _COMMAND_MODULE = "diloco-comm", f"{__package__}.tools.cli"
+_COMMAND, _COMMAND_MODULE = "diloco-comm", "diloco_comm.tools.cli"
 
 
 def load() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import _C
+from .. import _C
 
 CPU = torch.device("cpu")
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _C
+from .. import _C
+from ..base.memory import CPU, Payload
+from ..ops.residuals import Residuals
+from ..ops.wire import Layout, WireFormat
 from .headers import Header
-from .memory import CPU, Payload
-from .pending import Pending, Round, Terms
-from .residuals import Residuals
-from .termination import Standing, State
-from .wire import Layout, WireFormat
+from .membership.termination import Standing, State
+from .work import Pending, Round, Terms
 
 # Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
 # at 100 Mbit/s, at 1 Gbit/s and on a loopback.

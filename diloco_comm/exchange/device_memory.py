@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _C
-from .errors import NonFiniteError, SyncError
+from .. import _C
+from ..base.errors import NonFiniteError, SyncError
+from ..base.memory import Ballot
+from .buffers import Slot
 from .headers import Header
-from .memory import Ballot
-from .pending import Pending, Round
-from .slot import Slot
-from .streams import Sending, StreamDriver
+from .nccl.streams import Sending, StreamDriver
+from .work import Pending, Round
 
 if TYPE_CHECKING:
     from .exchange import Exchange

@@ -19,21 +19,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _C, env, held, nccl_group, regroup
-from .background import batch_threads
-from .checks import timeout_seconds
-from .errors import LeftBehind, SyncError
+from .. import _C
+from ..base import env
+from ..base.background import batch_threads
+from ..base.checks import timeout_seconds
+from ..base.errors import LeftBehind, SyncError
+from ..base.memory import empty_pages
+from ..ops.dispatch import resolve_impl
+from ..ops.wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key
+from . import device_memory
+from .buffers import Slot
 from .headers import Header, error_from, from_native, to_native, verdict_of
-from .impls import resolve_impl
-from .memory import empty_pages
-from .pending import Outcome, Pending, Round, Terms
-from .regroup import Repair
-from .sealing import LastRounds
-from .slot import Slot
-from .stream_jobs import StreamJob
-from .streams import Sending, StreamDriver
+from .membership import regroup
+from .membership.regroup import Repair
+from .membership.sealing import LastRounds
+from .nccl import group as nccl_group
+from .nccl.jobs import StreamJob
+from .nccl.streams import Sending, StreamDriver
 from .waiting import wait_for_job
-from .wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key
+from .work import Outcome, Pending, Round, Terms
 
 __all__ = [
     "Exchange",
@@ -348,7 +352,7 @@ class Exchange:
             self._engine.ship(pending._job, pending._round.header.is_reset)
         else:
             assert self._driver is not None
-            held.ship(self, self._driver, pending)
+            device_memory.ship(self, self._driver, pending)
 
     def enter_streams(self, store: dist.Store, epoch: int, rank: int, size: int) -> None:
         """Leave the streams of the last epoch for those of the next one."""
@@ -388,7 +392,7 @@ class Exchange:
                 header,
             )
         if is_held:
-            return held.start(driver, slot, round, sending)
+            return device_memory.start(driver, slot, round, sending)
         weights = self.fixed_weights if header.kind != "all_reduce" else [1.0] * self.size
         if weights is None:
             own = json.dumps(header.weight).encode()

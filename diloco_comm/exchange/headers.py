@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from . import _C
-from .errors import ERRORS, NonFiniteError, PeerLeft, SyncError
+from .. import _C
+from ..base.errors import ERRORS, NonFiniteError, PeerLeft, SyncError
 
 if TYPE_CHECKING:
-    from .slot import Slot
+    from .buffers import Slot
 
 Kind = Literal["sync", "flush", "all_reduce"]
 # What the members agree on after a failure.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from . import _C
-    from .stream_jobs import StreamJob
+    from .. import _C
+    from .nccl.jobs import StreamJob
 
 T = TypeVar("T")
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from . import _C, ops
-from .errors import SyncError
+from .. import _C, ops
+from ..base.errors import SyncError
+from ..base.memory import Payload
+from ..ops.wire import Layout
 from .headers import Header, error_from, from_native
-from .memory import Payload
 from .waiting import wait_for_job
-from .wire import Layout
 
 if TYPE_CHECKING:
-    from .slot import Slot
-    from .stream_jobs import StreamJob
+    from .buffers import Slot
+    from .nccl.jobs import StreamJob
 
 Terms = list[tuple[Tensor, float]]
 _POLL_S = 2e-5

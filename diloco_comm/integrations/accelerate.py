@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from .. import wrappers
-from ..diloco import DiLoCo
+from ..replica import wrappers
+from ..training.diloco import DiLoCo
 from .attaching import Make
 from .wrapping import refuse_if_alone_in_a_job, refuse_if_spans_replicas
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..diloco import DiLoCo
-from ..parts import ParameterPart
-from ..shards import is_sharded, local
+from ..replica.sharding import is_sharded, local
+from ..rounds.synced import ParameterPart
+from ..training.diloco import DiLoCo
 
 Make = Callable[..., DiLoCo]
 

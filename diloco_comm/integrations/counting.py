@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..diloco import DiLoCo
+from ..training.diloco import DiLoCo
 
 
 class TrainerSteps:

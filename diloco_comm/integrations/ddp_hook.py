@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collective import AllReduceWork, all_reduce
-from ..exchange import DEFAULT_TIMEOUT
-from ..finishing import Finisher, for_native
-from ..wire import WireFormat, parse
+from ..base.futures import Finisher, for_native
+from ..exchange.collective import AllReduceWork, all_reduce
+from ..exchange.exchange import DEFAULT_TIMEOUT
+from ..ops.wire import WireFormat, parse
 
 
 class QuantizedAllReduce:
@@ -26,7 +26,7 @@ class QuantizedAllReduce:
 
     Args:
         group: That of the model; default: the world.
-        wire, block_size: What travels, see ``diloco_comm.wire.WIRES``.
+        wire, block_size: What travels, see ``diloco_comm.ops.wire.WIRES``.
         error_feedback: Add what the last encoding lost to the next one, for each bucket; worth it
             at 4 bits. One more pass over the gradients, and as much memory as they take.
         timeout: Of one exchange.

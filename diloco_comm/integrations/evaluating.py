@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack
 
-from .. import handshake
-from ..digests import digest_of
-from ..diloco import DiLoCo
+from ..ops.digests import digest_of
+from ..rounds.agreement import handshake
+from ..training.diloco import DiLoCo
 from .attaching import parameters_of, write_parameters
 
 CHOICES = ("local", "outer")

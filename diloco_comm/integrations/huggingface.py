@@ -22,8 +22,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checks import choice
-from ..diloco import DiLoCo
+from ..base.checks import choice
+from ..training.diloco import DiLoCo
 from .attaching import Make, attach, savable, state_with_local
 from .counting import TrainerSteps
 from .evaluating import CHOICES, Swap, share_best

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..launch import Launch, find
+from ..base.launch import Launch, find
 
 # What tells trainers that they are several. Other names of these forms (LOCAL_DATA_DIR) are the
 # site's, and TORCHELASTIC_ERROR_FILE is where a worker tells torchrun what it has died of.

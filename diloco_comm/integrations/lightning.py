@@ -19,9 +19,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 
-from .. import handshake
-from ..checks import choice
-from ..diloco import DiLoCo
+from ..base.checks import choice
+from ..rounds.agreement import handshake
+from ..training.diloco import DiLoCo
 from .attaching import Make, attach, state_with_local
 from .counting import TrainerSteps
 from .evaluating import CHOICES, Swap

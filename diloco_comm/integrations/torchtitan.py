@@ -20,9 +20,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..diloco import DiLoCo
-from ..outer import SGD, Nesterov
-from ..overlap import Blocking, Overlap, Streaming
+from ..methods.outer import SGD, Nesterov
+from ..methods.overlap import Blocking, Overlap, Streaming
+from ..training.diloco import DiLoCo
 from .wrapping import refuse_if_spans_replicas
 
 _REMEDY = (

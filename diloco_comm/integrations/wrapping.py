@@ -8,10 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .. import env, handshake, wrappers
-from ..checks import timeout_seconds
-from ..control import Control
-from ..wrappers import Wrapper
+from ..base import env
+from ..base.checks import timeout_seconds
+from ..replica import wrappers
+from ..replica.messages import Control
+from ..replica.wrappers import Wrapper
+from ..rounds.agreement import handshake
 
 
 def refuse_if_spans_replicas(model: nn.Module, arguments: Mapping[str, Any], remedy: str) -> None:

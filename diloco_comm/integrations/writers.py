@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from ..diloco import DiLoCo
-from ..metrics import SyncMetrics
+from ..rounds.metrics import SyncMetrics
+from ..training.diloco import DiLoCo
 
 Write = Callable[[dict[str, float], int], None]
 _POSITION = ("round", "fragment", "inner_step")

@@ -1,0 +1,1 @@
+"""What a user chooses: when rounds overlap with training, and the outer optimizer."""

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _C, ops
-from .checks import not_negative, number
-from .memory import persistent_like
-from .offload import Offloaded, chunks_of
-from .spelling import call_of
-from .wire import Layout
+from .. import _C, ops
+from ..base.checks import not_negative, number
+from ..base.memory import persistent_like
+from ..ops.offload import Offloaded, chunks_of
+from ..ops.wire import Layout
+from ..training.spelling import call_of
 
 LearningRate = float | Callable[[int], float]
 

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .checks import integer, number
+from ..base.checks import integer, number
+from ..ops.wire import Layout
 from .outer import HeavyBall, Nesterov, OuterOptimizer, name_of
-from .wire import Layout
 
 Terms = list[tuple[Tensor, float]]
 Gap = float | str | Callable[[float, float], float]

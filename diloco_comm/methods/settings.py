@@ -10,12 +10,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from . import env
-from .checks import choice, flag, integer
-from .fragments import FragmentSpec, fragment_spec, inner_steps
+from ..base import env
+from ..base.checks import choice, flag, integer
+from ..ops.wire import WireFormat, parse
+from ..replica.fragments import FragmentSpec, fragment_spec, inner_steps
 from .outer import make_outer
 from .overlap import make_overlap
-from .wire import WireFormat, parse
 
 
 @dataclass

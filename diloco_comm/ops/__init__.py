@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import extension, ops_triton
-from .impls import IMPLEMENTATIONS, available_impls, resolve_impl
+from ..base import extension
+from . import triton as ops_triton
+from .dispatch import IMPLEMENTATIONS, available_impls, resolve_impl
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -39,7 +40,7 @@ __all__ = [
 extension.load()
 ops_triton.register()
 
-from . import _C  # noqa: E402
+from .. import _C  # noqa: E402
 
 
 def _call(name: str, like: Sequence[Tensor], impl: str, *args: object, **kwargs: object) -> None:
@@ -53,7 +54,7 @@ def _call(name: str, like: Sequence[Tensor], impl: str, *args: object, **kwargs:
         impl = resolve_impl(impl, device, name)
     with torch.no_grad():
         if impl == "reference":
-            getattr(importlib.import_module("diloco_comm.reference"), name)(*args, **kwargs)
+            getattr(importlib.import_module("diloco_comm.ops.reference"), name)(*args, **kwargs)
         elif impl == "triton":
             getattr(torch.ops.diloco_comm_triton, name)(*args, **kwargs)
         else:

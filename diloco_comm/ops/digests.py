@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import _C, ops
+from .. import _C, ops
 
 
 def each_digest(tensors: Sequence[Tensor], *, impl: str = "") -> list[int]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from . import env, ops_triton
+from ..base import env
+from . import triton as ops_triton
 
 # Where each implementation lives, by the type of device that its tensors are on. "reference" is
 # plain PyTorch; the other ones for the CPU are chosen in C++, which refuses by name what the
 # processor cannot run. "cuda" is there in builds with CUDA, "triton" where Triton is installed.
 IMPLEMENTATIONS = {
     "cpu": {
-        "reference": "diloco_comm.reference",
+        "reference": "diloco_comm.ops.reference",
         "scalar": "csrc/codec/kernels_scalar.cpp",
         "avx2": "csrc/codec/kernels_avx2.cpp",
         "avx512": "csrc/codec/kernels_avx512.cpp",

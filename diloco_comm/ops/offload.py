@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from . import _C
-from .fragments import memory_order
+from .. import _C
+from ..replica.fragments import memory_order
 from .wire import Layout
 
 # Elements of a chunk: enough to fill the device, few enough that two of outer and momentum are

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .memory import CPU, persistent
+from ..base.memory import CPU, persistent
 from .wire import WireFormat
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import shards
-from .checks import integer
-from .cutting import Named, balanced, by_layers, by_patterns
+from ..base.checks import integer
+from . import sharding
+from .fragment_rules import Named, balanced, by_layers, by_patterns
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What wrappers put into names; the same weight has one name with and without them.
@@ -35,7 +35,7 @@ class Fragment:
 
     Of a DTensor it is the local shard that takes part. A worker that holds nothing of a fragment
     of DTensors exchanges a single zero instead, the *filler*, so that its rounds and failures are
-    those of the workers with the other shards.
+    those of the workers with the other sharding.
 
     Attributes:
         names: Names in the model, in its order.
@@ -55,12 +55,12 @@ class Fragment:
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory", tuple(map(memory_of, self.params)))
         if self._needs_filler():
-            device = shards.local(self.params[0]).device
+            device = sharding.local(self.params[0]).device
             object.__setattr__(self, "filler", torch.zeros(1, device=device))
 
     def _needs_filler(self) -> bool:
-        is_empty = not any(shards.local(param).numel() for param in self.params)
-        return is_empty and any(shards.is_sharded(param) for param in self.params)
+        is_empty = not any(sharding.local(param).numel() for param in self.params)
+        return is_empty and any(sharding.is_sharded(param) for param in self.params)
 
     def refuse_changes(self) -> None:
         """Raise ValueError if a parameter does not lie in memory as it did."""
@@ -79,9 +79,9 @@ class Fragment:
 
     def named(self) -> dict[str, Tensor]:
         """Return what is here of each parameter, detached; writing to it writes to them."""
-        shards.reshard(self.modules)
+        sharding.reshard(self.modules)
         pairs = zip(self.names, self.params, strict=True)
-        return {name: shards.local(param) for name, param in pairs}
+        return {name: sharding.local(param) for name, param in pairs}
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Cut ``flat`` ([num_elements], any dtype) into views shaped like the parameters.
@@ -90,9 +90,9 @@ class Fragment:
         """
         views, offset = {}, flat.storage_offset()
         for name, param in zip(self.names, self.params, strict=True):
-            shard = shards.local(param)
+            shard = sharding.local(param)
             view = flat.as_strided(shard.shape, shard.stride(), offset)
-            views[name] = shards.like(view, param)
+            views[name] = sharding.like(view, param)
             offset += shard.numel()
         return views
 
@@ -126,14 +126,14 @@ class Fragment:
         for name, param in zip(self.names, self.params, strict=True):
             if not isinstance(saved, Mapping) or name not in saved:
                 raise ValueError(f"the saved state lacks parameter {name!r}")
-            reason = shards.misfit(saved[name], param)
+            reason = sharding.misfit(saved[name], param)
             if reason:
                 raise ValueError(f"the saved parameter {name!r} {reason}")
 
     def load(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
         """Copy saved tensors, named like the parameters, into ``flat`` ([num_elements])."""
         for (name, view), param in zip(self.views(flat).items(), self.params, strict=True):
-            target, source = shards.local(view), shards.part_of(saved[name], param)
+            target, source = sharding.local(view), sharding.part_of(saved[name], param)
             # The saved tensor is the live one when a checkpoint was loaded in place.
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
@@ -149,7 +149,7 @@ Memory = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 def memory_of(tensor: Tensor) -> Memory:
     """Return shape, strides, dtype and device of what this worker holds of a tensor."""
-    tensor = shards.local(tensor) if shards.is_sharded(tensor) else tensor
+    tensor = sharding.local(tensor) if sharding.is_sharded(tensor) else tensor
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -197,7 +197,7 @@ def trainable_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Opti
         TypeError: If a parameter is not float32, bfloat16 or float16, or not dense in memory.
     """
     # FSDP registers its shards, which the optimizer holds, only while nothing is gathered.
-    shards.reshard(shards.fsdp_modules(model))
+    sharding.reshard(sharding.fsdp_modules(model))
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     wanted = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
     named: Named = []
@@ -215,11 +215,11 @@ def trainable_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Opti
         raise ValueError("the optimizer holds no parameter that requires a gradient")
     for name, param in named:
         _check_parameter(name, param)
-    first = shards.local(named[0][1]).device
+    first = sharding.local(named[0][1]).device
     for name, param in named:
-        if shards.local(param).device != first:
+        if sharding.local(param).device != first:
             raise TypeError(
-                f"parameter {name!r} is on {shards.local(param).device}, {named[0][0]!r} on "
+                f"parameter {name!r} is on {sharding.local(param).device}, {named[0][0]!r} on "
                 f"{first}: all that one worker trains must be on one device"
             )
     return named
@@ -256,7 +256,7 @@ def _check_parameter(name: str, param: Tensor) -> None:
             f"parameter {name!r} is {param.dtype}: only float32, bfloat16 and float16 parameters "
             "can be exchanged"
         )
-    param = shards.local(param)
+    param = sharding.local(param)
     if type(param.data) is not Tensor or param.layout != torch.strided:
         raise TypeError(
             f"parameter {name!r} is a {type(param.data).__name__} with layout {param.layout}: "
@@ -299,7 +299,7 @@ def make_fragments(model: nn.Module, named: Named, spec: FragmentSpec) -> list[F
         parts = by_layers(unwrap_model(model), named, spec)
     else:
         parts = by_patterns(named, spec)
-    modules = shards.fsdp_modules(model)
+    modules = sharding.fsdp_modules(model)
     return [
         Fragment(index, tuple(name for name, _ in part), tuple(param for _, param in part), modules)
         for index, part in enumerate(parts)
@@ -406,11 +406,11 @@ def describe_parameters(fragments: Sequence[Fragment], *, whole: bool = False) -
 def describe(what: str, tensor: Tensor, *, whole: bool = False) -> str:
     """Describe a tensor in one line: what it is, shape, strides, dtype, and which shard."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if whole or not shards.is_sharded(tensor):
+    if whole or not sharding.is_sharded(tensor):
         return f"{what} {list(tensor.shape)} {list(tensor.stride())} {dtype}"
-    shard = shards.local(tensor)
+    shard = sharding.local(tensor)
     shape = f"{list(shard.shape)} {list(shard.stride())}"
-    return f"{what} {shape} {dtype}, {shards.position(tensor)}"
+    return f"{what} {shape} {dtype}, {sharding.position(tensor)}"
 
 
 def layout_hash(fragments: Sequence[Fragment], schedule: Schedule, *, whole: bool = False) -> int:

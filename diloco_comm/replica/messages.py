@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import regroup, rendezvous
+from ..exchange.membership import regroup, rendezvous
 
 
 class Control:

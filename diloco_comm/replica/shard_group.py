@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .fragments import Fragment, memory_order
-from .shards import is_sharded
-from .workmates import Workmates
+from .sharding import is_sharded
+from .workers import Workmates
 
 
 class ShardGroup(Workmates):

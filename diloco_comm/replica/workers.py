@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from . import shards
-from .control import Control
-from .errors import ERRORS, NonFiniteError, ReplicaMismatch, SyncError
+from ..base.errors import ERRORS, NonFiniteError, ReplicaMismatch, SyncError
+from . import sharding
+from .messages import Control
 
 if TYPE_CHECKING:
     from .fragments import Fragment
@@ -38,7 +38,7 @@ class Workmates:
     @classmethod
     def of(cls, params: Sequence[Tensor], timeout: float) -> Workmates | None:
         """Find those that hold the shards of DTensors; None when nobody else does."""
-        group = shards.workers_group(params, timeout)
+        group = sharding.workers_group(params, timeout)
         return None if group is None or group.size() == 1 else cls(group, timeout)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Workmates:
 
     def counted(self, params: Sequence[Tensor]) -> list[bool]:
         """Say of which of the parameters this worker is the first to hold what it holds."""
-        keys = [shards.held_part(param) for param in params]
+        keys = [sharding.held_part(param) for param in params]
         before = self._control.gather(keys)[: self.rank]
         return [all(keys[i] != theirs[i] for theirs in before) for i in range(len(params))]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from . import shards
+from . import sharding
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Wrapper:
 
 def around(model: nn.Module) -> Iterator[Wrapper]:
     """Find what averages gradients of this module and of the modules inside it."""
-    ranks = shards.spanned_ranks(list(model.parameters()))
+    ranks = sharding.spanned_ranks(list(model.parameters()))
     if ranks:
         yield Wrapper("FullyShardedDataParallel", "mesh", frozenset(ranks))
     for module in model.modules():

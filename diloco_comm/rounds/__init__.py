@@ -1,0 +1,1 @@
+"""The rounds of one fragment, from what is sent to what is applied."""

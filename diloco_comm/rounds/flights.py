@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .exchange import Header, Outcome, Pending, Repair
-from .headers import Kind
-from .memory import Reading
-from .pending import Terms
-from .wire import Layout
+from ..base.memory import Reading
+from ..exchange.headers import Header, Kind
+from ..exchange.membership.regroup import Repair
+from ..exchange.work import Outcome, Pending, Terms
+from ..ops.wire import Layout
 
 if TYPE_CHECKING:
-    from .shared_norms import SharedReading
+    from .norms import SharedReading
 
 
 @dataclass

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from .errors import SyncError
-from .exchange import Exchange
-from .outer import OuterOptimizer
-from .overlap import Own
-from .parts import ParameterPart, Part
-from .state import numbers_of, set_numbers
+from ..base.errors import SyncError
+from ..exchange.exchange import Exchange
+from ..methods.outer import OuterOptimizer
+from ..methods.overlap import Own
+from .checkpoint.save import numbers_of, set_numbers
+from .synced import ParameterPart, Part
 
 
 def share(

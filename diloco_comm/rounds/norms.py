@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .memory import CPU, Reading, page_locked, rounded_norm
-from .overlap import Overlap
-from .parts import ParameterPart, Part
-from .streams import current
-from .workmates import Workmates
+from ..base.memory import CPU, Reading, page_locked, rounded_norm
+from ..exchange.nccl.streams import current
+from ..methods.overlap import Overlap
+from ..replica.workers import Workmates
+from .synced import ParameterPart, Part
 
 
 class SharedNorms:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import warnings
 
-from .exchange import Exchange, Outcome
+from ..exchange.exchange import Exchange
+from ..exchange.work import Outcome
 from .flights import Flight
 from .metrics import Recorder, SyncMetrics, overlap_fraction
-from .parts import ParameterPart, Part
+from .synced import ParameterPart, Part
 
 logger = logging.getLogger(__name__)
 

@@ -16,21 +16,25 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from . import checks, handshake, history
-from .errors import NonFiniteError, SyncError
-from .exchange import Exchange, Header, Pending, Repair, Slot
+from ..base import checks
+from ..base.errors import NonFiniteError, SyncError
+from ..base.interrupts import Whole
+from ..base.trace import exchanged, span
+from ..exchange.buffers import Slot
+from ..exchange.exchange import Exchange
+from ..exchange.headers import Header, Kind
+from ..exchange.membership.regroup import Repair
+from ..exchange.work import Pending
+from ..methods.settings import Settings
+from ..replica.workers import Workmates
+from .agreement import handshake, history
+from .agreement.nonfinite import Streaks
+from .agreement.resets import OnReset, Resets
 from .flights import Arrival, Flight, arrival_of
-from .headers import Kind
-from .interrupts import Whole
 from .metrics import Recorder
-from .nonfinite import Streaks
-from .parts import OuterStep, ParameterPart, Part, squared_norm
+from .norms import SharedNorms
 from .records import Records
-from .resets import OnReset, Resets
-from .settings import Settings
-from .shared_norms import SharedNorms
-from .trace import exchanged, span
-from .workmates import Workmates
+from .synced import OuterStep, ParameterPart, Part, squared_norm
 
 Weight = float | Callable[[], float]
 

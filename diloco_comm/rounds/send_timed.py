@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
-from . import consensus, handshake
-from .errors import NonFiniteError, SyncError
-from .exchange import Repair
+from ..base.errors import NonFiniteError, SyncError
+from ..exchange.headers import Kind
+from ..exchange.membership.regroup import Repair
+from ..methods.overlap import Own, Terms
+from ..ops.residuals import drop_bad
+from ..ops.wire import Layout
+from .agreement import consensus, handshake
 from .flights import Arrival, Flight, arrival_of
-from .headers import Kind
-from .overlap import Own, Terms
-from .parts import OuterStep, ParameterPart, Part
-from .residuals import drop_bad
-from .rounds import Rounds
-from .wire import Layout
+from .runner import Rounds
+from .synced import OuterStep, ParameterPart, Part
 
 
 class Turns(Rounds):

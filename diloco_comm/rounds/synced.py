@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from . import _C, ops, shards
-from .exchange import Exchange, Slot, Terms
-from .flights import Flight
-from .fragments import (
+from .. import _C, ops
+from ..base.memory import Reading, device_of, page_locked, persistent
+from ..exchange.buffers import Slot
+from ..exchange.exchange import Exchange
+from ..exchange.work import Terms, decode_terms
+from ..methods.outer import OuterOptimizer, Update
+from ..methods.overlap import Own
+from ..ops.offload import CHUNK_ELEMENTS, slices
+from ..ops.wire import Layout, WireFormat
+from ..replica import sharding
+from ..replica.fragments import (
     DTYPES,
     Fragment,
     is_dense,
@@ -24,17 +31,12 @@ from .fragments import (
     refuse_change,
     unwrap_model,
 )
-from .memory import Reading, device_of, page_locked, persistent
-from .offload import CHUNK_ELEMENTS, slices
-from .outer import OuterOptimizer, Update
-from .overlap import Own
-from .pending import decode_terms
-from .wire import Layout, WireFormat
+from .flights import Flight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .shared_norms import SharedReading
+    from .norms import SharedReading
 
 
 @dataclass
@@ -207,7 +209,7 @@ class ParameterPart(Part):
             return
         self.counted, begin = [], 0
         for param, counts in zip(self.fragment.params, is_counted, strict=True):
-            end = begin + shards.local(param).numel()
+            end = begin + sharding.local(param).numel()
             if counts:
                 self.counted.append((begin, end))
             begin = end

@@ -14,15 +14,15 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench
-from .doctor_command import EXAMPLES as DOCTOR_EXAMPLES
-from .doctor_command import doctor
-from .exits import fail, misuse
-from .plan_command import EXAMPLES as PLAN_EXAMPLES
-from .plan_command import plan
-from .printing import announcer
-from .profile_command import profile
-from .serve_command import serve_app
+from .bench import command as bench
+from .common.exits import fail, misuse
+from .common.printing import announcer
+from .doctor.command import EXAMPLES as DOCTOR_EXAMPLES
+from .doctor.command import doctor
+from .plan.command import EXAMPLES as PLAN_EXAMPLES
+from .plan.command import plan
+from .profile.command import profile
+from .serve.command import serve_app
 
 INTERRUPTED = 130
 # The paragraphs behind \b keep their line breaks.
@@ -91,9 +91,10 @@ def demo(
     ] = False,
 ) -> None:
     """Train a small language model on local replicas: DDP, FedAvg and DiLoCo side by side."""
-    from .demo import ReplicaError, run
-    from .demo_settings import DEFAULT, QUICK
-    from .outputs import check_folder
+    from .common.outputs import check_folder
+    from .demo.command import run
+    from .demo.run import ReplicaError
+    from .demo.settings import DEFAULT, QUICK
 
     preset = QUICK if quick else DEFAULT
     try:
@@ -132,7 +133,7 @@ def store(
     It must outlive the replicas, which find it by DiLoCo(store="tcp://host:port", ...). Whoever
     reaches the port can write to it: listen on a network that you trust.
     """
-    from .store import host_store
+    from .common.store import host_store
 
     try:
         signal_name = host_store(host, port, announcer(as_json))

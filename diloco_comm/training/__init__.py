@@ -1,0 +1,1 @@
+"""What a training loop holds: ``DiLoCo``, its presets, planning and evaluation."""

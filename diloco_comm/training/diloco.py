@@ -12,27 +12,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import consensus, env, handshake, history, joining, loading, ops, spelling, verdicts
-from . import state as saved_state
-from .checks import choice, flag, integer, not_negative, timeout_seconds
-from .consensus import mean_outer
-from .digests import digest_of
-from .errors import NonFiniteError, SyncError
+from .. import ops
+from ..base import env
+from ..base.checks import choice, flag, integer, not_negative, timeout_seconds
+from ..base.errors import NonFiniteError, SyncError
+from ..exchange.membership import verdicts
+from ..methods.outer import Factory, OuterOptimizer
+from ..methods.overlap import Overlap
+from ..methods.settings import UNSET, Config, Unset, merge
+from ..ops.digests import digest_of
+from ..ops.wire import WireFormat
+from ..replica.fragments import FragmentSpec, describe_parameters, refuse_new_parameters
+from ..replica.hooks import SkippedSteps, StepHooks, hookable
+from ..replica.shard_group import ShardGroup
+from ..replica.workers import Workmates
+from ..rounds import joining
+from ..rounds.agreement import consensus, handshake, history
+from ..rounds.agreement.consensus import mean_outer
+from ..rounds.agreement.resets import OnReset, check_on_reset
+from ..rounds.checkpoint import load as loading
+from ..rounds.checkpoint import save as saved_state
+from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
+from ..rounds.runner import Rounds, Weight
+from ..rounds.send_timed import Turns
+from ..rounds.synced import ParameterPart, Part
+from . import spelling
 from .evaluation import swapped_in
-from .fragments import FragmentSpec, describe_parameters, refuse_new_parameters
-from .hooks import SkippedSteps, StepHooks, hookable
-from .metrics import Recorder, SyncMetrics, SyncTotals
-from .outer import Factory, OuterOptimizer
-from .overlap import Overlap
-from .parts import ParameterPart, Part
 from .planning import make_plan
-from .resets import OnReset, check_on_reset
-from .rounds import Rounds, Weight
-from .settings import UNSET, Config, Unset, merge
-from .shard_group import ShardGroup
-from .turns import Turns
-from .wire import WireFormat
-from .workmates import Workmates
 
 
 class DiLoCo:

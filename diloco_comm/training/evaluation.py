@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
 
-from . import ops
-from .interrupts import Whole
-from .parts import ParameterPart
+from .. import ops
+from ..base.interrupts import Whole
+from ..rounds.synced import ParameterPart
 
 
 @contextmanager

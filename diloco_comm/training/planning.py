@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from . import _C, shards
-from .fragments import (
+from .. import _C
+from ..methods.settings import Settings
+from ..replica import sharding
+from ..replica.fragments import (
     Fragment,
     Schedule,
     describe,
@@ -18,9 +20,8 @@ from .fragments import (
     make_fragments,
     trainable_parameters,
 )
-from .parts import BufferPart, ParameterPart, Part
-from .settings import Settings
-from .shard_group import ShardGroup
+from ..replica.shard_group import ShardGroup
+from ..rounds.synced import BufferPart, ParameterPart, Part
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ def make_plan(
         ValueError, TypeError: For a model or settings that cannot be.
     """
     named = trainable_parameters(model, optimizers)
-    device = shards.local(named[0][1]).device
+    device = sharding.local(named[0][1]).device
     fragments = make_fragments(model, named, settings.fragments)
     schedule = Schedule.plan(settings.sync_every, len(fragments), settings.offsets)
-    worker = shards.worker([param for _, param in named])
+    worker = sharding.worker([param for _, param in named])
     if shard_group is not None:
         fragments = [shard_group.share(one, settings.wire.block_size) for one in fragments]
         worker = shard_group.worker

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..methods.outer import SGD, HeavyBall, Nesterov
+from ..methods.overlap import CO2, Eager, Streaming
+from ..rounds.runner import Weight
 from .diloco import DiLoCo
-from .outer import SGD, HeavyBall, Nesterov
-from .overlap import CO2, Eager, Streaming
-from .rounds import Weight
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 

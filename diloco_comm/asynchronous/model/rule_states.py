@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..exchange import empty_pages
-from ..outer import FromTorch, OuterOptimizer, OuterState, Update
-from ..wire import Layout, WireFormat
-from .spool import Payload, Spooled, pieces
+from ... import ops
+from ...base.memory import empty_pages
+from ...methods.outer import FromTorch, OuterOptimizer, OuterState, Update
+from ...ops.wire import Layout, WireFormat
+from ..protocol.payloads import Payload, Spooled, pieces
 
 _FP32 = WireFormat("fp32")
 

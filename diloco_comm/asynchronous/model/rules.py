@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..outer import (
+from ...methods.outer import (
     SGD,
     HeavyBall,
     LearningRate,

@@ -16,12 +16,12 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..exchange import empty_pages
-from ..wire import Layout, WireFormat
+from ... import ops
+from ...base.memory import empty_pages
+from ...ops.wire import Layout, WireFormat
+from ..protocol.payloads import Payload
 from .rule_states import FusedState, RuleState
 from .rules import ServerRule
-from .spool import Payload
 
 # Elements of a run: what travels in one message, 1 MiB of fp32.
 RUN_ELEMENTS = 1 << 18

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..exchange import empty_pages
-from ..wire import Layout, WireFormat
-from .model import SharedModel, decode
-from .spool import Payload, spool, write_run
+from ...base.memory import empty_pages
+from ...ops.wire import Layout, WireFormat
+from ..protocol.payloads import Payload, spool, write_run
+from .shared import SharedModel, decode
 
 logger = logging.getLogger(__name__)
 

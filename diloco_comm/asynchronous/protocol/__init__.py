@@ -1,0 +1,1 @@
+"""What server and workers send each other: messages, keys, payloads, windows."""

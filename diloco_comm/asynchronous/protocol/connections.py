@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from ..checks import number
+from ...base.checks import number
 
 _MIN_S, _MAX_S = 0.1, 86400
 _PLACE = "inproc://connections"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from .. import launch
+from ...base import launch
 from .messages import MAX_NAME, MAX_NUMBER, Kind, Message
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from ..wire import Layout
+from ...ops.wire import Layout
 
 _COPY_BYTES = 1 << 20
 

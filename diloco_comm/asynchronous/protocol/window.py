@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from ..wire import Layout
+from ...ops.wire import Layout
 from .messages import MAX_BATCH, MAX_BODY
 
 # What is asked for at a time, and what may be on its way at most.

@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from .connections import Connections
-from .messages import NAME_TAKEN, Kind, Message, ProtocolError
-from .receiving import Send
+from ..protocol.connections import Connections
+from ..protocol.messages import NAME_TAKEN, Kind, Message, ProtocolError
 from .sessions import Session
 from .state import ServerState
+from .transfer.receiving import Send
 
 logger = logging.getLogger(__name__)
 

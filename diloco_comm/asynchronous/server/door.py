@@ -7,10 +7,10 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from . import keys as curve
-from .connections import Connections, beat
-from .messages import MAX_BODY, MAX_JSON
-from .window import WINDOW_BYTES
+from ..protocol import keys as curve
+from ..protocol.connections import Connections, beat
+from ..protocol.messages import MAX_BODY, MAX_JSON
+from ..protocol.window import WINDOW_BYTES
 
 
 class Door:

@@ -16,17 +16,17 @@ from pathlib import Path
 import zmq
 from torch import Tensor
 
+from ..model.rules import ServerRule
+from ..protocol.connections import check_lost_after, connection_of
+from ..protocol.keys import is_loopback
+from ..protocol.messages import Kind, Message, ProtocolError, pack, parse
+from ..worker.link import NOBLOCK, receive
 from .attendance import Attendance
-from .connections import check_lost_after, connection_of
 from .door import Door
-from .keys import is_loopback
-from .link import NOBLOCK, receive
-from .messages import Kind, Message, ProtocolError, pack, parse
-from .receiving import Receiver
-from .rules import ServerRule
-from .sending import Sender
 from .sessions import Session
 from .state import ServerState
+from .transfer.receiving import Receiver
+from .transfer.sending import Sender
 
 _POLL_MS = 100
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from ..wire import Layout, WireFormat
-from .coordinator import Coordinator
-from .messages import MAX_UPDATES, Kind
-from .model import SharedModel, layout_of
+from ...ops.wire import Layout, WireFormat
+from ..model.shared import SharedModel, layout_of
+from ..protocol.messages import MAX_UPDATES, Kind
+from .decisions.coordinator import Coordinator
 
 MAX_SESSIONS = 20_000
 NOTHING = -1

@@ -13,17 +13,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ..wire import WireFormat
-from .coordinator import UNCOUNTED, Coordinator, Outcome, Update
-from .keeping import Keeper
-from .messages import MAX_NUMBER, ProtocolError
-from .model import SharedModel
-from .rules import ServerRule
+from ...ops.wire import WireFormat
+from ..model.rules import ServerRule
+from ..model.shared import SharedModel
+from ..protocol.messages import MAX_NUMBER, ProtocolError
+from ..protocol.payloads import Payload, Spooled, spool
+from ..protocol.window import WINDOW_BYTES
+from .decisions.coordinator import UNCOUNTED, Coordinator, Outcome, Update
 from .sessions import NOTHING, Sessions
-from .spool import Payload, Spooled, spool
 from .status import Status
-from .uploads import PayloadMemory
-from .window import WINDOW_BYTES
+from .storage.journal import Keeper
+from .transfer.uploads import PayloadMemory
 
 logger = logging.getLogger(__name__)
 

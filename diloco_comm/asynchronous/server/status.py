@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from .coordinator import Coordinator
-from .rules import ServerRule
+from ..model.rules import ServerRule
+from .decisions.coordinator import Coordinator
 from .sessions import Sessions
-from .uploads import PayloadMemory
+from .transfer.uploads import PayloadMemory
 
 MAX_WORKERS = 200
 MAX_STALENESS = 64

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..wire import WireFormat
-from .messages import Kind, Message
-from .model import layout_of
-from .window import Position, Window
+from ...ops.wire import WireFormat
+from ..model.shared import layout_of
+from ..protocol.messages import Kind, Message
+from ..protocol.window import Position, Window
 
 
 class Download:

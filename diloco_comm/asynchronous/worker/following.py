@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..exchange import empty_pages
-from ..outer import SGD
-from ..wire import Layout, WireFormat
+from ...base.memory import empty_pages
+from ...methods.outer import SGD
+from ...ops.wire import Layout, WireFormat
+from ..model.rule_states import FusedState
+from ..model.shared import layout_of
+from ..protocol.messages import Kind, Message
+from ..protocol.window import Position
 from .downloads import Download
-from .messages import Kind, Message
-from .model import layout_of
-from .rule_states import FusedState
-from .window import Position
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,24 @@ from typing import Any
 import zmq
 from torch import Tensor
 
-from ..errors import SyncError
-from ..wire import Layout
-from . import keys as curve
-from .connections import beat
-from .coordinator import UNCOUNTED
+from ...base.errors import SyncError
+from ...ops.wire import Layout
+from ..protocol import keys as curve
+from ..protocol.connections import beat
+from ..protocol.messages import (
+    MAX_BODY,
+    MAX_JSON,
+    NAME_TAKEN,
+    Kind,
+    Message,
+    ProtocolError,
+    pack,
+    parse,
+)
+from ..protocol.names import Identity
+from ..protocol.window import bodies, is_within
+from ..server.decisions.coordinator import UNCOUNTED
 from .downloads import Download
-from .messages import MAX_BODY, MAX_JSON, NAME_TAKEN, Kind, Message, ProtocolError, pack, parse
-from .names import Identity
-from .window import bodies, is_within
 
 logger = logging.getLogger(__name__)
 

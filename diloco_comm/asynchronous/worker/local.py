@@ -9,18 +9,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..exchange import empty_pages
-from ..fragments import (
+from ... import ops
+from ...base.memory import empty_pages
+from ...ops.residuals import Residuals
+from ...ops.wire import STAGE_ENCODE, Layout, WireFormat, rng_key
+from ...replica.fragments import (
     FragmentSpec,
     describe_parameters,
     make_fragments,
     memory_order,
     trainable_parameters,
 )
-from ..residuals import Residuals
-from ..wire import STAGE_ENCODE, Layout, WireFormat, rng_key
-from .model import layout_of
+from ..model.shared import layout_of
 
 
 class LocalModel:

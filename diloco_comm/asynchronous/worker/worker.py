@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .. import env
-from ..checks import choice
-from ..errors import NonFiniteError
-from ..fragments import FragmentSpec
-from ..hooks import StepHooks, hookable
-from ..trace import span
-from ..wire import WireFormat, parse
+from ...base import env
+from ...base.checks import choice
+from ...base.errors import NonFiniteError
+from ...base.trace import span
+from ...ops.wire import WireFormat, parse
+from ...replica.fragments import FragmentSpec
+from ...replica.hooks import StepHooks, hookable
 from .following import Follower, Pursuit
 from .link import Link, ServerLost
 from .local import LocalModel

@@ -1,0 +1,1 @@
+"""Which replicas exchange: rendezvous, beats, verdicts, and the change to the next epoch."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...base.errors import SyncError
 from . import rendezvous
 from .attendance import OwnTime
-from .errors import SyncError
 from .meetings import Plan
 from .verdicts import decide_once
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import _C
+from ... import _C
+from ...base.errors import LeftBehind, SyncError
 from .attendance import Attendance
-from .errors import LeftBehind, SyncError
 from .verdicts import announce_next, decide_once, raise_to, read_known, swap
 
 BEAT_S = 0.4

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...base.background import batch_threads
+from ...base.errors import ReplicaMismatch, SyncError
+from ..waiting import WaitLog
 from .attendance import Attendance, Limits, Pulses
-from .background import batch_threads
-from .errors import ReplicaMismatch, SyncError
 from .meetings import BEAT_S, Meeting, Plan, Say, current_group, make_room, open_meeting
-from .waiting import WaitLog
 
 # A participant that retries with other members first removes its old hello; a difference that
 # outlasts this is a real one.

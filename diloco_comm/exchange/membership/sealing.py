@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .errors import SyncError
+from ...base.errors import SyncError
 from .termination import Ack, Progress, Standing
 
 if TYPE_CHECKING:
-    from .exchange import Exchange
+    from ..exchange import Exchange
 
 # The last applied round of every fragment, or what returns that once the exchanges have ended.
 LastRounds = Mapping[int, int] | Callable[[], Mapping[int, int]]

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from . import _C
-from .errors import LeftBehind, SyncError
+from ... import _C
+from ...base.errors import LeftBehind, SyncError
 
 if TYPE_CHECKING:
-    from .exchange import Exchange
-    from .workmates import Workmates
+    from ...replica.workers import Workmates
+    from ..exchange import Exchange
 
 # A store answers in milliseconds; one whose host hangs must not hold us for ever.
 STORE_LIMIT_S = 10.0

@@ -1,0 +1,1 @@
+"""The exchange on NCCL: its process group, its streams, one round under way."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _C
-from .ops import finish_digest
-from .pending import Round
-from .waiting import WaitLog
+from ... import _C
+from ...ops import finish_digest
+from ..waiting import WaitLog
+from ..work import Round
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

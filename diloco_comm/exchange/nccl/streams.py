@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _C, ops
-from .errors import SyncError
-from .memory import Ballot
-from .pending import Round
-from .slot import Slot
+from ... import _C, ops
+from ...base.errors import SyncError
+from ...base.memory import Ballot
+from ..buffers import Slot
+from ..work import Round
 
 if TYPE_CHECKING:
-    from .stream_jobs import StreamJob
+    from .jobs import StreamJob
 
 # Bytes of the collectives that make the connections: a chunk, as ``slot`` cuts them by default.
 # NCCL chooses how a collective travels by its size, and connects each way when it is first taken.

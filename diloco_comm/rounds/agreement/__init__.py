@@ -1,0 +1,1 @@
+"""What all replicas must agree on: settings, history, finite values, parameters."""

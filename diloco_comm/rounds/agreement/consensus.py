@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exchange import Exchange, Header
-from .memory import device_of
-from .parts import ParameterPart, Part
-from .wire import WireFormat
+from ...base.memory import device_of
+from ...exchange.exchange import Exchange
+from ...exchange.headers import Header
+from ...ops.wire import WireFormat
+from ..synced import ParameterPart, Part
 
 
 def mean_state(exchange: Exchange, parts: Sequence[Part], impl: str) -> dict[str, Any]:

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import _C, launch, wrappers
-from .checks import integer, timeout_seconds
-from .digests import each_digest
-from .errors import ReplicaMismatch
-from .exchange import Exchange
-from .waiting import call_patiently
+from ... import _C
+from ...base import launch
+from ...base.checks import integer, timeout_seconds
+from ...base.errors import ReplicaMismatch
+from ...exchange.exchange import Exchange
+from ...exchange.waiting import call_patiently
+from ...ops.digests import each_digest
+from ...replica import wrappers
 
 if not dist.is_initialized():
     # Its functions keep the default group of the time of import as a default argument. Optimizers

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .digests import digest_of
-from .errors import ReplicaMismatch
+from ...base.errors import ReplicaMismatch
+from ...exchange.headers import STATE_ADVICE
+from ...ops.digests import digest_of
+from ..synced import ParameterPart, Part
 from .handshake import gather_json
-from .headers import STATE_ADVICE
-from .parts import ParameterPart, Part
 
 if TYPE_CHECKING:
-    from .exchange import Exchange
-    from .flights import Arrival
+    from ...exchange.exchange import Exchange
+    from ..flights import Arrival
 
 
 def begin(part: Part, *, is_shared: bool, saved: int = 0) -> None:

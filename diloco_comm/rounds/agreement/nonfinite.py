@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from .errors import NonFiniteError
-from .parts import Part
-from .settings import Settings
+from ...base.errors import NonFiniteError
+from ...methods.settings import Settings
+from ..synced import Part
 
 
 class Streaks:

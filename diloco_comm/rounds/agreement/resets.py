@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from .exchange import Exchange
-from .flights import Flight
-from .parts import ParameterPart, Part
-from .settings import Settings
-from .workmates import Workmates
+from ...exchange.exchange import Exchange
+from ...methods.settings import Settings
+from ...replica.workers import Workmates
+from ..flights import Flight
+from ..synced import ParameterPart, Part
 
 OnReset = Callable[[list[nn.Parameter]], None]
 LeaveLocal = Callable[[ParameterPart, Flight | None], None]

@@ -1,0 +1,1 @@
+"""Saving and loading outer state, with the rounds that are under way."""

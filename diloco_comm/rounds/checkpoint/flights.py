@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exchange import Header
-from .flights import Arrival, Flight
-from .overlap import Own
-from .parts import Part
-from .slot import Slot
-from .wire import Layout, WireFormat
+from ...exchange.buffers import Slot
+from ...exchange.headers import Header
+from ...methods.overlap import Own
+from ...ops.wire import Layout, WireFormat
+from ..flights import Arrival, Flight
+from ..synced import Part
 
 _SHARED = ("number", "kind", "sent_step", "apply_step", "lr")
 _ARRIVED = ("outer_lr", "gap", "weight_sum", "digest")

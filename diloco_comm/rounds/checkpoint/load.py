@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import history, saved_flights
-from .parts import ParameterPart, Part
-from .saved_flights import Saved
-from .state import VERSION, Scope, chain_key, set_numbers
+from ..agreement import history
+from ..synced import ParameterPart, Part
+from . import flights as saved_flights
+from .flights import Saved
+from .save import VERSION, Scope, chain_key, set_numbers
 
 
 def restore(

@@ -30,12 +30,12 @@ from typing import Any
 
 from torch import Tensor
 
-from . import saved_flights
-from .errors import NonFiniteError, SyncError
-from .flights import Flight
-from .overlap import Overlap, Own
-from .parts import ParameterPart, Part
-from .residuals import drop_bad
+from ...base.errors import NonFiniteError, SyncError
+from ...methods.overlap import Overlap, Own
+from ...ops.residuals import drop_bad
+from ..flights import Flight
+from ..synced import ParameterPart, Part
+from . import flights as saved_flights
 
 VERSION = 1
 _HOME = ("parts", "outer", "buffers", "flights")

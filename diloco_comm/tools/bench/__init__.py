@@ -1,0 +1,1 @@
+"""``diloco-comm bench``: operators, exchange, outer step, and the choice of settings."""

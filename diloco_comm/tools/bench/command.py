@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from . import outputs
-from .exits import FAILED, fail, in_options, misuse
-from .sizes import format_size, parse_count, parse_size
+from ..common import outputs
+from ..common.exits import FAILED, fail, in_options, misuse
+from ..common.sizes import format_size, parse_count, parse_size
 
 app = typer.Typer(
     help="Measure the exchange, the operators and the outer step; tune for a link.",
@@ -46,8 +46,8 @@ def one_sentence(command: Command) -> Command:
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        from ..errors import SyncError
-        from .measuring import WorkerError
+        from ...base.errors import SyncError
+        from ..common.measuring import WorkerError
 
         try:
             command(*args, **kwargs)
@@ -97,8 +97,8 @@ def exchange(
 
         torchrun --nproc-per-node 2 -m diloco_comm.tools.cli bench exchange -b 64M -e 64M
     """
-    from . import bench_exchange as bench
-    from . import measuring
+    from ..common import measuring
+    from . import exchange as bench
 
     measuring.check_output("--json", json_path)
     settings = bench.Settings(
@@ -153,9 +153,9 @@ def ops(
     """
     import torch
 
-    from .. import ops as operators
-    from . import bench_ops as bench
-    from . import measuring
+    from ... import ops as operators
+    from ..common import measuring
+    from . import operators as bench
 
     measuring.check_output("--json", json_path)
     size_bytes = parse_size(size)
@@ -202,8 +202,9 @@ def outer_step(
 
     diloco-comm bench outer-step -g 2 --params 25e6 --policy eager --emulate-link 1,10
     """
-    from . import bench_exchange, measuring, ranks
-    from . import bench_outer_step as bench
+    from ..common import measuring, ranks
+    from . import exchange as bench_exchange
+    from . import outer_step as bench
 
     measuring.check_output("--json", json_path)
     settings = bench.Settings(
@@ -258,8 +259,9 @@ def tune(
 
     DILOCO_COMM_CONFIG=tuned.json python train.py
     """
-    from . import bench_exchange, measuring
-    from . import bench_tune as bench
+    from ..common import measuring
+    from . import exchange as bench_exchange
+    from . import tune as bench
 
     if not lanes.replace(",", "").isdigit():
         raise ValueError(f"--lanes must be numbers with commas between them, got {lanes!r}")
@@ -295,7 +297,7 @@ def tune(
 
 def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
     """Join the group as a worker; a launcher starts the workers, waits, and is none itself."""
-    from . import measuring
+    from ..common import measuring
 
     if measuring.is_worker():
         measuring.init_workers(backend=_registered(backend))
@@ -312,14 +314,15 @@ def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
 
 def _registered(backend: str) -> str:
     if backend == "diloco":
-        from .. import backend as _  # noqa: F401
+        from ... import backend as _  # noqa: F401
     return backend
 
 
 def _report(title: str, *, settings: Any, **header: object) -> Any:
     import torch.distributed as dist
 
-    from . import bench_exchange, measuring
+    from ..common import measuring
+    from . import exchange as bench_exchange
 
     link = bench_exchange.describe_link(settings.link)
     world = dist.get_world_size()
@@ -356,7 +359,7 @@ def _write_config(report: Any, out: Path, config: dict[str, Any]) -> bool:
 
 
 def _leave() -> None:
-    from . import measuring
+    from ..common import measuring
 
     measuring.leave_workers()
 

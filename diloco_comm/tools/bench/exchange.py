@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..exchange import Exchange
-from ..wire import BLOCK_SIZES, WIRES
-from . import bench_methods as methods
-from . import measuring
+from ...exchange.exchange import Exchange
+from ...ops.wire import BLOCK_SIZES, WIRES
+from ..common import measuring
+from . import methods
 
 DTYPES = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16}
 BACKENDS = ("gloo", "nccl", "diloco")

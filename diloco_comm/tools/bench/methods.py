@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import ops
-from ..exchange import Exchange, Header, Outcome
-from ..wire import WireFormat
+from ... import ops
+from ...exchange.exchange import Exchange
+from ...exchange.headers import Header
+from ...exchange.work import Outcome
+from ...ops.wire import WireFormat
 
 # Half a quantisation step next to a value x of a block with this scale: relative part of |x|,
 # and part of the scale. The step of e3m0 between 2^k and 2^(k+1) is widest against 1.5 * 2^k.

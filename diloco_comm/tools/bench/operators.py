@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..wire import WIRES, Layout, WireFormat
-from . import measuring
+from ... import ops
+from ...ops.wire import WIRES, Layout, WireFormat
+from ..common import measuring
 
 Run = Callable[[], object]
 Seconds = dict[str, list[float]]

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Overlap, Streaming
-from . import measuring
+from ... import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Overlap, Streaming
+from ..common import measuring
 
 POLICIES = ("blocking", "streaming", "delayed", "eager", "co2")
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..exchange import Exchange
-from ..wire import WIRES
-from . import bench_exchange, measuring
-from . import bench_methods as methods
-from .sizes import format_size
+from ...exchange.exchange import Exchange
+from ...ops.wire import WIRES
+from ..common import measuring
+from ..common.sizes import format_size
+from . import exchange as bench_exchange
+from . import methods
 
 # From what rounds least to what rounds most.
 _PRECISION = ("fp32", "fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "e3m0")

@@ -1,0 +1,1 @@
+"""What the commands share: exit statuses, printing, output files, measuring."""

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import launch
+from ...base import launch
 from . import outputs
 
 # The checkout, where this file is in one.
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _PR_SET_PDEATHSIG = 1
 # The first and the last port that the kernel gives to a connection without a port of its own.
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -289,7 +289,7 @@ def _congestion_control() -> str | None:
 
 def versions() -> dict[str, str]:
     """Name what runs, on what; ``nccl``, ``driver`` and ``gpu`` where there is a GPU."""
-    from .. import __version__
+    from ... import __version__
 
     found = {
         "diloco_comm": __version__,

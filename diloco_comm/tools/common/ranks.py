@@ -1,6 +1,6 @@
 """Run a Python program as several ranks, forked from one process that has imported torch.
 
-    python -m diloco_comm.tools.ranks FD WORLD MODULES [-m] PROGRAM ARGUMENTS...
+    python -m diloco_comm.tools.common.ranks FD WORLD MODULES [-m] PROGRAM ARGUMENTS...
 
 Importing torch takes seconds of a core, and so does the end of an interpreter that has: for eight
 ranks on two cores longer than a short measurement. The ranks are forked before anything runs, so
@@ -24,7 +24,7 @@ from pathlib import Path
 
 # What torch loads with the first optimizer takes as long as all the rest of it.
 WITH_OPTIMIZER = ("torch._dynamo",)
-_ALWAYS = ("torch.distributed.nn", "diloco_comm.tools.measuring")
+_ALWAYS = ("torch.distributed.nn", "diloco_comm.tools.common.measuring")
 _PR_SET_PDEATHSIG = 1
 
 

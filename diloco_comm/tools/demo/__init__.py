@@ -1,0 +1,1 @@
+"""``diloco-comm demo``: several replicas on this machine, and a table of what they did."""

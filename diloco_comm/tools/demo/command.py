@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import outputs
-from .demo_display import open_display, print_results
-from .demo_results import Results
-from .demo_run import ReplicaError, run_demo
-from .demo_settings import Settings
+from ..common import outputs
+from .display import open_display, print_results
+from .results import Results
+from .run import ReplicaError, run_demo
+from .settings import Settings
 
 __all__ = ["ReplicaError", "run"]
 
@@ -54,7 +54,7 @@ def _write_plot(console: Console, results: Results, path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         console.print("plot:    none; for one, pip install 'diloco_comm\\[plot]'")
         return
-    from .demo_plot import plot_results
+    from .plot import plot_results
 
     with outputs.writing("--out", path):
         plot_results(results, path)

@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..exchange import Exchange, Header, Pending, Slot
-from ..wire import WireFormat
+from ...exchange.buffers import Slot
+from ...exchange.exchange import Exchange
+from ...exchange.headers import Header
+from ...exchange.work import Pending
+from ...ops.wire import WireFormat
 
 Future = torch.futures.Future
 

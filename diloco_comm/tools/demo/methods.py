@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import SGD, DiLoCo, Eager, Nesterov, Overlap, Streaming
-from .demo_ddp import BucketExchange
-from .demo_model import byte_loss
-from .demo_settings import Row, Settings
+from ... import SGD, DiLoCo, Eager, Nesterov, Overlap, Streaming
+from .ddp import BucketExchange
+from .model import byte_loss
+from .settings import Row, Settings
 
 
 @dataclass(frozen=True)

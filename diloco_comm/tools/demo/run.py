@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Protocol
 
-from .demo_data import load_corpus
-from .demo_events import Failed
-from .demo_results import Results, RowResult
-from .demo_settings import ROWS, Row, Settings
-from .demo_worker import worker_main
-from .store import open_store
+from ..common.store import open_store
+from .data import load_corpus
+from .events import Failed
+from .results import Results, RowResult
+from .settings import ROWS, Row, Settings
+from .worker import worker_main
 
 STOP_SECONDS = 10.0
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .demo_model import ModelConfig
+from .model import ModelConfig
 
 
 @dataclass(frozen=True)

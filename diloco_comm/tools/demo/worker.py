@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from .demo_data import Batches, load_corpus, validation_windows
-from .demo_events import Event, Failed, Finished, Progress, Validation
-from .demo_methods import Method, open_method
-from .demo_model import ByteTransformer, byte_loss
-from .demo_settings import Row, Settings
+from .data import Batches, load_corpus, validation_windows
+from .events import Event, Failed, Finished, Progress, Validation
+from .methods import Method, open_method
+from .model import ByteTransformer, byte_loss
+from .settings import Row, Settings
 
 TIMEOUT = timedelta(minutes=2)
 

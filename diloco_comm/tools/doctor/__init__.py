@@ -1,0 +1,1 @@
+"""``diloco-comm doctor``: what is installed, and whether it works."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .exits import FAILED, fail, misuse
+from ..common.exits import FAILED, fail, misuse
 
 if TYPE_CHECKING:
-    from .doctor import Finding
+    from .facts import Finding
 
 # The paragraphs behind \b keep their line breaks.
 EXAMPLES = """Examples:
@@ -47,8 +47,8 @@ def doctor(
     for name, value in (("megabytes", megabytes), ("timeout", timeout)):
         if not 0 < value < math.inf:
             misuse(f"--{name} must be a positive number, got {value:g}")
-    from . import doctor as machine
-    from .doctor_job import launch
+    from . import facts as machine
+    from .job import launch
 
     job = launch()
     if replicas is not None and job is None:
@@ -68,8 +68,8 @@ def doctor(
 
 
 def _self_test(findings: list[Finding]) -> dict[str, Any]:
-    from .doctor import Finding
-    from .doctor_selftest import run_self_test
+    from .facts import Finding
+    from .selftest import run_self_test
 
     result = run_self_test()
     if not result["ok"]:
@@ -89,7 +89,7 @@ def _in_job(
     """Let all ranks look at each other; the findings of every rank become those of all."""
     import torch.distributed as dist
 
-    from .doctor_job import examine_job, gather_findings, join, judge_job
+    from .job import examine_job, gather_findings, join, judge_job
 
     try:
         join(job, timeout_s)
@@ -111,7 +111,7 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from .doctor_report import print_report
+    from .report import print_report
 
     # Within a job the output is no terminal, and 80 columns would cut it.
     width = None if os.isatty(1) else 120

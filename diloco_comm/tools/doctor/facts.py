@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .. import __version__, env, ops
+from ... import __version__, ops
+from ...base import env
 
 PACKAGES = ("numpy", "triton", "nvtx", "pyzmq", "matplotlib", "transformers", "lightning", "peft")
 SHORT_TIMEOUT_S = 60.0

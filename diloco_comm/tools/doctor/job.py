@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .doctor import Finding
+from .facts import Finding
 
 LATENCY_ROUNDS = 20
 BANDWIDTH_ROUNDS = 3

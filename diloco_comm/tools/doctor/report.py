@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .printing import print_whole
+from ..common.printing import print_whole
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:

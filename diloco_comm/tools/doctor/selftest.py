@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 # The replicas import this module as their program.
-MODULE = "diloco_comm.tools.doctor_selftest"
+MODULE = "diloco_comm.tools.doctor.selftest"
 WORLD = 2
 DEADLINE_S = 60.0
 NUM_ELEMENTS = 100_003
@@ -25,7 +25,7 @@ def run_self_test(deadline_s: float = DEADLINE_S) -> dict[str, Any]:
     Returns:
         ``ok``, ``seconds``, and ``error``: one sentence, or None.
     """
-    from .store import open_store
+    from ..common.store import open_store
 
     begin = time.monotonic()
     store = open_store("127.0.0.1", 0)
@@ -77,7 +77,7 @@ def _replica(rank: int, port: int) -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    from .. import DiLoCo, all_reduce, shutdown
+    from ... import DiLoCo, all_reduce, shutdown
 
     def digest(tensor: torch.Tensor) -> str:
         return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()

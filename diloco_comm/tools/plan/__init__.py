@@ -1,0 +1,1 @@
+"""``diloco-comm plan``: which settings fit a link and a model."""

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .exits import in_options, misuse
-from .outputs import check_plot, plot_file
-from .printing import save_plot
-from .sizes import parse_count
+from ..common.exits import in_options, misuse
+from ..common.outputs import check_plot, plot_file
+from ..common.printing import save_plot
+from ..common.sizes import parse_count
 
 # The paragraphs behind \b keep their line breaks.
 EXAMPLES = """Examples:
@@ -71,7 +71,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Predict compute utilisation, bandwidth, traffic and memory of a run before it is started."""
-    from .plan import Request, make_plan
+    from .estimate import Request, make_plan
 
     if published:
         _print_published(as_json)
@@ -109,7 +109,7 @@ def plan(
 def _show(made: dict[str, Any], plot: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
-    from .plan_report import plot_plan, print_plan
+    from .report import plot_plan, print_plan
 
     if as_json:
         print(json.dumps(made, indent=1), flush=True)
@@ -123,7 +123,7 @@ def _size(
     params: str | None, layers: int | None, config: Path | None, safetensors: Path | None
 ) -> tuple[float, int]:
     """Take the model's size from what was given; numbers win over files."""
-    from .plan_model import Size, from_config, from_safetensors
+    from .model import Size, from_config, from_safetensors
 
     if config is not None and safetensors is not None:
         misuse("--model-config and --safetensors exclude each other")
@@ -155,8 +155,8 @@ def _size(
 def _print_published(as_json: bool) -> None:
     from rich.console import Console
 
-    from .plan_published import TABLE_4, TABLE_5, compare
-    from .plan_report import print_published
+    from .published import TABLE_4, TABLE_5, compare
+    from .report import print_published
 
     tables = {"streaming_table_4": compare(TABLE_4), "eager_table_5": compare(TABLE_5)}
     if as_json:

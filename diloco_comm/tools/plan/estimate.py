@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..wire import WIRES, WireFormat
-from .plan_simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
+from ...ops.wire import WIRES, WireFormat
+from .simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
 
 METHODS = ("dp", "diloco", "streaming", "delayed", "eager", "co2")
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)

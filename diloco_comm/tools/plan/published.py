@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .plan import TARGETS, Request
-from .plan_simulator import GRID_GBPS
+from .estimate import TARGETS, Request
+from .simulator import GRID_GBPS
 
 # The width of a parameter that fits Table 4; the paper states none. FP4 takes a quarter.
 FITTED_BITS = 13.4

@@ -10,10 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .plan import TARGETS, WIRES_TRIED
-from .plan_published import MODELS
-from .plan_simulator import GRID_GBPS
-from .printing import print_whole
+from ..common.printing import print_whole
+from .estimate import TARGETS, WIRES_TRIED
+from .published import MODELS
+from .simulator import GRID_GBPS
 
 NONE_IS_ENOUGH = "> 1000"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")

@@ -18,9 +18,9 @@ from typing import Annotated
 
 import typer
 
-from .exits import fail, misuse
-from .outputs import check_folder, check_plot, plot_file
-from .printing import save_plot
+from ..common.exits import fail, misuse
+from ..common.outputs import check_folder, check_plot, plot_file
+from ..common.printing import save_plot
 
 # The paragraphs behind \b keep their line breaks.
 RUN_EXAMPLES = """Examples:
@@ -139,7 +139,7 @@ def report(
     """Report communication, computation and their overlap, rank by rank."""
     from rich.console import Console
 
-    from .profile_report import find_traces, make_report, plot_timeline, print_report, read_traces
+    from .report import find_traces, make_report, plot_timeline, print_report, read_traces
 
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         misuse("--plot needs matplotlib, which is not installed: pip install 'diloco_comm[plot]'")

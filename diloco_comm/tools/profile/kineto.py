@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from . import profile_intervals as intervals
-from .profile_intervals import Array
-from .profile_json import EventReader, no_garbage_collection
-from .profile_trace import (
+from . import intervals
+from .intervals import Array
+from .trace import (
     COMMUNICATION,
     COMPUTATION,
     OUR_RANGE,
@@ -23,6 +22,7 @@ from .profile_trace import (
     kind_of,
     rank_of,
 )
+from .trace_json import EventReader, no_garbage_collection
 
 STEP = "ProfilerStep"
 # What torch.distributed records on the processor; gloo has no other trace.

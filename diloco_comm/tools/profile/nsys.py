@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from . import profile_intervals as intervals
-from .profile_trace import (
+from . import intervals
+from .trace import (
     COMMUNICATION,
     COMPUTATION,
     OUR_RANGE,

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.hooks import RemovableHandle
 
-from . import outputs
+from ..common import outputs
 
 logger = logging.getLogger(__name__)
 

@@ -11,18 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from . import profile_intervals as intervals
-from . import profile_nsys
-from .printing import print_whole
-from .profile_kineto import KinetoTrace
-from .profile_trace import (
-    RankTrace,
-    TraceError,
-    figures,
-    rank_of,
-    settle_ranks,
-    slowest_rank,
-)
+from ..common.printing import print_whole
+from . import intervals
+from . import nsys as profile_nsys
+from .kineto import KinetoTrace
+from .trace import RankTrace, TraceError, figures, rank_of, settle_ranks, slowest_rank
 
 # Rectangles that a figure of some thousand pixels can show.
 _MOST_DRAWN = 4000

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from . import profile_intervals as intervals
-from .profile_intervals import Array
+from . import intervals
+from .intervals import Array
 
 COMMUNICATION, COMPUTATION, NEITHER = 0, 1, 2
 _NCCL = re.compile(r"nccl.*Kernel")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from .profile_trace import TraceError
+from .trace import TraceError
 
 PIECE_BYTES = 1 << 20
 # What stands before and behind the events, and the longest event, must fit into this.

@@ -1,0 +1,1 @@
+"""``diloco-comm serve``: the server of asynchronous training."""

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from .exits import fail, in_options, misuse
-from .outputs import check_folder
-from .printing import announcer
+from ..common.exits import fail, in_options, misuse
+from ..common.outputs import check_folder
+from ..common.printing import announcer
 
 # The paragraphs behind \b keep their line breaks.
 EXAMPLES = """Examples:
@@ -72,9 +72,9 @@ def serve(
     """Host the shared model for workers that attach with AsyncDiLoCo, until Ctrl-C or SIGTERM."""
     if context.invoked_subcommand is not None:
         return
-    from ..asynchronous.link import ServerLost
-    from ..asynchronous.server import AsyncServer
-    from .serve import host_server, make_rule, show_status
+    from ...asynchronous.server.server import AsyncServer
+    from ...asynchronous.worker.link import ServerLost
+    from .run import host_server, make_rule, show_status
 
     if watch and not status:
         misuse("--watch is for --status: it shows a server that runs, and hosts none")
@@ -143,7 +143,7 @@ def keygen(
     as_json: Annotated[bool, typer.Option("--json", help="Print the paths in JSON.")] = False,
 ) -> None:
     """Make CURVE keys for a server and its workers."""
-    from ..asynchronous.keys import make_keys
+    from ...asynchronous.protocol.keys import make_keys
 
     try:
         check_folder("FOLDER", folder)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..asynchronous.link import read_status
-from ..asynchronous.rules import Buffered, DelayedNesterov, Immediate, ServerRule
-from ..asynchronous.server import AsyncServer
-from ..outer import SGD, HeavyBall, Nesterov, OuterOptimizer
-from .printing import print_whole
+from ...asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
+from ...asynchronous.server.server import AsyncServer
+from ...asynchronous.worker.link import read_status
+from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
+from ..common.printing import print_whole
 
 RULES = ("delayed", "nesterov", "heavy-ball", "sgd", "buffer")
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..wire import Layout
-from .garbage import find_garbage
-from .model import SharedModel
+from .... import ops
+from ....ops.wire import Layout
+from ...model.shared import SharedModel
+from ...model.versions import Starts
+from ...protocol.payloads import Payload
+from ..transfer.garbage import find_garbage
 from .scheduling import GracePeriod, Speeds
-from .spool import Payload
-from .starts import Starts
 
 # After these refusals the server expects the same number again.
 UNCOUNTED = ("out of order", "from the future")

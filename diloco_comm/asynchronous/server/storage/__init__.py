@@ -1,0 +1,1 @@
+"""What the server keeps on disk: snapshots, the journal of updates, the lock of the folder."""

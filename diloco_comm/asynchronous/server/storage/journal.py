@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ...protocol.payloads import Payload, Spooled
 from .folder_lock import FolderInUse
-from .spool import Payload, Spooled
-from .storage import Storage
+from .snapshots import Storage
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from ...protocol.payloads import Payload, Spooled, blocks
 from .folder_lock import FolderLock
-from .spool import Payload, Spooled, blocks
 
 _MAGIC = b"DCASv1\0\0"
 _LENGTH = struct.Struct("<QII")  # bytes that follow the header, of the header, its CRC-32

@@ -1,0 +1,1 @@
+"""Payloads on their way to and from workers."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..trace import span
-from ..wire import WireFormat
-from .coordinator import Outcome, Update
-from .messages import Kind, Message, ProtocolError
-from .model import decode
-from .sessions import Session
-from .state import ServerState
+from ....base.trace import span
+from ....ops.wire import WireFormat
+from ...model.shared import decode
+from ...protocol.messages import Kind, Message, ProtocolError
+from ...protocol.window import Position
+from ..decisions.coordinator import Outcome, Update
+from ..sessions import Session
+from ..state import ServerState
 from .uploads import Upload
-from .window import Position
 
 # Who neither sends nor fetches for so long while memory is kept for it loses that memory.
 STALL_S = 20.0

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..wire import Layout, WireFormat
-from .messages import Kind, Message, ProtocolError
+from ....ops.wire import Layout, WireFormat
+from ...model.rule_states import FusedState
+from ...protocol.messages import Kind, Message, ProtocolError
+from ...protocol.window import bodies, is_within
+from ..sessions import NOTHING, Session
+from ..state import ServerState
 from .receiving import STALL_S, Send
-from .rule_states import FusedState
-from .sessions import NOTHING, Session
-from .state import ServerState
-from .window import bodies, is_within
 
 _FP32 = WireFormat("fp32")
 # A whole download may keep others waiting for so long, if memory is short, this many times.

@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checks
-from .errors import SyncError
-from .exchange import DEFAULT_TIMEOUT, Exchange, Header, Pending, Slot
-from .fragments import is_served
-from .interrupts import held_back
-from .pending import Outcome, decode_terms
-from .wire import WireFormat, parse
+from ..base import checks
+from ..base.errors import SyncError
+from ..base.interrupts import held_back
+from ..ops.wire import WireFormat, parse
+from ..replica.fragments import is_served
+from .buffers import Slot
+from .exchange import DEFAULT_TIMEOUT, Exchange
+from .headers import Header
+from .work import Outcome, Pending, decode_terms
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Idle buffers kept for each group; the least recently used ones go first.

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ...base.errors import SyncError
+from ...ops.wire import Layout
+from ..headers import Header
+from ..waiting import describe_store
+from ..work import Round, Terms
 from . import connecting, rendezvous, sealing, termination, verdicts
 from .attendance import Limits
-from .errors import SyncError
-from .headers import Header
 from .meetings import Plan, announce
-from .pending import Round, Terms
 from .termination import Decision
-from .waiting import describe_store
-from .wire import Layout
 
 if TYPE_CHECKING:
-    from .exchange import Exchange
+    from ..exchange import Exchange
 
 
 @dataclass
