@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from diloco_comm.base.memory import memory_order
 from diloco_comm.replica.fragments import (
     Schedule,
     describe_parameters,
     layout_hash,
     make_fragments,
-    memory_order,
     trainable_parameters,
 )
 

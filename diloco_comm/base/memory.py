@@ -160,3 +160,8 @@ def rounded_norm(squared: float) -> float:
         return norm
     mantissa, exponent = math.frexp(norm)
     return math.ldexp(round(math.ldexp(mantissa, 24)), exponent - 24)
+
+
+def memory_order(tensor: Tensor) -> Tensor:
+    """View a dense tensor of any shape as 1-D, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..base import checks
 from ..base.errors import SyncError
 from ..base.interrupts import held_back
+from ..ops.dispatch import is_served
 from ..ops.wire import WireFormat, parse
-from ..replica.fragments import is_served
 from .buffers import Slot
 from .exchange import DEFAULT_TIMEOUT, Exchange
 from .headers import Header

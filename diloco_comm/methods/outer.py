@@ -22,7 +22,7 @@ from ..base.checks import not_negative, number
 from ..base.memory import persistent_like
 from ..ops.offload import Offloaded, chunks_of
 from ..ops.wire import Layout
-from ..training.spelling import call_of
+from .spelling import call_of
 
 LearningRate = float | Callable[[int], float]
 

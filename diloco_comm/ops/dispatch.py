@@ -92,3 +92,11 @@ def resolve_impl(impl: str = "", device: str = "cpu", operator: str = "") -> str
 def _is_of_another_device(impl: str, device: str) -> bool:
     others = (names for key, names in IMPLEMENTATIONS.items() if key != device)
     return impl not in IMPLEMENTATIONS.get(device, {}) and any(impl in names for names in others)
+
+
+def is_served(device: torch.device) -> bool:
+    """Whether there are operators for tensors on this device."""
+    if device.type in ("cpu", "cuda", "meta"):
+        return device.type != "meta"
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", key)

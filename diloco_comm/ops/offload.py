@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from .. import _C
-from ..replica.fragments import memory_order
+from ..base.memory import memory_order
 from .wire import Layout
 
 # Elements of a chunk: enough to fill the device, few enough that two of outer and momentum are

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.checks import integer
+from ..ops.dispatch import is_served
 from . import sharding
 from .fragment_rules import Named, balanced, by_layers, by_patterns
 
@@ -139,11 +140,6 @@ class Fragment:
                 target.copy_(source)
 
 
-def memory_order(tensor: Tensor) -> Tensor:
-    """View a dense tensor of any shape as 1-D, in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
 Memory = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
@@ -223,14 +219,6 @@ def trainable_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Opti
                 f"{first}: all that one worker trains must be on one device"
             )
     return named
-
-
-def is_served(device: torch.device) -> bool:
-    """Whether there are operators for tensors on this device."""
-    if device.type in ("cpu", "cuda", "meta"):
-        return device.type != "meta"
-    key = torch._C._dispatch_key_for_device(device.type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("diloco_comm::encode", key)
 
 
 def refuse_new_parameters(

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .fragments import Fragment, memory_order
+from ..base.memory import memory_order
+from .fragments import Fragment
 from .sharding import is_sharded
 from .workers import Workmates
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, ops
-from ..base.memory import Reading, device_of, page_locked, persistent
+from ..base.memory import Reading, device_of, memory_order, page_locked, persistent
 from ..exchange.buffers import Slot
 from ..exchange.exchange import Exchange
 from ..exchange.work import Terms, decode_terms
 from ..methods.outer import OuterOptimizer, Update
 from ..methods.overlap import Own
+from ..ops.dispatch import is_served
 from ..ops.offload import CHUNK_ELEMENTS, slices
 from ..ops.wire import Layout, WireFormat
 from ..replica import sharding
@@ -25,9 +26,7 @@ from ..replica.fragments import (
     DTYPES,
     Fragment,
     is_dense,
-    is_served,
     memory_of,
-    memory_order,
     refuse_change,
     unwrap_model,
 )

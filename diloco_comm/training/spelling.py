@@ -1,12 +1,9 @@
-"""How objects are written in messages: what a DiLoCo is doing, the call that makes an optimizer."""
+"""How messages and ``repr`` describe a DiLoCo."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 if TYPE_CHECKING:
     from .diloco import DiLoCo
@@ -37,25 +34,3 @@ def describe(diloco: DiLoCo) -> str:
 def _call(config: Mapping[str, Any]) -> str:
     arguments = [f"{k}={v!r}" for k, v in config.items() if k != "name" and v is not None]
     return f"{config['name']}({', '.join(arguments)})"
-
-
-def call_of(optimizer: torch.optim.Optimizer, argument: str) -> str:
-    """Return the call that makes such an optimizer, of its first group's arguments.
-
-    Arguments that are the class's own defaults are left out, but for the learning rate.
-
-    Args:
-        argument: What stands for the parameters.
-    """
-    made = type(optimizer)
-    is_public = made.__module__.startswith("torch.optim") and hasattr(torch.optim, made.__name__)
-    values = {**optimizer.defaults, **optimizer.param_groups[0]}
-    written = [argument]
-    for name, parameter in inspect.signature(made).parameters.items():
-        value = values.get(name, parameter.default)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()
-        is_plain = isinstance(value, (bool, int, float, str, tuple, list))
-        if name != "params" and is_plain and (name == "lr" or value != parameter.default):
-            written.append(f"{name}={value!r}")
-    return f"{'torch.optim.' * is_public}{made.__name__}({', '.join(written)})"

@@ -17,7 +17,8 @@ _MIN_S, _MAX_S = 0.1, 86400
 _PLACE = "inproc://connections"
 _EVENT = struct.Struct("=HI")
 _ACCEPTED, _ENDED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
-_NOBLOCK = int(zmq.NOBLOCK)
+# As plain integers: flags of the enum's type cost more than a small message.
+NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 
 
 def check_lost_after(value: float) -> float:
@@ -76,7 +77,7 @@ class Connections:
 
     def _next(self) -> tuple[int, int] | None:
         try:
-            event, _ = self._events.recv_multipart(_NOBLOCK)
+            event, _ = self._events.recv_multipart(NOBLOCK)
         except zmq.Again:
             return None
         kind, number = _EVENT.unpack(event)
@@ -97,3 +98,13 @@ def connection_of(frame: zmq.Frame) -> int:
         return int(frame.get(int(zmq.SRCFD)))
     except zmq.ZMQError:
         return -1
+
+
+def receive(socket: zmq.Socket, wait_ms: int = 0) -> list[zmq.Frame] | None:
+    """Return the frames of the next message, or None if none comes in time."""
+    if wait_ms and not zmq.zmq_poll([(socket, POLLIN)], wait_ms):
+        return None
+    try:
+        return socket.recv_multipart(NOBLOCK, copy=False)
+    except zmq.Again:
+        return None

@@ -32,6 +32,8 @@ MAX_BODY = 1 << 20
 # What may be asked for at a time.
 MAX_BATCH = 3 * MAX_BODY
 NAME_TAKEN = 1
+# After these refusals the server expects the same sequence number again.
+UNCOUNTED = ("out of order", "from the future")
 # Numbers stay such that they survive JSON and arithmetic in 64 bits.
 MAX_NUMBER = 1 << 62
 

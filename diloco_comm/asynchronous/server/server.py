@@ -17,10 +17,9 @@ import zmq
 from torch import Tensor
 
 from ..model.rules import ServerRule
-from ..protocol.connections import check_lost_after, connection_of
+from ..protocol.connections import NOBLOCK, check_lost_after, connection_of, receive
 from ..protocol.keys import is_loopback
 from ..protocol.messages import Kind, Message, ProtocolError, pack, parse
-from ..worker.link import NOBLOCK, receive
 from .attendance import Attendance
 from .door import Door
 from .sessions import Session

@@ -16,14 +16,14 @@ from torch import Tensor
 from ...ops.wire import WireFormat
 from ..model.rules import ServerRule
 from ..model.shared import SharedModel
-from ..protocol.messages import MAX_NUMBER, ProtocolError
+from ..protocol.messages import MAX_NUMBER, UNCOUNTED, ProtocolError
 from ..protocol.payloads import Payload, Spooled, spool
 from ..protocol.window import WINDOW_BYTES
-from .decisions.coordinator import UNCOUNTED, Coordinator, Outcome, Update
+from .decisions.coordinator import Coordinator, Outcome, Update
 from .sessions import NOTHING, Sessions
 from .status import Status
 from .storage.journal import Keeper
-from .transfer.uploads import PayloadMemory
+from .uploads import PayloadMemory
 
 logger = logging.getLogger(__name__)
 

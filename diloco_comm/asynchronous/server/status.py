@@ -10,7 +10,7 @@ from typing import Any
 from ..model.rules import ServerRule
 from .decisions.coordinator import Coordinator
 from .sessions import Sessions
-from .transfer.uploads import PayloadMemory
+from .uploads import PayloadMemory
 
 MAX_WORKERS = 200
 MAX_STALENESS = 64

@@ -15,11 +15,12 @@ from torch import Tensor
 from ...base.errors import SyncError
 from ...ops.wire import Layout
 from ..protocol import keys as curve
-from ..protocol.connections import beat
+from ..protocol.connections import NOBLOCK, beat, receive
 from ..protocol.messages import (
     MAX_BODY,
     MAX_JSON,
     NAME_TAKEN,
+    UNCOUNTED,
     Kind,
     Message,
     ProtocolError,
@@ -28,7 +29,6 @@ from ..protocol.messages import (
 )
 from ..protocol.names import Identity
 from ..protocol.window import bodies, is_within
-from ..server.decisions.coordinator import UNCOUNTED
 from .downloads import Download
 
 logger = logging.getLogger(__name__)
@@ -38,18 +38,6 @@ RETRY_S, BLOCKED_S = 1.0, 0.02
 PATIENCE_S = 30.0
 # A connection to a server without power or network is given up after so long, and made again.
 LOST_AFTER_S = 40.0
-# As plain integers: flags of the enum's type cost more than a small message.
-NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
-
-
-def receive(socket: zmq.Socket, wait_ms: int = 0) -> list[zmq.Frame] | None:
-    """Return the frames of the next message, or None if none comes in time."""
-    if wait_ms and not zmq.zmq_poll([(socket, POLLIN)], wait_ms):
-        return None
-    try:
-        return socket.recv_multipart(NOBLOCK, copy=False)
-    except zmq.Again:
-        return None
 
 
 def _close(socket: zmq.Socket, context: zmq.Context) -> None:

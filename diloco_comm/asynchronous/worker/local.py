@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...base.memory import empty_pages
+from ...base.memory import empty_pages, memory_order
 from ...ops.residuals import Residuals
 from ...ops.wire import STAGE_ENCODE, Layout, WireFormat, rng_key
 from ...replica.fragments import (
     FragmentSpec,
     describe_parameters,
     make_fragments,
-    memory_order,
     trainable_parameters,
 )
 from ..model.shared import layout_of

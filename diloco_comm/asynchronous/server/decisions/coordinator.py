@@ -18,12 +18,10 @@ from .... import ops
 from ....ops.wire import Layout
 from ...model.shared import SharedModel
 from ...model.versions import Starts
+from ...protocol.garbage import find_garbage
+from ...protocol.messages import UNCOUNTED
 from ...protocol.payloads import Payload
-from ..transfer.garbage import find_garbage
 from .scheduling import GracePeriod, Speeds
-
-# After these refusals the server expects the same number again.
-UNCOUNTED = ("out of order", "from the future")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ...protocol.window import Position
 from ..decisions.coordinator import Outcome, Update
 from ..sessions import Session
 from ..state import ServerState
-from .uploads import Upload
+from ..uploads import Upload
 
 # Who neither sends nor fetches for so long while memory is kept for it loses that memory.
 STALL_S = 20.0

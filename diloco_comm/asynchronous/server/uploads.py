@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ....base.memory import empty_pages
-from ....ops.wire import Layout
-from ...protocol.messages import MAX_BODY
-from ...protocol.payloads import Payload, Spooled, write_run
-from ...protocol.window import Position, Window
-from .garbage import find_run_garbage
+from ...base.memory import empty_pages
+from ...ops.wire import Layout
+from ..protocol.garbage import find_run_garbage
+from ..protocol.messages import MAX_BODY
+from ..protocol.payloads import Payload, Spooled, write_run
+from ..protocol.window import Position, Window
 
 
 @dataclass

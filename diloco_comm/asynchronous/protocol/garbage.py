@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....ops.wire import SCALE_BYTES, Layout
-from ...protocol.payloads import Payload
+from ...ops.wire import SCALE_BYTES, Layout
+from .payloads import Payload
 
 HUGE = 2.0**126
 _HUGE_BITS = 0x7E80  # as bf16
