@@ -41,12 +41,12 @@ cpptest: setup
 # The CUDA kernels for every architecture that nvcc can, checked for spills.
 cuda: emulated
 	$(BUILD) --target diloco_cuda
-	$(BIN)/pytest tests/test_cuda_build.py
-	$(BIN)/python tests/cuda_reports.py $(ARGS)
+	$(BIN)/pytest tests/ops/test_cuda_build.py
+	$(BIN)/python tests/support/cuda_reports.py $(ARGS)
 
 # Every specialisation of Triton's kernels for sm_80, sm_90 and gfx942: registers, spills, arithmetic.
 kernels: setup
-	$(BIN)/python tests/triton_specialisations.py --all --jobs $(or $(JOBS),2) $(ARGS)
+	$(BIN)/python tests/support/triton_specialisations.py --all --jobs $(or $(JOBS),2) $(ARGS)
 
 # The extension with CUDA for a torch that has it, in a copy of the sources; it is loaded, the names of
 # torch that we use are looked up, the GPU tests are collected. This needs nvcc and no GPU. The torch
@@ -70,7 +70,7 @@ gpu-build: $(GPU_VENV)/.installed
 		&& benchmarks/gpu_build.sh $$python ON $(GPU_ARCHS) \
 		&& $$python benchmarks/gpu_facts.py --versions --extension \
 		&& $$python benchmarks/gpu_names.py \
-		&& $$python -m pytest -q -m gpu --collect-only -p no:cacheprovider tests/test_*ops*.py tests/test_triton_*.py tests/test_gpu_*.py
+		&& $$python -m pytest -q -m gpu --collect-only -p no:cacheprovider tests/ops/test_ops_*.py tests/ops/test_triton_*.py tests/gpu/test_gpu_*.py
 
 demo: setup
 	$(BIN)/diloco-comm demo $(if $(QUICK),--quick) $(ARGS)
@@ -82,7 +82,7 @@ bars: setup
 	$(BIN)/python benchmarks/bars.py
 
 soak-async: setup
-	$(BIN)/python tests/test_async_faults.py 180
+	PYTHONPATH=tests/support $(BIN)/python tests/asynchronous/test_async_faults.py 180
 
 lint: setup
 	$(BIN)/ruff check .

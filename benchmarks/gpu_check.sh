@@ -95,8 +95,8 @@ prepare() {
 }
 
 # sources of the operators' tests
-operators=(tests/test_ops_{encode,reduce,outer_step,bounds,examples,digest}.py
-    tests/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py)
+operators=(tests/ops/test_ops_{encode,reduce,outer_step,bounds,examples,digest}.py
+    tests/ops/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py)
 
 part_A() {
     prepare 120 40 || return
@@ -135,7 +135,7 @@ part_C() {
     if [ $? -eq 0 ]; then ranks=2; else ranks=1; fi
     export DILOCO_TEST_NCCL_RANKS=$ranks NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
     step engine_tests 55 "$python" benchmarks/gpu_tests.py --processes 3 \
-        --logs "$work/engine_tests" tests/test_gpu_{engine,streams,sharded}.py
+        --logs "$work/engine_tests" tests/gpu/test_gpu_{engine,streams,sharded}.py
     step trace 25 "$python" benchmarks/gpu_trace.py --device cuda --least_overlap 95 \
         --json "$work/trace.json" --trace "$work/trace-events.json.gz"
     step trace_nccl 20 "$python" benchmarks/gpu_trace.py --device cuda --backend nccl \

@@ -1,6 +1,6 @@
 """Run the tests that need a GPU in several processes at once, each with every n-th of them.
 
-    python benchmarks/gpu_tests.py --logs FOLDER --processes 8 tests/test_cuda_operators.py ...
+    python benchmarks/gpu_tests.py --logs FOLDER --processes 8 tests/ops/test_cuda_operators.py ...
 
 Most of the time goes into compiling Triton's kernels, one after the other in each process. Ends
 with status 1 when a test failed, or none ran; the logs tell which. Each process has this file as a

@@ -11,7 +11,7 @@ from async_helpers import serving
 
 from diloco_comm.asynchronous.model.rules import DelayedNesterov
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_async.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_async.py"
 
 
 def test_train_async_learns(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from workers import Pool
 from diloco_comm.ops import reference
 from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 Run = Callable[..., tuple[list[str], dict[str, Any]]]
 

@@ -15,7 +15,7 @@ import torch
 from diloco_comm import ops
 from diloco_comm.ops import dispatch as impls
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 IMPLS = [impl for impl in ops.available_impls() if impl != "reference"][-2:]
 
 

@@ -22,7 +22,7 @@ from diloco_comm.exchange.headers import Header
 from diloco_comm.ops.wire import WireFormat
 
 Workers = Callable[[int], Pool]
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _alone(**kwargs: object) -> Exchange:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 MEBI = 1 << 20
 PRIVATE = [sys.executable, str(BENCHMARKS / "private_loopback.py")]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu_names.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_names.py"
 
 SOURCE = """
 from __future__ import annotations

@@ -21,7 +21,7 @@ from diloco_comm import DiLoCo
 from diloco_comm.integrations.attaching import attach, parameters_of, savable, state_with_local
 from diloco_comm.integrations.evaluating import Swap
 
-SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "replicas_of_several_workers.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "replicas_of_several_workers.py"
 
 
 def run_example(rank: int, world: int, inside: str, replicas: int) -> tuple[float, str, bytes, int]:

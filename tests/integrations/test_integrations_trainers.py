@@ -32,7 +32,7 @@ from workers import Pool
 from diloco_comm import DiLoCo, NonFiniteError
 from diloco_comm.integrations.evaluating import Swap
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")

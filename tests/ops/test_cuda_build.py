@@ -21,7 +21,7 @@ import torch
 import diloco_comm._C
 from diloco_comm import ops
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BUILT = sorted((ROOT / "build/cuda").glob("_C*.so"))
 needs_build = pytest.mark.skipif(not BUILT, reason="build/cuda is not built: it needs nvcc")
 

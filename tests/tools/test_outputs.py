@@ -26,7 +26,7 @@ from diloco_comm.tools.app import app
 from diloco_comm.tools.common import outputs
 from diloco_comm.tools.profile.record import Recorder
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PLAN = ["plan", "--params", "1B", "--layers", "12", "--step-time", "1"]
 KERNELS = [launch(0, 1), kernel(NCCL, 5, 20, 7, 1), launch(1, 2), kernel(GEMM, 15, 20, 20, 2)]
 EXCHANGE = ["bench", "exchange", "-g", "2", "-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]

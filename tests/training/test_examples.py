@@ -12,7 +12,7 @@ import pytest
 from diloco_comm.tools.common import ranks
 from diloco_comm.tools.common.measuring import run_workers
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(command: list[str], cwd: Path) -> str:
