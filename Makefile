@@ -8,7 +8,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated test cpptest cuda kernels gpu-build demo bench bars soak-async lint format sanitize clean
+.PHONY: setup emulated test cpptest cuda kernels gpu-build demo bench bars soak-async lint docs format sanitize clean
 
 setup: $(VENV)/.built
 
@@ -90,6 +90,10 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+# The documentation site, with the reference that is generated from the docstrings.
+docs: setup
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/site
 
 format: setup
 	$(BIN)/ruff check --fix-only .

@@ -1,4 +1,4 @@
-"""DiLoCo for a training loop of one's own on ``accelerate``.
+"""DiLoCo for a training loop of one's own on ``accelerate``::
 
     replicas = replica_per_process()                 # before the Accelerator is made
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

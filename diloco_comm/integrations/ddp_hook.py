@@ -1,4 +1,4 @@
-"""Quantised gradients for ``DistributedDataParallel``, at every step.
+"""Quantised gradients for ``DistributedDataParallel``, at every step::
 
     model = DistributedDataParallel(model)
     model.register_comm_hook(QuantizedAllReduce(wire="int8"), quantized_allreduce_hook)

@@ -1,4 +1,4 @@
-"""DiLoCo for the Hugging Face ``Trainer``.
+"""DiLoCo for the Hugging Face ``Trainer``::
 
     replicas = replica_per_process()    # first of all, before TrainingArguments and the Trainer
     callback = DiLoCoCallback(sync_every=100, **replicas)

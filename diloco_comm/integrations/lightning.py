@@ -1,4 +1,4 @@
-"""DiLoCo for the Lightning ``Trainer``.
+"""DiLoCo for the Lightning ``Trainer``::
 
     replicas = replica_per_process()    # first of all, before the Trainer
     callback = DiLoCoCallback(sync_every=100, **replicas)

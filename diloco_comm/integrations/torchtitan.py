@@ -1,4 +1,4 @@
-"""DiLoCo around the loop of torchtitan, by the names of its ``fault_tolerance`` section.
+"""DiLoCo around the loop of torchtitan, by the names of its ``fault_tolerance`` section::
 
     with semi_sync_training(config.fault_tolerance, model, optimizers, group=replicas) as diloco:
         for step in ...:                       # torchtitan's loop, unchanged

@@ -1,4 +1,4 @@
-"""Show what each outer step cost in TensorBoard, Weights & Biases, or wherever numbers go.
+"""Show what each outer step cost in TensorBoard, Weights & Biases, or wherever numbers go::
 
     log_metrics(diloco, SummaryWriter())         # TensorBoard
     log_metrics(diloco, wandb.init(...))         # Weights & Biases

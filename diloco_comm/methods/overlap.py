@@ -2,7 +2,8 @@
 
 A policy says how long a round may travel, which payloads with which coefficients make the outer
 gradient, what is done in rounds for which there is no result, and what share of the local value
-survives. It holds no state of a run: what a run keeps is in ``flights.Flight`` and ``parts.Part``.
+survives. A policy holds no state of a run: that is in ``rounds.flights.Flight`` and
+``rounds.synced.Part``::
 
     Blocking    waits for every round in the step that sends it
     Streaming   applies a round ``delay`` inner steps after its send
