@@ -55,7 +55,7 @@ class CountCalls:
         self.counts = counts
 
     def _calls(self) -> int:
-        engines = diloco_comm.exchange.all_reduce._engines.values()
+        engines = diloco_comm.exchange.collective._engines.values()
         return sum(engine.num_calls for by_lanes in engines for engine in by_lanes.values())
 
     def __enter__(self) -> None:
