@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 # NCCL chooses how a collective travels by its size, and connects each way when it is first taken.
 CONNECT_BYTES = 16 << 20
 _POLL_S = 1e-3
+# Kernels on the side stream get a quarter of the blocks of ``reduce`` that a device runs at a time
+# (its registers allow three on a multiprocessor). On an H200 these are 99, at most one on each of
+# the 132 multiprocessors, where two thirds of the registers stay free for the training's kernels.
+# Calculated as in docs/gpu-kernels.md, reduce then reads about 1000 GB/s of four int8 payloads: 20
+# times what a NIC of 400 Gbit/s brings (50 GB/s), and twice what NVLink does (450 GB/s), so that
+# the link is the limit, not the reduction. No GPU has measured any of this.
+SIDE_SHARE = 4
+_REDUCE_BLOCKS = 3
 
 
 @contextmanager
@@ -49,6 +57,14 @@ def current(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.set_stream(before)
         # Streams are set together with their device, which need not be the caller's.
         module.set_device(device)
+
+
+def side_blocks(device: torch.device) -> int:
+    """Return the most blocks of a kernel on the side stream; 0, no bound, for other than CUDA."""
+    if device.type != "cuda":
+        return 0
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, multiprocessors * _REDUCE_BLOCKS // SIDE_SHARE)
 
 
 @dataclass
@@ -90,6 +106,7 @@ class StreamDriver:
     Attributes:
         failure: Why no more exchanges are possible; "" while they are. After a seal the last ones
             have ended, after an abort they were given up.
+        max_blocks: Of the grid of each kernel on the side stream.
     """
 
     def __init__(
@@ -106,6 +123,7 @@ class StreamDriver:
         self.device, self.group = device, group
         self.rank, self.size, self.timeout, self.impl = rank, size, timeout, impl
         self.failure = ""
+        self.max_blocks = side_blocks(device)
         self._is_aborted = False
         self._own_stream = _C.OwnStream(device)
         self.side = self._own_stream.stream
@@ -325,6 +343,7 @@ class StreamDriver:
             residual=part(residual),
             new_residual=part(new_residual),
             nonfinite=round.own.ballot.bad_mean,
+            max_blocks=self.max_blocks,
             impl=self.impl,
         )
 
@@ -351,7 +370,13 @@ class StreamDriver:
         for source, payload in enumerate(payloads):
             for begin, end in slot.layout.filled():
                 first_word = (source * slot.layout.payload_bytes + begin) // 8
-                ops.digest(payload[begin:end], ballot.digest, first_word, impl=self.impl)
+                ops.digest(
+                    payload[begin:end],
+                    ballot.digest,
+                    first_word,
+                    max_blocks=self.max_blocks,
+                    impl=self.impl,
+                )
         ballot.host_digest.copy_(ballot.digest, non_blocking=True)
 
     def _vote(self, ballot: Ballot) -> None:
