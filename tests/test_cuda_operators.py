@@ -143,6 +143,17 @@ def test_an_implementation_of_another_device_is_refused() -> None:
 
 
 @needs_library
+def test_no_name_is_the_implementation_that_the_dispatcher_finds() -> None:
+    """As for a call of ``torch.ops`` itself; "cuda" is named "emulated" here."""
+    outer, written = values(300, "normal", 1), [torch.zeros(300) for _ in range(2)]
+    for impl, out in zip(("", "emulated"), written, strict=True):
+        operator("merge")(outer, [out], 0.0, impl=impl)
+        assert_same(out, outer, f"merged by {impl!r}")
+    with pytest.raises(ValueError, match=r"impl 'cuda' does not run on tensors of cpu"):
+        operator("merge")(outer, written, 0.0, impl="cuda")
+
+
+@needs_library
 def test_triton_can_be_asked_for() -> None:
     """The engine calls by dispatch alone: where CUDA's operators are, they pass the call on."""
     pytest.importorskip("triton", reason="needs Triton")
