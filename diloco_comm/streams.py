@@ -24,8 +24,10 @@ from torch import Tensor
 from . import _C, ops
 from .errors import SyncError
 from .memory import Ballot
+from .offload import chunks_of
 from .pending import Round
 from .slot import Slot
+from .wire import Layout
 
 if TYPE_CHECKING:
     from .stream_jobs import StreamJob
@@ -84,6 +86,12 @@ class Sending:
         """Normalised, in rank order."""
         total = sum(self.offered)
         return [weight / total for weight in self.offered]
+
+    def pieces(self, layout: Layout, begin: int, end: int) -> list[tuple[int, int]]:
+        """Cut the range of a chunk as far as outer parameters in host memory ask for that."""
+        if self.loader is None:
+            return [(begin, end)] if begin < end else []
+        return chunks_of(layout, begin=begin, end=end)
 
     @contextmanager
     def outer_of(self, begin: int, end: int) -> Iterator[Tensor | None]:
@@ -257,9 +265,9 @@ class StreamDriver:
         for chunk in range(slot.num_chunks):
             begin = layout.run_range(chunk * self.size)[0]
             end = layout.run_range((chunk + 1) * self.size - 1)[1]
-            if begin < end:
-                with sending.outer_of(begin, end) as outer:
-                    self._encode_range(slot, round, sending, outer, begin, end)
+            for first, last in sending.pieces(layout, begin, end):
+                with sending.outer_of(first, last) as outer:
+                    self._encode_range(slot, round, sending, outer, first, last)
             self._encoded[chunk].record(here)
 
     def _encode_range(
