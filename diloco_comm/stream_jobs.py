@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _C
+from .headers import shares
 from .ops import finish_digest
 from .pending import Round
 from .waiting import WaitLog
@@ -58,8 +59,7 @@ class StreamJob:
         self.driver, self.control, self.round = driver, control, round
         self.encoded, self.data, self.done = events
         self._presumed, self.members = presumed, members
-        total = sum(header.weight for header in presumed)
-        self.weights = [header.weight / total for header in presumed]
+        self.weights = shares([header.weight for header in presumed])
         self.failure: Any = None
         self.counters = {"sent_bytes": sent_bytes, "received_bytes": sent_bytes}
         self.seconds: dict[str, float] = {}

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from . import _C, ops
 from .errors import SyncError
+from .headers import shares
 from .memory import Ballot
 from .offload import chunks_of
 from .pending import Round
@@ -84,8 +85,7 @@ class Sending:
     @property
     def weights(self) -> list[float]:
         """Normalised, in rank order."""
-        total = sum(self.offered)
-        return [weight / total for weight in self.offered]
+        return shares(self.offered)
 
     def pieces(self, layout: Layout, begin: int, end: int) -> list[tuple[int, int]]:
         """Cut the range of a chunk as far as outer parameters in host memory ask for that."""

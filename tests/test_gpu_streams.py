@@ -70,6 +70,37 @@ def test_streams_equal_the_engine(device: str, world: int, replicas, stand_in) -
     assert result == [[]] * world
 
 
+def changing_weights(rank: int, world: int, device: str, library: str) -> list[bool]:
+    """Weights that every send asks for: tensors, and the sums that an own share goes by."""
+    here = use_streams(rank, device, library)
+    same = []
+    for name in ("diloco", "eager"):
+        given = []
+        for there in (torch.device("cpu"), here):
+            sends: list[float] = []
+
+            def weight(sends: list[float] = sends) -> float:
+                sends.append(1.0 + (rank + len(sends)) % 3)
+                return sends[-1]
+
+            arguments = METHODS[name] if there.type == "cpu" else on_streams(METHODS[name])
+            replica = Replica(rank, there, weight=weight, **{**arguments, "lanes": 1})
+            replica.steps(0, 13)
+            replica.diloco.flush()
+            sums = [part.weight_sum for part in replica.diloco.parts]
+            given.append((replica.all(), sums, sends))
+            replica.diloco.close()
+        (tensors, *numbers), (on_device, *numbers_on_device) = given
+        same += [equal(tensors, on_device), numbers == numbers_on_device, len(set(sends)) > 1]
+    return same
+
+
+@pytest.mark.parametrize(("device", "world"), cases(2, 3))
+def test_weights_that_change(device: str, world: int, replicas, stand_in) -> None:
+    result = replicas(world).run(changing_weights, device, stand_in)
+    assert result == [[True] * 6] * world
+
+
 def voted_down(rank: int, world: int, device: str, library: str, name: str) -> list[Any]:
     """A round with values that are not finite, left to the device: nothing changes."""
     here = use_streams(rank, device, library)
