@@ -17,8 +17,8 @@ import torch.distributed as dist
 from device_training import METHODS, NAMES, Replica, train
 from problems import equal
 
-from diloco_comm import nccl_group, streams
-from diloco_comm.errors import NonFiniteError, SyncError
+from diloco_comm import Nesterov, nccl_group, streams
+from diloco_comm.errors import NonFiniteError, ReplicaMismatch, SyncError
 
 NCCL_RANKS = int(os.environ.get("DILOCO_TEST_NCCL_RANKS", "1"))
 
@@ -181,6 +181,33 @@ def raised_later(rank: int, world: int, device: str, library: str) -> list[Any]:
 @pytest.mark.parametrize(("device", "world"), cases(2))
 def test_the_error_of_a_round_comes_later(device: str, world: int, replicas, stand_in) -> None:
     assert replicas(world).run(raised_later, device, stand_in) == [[2, True]] * 2
+
+
+def other_rate(rank: int, world: int, device: str, library: str) -> list[Any]:
+    """The last replica has another outer learning rate, which only headers tell."""
+    here = use_streams(rank, device, library)
+    # An optimizer of its own: the one in METHODS is other tests', too.
+    replica = Replica(rank, here, outer=Nesterov(0.7, 0.9), **on_streams({"wire": "int8"}))
+    replica.steps(0, 7)
+    before = replica.diloco.outer_hash()
+    if rank == world - 1:
+        replica.diloco.outer.lr = 0.25
+    message = ""
+    try:
+        replica.steps(7, 8)
+    except ReplicaMismatch as error:
+        message = str(error)
+    kept = replica.diloco.outer_hash() == before
+    replica.diloco.close()
+    return [message, kept]
+
+
+@pytest.mark.parametrize(("device", "world"), cases(2, 3))
+def test_a_header_that_differs(device: str, world: int, replicas, stand_in) -> None:
+    """Every field is compared, as over gloo, and before anything is applied."""
+    for message, kept in replicas(world).run(other_rate, device, stand_in):
+        assert "outer_lr differs between replicas" in message
+        assert f"0.25 on replica {world - 1}" in message and kept
 
 
 def abandoned(rank: int, world: int, device: str, library: str, name: str) -> list[Any]:
