@@ -198,7 +198,8 @@ def _reduce_kernel(
     terms = (payloads, coefficients, terms_ptr, num_terms, 0)
     kept = (residual_ptr, new_residual_ptr, nonfinite_ptr)
     if IS_BOUNDED:
-        while start < num_elements:
+        num_tiles = (num_elements + TILE - 1) // TILE
+        for _ in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
             _reduce_at(
                 terms, result_ptr, code_offset, start, num_elements, element_begin + start, key,
                 kept, NUM_INLINE, FORM, QMAX, STOCHASTIC,
