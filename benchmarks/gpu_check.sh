@@ -141,11 +141,11 @@ part_C() {
     step trace_nccl 20 "$python" benchmarks/gpu_trace.py --device cuda --backend nccl \
         --replicas "$ranks" --json "$work/trace_nccl.json" --trace "$work/trace_nccl-events.json.gz"
     step training 30 "$python" benchmarks/gpu_training.py --device cuda --json "$work/training.json"
+    # After all that is timed: these tests stop and kill processes which have the device busy.
+    step group_tests 50 "$python" benchmarks/gpu_tests.py --processes 3 \
+        --logs "$work/group_tests" tests/test_gpu_{group,graphs,nonfinite,stopped}.py
     sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
-    step memcheck 90 "$sanitizer" --tool memcheck --error-exitcode 9 \
-        "$python" benchmarks/gpu_operators.py
-    step racecheck 90 "$sanitizer" --tool racecheck --error-exitcode 9 \
-        "$python" benchmarks/gpu_operators.py
+    step sanitizers 130 benchmarks/gpu_sanitize.sh "$sanitizer" "$python" "$work"
 }
 
 # Figures and steps of an earlier run of the same part are not this run's.

@@ -95,10 +95,11 @@ void reduce_cpu(const Tensor& received, const Tensor& result, c10::ArrayRef<doub
                 int64_t num_elements, int64_t run_elements, c10::string_view wire,
                 int64_t block_size, bool stochastic, int64_t rng_key, int64_t index_begin,
                 const OptionalTensor& residual, const OptionalTensor& new_residual,
-                const OptionalTensor& nonfinite, c10::string_view impl) {
+                const OptionalTensor& nonfinite, int64_t max_blocks, c10::string_view impl) {
     codec::EncodeArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
+    check_max_blocks(max_blocks);
     const TermList& terms =
         check_runs(c10::kCPU, received, result, weights, num_elements, args.layout, index_begin);
     args.term_payloads = terms.payloads.data();
@@ -254,9 +255,10 @@ void norms_cpu(const OptionalTensor& outer, TensorList params, const Tensor& out
 }
 
 // Sums mod 2^64 come out the same whatever the number of threads.
-void digest_cpu(const Tensor& tensor, const Tensor& sums, int64_t first_word,
+void digest_cpu(const Tensor& tensor, const Tensor& sums, int64_t first_word, int64_t max_blocks,
                 c10::string_view impl) {
     const codec::Kernels* kernels = parse_impl(impl);
+    check_max_blocks(max_blocks);
     check_digest(c10::kCPU, tensor, sums, first_word);
     const auto* data = static_cast<const uint8_t*>(tensor.const_data_ptr());
     const auto num_bytes = static_cast<int64_t>(tensor.nbytes());

@@ -98,7 +98,7 @@ constexpr const char* kSchemas[] = {
     "reduce(Tensor received, Tensor(a!) result, float[] weights, int num_elements, int "
     "run_elements, str wire, int block_size, bool stochastic=False, int rng_key=0, int "
     "index_begin=0, Tensor? residual=None, Tensor(b!)? new_residual=None, Tensor(c!)? "
-    "nonfinite=None, str impl='') -> ()",
+    "nonfinite=None, int max_blocks=0, str impl='') -> ()",
     "outer_step(Tensor(a!) outer, Tensor(b!)? momentum, Tensor(c!)[] params, Tensor[] "
     "payloads, float[] coefficients, int begin, int end, int run_elements, str wire, int "
     "block_size, str optimizer, float lr, float mu=0., float alpha=0., float clip=1e308, "
@@ -115,7 +115,7 @@ constexpr const char* kSchemas[] = {
     "int run_elements, str wire, int block_size, str impl='') -> ()",
     "merge(Tensor outer, Tensor(a!)[] params, float alpha=0., str impl='') -> ()",
     "norms(Tensor? outer, Tensor[] params, Tensor(a!) out, str impl='') -> ()",
-    "digest(Tensor tensor, Tensor(a!) sums, int first_word=0, str impl='') -> ()",
+    "digest(Tensor tensor, Tensor(a!) sums, int first_word=0, int max_blocks=0, str impl='') -> ()",
 };
 
 }  // namespace

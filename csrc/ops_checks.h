@@ -206,6 +206,11 @@ void check_count(c10::Device device, const char* name, const OptionalTensor& cou
     TORCH_CHECK_VALUE(count->numel() == 1, name, " must have one element, got ", count->numel());
 }
 
+// The bound on the blocks of a kernel's grid; 0: none.
+void check_max_blocks(int64_t max_blocks) {
+    TORCH_CHECK_VALUE(max_blocks >= 0, "max_blocks must not be negative, got ", max_blocks);
+}
+
 // Both residuals share the dtype; either may be missing.
 DType check_residuals(c10::Device device, const OptionalTensor& residual,
                       const OptionalTensor& new_residual, int64_t num_elements) {

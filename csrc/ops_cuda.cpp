@@ -59,13 +59,21 @@ void* current_stream(c10::Device device) {
 // the kernel's parameters. That memory is the caching allocator's, in the order of the stream.
 class Call {
   public:
+    // An empty `impl` is a caller's that leaves the choice to the dispatcher, which has come here
+    // by the tensors' device. The table of defaults (diloco_comm/impls.py) was asked before that:
+    // by ops.py, and for the engine's encode by exchange.py.
     Call(c10::string_view impl, const Tensor& tensor) : device(tensor.device()), guard_(device) {
         TORCH_CHECK_VALUE(impl.empty() || impl == kImpl, "impl '", impl,
                           "' does not run on tensors of ", device, "; available: ", kImpl);
         queue_ = {device.index(), current_stream(device)};
     }
 
-    cuda::Queue queue() const { return queue_; }
+    // For a kernel of at most `max_blocks` blocks; 0: of as many as the device runs at a time.
+    cuda::Queue queue(int64_t max_blocks = 0) const {
+        cuda::Queue queue = queue_;
+        queue.max_blocks = max_blocks;
+        return queue;
+    }
 
     // Device memory until the call ends; what is enqueued by then may go on using it.
     void* scratch(int64_t num_bytes) {
@@ -195,9 +203,10 @@ void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<dou
                  int64_t num_elements, int64_t run_elements, c10::string_view wire,
                  int64_t block_size, bool stochastic, int64_t rng_key, int64_t index_begin,
                  const OptionalTensor& residual, const OptionalTensor& new_residual,
-                 const OptionalTensor& nonfinite, c10::string_view impl) {
+                 const OptionalTensor& nonfinite, int64_t max_blocks, c10::string_view impl) {
     Call call(impl, received);
     const codec::RunLayout layout = parse_layout(wire, block_size, run_elements);
+    check_max_blocks(max_blocks);
     const TermList& terms =
         check_runs(call.device, received, result, weights, num_elements, layout, index_begin);
     cuda::ReduceArgs args;
@@ -208,7 +217,7 @@ void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<dou
     args.target.index_begin = static_cast<uint64_t>(index_begin);
     if (num_elements == 0) return;
     set_terms(call, args.terms, terms);
-    cuda::reduce(args, layout.format, stochastic, call.queue());
+    cuda::reduce(args, layout.format, stochastic, call.queue(max_blocks));
 }
 
 void run_step(Call& call, const codec::RunLayout& layout, const codec::StepConstants& constants,
@@ -333,16 +342,17 @@ void norms_cuda(const OptionalTensor& outer, TensorList params, const Tensor& ou
     cuda::norms(args, call.queue());
 }
 
-void digest_cuda(const Tensor& tensor, const Tensor& sums, int64_t first_word,
+void digest_cuda(const Tensor& tensor, const Tensor& sums, int64_t first_word, int64_t max_blocks,
                  c10::string_view impl) {
     Call call(impl, tensor);
+    check_max_blocks(max_blocks);
     check_digest(call.device, tensor, sums, first_word);
     cuda::DigestArgs args;
     args.data = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
     args.num_bytes = tensor.nbytes();
     args.first_word = static_cast<uint64_t>(first_word);
     args.sums = static_cast<uint64_t*>(sums.data_ptr());
-    cuda::digest(args, call.queue());
+    cuda::digest(args, call.queue(max_blocks));
 }
 
 // Runs Triton's operator of that name, which Python registers beside ours, when `impl` asks for it.

@@ -68,19 +68,17 @@ def _sum_tile(
     return tl.sum(products, axis=0), tl.sum(words, axis=0)
 
 
-# sums[0] += sum of products, sums[1] += sum of words. Reads each byte once; a program takes TILE
-# words and adds to the sums once.
-@triton.jit(do_not_specialize=["num_bytes", "first_word"])
-def _digest_kernel(
+@triton.jit
+def _sum_at(
     data_ptr,
-    sums_ptr,
-    num_bytes,
+    first,
     first_word,
+    num_bytes,
     TILE: tl.constexpr,
     BATCH: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * TILE
+    """The two sums of the tile that begins with word ``first``, which may be the last one."""
     num_whole = num_bytes // 8
     if first + TILE <= num_whole:
         product, total = _sum_tile(data_ptr, first, first_word, num_whole, TILE, BATCH, UNIT, True)
@@ -94,5 +92,30 @@ def _digest_kernel(
             last_key = (num_whole.to(tl.int64) + first_word + 1).to(tl.uint64) * STEP
             product += _product(last_word, last_key)
             total += last_word
+    return product, total
+
+
+# sums[0] += sum of products, sums[1] += sum of words. Reads each byte once; a program takes TILE
+# words, with a bounded grid every n-th TILE of them, and adds to the sums once.
+@triton.jit(do_not_specialize=["num_bytes", "first_word"])
+def _digest_kernel(
+    data_ptr,
+    sums_ptr,
+    num_bytes,
+    first_word,
+    TILE: tl.constexpr,
+    BATCH: tl.constexpr,
+    UNIT: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * TILE
+    product, total = _sum_at(data_ptr, first, first_word, num_bytes, TILE, BATCH, UNIT)
+    if IS_BOUNDED:
+        first += tl.num_programs(0).to(tl.int64) * TILE
+        while first * 8 < num_bytes:
+            more = _sum_at(data_ptr, first, first_word, num_bytes, TILE, BATCH, UNIT)
+            product += more[0]
+            total += more[1]
+            first += tl.num_programs(0).to(tl.int64) * TILE
     tl.atomic_add(sums_ptr, product.to(tl.int64, bitcast=True), sem="relaxed")
     tl.atomic_add(sums_ptr + 1, total.to(tl.int64, bitcast=True), sem="relaxed")

@@ -139,8 +139,36 @@ def _reduce_tile(
     _encode_tile(x, result_ptr, part, part[1], element, key, kept, FORM, QMAX, STOCHASTIC, FULL)
 
 
+@triton.jit
+def _reduce_at(
+    terms,
+    result_ptr,
+    code_offset,
+    start,
+    num_elements,
+    element,
+    key,
+    kept,
+    NUM_INLINE: tl.constexpr,
+    FORM: tl.constexpr,
+    QMAX: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """The tile that begins at element ``start`` of the run, ``element`` of the fragment."""
+    part = (code_offset, start, num_elements - start)
+    if part[2] >= FORM[0] * FORM[1]:
+        _reduce_tile(
+            terms, result_ptr, part, element, key, kept, NUM_INLINE, FORM, QMAX, STOCHASTIC, True
+        )
+    else:
+        _reduce_tile(
+            terms, result_ptr, part, element, key, kept, NUM_INLINE, FORM, QMAX, STOCHASTIC, False
+        )
+
+
 # result <- Q(w_0 d_0 + w_1 d_1 + ... + residual), in rank order
-# Reads W bytes an element (int8), writes 1. One program a tile of ROWS blocks.
+# Reads W bytes an element (int8), writes 1. One program a tile of ROWS blocks; with a bounded grid
+# a program takes every n-th tile.
 @triton.jit(do_not_specialize=_REDUCE_VARYING)
 def _reduce_kernel(
     payloads,
@@ -162,19 +190,23 @@ def _reduce_kernel(
     CODE_BITS: tl.constexpr,
     QMAX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
 ):
     FORM: tl.constexpr = (ROWS, BLOCK_SIZE, WIRE, CODE_BITS)
-    start = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_SIZE)
-    part = (code_offset, start, num_elements - start)
+    TILE: tl.constexpr = ROWS * BLOCK_SIZE
+    start = tl.program_id(0).to(tl.int64) * TILE
     terms = (payloads, coefficients, terms_ptr, num_terms, 0)
     kept = (residual_ptr, new_residual_ptr, nonfinite_ptr)
-    if part[2] >= ROWS * BLOCK_SIZE:
-        _reduce_tile(
-            terms, result_ptr, part, element_begin + start, key, kept,
-            NUM_INLINE, FORM, QMAX, STOCHASTIC, True,
-        )  # fmt: skip
+    if IS_BOUNDED:
+        num_tiles = (num_elements + TILE - 1) // TILE
+        for _ in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            _reduce_at(
+                terms, result_ptr, code_offset, start, num_elements, element_begin + start, key,
+                kept, NUM_INLINE, FORM, QMAX, STOCHASTIC,
+            )  # fmt: skip
+            start += tl.num_programs(0).to(tl.int64) * TILE
     else:
-        _reduce_tile(
-            terms, result_ptr, part, element_begin + start, key, kept,
-            NUM_INLINE, FORM, QMAX, STOCHASTIC, False,
+        _reduce_at(
+            terms, result_ptr, code_offset, start, num_elements, element_begin + start, key, kept,
+            NUM_INLINE, FORM, QMAX, STOCHASTIC,
         )  # fmt: skip

@@ -39,6 +39,20 @@ def launch(
         kernel[(num_programs,)](*args, **meta, num_warps=PROGRAMS[name][1], enable_fp_fusion=False)
 
 
+def bounded(num_tiles: int, max_blocks: int) -> tuple[int, bool]:
+    """Return the number of programs, and whether each may have to do more than one tile.
+
+    Args:
+        num_tiles: Tiles of the call; without a bound each has a program of its own.
+        max_blocks: Most programs; 0: no bound.
+    """
+    if max_blocks < 0:
+        raise ValueError(f"max_blocks must not be negative, got {max_blocks}")
+    if max_blocks == 0 or num_tiles <= max_blocks:
+        return num_tiles, False
+    return max_blocks, True
+
+
 def _on(device: torch.device) -> AbstractContextManager:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()

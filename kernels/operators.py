@@ -31,7 +31,7 @@ from .checks import (
     check_residuals,
     check_terms,
 )
-from .launching import PROGRAMS, geometry, launch, mark_written, span_of, tiles_of
+from .launching import PROGRAMS, bounded, geometry, launch, mark_written, span_of, tiles_of
 from .terms import make_terms
 
 _PLAIN_BLOCK = 256  # rows of a tile where no wire says otherwise
@@ -93,6 +93,7 @@ def reduce(
     residual: Tensor | None = None,
     new_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
+    max_blocks: int = 0,
 ) -> None:
     """Decode one run from each rank, take the weighted sum in rank order, encode it once."""
     layout = check_layout(wire, block_size, run_elements)
@@ -118,13 +119,15 @@ def reduce(
     check_residuals(residual, new_residual, num_elements, device)
     check_count("nonfinite", nonfinite, device)
     terms = make_terms(received.split(run_bytes), weights)
+    num_tiles = -(-num_elements // PROGRAMS["reduce"][0])
+    num_programs, is_bounded = bounded(num_tiles, max_blocks)
     launch(
-        "reduce", encode_kernels._reduce_kernel, -(-num_elements // PROGRAMS["reduce"][0]), device,
+        "reduce", encode_kernels._reduce_kernel, num_programs, device,
         terms.payloads, terms.coefficients, terms.table, terms.count,
         result, residual, new_residual, nonfinite,
         layout.code_offset, num_elements, rng_key, index_begin,
         NUM_INLINE=terms.num_inline, **geometry("reduce", layout), QMAX=layout.qmax,
-        STOCHASTIC=stochastic,
+        STOCHASTIC=stochastic, IS_BOUNDED=is_bounded,
     )  # fmt: skip
 
 
@@ -351,15 +354,16 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
     )  # fmt: skip
 
 
-def digest(tensor: Tensor, sums: Tensor, first_word: int = 0) -> None:
+def digest(tensor: Tensor, sums: Tensor, first_word: int = 0, max_blocks: int = 0) -> None:
     """Add the sum of products and the sum of words of a tensor's bytes to ``sums``."""
     device, tile = tensor.device, PROGRAMS["digest"][0]
     check_digest(tensor, sums, first_word)
     num_words = -(-tensor.nbytes // 8)
+    num_programs, is_bounded = bounded(-(-num_words // tile), max_blocks)
     data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     unit = math.gcd(data.data_ptr(), 8)
     launch(
-        "digest", digest_kernels._digest_kernel, -(-num_words // tile), device,
+        "digest", digest_kernels._digest_kernel, num_programs, device,
         data, sums, tensor.nbytes, first_word,
-        TILE=tile, BATCH=digest_kernels.batch_words(unit), UNIT=unit,
+        TILE=tile, BATCH=digest_kernels.batch_words(unit), UNIT=unit, IS_BOUNDED=is_bounded,
     )  # fmt: skip

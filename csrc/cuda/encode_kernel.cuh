@@ -12,7 +12,7 @@ namespace {
 // code = round(x / scale), by blocks.
 // int8, blocks of 256, fp32 parameters: encode reads 8n bytes, reduce W (n + n / 128); both write
 // n + n / 128; error feedback reads and writes 4n more each. One warp per 1024 elements, in a grid
-// that fills the device.
+// that fills the device, or for reduce within the caller's bound.
 template <Format kFormat, bool kStochastic, class Args>
 __global__ void __launch_bounds__(kThreads, 3) encode_kernel(const __grid_constant__ Args args) {
     __shared__ __align__(16) float stages[kWarps][kEncodeStageFloats];

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "cuda/arguments.h"
 #include "wire/format.h"
@@ -13,7 +14,19 @@ namespace diloco::cuda {
 struct Queue {
     int device;
     void* stream;
+    int64_t max_blocks = 0;  // of the grid; 0: as many as the device runs at a time
 };
+
+constexpr int kWarps = 4;  // of a block
+
+// The blocks of a persistent grid for `num_warps` pieces of work, of which the device runs
+// `resident` blocks at a time. Each warp takes every n-th piece, so any number of blocks will do.
+inline int64_t grid_blocks(int64_t num_warps, int64_t resident, int64_t max_blocks) {
+    int64_t blocks = (num_warps + kWarps - 1) / kWarps;
+    if (blocks > resident) blocks = resident;
+    if (max_blocks > 0 && blocks > max_blocks) blocks = max_blocks;
+    return blocks;
+}
 
 void encode(const EncodeArgs& args, wire::Format format, bool is_stochastic, Queue queue);
 void reduce(const ReduceArgs& args, wire::Format format, bool is_stochastic, Queue queue);

@@ -1,4 +1,5 @@
-// Launching: a persistent grid that fills the device, each warp taking every n-th tile.
+// Launching: a persistent grid that fills the device or stays within the queue's bound, each warp
+// taking every n-th tile.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +14,6 @@
 
 namespace diloco::cuda {
 
-constexpr int kWarps = 4;  // of a block
 constexpr int kThreads = kWarps * kLanes;
 
 inline void check(cudaError_t status, const char* what) {
@@ -42,8 +42,8 @@ void launch(void (*kernel)(Args), ResidentBlocks& fits, const Args& args, int64_
     check(cudaSetDevice(queue.device), "select the device");
     std::atomic<int>& cached = fits[static_cast<size_t>(queue.device) % fits.size()];
     if (cached.load() == 0) cached = resident_blocks(kernel, queue.device);
-    const int64_t wanted = (num_warps + kWarps - 1) / kWarps;
-    const auto blocks = static_cast<unsigned>(wanted < cached.load() ? wanted : cached.load());
+    const auto blocks =
+        static_cast<unsigned>(grid_blocks(num_warps, cached.load(), queue.max_blocks));
     kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(queue.stream)>>>(args);
     check(cudaGetLastError(), "launch a kernel");
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -52,6 +53,15 @@ class Header:
     gap: float = 1.0
     history: int = 0
     is_reset: bool = False
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """Return weights over their sum, each rounded to fp32 as the engine rounds those of headers.
+
+    A coefficient that is computed from the same weights then cancels one of these to the bit.
+    """
+    total = sum(weights)
+    return array("f", (weight / total for weight in weights)).tolist()
 
 
 def to_native(header: Header, slot: Slot, stochastic: bool) -> _C.Header:

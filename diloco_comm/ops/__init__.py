@@ -132,6 +132,7 @@ def reduce(
     residual: Tensor | None = None,
     new_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
+    max_blocks: int = 0,
     impl: str = "",
 ) -> None:
     """Decode one run of each rank, sum them by weight in rank order, encode the sum once.
@@ -143,6 +144,9 @@ def reduce(
         num_elements: Elements in the run, at most ``run_elements``.
         index_begin: Index in the fragment of the run's first element (for stochastic rounding).
         residual, new_residual: 1-D fp32 or bf16 [num_elements], as in ``encode``.
+        max_blocks: Most thread blocks of the kernel's grid on a GPU, so that kernels on other
+            streams have room; 0: as many as the device runs at a time. The bytes are the same.
+            Implementations on the CPU ignore the bound.
 
     The other arguments and the errors are those of ``encode``.
     """
@@ -163,6 +167,7 @@ def reduce(
         residual=residual,
         new_residual=new_residual,
         nonfinite=nonfinite,
+        max_blocks=max_blocks,
     )
 
 
@@ -377,7 +382,9 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: 
     _call("norms", [out], impl, outer, list(params), out)
 
 
-def digest(tensor: Tensor, sums: Tensor, first_word: int = 0, *, impl: str = "") -> None:
+def digest(
+    tensor: Tensor, sums: Tensor, first_word: int = 0, *, max_blocks: int = 0, impl: str = ""
+) -> None:
     """Add the two sums of a tensor's digest to ``sums``; ``finish_digest`` makes 64 bits of them.
 
     They are sums mod 2^64 over the 64-bit words of its bytes, in memory order: the same on every
@@ -388,11 +395,12 @@ def digest(tensor: Tensor, sums: Tensor, first_word: int = 0, *, impl: str = "")
         sums: int64 [2] on the tensor's device: the sum of products and the sum of words.
         first_word: Index of the tensor's first word, for one part of a longer whole. Each part but
             the last is a multiple of 8 bytes long.
+        max_blocks: As in ``reduce``.
 
     Raises:
         ValueError, TypeError: As ``encode``.
     """
-    _call("digest", [tensor], impl, tensor, sums, first_word)
+    _call("digest", [tensor], impl, tensor, sums, first_word, max_blocks=max_blocks)
 
 
 def finish_digest(product: int, sum: int, num_bytes: int) -> int:

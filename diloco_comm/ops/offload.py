@@ -21,11 +21,16 @@ from .wire import Layout
 CHUNK_ELEMENTS = 4 << 20
 
 
-def chunks_of(layout: Layout, most: int = CHUNK_ELEMENTS) -> list[tuple[int, int]]:
-    """Cut a fragment into ranges of whole runs, of about ``most`` elements."""
+def chunks_of(
+    layout: Layout, most: int = CHUNK_ELEMENTS, *, begin: int = 0, end: int | None = None
+) -> list[tuple[int, int]]:
+    """Cut elements [begin, end) of a fragment into ranges of whole runs.
+
+    A range has at most ``most`` elements, or it is a single run: operators take no part of a run.
+    """
     step = max(1, most // layout.run_elements) * layout.run_elements
-    count = layout.num_elements
-    return [(begin, min(begin + step, count)) for begin in range(0, count, step)]
+    end = layout.num_elements if end is None else end
+    return [(first, min(first + step, end)) for first in range(begin, end, step)]
 
 
 class Offloaded:

@@ -150,6 +150,7 @@ def reduce(
     residual: Tensor | None = None,
     new_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
+    max_blocks: int = 0,
 ) -> None:
     """Decode one run from each rank, take the weighted sum in rank order, encode it once."""
     form = WireFormat(wire, block_size)

@@ -42,7 +42,7 @@ def products(words: Tensor, first_word: int = 0) -> Tensor:
     return ((v ^ high) & 0xFFFFFFFF) * high
 
 
-def digest(tensor: Tensor, sums: Tensor, first_word: int = 0) -> None:
+def digest(tensor: Tensor, sums: Tensor, first_word: int = 0, max_blocks: int = 0) -> None:
     """Add the sum of products and the sum of words of a tensor's bytes to ``sums``."""
     words = _words(tensor)
     sums += torch.stack([products(words, first_word).sum(), words.sum()])

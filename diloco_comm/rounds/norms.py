@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _C
 from ..base.memory import CPU, Reading, page_locked, rounded_norm
 from ..exchange.nccl.streams import current
 from ..methods.overlap import Overlap
@@ -35,6 +36,8 @@ class SharedNorms:
         self._workmates, self._num_parts = workmates, len(parts)
         self._device = next((p.device for p in parts if isinstance(p, ParameterPart)), CPU)
         self._measures_sent, self._measures_steps = sent, policy.measures_steps
+        measures = workmates is not None and (sent or policy.measures_steps)
+        self._side = _C.OwnStream(self._device) if measures and self._device != CPU else None
         # Of one part, a block sends one round at most; flush() applies all that are under way.
         self._num_steps = policy.rounds + 1
         self._sent: NormBoard | None = None
@@ -46,10 +49,10 @@ class SharedNorms:
         if self._workmates is None:
             return
         if self._measures_sent:
-            self._sent = NormBoard(self._workmates, self._num_parts, 1, self._device)
+            self._sent = NormBoard(self._workmates, self._num_parts, 1, self._device, self._side)
         if self._measures_steps:
             shape = (self._num_parts, self._num_steps)
-            self._steps = NormBoard(self._workmates, *shape, self._device)
+            self._steps = NormBoard(self._workmates, *shape, self._device, self._side)
         self._is_sent_posted = False
 
     def of_sent(self, part: Part, squared: Tensor) -> Reading | SharedReading:
@@ -89,12 +92,20 @@ class NormBoard:
     they have measured. The sum is fp64 in the workers' order and the norm is rounded to fp32: it
     is that of one worker with all the elements, unless it lies within 1e-12 of itself from where
     that rounding turns: then it may be one step of fp32 off, on all workers of the replica alike.
+
+    Args:
+        side: What values on a device are sent from; None when they are in host memory.
     """
 
     def __init__(
-        self, workmates: Workmates, num_parts: int, depth: int, device: torch.device
+        self,
+        workmates: Workmates,
+        num_parts: int,
+        depth: int,
+        device: torch.device,
+        side: _C.OwnStream | None,
     ) -> None:
-        self._group, self._size = workmates.group, workmates.size
+        self._group, self._size, self._side = workmates.group, workmates.size, side
         shape = (num_parts, depth)
         self._values = torch.full(shape, math.nan, dtype=torch.float64, device=device)
         self._used = [0] * num_parts
@@ -124,12 +135,12 @@ class NormBoard:
         values = self._values
         everyone = values.new_empty(self._size, *values.shape)
         outs = list(everyone.unbind())
-        if values.device.type == "cpu":
+        if self._side is None:
             self._work = dist.all_gather(outs, values, group=self._group, async_op=True)
             self._all = everyone
             return
         # The host looks at a copy when it needs the norms, and neither it nor its stream waits now.
-        side = torch.Stream(values.device)
+        side = self._side.stream
         side.wait_stream(torch.accelerator.current_stream(values.device))
         self._all = page_locked(tuple(everyone.shape), everyone.dtype)
         for tensor in (values, everyone):

@@ -89,21 +89,30 @@ class EmulatedLanes {
     mutable std::vector<Fetch> fetches_;
 };
 
+// The warps of the grid: those of a bounded one, else `unbounded`, as if the device ran no more.
+int64_t num_warps(int64_t pieces, const Queue& queue, int64_t unbounded) {
+    if (queue.max_blocks == 0) return unbounded;
+    return kWarps * grid_blocks(pieces, pieces, queue.max_blocks);
+}
+
 template <class Args>
-void encode_tiles(const Args& args, Format format, bool is_stochastic) {
+void encode_tiles(const Args& args, Format format, bool is_stochastic, const Queue& queue) {
     const EncodeTarget& target = args.target;
     const codec::IeeeScope ieee;
-    EmulatedLanes lanes;
-    EmulatedLanes::Of<int> bad{};
-    Place place;
-    by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
-        for (uint32_t i = 0; i < target.runs.num_tiles; ++i) {
-            encode_tile<decltype(constant)::value, decltype(stochastic)::value>(lanes, args, i,
-                                                                                place, bad);
+    const auto stride = static_cast<uint32_t>(num_warps(target.runs.num_tiles, queue, 1));
+    for (uint32_t warp = 0; warp < stride; ++warp) {
+        EmulatedLanes lanes;
+        EmulatedLanes::Of<int> bad{};
+        Place place;
+        by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
+            for (uint32_t i = warp; i < target.runs.num_tiles; i += stride) {
+                encode_tile<decltype(constant)::value, decltype(stochastic)::value>(lanes, args, i,
+                                                                                    place, bad);
+            }
+        });
+        if (target.nonfinite != nullptr) {
+            lanes.count(target.nonfinite, [&](int lane) { return bad[lane]; });
         }
-    });
-    if (target.nonfinite != nullptr) {
-        lanes.count(target.nonfinite, [&](int lane) { return bad[lane]; });
     }
 }
 
@@ -117,12 +126,12 @@ void tiles(const Runs& runs, Run&& run) {
 
 }  // namespace
 
-void encode(const EncodeArgs& args, Format format, bool is_stochastic, Queue) {
-    encode_tiles(args, format, is_stochastic);
+void encode(const EncodeArgs& args, Format format, bool is_stochastic, Queue queue) {
+    encode_tiles(args, format, is_stochastic, queue);
 }
 
-void reduce(const ReduceArgs& args, Format format, bool is_stochastic, Queue) {
-    encode_tiles(args, format, is_stochastic);
+void reduce(const ReduceArgs& args, Format format, bool is_stochastic, Queue queue) {
+    encode_tiles(args, format, is_stochastic, queue);
 }
 
 void outer_step(const StepArgs& args, Format format, Queue) {
@@ -164,12 +173,13 @@ void norms(const NormsArgs& args, Queue) {
     norms_total(lanes, args);
 }
 
-// Three warps that take every third tile.
-void digest(const DigestArgs& args, Queue) {
+void digest(const DigestArgs& args, Queue queue) {
+    const auto tiles = static_cast<int64_t>(num_digest_tiles(args));
+    const auto stride = static_cast<uint64_t>(num_warps(tiles, queue, 3));
     by_alignment(args, [&](auto alignment) {
         const EmulatedLanes lanes;
-        for (uint64_t warp = 0; warp < 3; ++warp) {
-            digest_tiles<decltype(alignment)::value>(lanes, args, warp, 3);
+        for (uint64_t warp = 0; warp < stride; ++warp) {
+            digest_tiles<decltype(alignment)::value>(lanes, args, warp, stride);
         }
     });
 }

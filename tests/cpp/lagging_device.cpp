@@ -177,6 +177,10 @@ at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
     return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
 }
 
+void record_stream(at::Tensor& self, Stream by) {
+    GuardImpl().recordDataPtrOnStream(self.storage().data_ptr(), by);
+}
+
 at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offset,
                         c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
     return at::cpu::set__symint(self, storage, offset, size, stride);
@@ -323,6 +327,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("empty_strided", &empty_strided);
     m.impl("as_strided", &as_strided);
     m.impl("view", &view);
+    m.impl("record_stream", &record_stream);
     m.impl("set_.source_Storage_storage_offset", &set_storage);
     m.impl("_copy_from", &copy_from);
     m.impl("_copy_from_and_resize", &copy_from_and_resize);

@@ -40,7 +40,7 @@ STEPS = {
           "forked_call", "cuda_tests"],
     "B": [*PREPARATION, "triton_tests", "kernels"],
     "C": [*PREPARATION, "nccl_two_ranks", "engine_tests", "trace", "trace_nccl", "training",
-          "memcheck", "racecheck"],
+          "group_tests", "sanitizers"],
 }  # fmt: skip
 
 
@@ -119,9 +119,7 @@ def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None
     assert [step["step"] for step in steps] == STEPS[part]
     assert {(step["part"], step["status"]) for step in steps} == {(part, 0)}
     for step in steps:
-        assert check.archived(f"{step['step']}.log") or step["step"].startswith(
-            ("ncu", "mem", "ra")
-        )
+        assert check.archived(f"{step['step']}.log") or step["step"].startswith("ncu")
     summary = (check.out / "summary.txt").read_text()
     assert summary in done.stdout and check.archived("summary.txt") == summary
     assert summary.endswith("every step passed, every bar holds\n")
@@ -132,6 +130,35 @@ def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None
     if part == "C":
         assert "--backend nccl --replicas 2" in calls and "--least_overlap 95" in calls
         assert calls.count("gpu_operators.py") == 2
+        for tool in ("memcheck", "racecheck"):
+            assert f"--tool {tool} --error-exitcode 9" in calls
+            assert check.archived(f"{tool}.log") == ""
+        for name in ("group", "graphs", "nonfinite", "stopped"):
+            assert calls.index("gpu_training.py") < calls.index(f"tests/test_gpu_{name}.py")
+
+
+def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
+    """Whatever pytest collects for a GPU, with two ranks of NCCL there."""
+    assert check.run("C").returncode == 0
+    files = sorted(map(str, (BENCHMARKS.parent / "tests").glob("test_gpu_*.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", *files]
+    environment = {**os.environ, "DILOCO_TEST_NCCL_RANKS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    marked = set(re.findall(r"^tests/(test_gpu_\w+\.py)::", done.stdout, re.MULTILINE))
+    assert {"test_gpu_engine.py", "test_gpu_stopped.py"} < marked, done.stdout + done.stderr
+    assert set(re.findall(r"tests/(test_gpu_\w+\.py)", check.calls.read_text())) == marked
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_what_a_sanitizer_finds_is_said(tool: str, check: Check) -> None:
+    """The other one is run to its end all the same."""
+    text = TOOL.format(name="compute-sanitizer", calls=check.calls)
+    finds = f'case "$*" in *{tool}*) echo "1 error"; exit 9 ;; esac\n'
+    check._write("compute-sanitizer", text + finds)
+    done = check.run("C")
+    assert done.returncode == 1 and done.stdout.endswith("not proven: sanitizers\n")
+    assert check.archived(f"{tool}.log") == "1 error\n"
+    assert check.calls.read_text().count("gpu_operators.py") == 2
 
 
 def test_all_parts_in_turn_add_to_one_archive(check: Check) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import devices
@@ -15,9 +17,10 @@ from devices import DEVICES
 from problems import equal
 from test_gpu_streams import on_streams, use_streams
 
-from diloco_comm import _C
+from diloco_comm import _C, ops
 from diloco_comm.base.errors import SyncError
 from diloco_comm.exchange.nccl import group as nccl_group
+from diloco_comm.exchange.nccl import streams
 from diloco_comm.exchange.nccl.streams import StreamDriver, current
 
 # Of torch's pool; a device has as many of them.
@@ -158,6 +161,44 @@ def test_the_current_device_stays(device: str, backend: str, replicas, stand_in)
     world = 1 if device == "cuda" else 2
     results = replicas(world).run(beside, device, stand_in, backend)
     assert results == [[True, [0] * 9] * 2] * world
+
+
+def grids(rank: int, world: int, library: str) -> dict[str, set[int]]:
+    """The bounds on the grids of all operators in two rounds, by operator."""
+    here = use_streams(rank, "lagging", library)
+    streams.side_blocks = lambda device: 7
+    replica = Replica(rank, here, **on_streams(METHODS["diloco"]))
+    bounds: dict[str, set[int]] = {}
+
+    def recorded(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            bounds.setdefault(name, set()).add(kwargs.get("max_blocks", 0))
+            call(*args, **kwargs)
+
+        return run
+
+    for name in ("encode", "reduce", "digest", "outer_step"):
+        setattr(ops, name, recorded(name, getattr(ops, name)))
+    replica.steps(0, 9)
+    replica.diloco.close()
+    return bounds
+
+
+def test_the_side_stream_leaves_room(fresh_workers, stand_in) -> None:
+    """Reduce and digest, which run beside the training; not what runs on the training's stream."""
+    pool = fresh_workers(3)
+    expected = {"encode": {0}, "reduce": {7}, "digest": {7}, "outer_step": {0}}
+    assert pool.run(grids, stand_in) == [expected] * 3
+
+
+@pytest.mark.parametrize(("multiprocessors", "blocks"), [(132, 99), (108, 81), (1, 1)])
+def test_a_quarter_of_the_device(
+    multiprocessors: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert streams.side_blocks(torch.device("cuda", 0)) == blocks
+    assert streams.side_blocks(torch.device("cpu")) == 0
 
 
 def own_streams(rank: int, world: int, device: str, library: str) -> list[bool]:

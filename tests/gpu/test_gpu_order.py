@@ -6,12 +6,17 @@ From that follows, whatever the speeds, what comes before what.
 
 from __future__ import annotations
 
+from typing import Any
+
 import devices
+import pytest
 import torch
 from device_training import METHODS, Replica
+from problems import equal
 from test_gpu_streams import on_streams, use_streams
 
 import diloco_comm
+from diloco_comm.exchange.nccl import streams
 from diloco_comm.methods import outer
 
 CHUNK_ELEMENTS = 4096
@@ -109,6 +114,40 @@ def test_pieces_leave_the_device_while_others_are_encoded(replicas, stand_in) ->
         assert order.comes_after(copy, encodes[k])
         assert all(not order.comes_after(copy, later) for later in encodes[k + 1 :])
         assert all(copy < later for later in encodes[k + 1 :])
+
+
+def encoded_ranges(rank: int, world: int, library: str) -> list[Any]:
+    """The ranges of outer parameters that an exchange over NCCL brings to the device."""
+    here = use_streams(rank, "lagging", library)
+    given, ranges = [], []
+    load = streams.Sending.outer_of
+
+    def outer_of(sending: streams.Sending, begin: int, end: int) -> Any:
+        ranges.append((begin, end, sending.loader is not None))
+        return load(sending, begin, end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams.Sending, "outer_of", outer_of)
+        patch.setattr(outer.chunks_of, "__defaults__", (CHUNK_ELEMENTS,))
+        for offload in (None, "cpu"):
+            options = {**METHODS["diloco"], "chunk_bytes": 12 << 10, "offload": offload}
+            replica = Replica(rank, here, **on_streams(options))
+            replica.steps(0, 9)
+            (part,) = replica.diloco.parts
+            given.append([replica.all(), part.slot.layout.run_elements])
+            replica.diloco.close()
+    (on_device, run_elements), (from_host, _) = given
+    return [equal(on_device, from_host), run_elements, ranges]
+
+
+def test_few_offloaded_elements_are_loaded_at_a_time(replicas, stand_in) -> None:
+    """At most so many that are whole runs, however large a chunk is; and all of them once."""
+    for is_equal, run_elements, ranges in replicas(3).run(encoded_ranges, stand_in):
+        assert is_equal
+        chunks = [end - begin for begin, end, is_loaded in ranges if not is_loaded]
+        pieces = [end - begin for begin, end, is_loaded in ranges if is_loaded]
+        assert run_elements <= CHUNK_ELEMENTS < 2 * run_elements < max(chunks)
+        assert max(pieces) == run_elements and sum(pieces) == sum(chunks)
 
 
 def from_host_memory(rank: int, world: int, library: str) -> list[str]:

@@ -73,6 +73,31 @@ def test_the_device_is_not_waited_for(device: str, world: int, replicas, stand_i
     assert results == [[True] * 2 * len(NAMES)] * world
 
 
+def norms_of(rank: int, world: int, device: str, library: str) -> list[Any]:
+    """The norms that all workers of a replica have measured together, on the device and without."""
+    results = []
+    for here in (torch.device("cpu"), use_streams(rank, device, library)):
+        arguments = NAMES["diloco"] if here.type == "cpu" else on_streams(NAMES["diloco"])
+        one = make_worker(rank, here, "norms", {**arguments, "norms": True, "lanes": 1})
+        one.checks = False  # norms are numbers that the host waits for
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "Stream", None)  # none is taken from torch's pool in a step
+            one.steps(0, 13)
+        one.diloco.flush()
+        results.append([m.pseudo_gradient_norm for m in one.diloco.metrics()])
+        one.diloco.close()
+    return results
+
+
+@pytest.mark.parametrize(("device", "world"), [("lagging", 4), *TWO_ON_A_GPU])
+def test_norms_of_all_workers(device: str, world: int, replicas, stand_in) -> None:
+    results = replicas(world).run(norms_of, device, stand_in)
+    for on_host, on_device in results:
+        assert on_device == on_host and len(on_host) >= 3
+        assert all(norm > 0 for norm in on_host)
+    assert all(result == results[rank // 2 * 2] for rank, result in enumerate(results))
+
+
 def one_shard_voted_down(rank: int, world: int, library: str) -> str:
     """Replica 0 has a NaN among the elements that its worker 1 owns."""
     here = use_streams(rank, "lagging", library)

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fault_replicas import connect, wait_for
 from test_gpu_streams import NCCL_RANKS, on_streams, use_streams
 from workers import Pool
 
+from diloco_comm import Eager
 from diloco_comm.base.errors import SyncError
 from diloco_comm.exchange.nccl.streams import current
 
@@ -101,4 +103,71 @@ def test_the_others_go_on(
         assert any(sign in result["message"] for sign in signs), result
         assert "sync of fragment 0, round 1 failed at exchange" in result["message"]
         assert SUSPECT_S < result["elapsed"] < TIMEOUT_S / 2
+    assert len({result["hash"] for result in results}) == 1
+
+
+def without_headers(
+    rank: int, world: int, address: tuple[str, int], library: str, votes: bool
+) -> dict[str, Any]:
+    """The last replica's payloads arrive, and its vote if it ``votes``; its header does not."""
+    here = use_streams(rank, "lagging", library)
+    store = connect(address)
+    members = {"store": store, "replica": rank, "num_replicas": world}
+    limits = {"timeout": TIMEOUT_S, "suspect_after": SUSPECT_S}
+    sends: list[float] = []
+
+    def weight() -> float:
+        sends.append(1.0 + rank + len(sends))
+        return sends[-1]
+
+    method = {"overlap": Eager(), "wire": "int8", "weight": weight}
+    replica = Replica(rank, here, **members, **limits, **on_streams(method))
+    diloco: Any = replica.diloco
+    (part,) = diloco.parts
+    replica.steps(0, 7)
+    if rank == world - 1:
+        control = SimpleNamespace(is_done=False, failure=None, headers=[], waiting="")
+        diloco.exchange.submit_header = lambda *arguments: control
+        if not votes:
+            diloco.exchange._driver._vote = lambda ballot: None
+        replica.steps(7, 8)
+        torch.accelerator.synchronize()
+        os.kill(os.getpid(), signal.SIGKILL)
+    replica.steps(7, 8)
+    pending, failure = part.in_flight[-1].pending, ""
+    try:
+        pending.wait(TIMEOUT_S / 2)
+    except SyncError as error:
+        failure = error.stage
+    result: dict[str, Any] = {"failure": failure, "state": pending._round.state, "own": sends[-1]}
+    result["presumed"] = [header.weight for header in pending.headers]
+    diloco.change_group("survivors")
+    result |= {"weight_sum": part.weight_sum, "round": part.round}
+    replica.steps(8, 16)
+    diloco.flush()
+    result["hash"] = diloco.outer_hash()
+    diloco.close()
+    store.set(f"survived/{rank}", "")
+    return result
+
+
+@pytest.mark.parametrize("votes", [False, True])
+def test_weights_of_a_round_whose_headers_did_not_come(
+    votes: bool, fresh_workers: Callable[..., Pool], stand_in: str
+) -> None:
+    """Weights that change are known before the payloads travel, and count with the round.
+
+    A replica's own share of the next round goes by their sum.
+    """
+    world = 3
+    pool = fresh_workers(world, init_group=False)
+    pool.submit(without_headers, pool.store, stand_in, votes)
+    wait_for(pool, [f"survived/{rank}" for rank in range(world - 1)], timeout=60)
+    results = pool.collect(timeout=30, expect_exit={world - 1})[: world - 1]
+    for rank, result in enumerate(results):
+        assert result["failure"] == ("" if votes else "vote"), result
+        assert result["state"] == ("agreed" if votes else "voted")
+        # The second send of each replica.
+        assert result["presumed"] == [2.0, 3.0, 4.0] and result["own"] == 2.0 + rank
+        assert result["weight_sum"] == 9.0 and result["round"] == 2
     assert len({result["hash"] for result in results}) == 1

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from device_training import METHODS, NAMES, Replica, train
 from problems import equal
 
-from diloco_comm.base.errors import NonFiniteError, SyncError
+from diloco_comm import Nesterov
+from diloco_comm.base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from diloco_comm.exchange.nccl import group as nccl_group
 from diloco_comm.exchange.nccl import streams
 
@@ -69,6 +70,37 @@ def against_engine(rank: int, world: int, device: str, library: str, names: list
 def test_streams_equal_the_engine(device: str, world: int, replicas, stand_in) -> None:
     result = replicas(world).run(against_engine, device, stand_in, NAMES[world], timeout=100)
     assert result == [[]] * world
+
+
+def changing_weights(rank: int, world: int, device: str, library: str) -> list[bool]:
+    """Weights that every send asks for: tensors, and the sums that an own share goes by."""
+    here = use_streams(rank, device, library)
+    same = []
+    for name in ("diloco", "eager"):
+        given = []
+        for there in (torch.device("cpu"), here):
+            sends: list[float] = []
+
+            def weight(sends: list[float] = sends) -> float:
+                sends.append(1.0 + (rank + len(sends)) % 3)
+                return sends[-1]
+
+            arguments = METHODS[name] if there.type == "cpu" else on_streams(METHODS[name])
+            replica = Replica(rank, there, weight=weight, **{**arguments, "lanes": 1})
+            replica.steps(0, 13)
+            replica.diloco.flush()
+            sums = [part.weight_sum for part in replica.diloco.parts]
+            given.append((replica.all(), sums, sends))
+            replica.diloco.close()
+        (tensors, *numbers), (on_device, *numbers_on_device) = given
+        same += [equal(tensors, on_device), numbers == numbers_on_device, len(set(sends)) > 1]
+    return same
+
+
+@pytest.mark.parametrize(("device", "world"), cases(2, 3))
+def test_weights_that_change(device: str, world: int, replicas, stand_in) -> None:
+    result = replicas(world).run(changing_weights, device, stand_in)
+    assert result == [[True] * 6] * world
 
 
 def voted_down(rank: int, world: int, device: str, library: str, name: str) -> list[Any]:
@@ -151,6 +183,33 @@ def raised_later(rank: int, world: int, device: str, library: str) -> list[Any]:
 @pytest.mark.parametrize(("device", "world"), cases(2))
 def test_the_error_of_a_round_comes_later(device: str, world: int, replicas, stand_in) -> None:
     assert replicas(world).run(raised_later, device, stand_in) == [[2, True]] * 2
+
+
+def other_rate(rank: int, world: int, device: str, library: str) -> list[Any]:
+    """The last replica has another outer learning rate, which only headers tell."""
+    here = use_streams(rank, device, library)
+    # An optimizer of its own: the one in METHODS is other tests', too.
+    replica = Replica(rank, here, outer=Nesterov(0.7, 0.9), **on_streams({"wire": "int8"}))
+    replica.steps(0, 7)
+    before = replica.diloco.outer_hash()
+    if rank == world - 1:
+        replica.diloco.outer.lr = 0.25
+    message = ""
+    try:
+        replica.steps(7, 8)
+    except ReplicaMismatch as error:
+        message = str(error)
+    kept = replica.diloco.outer_hash() == before
+    replica.diloco.close()
+    return [message, kept]
+
+
+@pytest.mark.parametrize(("device", "world"), cases(2, 3))
+def test_a_header_that_differs(device: str, world: int, replicas, stand_in) -> None:
+    """Every field is compared, as over gloo, and before anything is applied."""
+    for message, kept in replicas(world).run(other_rate, device, stand_in):
+        assert "outer_lr differs between replicas" in message
+        assert f"0.25 on replica {world - 1}" in message and kept
 
 
 def abandoned(rank: int, world: int, device: str, library: str, name: str) -> list[Any]:

@@ -7,6 +7,7 @@ emulation cannot show is listed in docs/gpu.md.
 
 from __future__ import annotations
 
+import device_ops
 import pytest
 import test_ops_encode as encoding
 import test_ops_reduce as reducing
@@ -43,6 +44,47 @@ def test_reduce_of_many_ranks(impl: str, wire: str) -> None:
         weights = reference.normalised([1.0 + rank for rank in range(num_ranks)])
         received = reducing.received_runs(num_ranks, 1100, form, "good", num_ranks)
         reducing.check_reduce(received, weights, 1100, form, impl)
+
+
+@every_impl
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("max_blocks", [1, 2, 3, 1000])
+def test_a_bounded_grid_of_reduce(impl: str, wire: str, max_blocks: int) -> None:
+    """Each warp, four a block, takes several of the 41 tiles; the last tile is cut short."""
+    form, count = WireFormat(wire, 256), 40 * 1024 + 301
+    received = reducing.received_runs(3, count, form, "bad", 5)
+    options = {
+        "stochastic": max_blocks == 2,
+        "rng_key": -5,
+        "residual": values(count, "bad", 6),
+        "max_blocks": max_blocks,
+    }
+    reducing.check_reduce(received, [0.5, 0.25, 0.25], count, form, impl, **options)
+
+
+@every_impl
+@pytest.mark.parametrize("max_blocks", [1, 2, 3, 1000])
+def test_a_bounded_grid_of_digest(impl: str, max_blocks: int) -> None:
+    """A warp takes 256 words at a time; 0, the default, is no bound."""
+    rng = torch.Generator().manual_seed(1)
+    data = torch.randint(0, 256, (40 * 2048 + 13,), dtype=torch.uint8, generator=rng)
+    for shift in (0, 4, 1):
+        given, expected = torch.tensor([[3, -7], [3, -7]])
+        device_ops.digest(data[shift:], given, 5, impl=impl, max_blocks=max_blocks)
+        reference.digest(data[shift:], expected, 5)
+        assert_same(given, expected, f"{impl} from byte {shift}")
+
+
+@every_impl
+def test_a_bound_below_zero_is_refused(impl: str) -> None:
+    run = torch.zeros(WireFormat("int8", 256).run_bytes(1024), dtype=torch.uint8)
+    said = r"max_blocks must not be negative, got -1"
+    with pytest.raises(ValueError, match=said):
+        device_ops.reduce(
+            run, run.clone(), [1.0], 1024, 1024, "int8", 256, max_blocks=-1, impl=impl
+        )
+    with pytest.raises(ValueError, match=said):
+        device_ops.digest(run, torch.zeros(2, dtype=torch.int64), max_blocks=-1, impl=impl)
 
 
 @every_impl
@@ -99,6 +141,17 @@ def test_an_implementation_of_another_device_is_refused() -> None:
     outs = [torch.zeros(4)]
     with pytest.raises(ValueError, match=r"impl 'avx2' does not run on tensors of cpu"):
         operator("merge")(torch.zeros(4), outs, 0.0, impl="avx2")
+
+
+@needs_library
+def test_no_name_is_the_implementation_that_the_dispatcher_finds() -> None:
+    """As for a call of ``torch.ops`` itself; "cuda" is named "emulated" here."""
+    outer, written = values(300, "normal", 1), [torch.zeros(300) for _ in range(2)]
+    for impl, out in zip(("", "emulated"), written, strict=True):
+        operator("merge")(outer, [out], 0.0, impl=impl)
+        assert_same(out, outer, f"merged by {impl!r}")
+    with pytest.raises(ValueError, match=r"impl 'cuda' does not run on tensors of cpu"):
+        operator("merge")(outer, written, 0.0, impl="cuda")
 
 
 @needs_library

@@ -147,12 +147,35 @@ IN_FLIGHT = [
 ]
 
 
-@pytest.mark.skipif(cuda_sass.cuobjdump() is None, reason="needs cuobjdump")
-@pytest.mark.skipif(not cuda_sass.REPORTS.exists(), reason="build/cuda is not built: needs nvcc")
-@pytest.mark.parametrize(("report", "kernel", "wanted"), IN_FLIGHT)
-def test_loads_are_issued_together(report: str, kernel: str, wanted: int) -> None:
+def machine_code(report: str, kernel: str) -> list[cuda_sass.Instruction]:
     name, _, template = kernel.partition("I")
-    code = cuda_sass.instructions(
+    return cuda_sass.instructions(
         cuda_sass.symbol(f"{report}.ptxas", name, f"I{template}" if template else "")
     )
-    assert cuda_sass.most_in_flight(code) >= wanted
+
+
+needs_machine_code = pytest.mark.skipif(
+    cuda_sass.cuobjdump() is None or not cuda_sass.REPORTS.exists(),
+    reason="needs cuobjdump, and build/cuda, which needs nvcc",
+)
+
+
+@needs_machine_code
+@pytest.mark.parametrize(("report", "kernel", "wanted"), IN_FLIGHT)
+def test_loads_are_issued_together(report: str, kernel: str, wanted: int) -> None:
+    assert cuda_sass.most_in_flight(machine_code(report, kernel)) >= wanted
+
+
+# Of the kernels that write much: quads of 16 bytes that are written as evict-first.
+EVICT_FIRST = {"encode_kernel": 0, "step_kernel": 8, "merge_kernel": 0, "decode_kernel": 0}
+
+
+@needs_machine_code
+@pytest.mark.parametrize(("report", "kernel"), [row[:2] for row in IN_FLIGHT[:-2]])
+def test_stores_are_plain(report: str, kernel: str) -> None:
+    """To global memory by name, and without an order among them; outer and momentum for once."""
+    codes = [each.code for each in machine_code(report, kernel) if each.code.startswith("ST")]
+    assert all(code.startswith(("STG.E", "STS")) and "STRONG" not in code for code in codes)
+    wanted = EVICT_FIRST.get(kernel.partition("I")[0])
+    if wanted is not None and "ELb1E" not in kernel:
+        assert codes.count("STG.E.EF.128") == wanted

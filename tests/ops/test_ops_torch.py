@@ -41,7 +41,7 @@ def calls(n: int = 600) -> dict[str, tuple[tuple, dict]]:
         ),
         "reduce": (
             (payload, torch.zeros(run_bytes, dtype=torch.uint8), [0.5, 0.5], run, *form),
-            {"nonfinite": counted(), "residual": torch.zeros(run)},
+            {"nonfinite": counted(), "residual": torch.zeros(run), "max_blocks": 3},
         ),
         "outer_step": (
             (case.outer, torch.zeros(n), case.params, [payload] * 2, [1.0, 0.5], 0, n, *form,
@@ -55,7 +55,7 @@ def calls(n: int = 600) -> dict[str, tuple[tuple, dict]]:
         "decode": (([payload], [1.0], case.params, 0, n, *form), {}),
         "merge": ((case.outer, case.params), {"alpha": 0.25}),
         "norms": ((case.outer, case.params, torch.zeros(2, dtype=torch.float64)), {}),
-        "digest": ((payload, counted(2)), {"first_word": 5}),
+        "digest": ((payload, counted(2)), {"first_word": 5, "max_blocks": 3}),
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ cases are fewer, and chosen: every wire, every block size, every kind of value, 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import test_async_operator as arrivals
@@ -56,6 +57,38 @@ def test_reduce(impl: str, wire: str, num_ranks: int) -> None:
         residual = values(count, "normal", 3)
         reducing.check_reduce(received, weights, count, form, impl, residual=residual, **options)
     reducing.check_reduce(received, weights, count, form, impl)
+
+
+@every_impl
+@pytest.mark.parametrize("max_blocks", [1, 2, 3, 1000])
+def test_a_bounded_grid(impl: str, max_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that take several tiles each, of reduce and of digest; 1000 bound nothing."""
+    from diloco_comm.kernels import launching, operators
+
+    grids = []
+
+    def launch(name: str, kernel: Any, num_programs: int, *args: Any, **meta: Any) -> None:
+        grids.append(num_programs)
+        launching.launch(name, kernel, num_programs, *args, **meta)
+
+    monkeypatch.setattr(operators, "launch", launch)
+    count = 4 * launching.PROGRAMS["reduce"][0] + 301
+    for wire, num_ranks in (("int8", 3), ("int4", 9), ("fp8_e4m3", 2), ("fp16", 2)):
+        form = WireFormat(wire, 64)
+        received = reducing.received_runs(num_ranks, count, form, "bad", 5)
+        weights = [1.0 / num_ranks] * num_ranks
+        options = {"stochastic": wire == "int8", "rng_key": -5, "index_begin": 1024 << 40}
+        options |= {"residual": values(count, "bad", 6), "max_blocks": max_blocks}
+        reducing.check_reduce(received, weights, count, form, impl, **options)
+    rng = torch.Generator().manual_seed(1)
+    num_bytes = 4 * 8 * launching.PROGRAMS["digest"][0] + 13
+    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=rng)
+    for shift in (0, 4, 1):
+        given, expected = torch.tensor([[3, -7], [3, -7]])
+        reducing.ops.digest(data[shift:], given, 5, impl=impl, max_blocks=max_blocks)
+        reference.digest(data[shift:], expected, 5)
+        assert_same(given, expected, f"{impl} from byte {shift}")
+    assert grids == [min(5, max_blocks)] * 7
 
 
 @every_impl

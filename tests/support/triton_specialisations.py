@@ -115,14 +115,18 @@ class Cases:
         )  # fmt: skip
 
     def reduce(
-        self, num_ranks: int, stochastic: bool = False, residual: torch.dtype | None = None
+        self,
+        num_ranks: int,
+        stochastic: bool = False,
+        residual: torch.dtype | None = None,
+        max_blocks: int = 0,
     ) -> Iterator[Launch]:
         error = None if residual is None else torch.zeros(N, dtype=residual)
         received = self.payload.repeat(num_ranks)
         yield from launches(
-            f"{self.name} {num_ranks=} {stochastic=} {residual=}", "reduce",
+            f"{self.name} {num_ranks=} {stochastic=} {residual=} {max_blocks=}", "reduce",
             received, self.payload, [1.0] * num_ranks, N, *self.form, stochastic, 1 << 40, 0,
-            error, error, self.count,
+            error, error, self.count, max_blocks,
         )  # fmt: skip
 
     def step(
@@ -163,11 +167,12 @@ class Cases:
         out = torch.zeros(2, dtype=torch.float64)
         yield from launches(label, "norms", self.outer, params, out)
 
-    def digest(self) -> Iterator[Launch]:
+    def digest(self, max_blocks: int = 0) -> Iterator[Launch]:
         """At each alignment of the data."""
         data, sums = torch.zeros(N, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
         for shift in (0, 4, 2, 1):
-            yield from launches(f"{shift=}", "digest", data[shift:], sums, 1 << 40)
+            label = f"{shift=} {max_blocks=}"
+            yield from launches(label, "digest", data[shift:], sums, 1 << 40, max_blocks)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -189,6 +194,8 @@ def representative() -> Iterator[Launch]:
     yield from case.decode()
     yield from case.plain(FP32, BF16, FP16, alpha=0.5)
     yield from case.digest()
+    yield from case.reduce(4, max_blocks=1)
+    yield from case.digest(max_blocks=1)
     yield from Cases("int4", 256).encode(BF16)
     yield from Cases("e3m0", 32).encode(stochastic=True)
     yield from Cases("fp8_e4m3", 1024).encode(residual=BF16)
@@ -204,17 +211,20 @@ def everything() -> Iterator[Launch]:
             yield from case.encode()
             yield from case.encode(FP32, BF16, FP16, stochastic=True, residual=FP32)
             yield from case.reduce(4)
+            yield from case.reduce(4, max_blocks=1)
             yield from case.step("nesterov", FP32, BF16, FP16, terms=3, alpha=0.5)
         case = Cases(wire, 256)
         yield from case.encode(stochastic=True)
-        yield from case.reduce(9, stochastic=True, residual=BF16)
+        for max_blocks in (0, 1):
+            yield from case.reduce(9, stochastic=True, residual=BF16, max_blocks=max_blocks)
         yield from case.step("nesterov")
         yield from case.step("adam", BF16)
         yield from case.decode()
         yield from case.delayed(False, False)
         yield from case.delayed(False, True)
     yield from _all_dtypes(Cases("int8", 256))
-    yield from Cases("int8", 256).digest()
+    for max_blocks in (0, 1):
+        yield from Cases("int8", 256).digest(max_blocks)
     case = Cases("int4", 256)
     for count in range(2, 10):
         yield from case.reduce(count, residual=FP32)

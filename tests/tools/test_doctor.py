@@ -198,6 +198,10 @@ def test_traps_are_found(changes: dict[str, Any], level: str, words: str) -> Non
 
 def test_a_machine_without_traps_has_no_findings() -> None:
     assert doctor.judge(facts_with()) == []
+    # The library sets these itself, around its own group.
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"):
+        for value in ("0", "1", "3"):
+            assert doctor.judge(facts_with(settings={"environment": {name: value}})) == []
     # Where an interface is named, the host's name does not matter.
     network = {"gloo_interface": "lo", "hostname_resolves_to": "127.0.0.1"}
     assert doctor.judge(facts_with(network=network)) == []

@@ -10,6 +10,7 @@ import torch
 
 from ... import _C
 from ...ops import finish_digest
+from ..headers import shares
 from ..waiting import WaitLog
 from ..work import Round
 
@@ -58,8 +59,7 @@ class StreamJob:
         self.driver, self.control, self.round = driver, control, round
         self.encoded, self.data, self.done = events
         self._presumed, self.members = presumed, members
-        total = sum(header.weight for header in presumed)
-        self.weights = [header.weight / total for header in presumed]
+        self.weights = shares([header.weight for header in presumed])
         self.failure: Any = None
         self.counters = {"sent_bytes": sent_bytes, "received_bytes": sent_bytes}
         self.seconds: dict[str, float] = {}

@@ -24,7 +24,10 @@ from torch import Tensor
 from ... import _C, ops
 from ...base.errors import SyncError
 from ...base.memory import Ballot
+from ...ops.offload import chunks_of
+from ...ops.wire import Layout
 from ..buffers import Slot
+from ..headers import shares
 from ..work import Round
 
 if TYPE_CHECKING:
@@ -34,6 +37,14 @@ if TYPE_CHECKING:
 # NCCL chooses how a collective travels by its size, and connects each way when it is first taken.
 CONNECT_BYTES = 16 << 20
 _POLL_S = 1e-3
+# Kernels on the side stream get a quarter of the blocks of ``reduce`` that a device runs at a time
+# (its registers allow three on a multiprocessor). On an H200 these are 99, at most one on each of
+# the 132 multiprocessors, where two thirds of the registers stay free for the training's kernels.
+# Calculated as in docs/gpu-kernels.md, reduce then reads about 1000 GB/s of four int8 payloads: 20
+# times what a NIC of 400 Gbit/s brings (50 GB/s), and twice what NVLink does (450 GB/s), so that
+# the link is the limit, not the reduction. No GPU has measured any of this.
+SIDE_SHARE = 4
+_REDUCE_BLOCKS = 3
 
 
 @contextmanager
@@ -51,6 +62,14 @@ def current(stream: torch.Stream) -> Iterator[None]:
         module.set_device(device)
 
 
+def side_blocks(device: torch.device) -> int:
+    """Return the most blocks of a kernel on the side stream; 0, no bound, for other than CUDA."""
+    if device.type != "cuda":
+        return 0
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, multiprocessors * _REDUCE_BLOCKS // SIDE_SHARE)
+
+
 @dataclass
 class Sending:
     """What is encoded, and how; ``offered`` are the weights of all ranks."""
@@ -66,8 +85,13 @@ class Sending:
     @property
     def weights(self) -> list[float]:
         """Normalised, in rank order."""
-        total = sum(self.offered)
-        return [weight / total for weight in self.offered]
+        return shares(self.offered)
+
+    def pieces(self, layout: Layout, begin: int, end: int) -> list[tuple[int, int]]:
+        """Cut the range of a chunk as far as outer parameters in host memory ask for that."""
+        if self.loader is None:
+            return [(begin, end)] if begin < end else []
+        return chunks_of(layout, begin=begin, end=end)
 
     @contextmanager
     def outer_of(self, begin: int, end: int) -> Iterator[Tensor | None]:
@@ -90,6 +114,7 @@ class StreamDriver:
     Attributes:
         failure: Why no more exchanges are possible; "" while they are. After a seal the last ones
             have ended, after an abort they were given up.
+        max_blocks: Of the grid of each kernel on the side stream.
     """
 
     def __init__(
@@ -106,6 +131,7 @@ class StreamDriver:
         self.device, self.group = device, group
         self.rank, self.size, self.timeout, self.impl = rank, size, timeout, impl
         self.failure = ""
+        self.max_blocks = side_blocks(device)
         self._is_aborted = False
         self._own_stream = _C.OwnStream(device)
         self.side = self._own_stream.stream
@@ -239,9 +265,9 @@ class StreamDriver:
         for chunk in range(slot.num_chunks):
             begin = layout.run_range(chunk * self.size)[0]
             end = layout.run_range((chunk + 1) * self.size - 1)[1]
-            if begin < end:
-                with sending.outer_of(begin, end) as outer:
-                    self._encode_range(slot, round, sending, outer, begin, end)
+            for first, last in sending.pieces(layout, begin, end):
+                with sending.outer_of(first, last) as outer:
+                    self._encode_range(slot, round, sending, outer, first, last)
             self._encoded[chunk].record(here)
 
     def _encode_range(
@@ -325,6 +351,7 @@ class StreamDriver:
             residual=part(residual),
             new_residual=part(new_residual),
             nonfinite=round.own.ballot.bad_mean,
+            max_blocks=self.max_blocks,
             impl=self.impl,
         )
 
@@ -351,7 +378,13 @@ class StreamDriver:
         for source, payload in enumerate(payloads):
             for begin, end in slot.layout.filled():
                 first_word = (source * slot.layout.payload_bytes + begin) // 8
-                ops.digest(payload[begin:end], ballot.digest, first_word, impl=self.impl)
+                ops.digest(
+                    payload[begin:end],
+                    ballot.digest,
+                    first_word,
+                    max_blocks=self.max_blocks,
+                    impl=self.impl,
+                )
         ballot.host_digest.copy_(ballot.digest, non_blocking=True)
 
     def _vote(self, ballot: Ballot) -> None:
