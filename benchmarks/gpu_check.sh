@@ -143,7 +143,7 @@ part_C() {
     step training 30 "$python" benchmarks/gpu_training.py --device cuda --json "$work/training.json"
     # After all that is timed: these tests stop and kill processes which have the device busy.
     step group_tests 50 "$python" benchmarks/gpu_tests.py --processes 3 \
-        --logs "$work/group_tests" tests/test_gpu_{group,graphs,nonfinite,stopped}.py
+        --logs "$work/group_tests" tests/gpu/test_gpu_{group,graphs,nonfinite,stopped}.py
     sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
     step sanitizers 130 benchmarks/gpu_sanitize.sh "$sanitizer" "$python" "$work"
 }

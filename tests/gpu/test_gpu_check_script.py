@@ -134,7 +134,7 @@ def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None
             assert f"--tool {tool} --error-exitcode 9" in calls
             assert check.archived(f"{tool}.log") == ""
         for name in ("group", "graphs", "nonfinite", "stopped"):
-            assert calls.index("gpu_training.py") < calls.index(f"tests/test_gpu_{name}.py")
+            assert calls.index("gpu_training.py") < calls.index(f"tests/gpu/test_gpu_{name}.py")
 
 
 def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
