@@ -14,6 +14,7 @@ from .attendance import OwnTime
 from .errors import SyncError
 from .meetings import Plan
 from .verdicts import decide_once
+from .waiting import ANOTHER_STORE
 
 # Connections between hosts that reach each other take milliseconds.
 LIMIT_S = 30.0
@@ -52,7 +53,7 @@ def connect_members(
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {list(members)} connected to each other: "
-            f"{error}",
+            f"{error}; {ANOTHER_STORE}",
             stage="connect",
         ) from error
     if outcome["why"]:

@@ -331,6 +331,7 @@ class DiLoCo:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self._rounds.whole.has_begun = is_done = False
+        self.exchange.tell_of_lost_store()
         self.inner_step += 1
         try:
             if is_skipped:

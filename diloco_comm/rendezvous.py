@@ -16,7 +16,7 @@ from .attendance import Attendance, Limits, Pulses
 from .background import batch_threads
 from .errors import ReplicaMismatch, SyncError
 from .meetings import BEAT_S, Meeting, Plan, Say, current_group, make_room, open_meeting
-from .waiting import WaitLog
+from .waiting import ANOTHER_STORE, WaitLog
 
 # A participant that retries with other members first removes its old hello; a difference that
 # outlasts this is a real one.
@@ -85,7 +85,7 @@ def agree(
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {list(members)} were to form a group: "
-            f"{error}",
+            f"{error}; {ANOTHER_STORE}",
             stage="rendezvous",
             seconds=time.monotonic() - started,
         ) from error

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from . import _C
 from .errors import LeftBehind, SyncError
+from .waiting import ANOTHER_STORE
 
 if TYPE_CHECKING:
     from .exchange import Exchange
@@ -160,7 +161,7 @@ def leave_out(
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {left_out} were to be left out of epoch "
-            f"{new_epoch}: {error}",
+            f"{new_epoch}: {error}; {ANOTHER_STORE}",
             stage="rendezvous",
         ) from error
 
@@ -222,7 +223,8 @@ def _agreed_survivors(exchange: Exchange, workmates: Workmates | None) -> list[i
         if exchange.is_dead or reason:
             raise SyncError(
                 f"who survives epoch {exchange.epoch} of replicas {list(exchange.members)} was "
-                f"not decided{reason}: give change_group the members that live",
+                f"not decided{reason}: give change_group the members that live"
+                + (", and another store by its argument store=" if reason else ""),
                 stage="rendezvous",
             )
         raise ValueError(
