@@ -152,6 +152,7 @@ class Exchange:
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
+        self.last_error: SyncError | None = None  # of this epoch, until an exchange succeeds
         self._told_epoch = -1  # the last epoch whose store was logged as lost
         self.store = store
         with batch_threads():

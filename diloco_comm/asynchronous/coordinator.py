@@ -56,8 +56,8 @@ class Outcome:
     Attributes:
         version: Of the shared model afterwards.
         staleness: Updates of others that came between; -1 if the update was refused unseen.
-        refusal: "" if it was applied, else "stale", "non-finite", "disk", "out of order" or "from the
-            future".
+        refusal: "" if it was applied, else "stale", "non-finite", "disk", "out of order" or "from
+            the future".
         reason: One sentence for the worker, if it was refused.
     """
 
