@@ -117,6 +117,7 @@ class Attendance:
     members: Sequence[int]
     limits: Limits
     pulses: Pulses
+    is_newcomer: bool = False
     time: OwnTime = field(default_factory=OwnTime)
 
     def __post_init__(self) -> None:
@@ -143,9 +144,9 @@ class Attendance:
                 peer.has_gone = mark is None
                 peer.silent_s = 0.0
             peer.mark, peer.is_first_look = mark, False
-        # Another process may have this replica's number.
         absent = [r for r, peer in self._peers.items() if not peer.is_heard]
-        self.pulses.look([self.replica, *absent])
+        # Another process may have a newcomer's number.
+        self.pulses.look([self.replica, *absent] if self.is_newcomer else absent)
 
     def hear(self, replica: int) -> None:
         """Note another sign of life of a member's present process."""

@@ -63,18 +63,15 @@ def own_place() -> str:
 
 def arrive(store: dist.Store, key: str, hello: dict[str, Any]) -> str:
     """Post a hello; return the nonce of the hello that was there before, "" without one."""
-    text = json.dumps(hello)
-    held = store.get(key).decode()
+    text, held = json.dumps(hello), ""
     while (seen := swap(store, key, held, text)) != text:
         held = seen
     return str(json.loads(held)["nonce"]) if held else ""
 
 
 def leave(store: dist.Store, key: str, hello: dict[str, Any]) -> None:
-    """Take a hello back; that of another process stays."""
-    held = store.get(key).decode()
-    if held and json.loads(held)["nonce"] == hello["nonce"]:
-        store.set(key, "")
+    """Take back a hello as it was posted last; that of another process stays."""
+    swap(store, key, json.dumps(hello), "")
 
 
 def open_meeting(store: dist.Store, members: Sequence[int]) -> str:
@@ -271,7 +268,7 @@ class Meeting:
             return
         if own["nonce"] == self._found:
             raise number_is_taken(self.replica, own["place"])
-        hellos[self.replica] = self.hello
+        hellos[self.replica] = json.loads(json.dumps(self.hello))
         self._next_beat = 0.0
 
     def members_here(self) -> list[int]:

@@ -122,7 +122,7 @@ def _wait_for_plan(
         return current_group(store) if is_newcomer else (hello["epoch"], former)
 
     pulses = Pulses(store, training, limits.silence)
-    here = Attendance(replica, members, limits, pulses)
+    here = Attendance(replica, members, limits, pulses, is_newcomer)
     meeting = Meeting(store, members, hello, say, here, found)
     after = f" after epoch {hello['epoch']}" if former else ""
     where = f"the rendezvous of replicas {list(members)}{after} on {place}"

@@ -278,7 +278,7 @@ def _agreed_survivors(exchange: Exchange, workmates: Workmates | None) -> list[i
             )
         raise ValueError(
             'change_group("survivors") follows the loss of a replica, but none is known in epoch '
-            f"{exchange.epoch}: nobody of replicas {list(exchange.members)} is missing; "
+            f"{exchange.epoch} of replicas {list(exchange.members)}: nobody is missing; "
             + _way_on(exchange.last_error)
         )
     survivors = sorted(set.intersection(*known))

@@ -218,7 +218,7 @@ def test_survivors_of_a_mismatch_are_all(fresh_workers: Fresh) -> None:
     results: list[Any] = pool.run(differ_in_a_learning_rate, pool.store, timeout=60)
     for (before, mismatch, after), _ in results:
         assert before == after and "train on without change_group" in before
-        assert "nobody of replicas [0, 1] is missing" in mismatch and "\n" not in mismatch
+        assert "of replicas [0, 1]: nobody is missing" in mismatch and "\n" not in mismatch
         assert "ended with ReplicaMismatch (sync of fragment 0, round 0" in mismatch
         assert "make that equal on all replicas, and train on without change_group" in mismatch
     check_agreement(result for _, result in results)
