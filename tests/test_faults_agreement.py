@@ -696,7 +696,9 @@ def handle_bad_values(rank: int, world: int, address: Address, setup: Setup) -> 
         replica.step()
     error = caught.value
     diloco = replica.diloco
-    with pytest.raises(ValueError, match='"survivors"\\) follows the loss of a replica, but none is known'):
+    with pytest.raises(
+        ValueError, match='"survivors"\\) follows the loss of a replica, but none is known'
+    ):
         diloco.change_group("survivors")
     if rank == 1:
         with pytest.raises(ValueError, match=r"replica 1 is not one of the members \[0, 2\]"):

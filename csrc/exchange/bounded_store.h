@@ -30,8 +30,8 @@ class BoundedStore : public c10d::Store {
     using c10d::Store::set;
 
     // `limit` of every call; waits for keys have it on top of their own timeout. The calls throw
-    // c10::DistStoreError when it is over, c10::DistNetworkError once the connection has broken, and
-    // whatever `store` throws.
+    // c10::DistStoreError when it is over, c10::DistNetworkError once the connection has broken,
+    // and whatever `store` throws.
     BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds limit);
 
     // Connects within the store's own timeout: torch asks a name server, which may take seconds.

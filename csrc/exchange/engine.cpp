@@ -72,7 +72,8 @@ std::string Engine::abort_reason() const {
 void Engine::refuse_if_dead() const {
     TORCH_CHECK(!is_closing_, "this DiLoCo is closed");
     TORCH_CHECK(is_attached_, "this replica is in no group yet");
-    TORCH_CHECK(dead_reason_.empty(), "epoch ", epoch_, " of this replica's group is dead: ", dead_reason_,
+    TORCH_CHECK(dead_reason_.empty(), "epoch ", epoch_,
+                " of this replica's group is dead: ", dead_reason_,
                 ". Call change_group() with the replicas that live");
 }
 

@@ -66,8 +66,7 @@ std::string conclusion_of(const Verdict& verdict, int64_t replica, int64_t next_
             ": replica " + std::to_string(replica) +
             " may come back as a newcomer, by a new DiLoCo with init=\"join\"";
         if (next_epoch < 0) return "; the others have decided to go on " + self + way_back;
-        return "; the group went on " + self + " in epoch " + std::to_string(next_epoch) +
-               way_back;
+        return "; the group went on " + self + " in epoch " + std::to_string(next_epoch) + way_back;
     }
     return verdict.cuts.empty() ? "" : "; the others go on without " + replicas_of(missing);
 }
@@ -320,7 +319,8 @@ void Engine::blame_alone(Failure& failure, const std::string& where, const Loss&
     if (!failure.missing.empty()) {
         failure.message += "the connection to " + replicas_of(failure.missing) + " is lost; ";
     }
-    failure.message += "who else is gone cannot be told, because the store does not answer: "
+    failure.message +=
+        "who else is gone cannot be told, because the store does not answer: "
         "call change_group() with the replicas that live, and with another store as store=";
 }
 
