@@ -371,7 +371,9 @@ def refuse_second_founding(
     if replica in risen & set(members):
         places = json.loads(store.get(_CURRENT)).get("places", {})
         raise number_is_taken(replica, places.get(str(replica), ""), epoch)
-    if joins:
+    # A counter that rose may be that of a process which died since, or of one that has this number.
+    is_open = replica in pulses.risen(1) and not pulses.risen(4 * _RISES)
+    if joins or (is_open and not here):
         return
     if not here and not risen & set(members):
         return
