@@ -423,6 +423,8 @@ void register_engine(py::module_& m) {
         .def("check_process", &Engine::check_process)
         .def_property_readonly("address", &Engine::address,
                                "Where peers may try to reach us, host:port; empty: not known.")
+        .def_property_readonly("is_store_lost", &Engine::is_store_lost,
+                               "Whether the connection to the store has broken for good.")
         .def_property_readonly("dead_reason", &Engine::dead_reason)
         .def_property_readonly("dead_failure", &Engine::dead_failure,
                                "Why the current epoch is dead; of the last one while it lives.");

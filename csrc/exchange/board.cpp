@@ -46,6 +46,11 @@ Board::Board(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds pa
     }
 }
 
+bool Board::is_store_lost() const {
+    const auto* bounded = dynamic_cast<const BoundedStore*>(store_.get());
+    return bounded != nullptr && bounded->is_broken();
+}
+
 std::string Board::key(const char* what, int64_t replica) const {
     return prefix_ + "/" + what + "/" + std::to_string(replica);
 }

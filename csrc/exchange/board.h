@@ -30,6 +30,9 @@ class Board {
     Board(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience,
           std::string prefix, int64_t replica, std::vector<int64_t> members);
 
+    // Whether our connection to the store has broken: it will not come back.
+    bool is_store_lost() const;
+
     // Ours; its calls end within the patience. Null without a store.
     const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
 

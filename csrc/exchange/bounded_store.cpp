@@ -93,9 +93,10 @@ BoundedStore::BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds l
     : Store(store->getTimeout()),
       store_(std::move(store)),
       limit_(limit),
+      is_broken_(std::make_shared<std::atomic<bool>>(false)),
       num_unanswered_(std::make_shared<std::atomic<int>>(0)) {}
 
-void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) const {
+void BoundedStore::ask(milliseconds limit, std::function<void(Store&)> body) const {
     if (*num_unanswered_ > 0) C10_THROW_ERROR(DistStoreError, "the store still does not answer");
     const bool is_answered = run_within(limit, num_unanswered_,
                                         [store = store_, body = std::move(body)] { body(*store); });
@@ -103,6 +104,18 @@ void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) con
         C10_THROW_ERROR(DistStoreError,
                         "the store did not answer within " + std::to_string(limit.count()) + " ms");
     }
+}
+
+void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) const {
+    if (*is_broken_) C10_THROW_ERROR(DistNetworkError, "the connection to the store has broken");
+    ask(limit, [is_broken = is_broken_, body = std::move(body)](Store& store) {
+        try {
+            body(store);
+        } catch (const c10::DistNetworkError&) {
+            *is_broken = true;
+            throw;
+        }
+    });
 }
 
 template <typename Body>
@@ -114,8 +127,10 @@ auto BoundedStore::call(milliseconds limit, Body body) const {
 }
 
 c10::intrusive_ptr<c10d::Store> BoundedStore::clone() {
-    auto copy = call(std::max(timeout_, limit_), [](Store& store) { return store.clone(); });
-    return c10::make_intrusive<BoundedStore>(std::move(copy), limit_);
+    // Our own connection may be sound where a new one cannot be made.
+    const auto copy = std::make_shared<c10::intrusive_ptr<Store>>();
+    ask(std::max(timeout_, limit_), [copy](Store& store) { *copy = store.clone(); });
+    return c10::make_intrusive<BoundedStore>(std::move(*copy), limit_);
 }
 
 void BoundedStore::set(const std::string& key, const Bytes& value) {

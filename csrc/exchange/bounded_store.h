@@ -3,7 +3,8 @@
 // TCPStore waits for ever for a host that hangs without dying, also where it takes a timeout, and
 // holds its mutex meanwhile. Every call runs on a thread of its own; that of an unanswered call is
 // left behind, with what it needs, until the host answers or dies. Until then later calls fail at
-// once.
+// once. A connection that has broken stays broken, since a TCPStore never connects again: after the
+// first c10::DistNetworkError every call fails at once, and torch prints no further trace.
 #pragma once
 
 #include <atomic>
@@ -29,7 +30,8 @@ class BoundedStore : public c10d::Store {
     using c10d::Store::set;
 
     // `limit` of every call; waits for keys have it on top of their own timeout. The calls throw
-    // c10::DistStoreError when it is over, and whatever `store` throws.
+    // c10::DistStoreError when it is over, c10::DistNetworkError once the connection has broken,
+    // and whatever `store` throws.
     BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds limit);
 
     // Connects within the store's own timeout: torch asks a name server, which may take seconds.
@@ -48,14 +50,20 @@ class BoundedStore : public c10d::Store {
     void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;
     bool hasExtendedApi() const override { return store_->hasExtendedApi(); }
 
+    // Whether the connection has broken; from any thread.
+    bool is_broken() const { return *is_broken_; }
+
   private:
+    void ask(std::chrono::milliseconds limit, std::function<void(Store&)> body) const;
     void run(milliseconds limit, std::function<void(Store&)> body) const;
     template <typename Body>
     auto call(milliseconds limit, Body body) const;
 
     c10::intrusive_ptr<Store> store_;
     milliseconds limit_;
-    std::shared_ptr<std::atomic<int>> num_unanswered_;  // outlives us in the threads left behind
+    // Both outlive this object in the threads left behind.
+    std::shared_ptr<std::atomic<bool>> is_broken_;
+    std::shared_ptr<std::atomic<int>> num_unanswered_;
 };
 
 }  // namespace diloco

@@ -27,9 +27,9 @@ double seconds_since(Clock::time_point begin) {
 }  // namespace
 
 void check_process(pid_t owner) {
-    TORCH_CHECK(getpid() == owner, "this Exchange belongs to process ", owner,
+    TORCH_CHECK(getpid() == owner, "this DiLoCo belongs to process ", owner,
                 " and cannot be used in its forked child ", getpid(),
-                ": create a new Exchange there");
+                ": create a new DiLoCo there");
 }
 
 Engine::Engine(EngineOptions options)
@@ -59,15 +59,21 @@ Failure Engine::dead_failure() const {
     return dead_failure_;
 }
 
+bool Engine::is_store_lost() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return board_ && board_->is_store_lost();
+}
+
 std::string Engine::abort_reason() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return abort_reason_;
 }
 
 void Engine::refuse_if_dead() const {
-    TORCH_CHECK(!is_closing_, "this Exchange is closed");
-    TORCH_CHECK(is_attached_, "this Exchange has no group yet");
-    TORCH_CHECK(dead_reason_.empty(), "epoch ", epoch_, " of this Exchange is dead: ", dead_reason_,
+    TORCH_CHECK(!is_closing_, "this DiLoCo is closed");
+    TORCH_CHECK(is_attached_, "this replica is in no group yet");
+    TORCH_CHECK(dead_reason_.empty(), "epoch ", epoch_,
+                " of this replica's group is dead: ", dead_reason_,
                 ". Call change_group() with the replicas that live");
 }
 
@@ -143,7 +149,7 @@ bool Engine::wait_until_idle(std::unique_lock<std::mutex>& lock, milliseconds pa
 // For a change of the session, which neither a job nor close() may be using.
 void Engine::require_idle(std::unique_lock<std::mutex>& lock) {
     const bool is_idle = wait_until_idle(lock, options_.timeout);
-    TORCH_CHECK(!is_closing_, "this Exchange is closed");
+    TORCH_CHECK(!is_closing_, "this DiLoCo is closed");
     TORCH_CHECK(is_idle, "an exchange that was started before is still under way after ",
                 rounded(std::chrono::duration<double>(options_.timeout).count()), " s");
 }
@@ -242,7 +248,7 @@ void Engine::ship(const JobPtr& job, bool is_reset) {
     }
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        TORCH_CHECK(!is_closing_, "this Exchange is closed");
+        TORCH_CHECK(!is_closing_, "this DiLoCo is closed");
         queue_.push_back(job);
     }
     changed_.notify_all();

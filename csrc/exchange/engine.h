@@ -94,6 +94,9 @@ class Engine {
     std::string dead_reason() const;
     Failure dead_failure() const;
 
+    // Whether this epoch's connection to the store has broken; nothing asks that store any more.
+    bool is_store_lost() const;
+
     // Where peers may try to reach us; empty where that is not known.
     const std::string& address() const { return listener_.address(); }
 

@@ -29,7 +29,7 @@ std::string departures_of(const std::vector<Departure>& left) {
         replicas.push_back(gone.replica);
         steps.push_back(gone.inner_step);
     }
-    return "replica " + list_of(replicas) + " closed its Exchange and left, at inner step " +
+    return "replica " + list_of(replicas) + " closed its DiLoCo and left, at inner step " +
            list_of(steps);
 }
 
@@ -62,8 +62,11 @@ std::string conclusion_of(const Verdict& verdict, int64_t replica, int64_t next_
     const auto& missing = verdict.missing;
     if (std::find(missing.begin(), missing.end(), replica) != missing.end()) {
         const std::string self = "without replica " + std::to_string(replica);
-        if (next_epoch < 0) return "; the others have decided to go on " + self;
-        return "; the group went on " + self + " in epoch " + std::to_string(next_epoch);
+        const std::string way_back =
+            ": replica " + std::to_string(replica) +
+            " may come back as a newcomer, by a new DiLoCo with init=\"join\"";
+        if (next_epoch < 0) return "; the others have decided to go on " + self + way_back;
+        return "; the group went on " + self + " in epoch " + std::to_string(next_epoch) + way_back;
     }
     return verdict.cuts.empty() ? "" : "; the others go on without " + replicas_of(missing);
 }
@@ -178,9 +181,12 @@ Engine::Finding Engine::look_at_peers(const Sight& seen, Memory& memory) {
     seen.ways->look();
     Finding finding;
     if (seen.awaited >= 0) {
+        const std::string heard =
+            seen.pulse->is_answered()
+                ? "last heard of " + rounded(seen.pulse->seconds_silent(seen.awaited)) + " s ago"
+                : "the store does not answer";
         finding.waiting = "replica " + std::to_string(seen.awaited) + " to begin " + seen.subject +
-                          " (last heard of " + rounded(seen.pulse->seconds_silent(seen.awaited)) +
-                          " s ago)";
+                          " (" + heard + ")";
     } else {
         finding.waiting = "the payloads and votes of " + seen.subject;
     }
@@ -213,7 +219,7 @@ void Engine::give_up(const JobPtr& job) {
     check_process();
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        TORCH_CHECK(!is_closing_, "this Exchange is closed");
+        TORCH_CHECK(!is_closing_, "this DiLoCo is closed");
         queue_.push_back(job);
     }
     changed_.notify_all();
@@ -241,7 +247,7 @@ void Engine::fail_epoch(const Job& job, Failure& failure, const Loss& loss) {
     if (is_closing) board_->report_departure(leave_step);
     board_->report_failure(failure.message.empty() ? where : failure.message, loss.waited_in_vain);
     if (is_closing) {
-        failure.message = where + ": the Exchange was closed";
+        failure.message = where + ": this DiLoCo was closed";
     } else if (is_sealed) {
         // Nobody is to blame, and who seals waits for this thread alone.
         failure.message = where + ": " + kSealed;
@@ -313,7 +319,9 @@ void Engine::blame_alone(Failure& failure, const std::string& where, const Loss&
     if (!failure.missing.empty()) {
         failure.message += "the connection to " + replicas_of(failure.missing) + " is lost; ";
     }
-    failure.message += "who else is gone cannot be told, because the store does not answer";
+    failure.message +=
+        "who else is gone cannot be told, because the store does not answer: "
+        "call change_group() with the replicas that live, and with another store as store=";
 }
 
 }  // namespace diloco

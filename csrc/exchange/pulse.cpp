@@ -41,6 +41,7 @@ void Pulse::beat() {
     try {
         store_->set(own_key_, std::vector<uint8_t>(value.begin(), value.end()));
     } catch (const std::exception&) {
+        is_answered_ = false;
         // Who reads the store in vain suspects nobody.
     }
 }
@@ -55,8 +56,10 @@ void Pulse::look() {
         find_new_keys();
         read_counters();
     } catch (const std::exception&) {
+        is_answered_ = false;
         return;
     }
+    is_answered_ = true;
     for (Peer& peer : peers_) {
         peer.silent = peer.has_changed ? Clock::duration::zero() : peer.silent + passed;
     }

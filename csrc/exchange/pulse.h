@@ -29,6 +29,9 @@ class Pulse {
     // The wait is over, or there is progress: whatever is read next counts from then on.
     void forgive();
 
+    // Whether the store answered when it was last asked.
+    bool is_answered() const { return is_answered_; }
+
     // Members whose counters have stood still for the limit; and how long one has, in seconds.
     std::vector<int64_t> suspects() const;
     double seconds_silent(int64_t replica) const;
@@ -51,6 +54,7 @@ class Pulse {
     Clock::duration limit_;
     Clock::duration period_;
     std::vector<Peer> peers_;
+    bool is_answered_ = true;
     int64_t num_beats_ = 0;
     Clock::time_point last_beat_{};
     Clock::time_point last_look_{};

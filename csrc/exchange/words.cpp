@@ -33,7 +33,7 @@ std::string rounded(double seconds) {
 std::string subject_of(const Header& header) {
     std::ostringstream text;
     const auto kind = static_cast<Kind>(header.kind);
-    text << kind_name(kind);
+    text << (kind == Kind::kObjects ? "an agreement among all replicas" : kind_name(kind));
     if (kind == Kind::kSync || kind == Kind::kFlush) {
         text << " of fragment " << header.fragment << ", round " << header.round;
     }

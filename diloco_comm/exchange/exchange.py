@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from .membership.sealing import LastRounds
 from .nccl import group as nccl_group
 from .nccl.jobs import StreamJob
 from .nccl.streams import Sending, StreamDriver
-from .waiting import wait_for_job
+from .waiting import describe_store, wait_for_job
 from .work import Outcome, Pending, Round, Terms
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "from_native",
 ]
 
+_log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WINDOW = 2
 _open: weakref.WeakSet[Exchange] = weakref.WeakSet()
@@ -154,6 +156,8 @@ class Exchange:
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
+        self.last_error: SyncError | None = None  # of this epoch, until an exchange succeeds
+        self._told_epoch = -1  # the last epoch whose store was logged as lost
         self.store = store
         with batch_threads():
             self._engine = _C.Engine(
@@ -202,6 +206,18 @@ class Exchange:
     def is_dead(self) -> bool:
         """Whether this epoch failed, so that only ``change_group`` or ``close`` is left."""
         return bool(self._engine.dead_reason or (self._driver and self._driver.failure))
+
+    def tell_of_lost_store(self) -> None:
+        """Log once in an epoch that the connection to its store has broken."""
+        if self._told_epoch == self.epoch or not self._engine.is_store_lost:
+            return
+        self._told_epoch = self.epoch
+        _log.warning(
+            "the store at %s is gone, and is not asked again: rounds go on without a store, but "
+            "replicas cannot agree on who has failed, and nobody can join, until all of them call "
+            "change_group(members, store=...) with another store",
+            describe_store(self.store),
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -387,7 +403,7 @@ class Exchange:
         assert driver is not None
         if driver.failure:
             raise self._refusal(
-                f"epoch {self.epoch} of this Exchange is dead: {driver.failure}. Call "
+                f"epoch {self.epoch} of this replica's group is dead: {driver.failure}. Call "
                 "change_group() with the replicas that live",
                 header,
             )
@@ -498,6 +514,7 @@ class Exchange:
         **named: Any,
     ) -> _C.Job:
         """Hand a job to the engine; that the epoch died before is a SyncError, too."""
+        self.tell_of_lost_store()
         try:
             return begin(*arguments, **named)
         except RuntimeError as error:

@@ -17,7 +17,11 @@ Kind = Literal["sync", "flush", "all_reduce"]
 # What the members agree on after a failure.
 _VERDICT = ("missing", "survivors", "cuts")
 # What a user's call is named where replicas that have attached differ in the kind of exchange.
-_CALLS = {"exchange_objects": "start of flush", "all_reduce": "consensus"}
+_CALLS = {
+    "exchange_objects": "start of flush",
+    "an agreement among all replicas": "start of flush",
+    "all_reduce": "consensus",
+}
 # What cures a difference of a header's field.
 _ADVICE = {
     "round": "load the same checkpoint on every replica",

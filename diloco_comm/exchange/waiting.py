@@ -19,6 +19,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 FIRST_S = 10.0
 _MOST_S = 300.0
+# What cures a store that does not answer.
+ANOTHER_STORE = "give all of them another store, by the argument store="
 
 
 class WaitLog:

@@ -117,11 +117,32 @@ class DiLoCoCallback(pl.Callback):
         own = max(0, end - trainer.global_step)
         left = self.diloco.agree_on_steps(own)
         self._last_step = sys.maxsize
+        self._refuse_minimum(trainer, left < own, trainer.global_step + left)
         if left < own:
             self._last_step = trainer.global_step + left
             _logger.warning(
                 "training ends at step %d: another replica has no data, or no max_steps, for more",
                 self._last_step,
+            )
+
+    def _refuse_minimum(self, trainer: pl.Trainer, ends_early: bool, end: int) -> None:
+        """Raise, on all replicas, if one of them may not end at the step at which the first does.
+
+        Args:
+            ends_early: The trainer of this replica is to be stopped at step ``end``.
+        """
+        assert self.diloco is not None
+        own = ""
+        if ends_early and _forced_steps(trainer) > end:
+            own = f"min_epochs={trainer.min_epochs}, min_steps={trainer.min_steps}"
+        views = handshake.gather_json(self.diloco.exchange, own)
+        if any(views):
+            replicas = zip(self.diloco.members, views, strict=True)
+            found = ", ".join(f"{view} on replica {replica}" for replica, view in replicas if view)
+            raise ValueError(
+                f"training must end when the first replica has no more data or max_steps, but "
+                f"min_epochs or min_steps make Lightning train longer ({found}): leave out "
+                "min_epochs and min_steps, or give all replicas as many batches"
             )
 
     def _refuse_other_data(self, trainer: pl.Trainer) -> None:
@@ -233,6 +254,17 @@ def _data_tell_the_steps(trainer: pl.Trainer) -> bool:
     kinds = [type(callback) for callback in trainer.callbacks]
     is_scheduled = any(issubclass(kind, GradientAccumulationScheduler) for kind in kinds)
     return trainer.lightning_module.automatic_optimization and not is_scheduled
+
+
+def _forced_steps(trainer: pl.Trainer) -> float:
+    """Return the step before which Lightning does not let a callback stop the training."""
+    steps: float = trainer.min_steps or 0
+    if not trainer.min_epochs:
+        return steps
+    if not _data_tell_the_steps(trainer) or math.isinf(trainer.num_training_batches):
+        return math.inf
+    epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+    return max(steps, trainer.min_epochs * epoch)
 
 
 def _log(trainer: pl.Trainer, values: dict[str, float], step: int) -> None:

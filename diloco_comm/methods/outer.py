@@ -22,7 +22,7 @@ from ..base.checks import not_negative, number
 from ..base.memory import persistent_like
 from ..ops.offload import Offloaded, chunks_of
 from ..ops.wire import Layout
-from .spelling import call_of
+from .spelling import call_of, class_name
 
 LearningRate = float | Callable[[int], float]
 
@@ -418,7 +418,7 @@ def make_outer(outer: OuterOptimizer | Factory | dict[str, Any] | None) -> Outer
 
     Raises:
         TypeError: If it is neither an outer optimizer nor callable; an optimizer of torch that is
-            made already is answered with the function to write.
+            made already, or its class, is answered with the function to write.
         ValueError: If a saved configuration names none of this package, or a function, which cannot
             be restored.
     """
@@ -435,6 +435,12 @@ def make_outer(outer: OuterOptimizer | Factory | dict[str, Any] | None) -> Outer
             f"outer={type(outer).__name__}(...) holds parameters of its own, and the outer "
             "optimizer must be made over the outer parameters: write "
             f"outer=lambda params: {call_of(outer, 'params')}"
+        )
+    if isinstance(outer, type) and issubclass(outer, torch.optim.Optimizer):
+        raise TypeError(
+            f"outer={outer.__name__} is a class, and its default learning rate is seldom one for "
+            f"an outer optimizer: write outer=lambda params: {class_name(outer)}(params, lr=0.7) "
+            "with the arguments that you want"
         )
     if callable(outer):
         return FromTorch(outer)  # type: ignore[arg-type]

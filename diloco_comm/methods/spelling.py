@@ -16,7 +16,6 @@ def call_of(optimizer: torch.optim.Optimizer, argument: str) -> str:
         argument: What stands for the parameters.
     """
     made = type(optimizer)
-    is_public = made.__module__.startswith("torch.optim") and hasattr(torch.optim, made.__name__)
     values = {**optimizer.defaults, **optimizer.param_groups[0]}
     written = [argument]
     for name, parameter in inspect.signature(made).parameters.items():
@@ -26,4 +25,10 @@ def call_of(optimizer: torch.optim.Optimizer, argument: str) -> str:
         is_plain = isinstance(value, (bool, int, float, str, tuple, list))
         if name != "params" and is_plain and (name == "lr" or value != parameter.default):
             written.append(f"{name}={value!r}")
-    return f"{'torch.optim.' * is_public}{made.__name__}({', '.join(written)})"
+    return f"{class_name(made)}({', '.join(written)})"
+
+
+def class_name(kind: type[torch.optim.Optimizer]) -> str:
+    """Return the name of an optimizer's class as a program writes it."""
+    is_public = kind.__module__.startswith("torch.optim") and hasattr(torch.optim, kind.__name__)
+    return "torch.optim." * is_public + kind.__name__

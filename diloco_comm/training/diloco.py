@@ -337,6 +337,7 @@ class DiLoCo:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self._rounds.whole.has_begun = is_done = False
+        self.exchange.tell_of_lost_store()
         self.inner_step += 1
         try:
             if is_skipped:
@@ -374,6 +375,18 @@ class DiLoCo:
     @contextmanager
     def _together(self, parts: Iterable[Part], *, is_idle: bool = False) -> Iterator[None]:
         """Enter a block that writes local parameters of these parts, with the replica's workers."""
+        try:
+            with self._with_workmates(parts, is_idle=is_idle):
+                yield
+        except SyncError as error:
+            # Without the frames that it came through, which would live as long.
+            self.exchange.last_error = type(error)(str(error))
+            raise
+        if not is_idle:
+            self.exchange.last_error = None
+
+    @contextmanager
+    def _with_workmates(self, parts: Iterable[Part], *, is_idle: bool) -> Iterator[None]:
         fragments = [part.fragment for part in parts if isinstance(part, ParameterPart)]
         if self._workmates is None or (is_idle and not fragments):
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pwd
@@ -396,3 +397,38 @@ def test_an_update_waits_for_room_on_a_full_disk(
         assert status(server)["refused"] == {}
         worker.close()
     assert torch.equal(server.parameters()[0], model.values())
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_a_file_that_fails_costs_one_update(
+    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk fails for one update of a worker: neither the model nor other workers see it."""
+    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
+    is_broken = [False]
+
+    def fail(*arguments: object) -> int:
+        if is_broken[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments)  # type: ignore[arg-type]
+
+    real = getattr(os, call)
+    monkeypatch.setattr(f"diloco_comm.asynchronous.spool.os.{call}", fail)
+    with AsyncServer(PLAIN, parameters=[torch.ones(SIZE)], sync_every=1) as server:
+        model, worker = attach(server.address, "a", size=SIZE)
+        other_model, other = attach(server.address, "b", size=SIZE)
+        train(model, worker, 1)
+        is_broken[0] = True
+        train(model, worker, 1)
+        is_broken[0] = False
+        said = status(server)
+        assert said["updates"] == 1 and said["refused"] == {"disk": 1}
+        assert "update 2 of worker a is lost" in said["problem"]
+        assert "Input/output error" in said["problem"] and "update 2 of worker a" in caplog.text
+        train(other_model, other, 1)
+        train(model, worker, 1)
+        assert status(server)["updates"] == 3 and status(server)["problem"] == ""
+        assert status(server)["payload_bytes"] == 0
+        worker.close()
+        other.close()
+    assert torch.equal(server.parameters()[0], torch.full((SIZE,), 1 - 1.5))

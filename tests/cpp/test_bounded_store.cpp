@@ -12,6 +12,7 @@
 using namespace std::chrono_literals;
 using diloco::BoundedStore;
 using diloco_test::HangingStore;
+using diloco_test::LocalStore;
 
 namespace {
 
@@ -87,6 +88,40 @@ void test_host_that_wakes_up() {
     while (!store.check({"key"})) std::this_thread::yield();
 }
 
+class BrokenStore : public LocalStore {
+  public:
+    bool check(const std::vector<std::string>&) override {
+        ++num_checks;
+        C10_THROW_ERROR(DistNetworkError, "broken pipe");
+    }
+    int num_checks = 0;
+};
+
+void test_connection_that_breaks() {
+    const auto host = c10::make_intrusive<BrokenStore>();
+    BoundedStore store(host, 60s);
+    store.set("key", kValue);
+    EXPECT(!store.is_broken());
+    for (int i = 0; i < 3; ++i) {
+        bool is_thrown = false;
+        try {
+            store.check({"key"});
+        } catch (const c10::DistNetworkError&) {
+            is_thrown = true;
+        }
+        EXPECT(is_thrown && store.is_broken());
+    }
+    // The store is asked once, and for nothing else either.
+    EXPECT(host->num_checks == 1);
+    bool is_thrown = false;
+    try {
+        store.get("key");
+    } catch (const c10::DistNetworkError&) {
+        is_thrown = true;
+    }
+    EXPECT(is_thrown);
+}
+
 }  // namespace
 
 int main() {
@@ -95,5 +130,6 @@ int main() {
     test_exceptions_pass_through();
     test_host_that_hangs();
     test_host_that_wakes_up();
+    test_connection_that_breaks();
     return passed("bounded store");
 }

@@ -284,7 +284,7 @@ void test_close_while_attach_waits() {
     job->announce(2);
     attaching.join();
     closing.join();
-    EXPECT(why == "this Exchange is closed");
+    EXPECT(why == "this DiLoCo is closed");
 }
 
 // Two ranks post all chunks at once, and stop doing so at the deadline.

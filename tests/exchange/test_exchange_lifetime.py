@@ -132,7 +132,7 @@ def test_a_forked_child_is_told() -> None:
         texts = answers.read().splitlines()
     assert os.waitpid(child, 0)[1] == 0
     assert len(texts) == len(calls)
-    assert all("forked child" in text and "create a new Exchange" in text for text in texts)
+    assert all("forked child" in text and "create a new DiLoCo" in text for text in texts)
     pending.wait(40)
     slot.commit()
     sync(ex, slot, [torch.ones(100)])

@@ -247,6 +247,7 @@ def test_a_zombie_is_told_that_the_group_went_on(fresh_workers: Fresh) -> None:
     assert failure.missing == first.missing == second.missing == (0,)
     assert failure.details["went_on_in"] == first.epoch == second.epoch
     assert f"the group went on without replica 0 in epoch {first.epoch}" in failure.message
+    assert 'init="join"' in failure.message
     for text, epoch in errors:
         assert epoch == first.epoch and "\n" not in text
         assert f"replicas [1, 2] went on in epoch {first.epoch} without replica 0" in text, text
@@ -673,7 +674,7 @@ def test_one_leaves_and_another_dies(fresh_workers: Fresh) -> None:
         assert failure.details["replicas"] == (1,), failure
         assert failure.details["inner_steps"] == (2 * H - 1,), failure
         assert one.missing == (1, 3) and one.survivors == one.members == (0, 2), failure
-        assert "replica 1 closed its Exchange and left" in failure.message
+        assert "replica 1 closed its DiLoCo and left" in failure.message
         assert "replica 3 did not report" in failure.message
     check_agreement([results[0].result, results[2].result])
 
@@ -688,7 +689,9 @@ def handle_bad_values(rank: int, world: int, address: Address, setup: Setup) -> 
         replica.step()
     error = caught.value
     diloco = replica.diloco
-    with pytest.raises(ValueError, match='"survivors"\\) follows a failure, but none is known'):
+    with pytest.raises(
+        ValueError, match='"survivors"\\) follows the loss of a replica, but none is known'
+    ):
         diloco.change_group("survivors")
     if rank == 1:
         with pytest.raises(ValueError, match=r"replica 1 is not one of the members \[0, 2\]"):

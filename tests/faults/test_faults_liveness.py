@@ -335,7 +335,7 @@ def test_own_standstills_count_little(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     limits = Limits(timeout=60.0, unheard=20.0, silence=5.0)
     pulses = Pulses(store, lambda: (0, []), limits.silence)
-    here = Attendance(0, [0, 1, 2], limits, pulses, OwnTime())
+    here = Attendance(0, [0, 1, 2], limits, pulses, time=OwnTime())
     here.see({})
     here.see({1: ("nonce", 0)})
     now[0] += 3600.0

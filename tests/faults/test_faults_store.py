@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from workers import Pool
 from zygote import Job, Zygote
 
 from diloco_comm import SyncError
+from diloco_comm.exchange import waiting
 from diloco_comm.rounds.agreement.handshake import connected_store
 
 H = 4
@@ -117,6 +119,7 @@ def test_store_that_is_lost_is_replaced(
         assert "because the store does not answer" in text, result
         assert result[2][0] == "SyncError" and "\n" not in result[2][2], result
         assert "the store did not answer" in result[2][2], result
+        assert "another store as store=" in text and "argument store=" in result[2][2], result
     assert results[1][0] == results[2][0]
     assert results[1][-1] == results[2][-1]
 
@@ -241,3 +244,66 @@ def test_a_slow_way_to_the_store_does_not_cost_the_reports(
     way.close()
     for message in results[1:]:
         assert "replica 0 did not report" in message, message
+
+
+# ------------------------------------------------------------------ what is said of a lost store
+
+
+def listen_to_the_log() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("diloco_comm").addHandler(handler)
+    waiting.FIRST_S = 1.0
+    return lines
+
+
+def wait_without_a_store(
+    rank: int, world: int, addresses: list[tuple[str, int]], setup: Setup
+) -> list[str]:
+    """Replica 0 waits for replica 1, which comes when replica 0 has logged whom it waits for."""
+    lines = listen_to_the_log()
+    other = connect(addresses[1])
+    replica = Replica(addresses[0], rank, range(world), setup)
+    replica.train_to(H)
+    other.set(f"ready/{rank}", "")
+    other.wait(["store is gone"])
+    while not replica.diloco.exchange._engine.is_store_lost:
+        time.sleep(0.01)
+    if rank == 1:
+        other.wait(["told"])
+    else:
+        teller = threading.Thread(target=tell_of_a_line, args=(lines, "waiting for", other))
+        teller.start()
+    replica.train_to(4 * H)
+    # The engine's watcher looks several times more.
+    time.sleep(2.0)
+    replica.diloco.close()
+    return lines
+
+
+def tell_of_a_line(lines: list[str], words: str, store: dist.Store) -> None:
+    while not any(words in line for line in lines):
+        time.sleep(0.01)
+    store.set("told", "")
+
+
+def test_a_dead_store_is_said_once_and_not_asked_again(
+    fresh_workers: Callable[..., Pool], host: Any
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    job, address = host
+    pool.submit(wait_without_a_store, [address, pool.store], Setup(timeout=60.0))
+    wait_for(pool, [f"ready/{rank}" for rank in range(2)])
+    job.send_signal(signal.SIGKILL)
+    pool.crew.store.set("store is gone", "")
+    results: list[Any] = pool.collect(timeout=60)
+    for lines, worker in zip(results, pool.workers, strict=True):
+        warnings = [line for line in lines if "is gone" in line]
+        assert len(warnings) == 1, lines
+        assert f"the store at tcp://127.0.0.1:{address[1]} is gone" in warnings[0]
+        assert "store=..." in warnings[0]
+        # torch prints a trace for each call that meets the broken connection.
+        assert worker.output(1 << 20).count("[c10d] ") == 1, worker.output()
+    waits = [line for line in results[0] if line.startswith("waiting for replica 1")]
+    assert waits and all("(the store does not answer)" in line for line in waits), results[0]

@@ -140,13 +140,13 @@ def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None
 def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
     """Whatever pytest collects for a GPU, with two ranks of NCCL there."""
     assert check.run("C").returncode == 0
-    files = sorted(map(str, (BENCHMARKS.parent / "tests").glob("test_gpu_*.py")))
+    files = sorted(map(str, (BENCHMARKS.parent / "tests/gpu").glob("test_gpu_*.py")))
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", *files]
     environment = {**os.environ, "DILOCO_TEST_NCCL_RANKS": "2"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    marked = set(re.findall(r"^tests/(test_gpu_\w+\.py)::", done.stdout, re.MULTILINE))
+    marked = set(re.findall(r"^tests/gpu/(test_gpu_\w+\.py)::", done.stdout, re.MULTILINE))
     assert {"test_gpu_engine.py", "test_gpu_stopped.py"} < marked, done.stdout + done.stderr
-    assert set(re.findall(r"tests/(test_gpu_\w+\.py)", check.calls.read_text())) == marked
+    assert set(re.findall(r"tests/gpu/(test_gpu_\w+\.py)", check.calls.read_text())) == marked
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

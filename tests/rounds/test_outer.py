@@ -354,6 +354,18 @@ MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [(torch.optim.SGD, "torch.optim.SGD"), (OfOneself, "OfOneself")]
+)
+def test_a_class_of_torch_is_answered_with_the_function_to_write(kind: Any, name: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError) as refused:
+        DiLoCo(model, torch.optim.SGD(model.parameters()), sync_every=1, outer=kind)
+    said = str(refused.value)
+    assert f"outer={kind.__name__} is a class" in said and "\n" not in said
+    assert f"write outer=lambda params: {name}(params, lr=0.7)" in said
+
+
 @pytest.mark.parametrize("name", MADE)
 def test_an_optimizer_of_torch_is_answered_with_the_function_to_write(name: str) -> None:
     make, call = MADE[name]

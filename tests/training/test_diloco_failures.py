@@ -338,7 +338,7 @@ def test_all_reduce_after_a_failure(fresh_workers) -> None:
 
 
 def test_a_state_of_before_the_first_round_resets_a_torch_optimizer() -> None:
-    model, optimizer, diloco = attach(sync_every=1, outer=torch.optim.AdamW)
+    model, optimizer, diloco = attach(sync_every=1, outer=lambda params: torch.optim.AdamW(params))
     with diloco:
         start = copy.deepcopy(diloco.state_dict())
         train_step(model, optimizer, 0, 0)

@@ -88,6 +88,7 @@ class ServerState:
         self.sessions = Sessions()
         self.status = Status()
         self.problem, self._spool_at = "", 0.0
+        self._lost_file = ""  # of the last update that the disk cost, until the next one has a file
         self._snapshot_every = snapshot_every
         self.keeper: Keeper | None = None
 
@@ -130,7 +131,7 @@ class ServerState:
             except OSError as error:
                 errors.append(error)
             else:
-                self.problem = ""
+                self.problem = self._lost_file = ""
                 return files
         full = next((error for error in errors if error.errno in _FULL), None)
         if full is None:
@@ -147,6 +148,14 @@ class ServerState:
         )
         if is_new:
             logger.error("%s; the server goes on, and tries again", self.problem)
+
+    def tell_of_lost_file(self, worker: str, seq: int, error: OSError) -> None:
+        """Log, and say in the status, that the disk cost an update."""
+        self._lost_file = (
+            f"update {seq} of worker {worker} is lost, because its file cannot be written or read: "
+            f"{error.strerror or error}"
+        )
+        logger.error("%s; the server goes on", self._lost_file)
 
     def begin(self, parameters: Sequence[Tensor] | None) -> None:
         """Take up the snapshot if there is one, else the parameters if there are some.
@@ -291,7 +300,7 @@ class ServerState:
         """Return the status as JSON types."""
         report = self.status.report(self.coordinator, self.sessions, self.memory, self.rule)
         storage = None if self.keeper is None else self.keeper.report(self.version)
-        return {**report, "storage": storage, "problem": self.problem}
+        return {**report, "storage": storage, "problem": self.problem or self._lost_file}
 
     def log_update(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ...base.memory import empty_pages
 from ...ops.wire import Layout
 from ..protocol.garbage import find_run_garbage
 from ..protocol.messages import MAX_BODY
-from ..protocol.payloads import Payload, Spooled, write_run
+from ..protocol.payloads import Payload, Spooled, blocks, write_run
 from ..protocol.window import Position, Window
 
 
@@ -51,6 +52,17 @@ class Upload:
             window_bytes=max(2 * MAX_BODY, 4 * max(sizes)),
         )
 
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the journal keeps of an update beside its payload."""
+        wire = self.layouts[0].wire
+        return {
+            "wire": wire.name,
+            "block_size": wire.block_size,
+            "steps": self.steps,
+            "seconds": self.seconds,
+        }
+
     def put(self, fragment: int, run: int, body: memoryview | bytes, now: float) -> str:
         """Take in runs; returns what is wrong with them, or ""."""
         layout = self.layouts[fragment]
@@ -70,6 +82,17 @@ class Upload:
             self.window.came(position)
         self.last_seen = now
         return ""
+
+    def read_through(self) -> None:
+        """Read once what is in a file, so that an error of the disk comes before it is applied.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
+        for payload in self.payloads:
+            if isinstance(payload, Spooled):
+                for _ in blocks(payload):
+                    pass
 
 
 class PayloadMemory:

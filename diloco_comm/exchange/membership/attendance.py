@@ -7,6 +7,7 @@ two clocks are compared, and a time in which this process stood still counts lit
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -70,6 +71,7 @@ class Pulses:
         self._counters: dict[int, tuple[int, bytes]] = {}
         self._known: set[str] = set()
         self._age: dict[int, float] = {}
+        self._num_rises: Counter[int] = Counter()
         self._time = OwnTime()
         self._next = 0.0
 
@@ -88,6 +90,11 @@ class Pulses:
             self._counters[replica] = seen
             if before is not None and before != seen:
                 self._age[replica] = 0.0
+                self._num_rises[replica] += 1
+
+    def risen(self, times: int) -> set[int]:
+        """Return the replicas whose counters were seen to rise so often."""
+        return {replica for replica, number in self._num_rises.items() if number >= times}
 
     def lives(self, replica: int) -> bool:
         return self._age.get(replica, self._silence) < self._silence
@@ -110,6 +117,7 @@ class Attendance:
     members: Sequence[int]
     limits: Limits
     pulses: Pulses
+    is_newcomer: bool = False
     time: OwnTime = field(default_factory=OwnTime)
 
     def __post_init__(self) -> None:
@@ -136,7 +144,9 @@ class Attendance:
                 peer.has_gone = mark is None
                 peer.silent_s = 0.0
             peer.mark, peer.is_first_look = mark, False
-        self.pulses.look([r for r, peer in self._peers.items() if not peer.is_heard])
+        absent = [r for r, peer in self._peers.items() if not peer.is_heard]
+        # Another process may have a newcomer's number.
+        self.pulses.look([self.replica, *absent] if self.is_newcomer else absent)
 
     def hear(self, replica: int) -> None:
         """Note another sign of life of a member's present process."""

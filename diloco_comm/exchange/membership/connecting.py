@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...base.errors import SyncError
+from ..waiting import ANOTHER_STORE
 from . import rendezvous
 from .attendance import OwnTime
 from .meetings import Plan
@@ -17,8 +18,9 @@ from .verdicts import decide_once
 
 # Connections between hosts that reach each other take milliseconds.
 LIMIT_S = 30.0
-# All began at the same time, and give up by the limit: who is later by this has died.
-_SLACK_S = 5.0
+# All members begin at the same time and give up by the limit. A member has died if nothing is heard
+# of it for so much longer: a quarter of the limit, within these bounds.
+_SLACK_S = (2.0, 5.0)
 _POLL_S = (0.001, 0.05)
 _FINE = "connected"
 
@@ -46,13 +48,14 @@ def connect_members(
         groups = rendezvous.build_groups(store, plan.epoch, rank, size, lanes, limit)
     except SyncError as error:
         note = str(error)
-    left = limit - min(time.monotonic() - started, limit) + min(_SLACK_S, limit)
+    slack = min(max(limit / 4, _SLACK_S[0]), _SLACK_S[1])
+    left = limit - min(time.monotonic() - started, limit) + slack
     try:
         outcome = _agree_on_outcome(store, plan, members, replica, note, left)
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {list(members)} connected to each other: "
-            f"{error}",
+            f"{error}; {ANOTHER_STORE}",
             stage="connect",
         ) from error
     if outcome["why"]:

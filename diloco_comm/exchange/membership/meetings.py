@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -27,13 +29,15 @@ import torch.distributed as dist
 
 from ... import _C
 from ...base.errors import LeftBehind, SyncError
-from .attendance import Attendance
+from .attendance import Attendance, Pulses
 from .verdicts import announce_next, decide_once, raise_to, read_known, swap
 
 BEAT_S = 0.4
 # For an answer of a peer's host: a lost packet is sent again after one second.
 _REACH_S = 2.0
 _CURRENT = "current"
+# Looks, about a second each, in which a counter must have risen to be that of a running group.
+_RISES = 3
 
 # Called with whether all members are here; returns None while it is too early to say anything.
 Say = Callable[[bool], dict[str, Any] | None]
@@ -50,6 +54,24 @@ class Plan:
     epoch: int
     infos: dict[int, dict[str, Any]]
     reached: frozenset[int] = frozenset()
+
+
+def own_place() -> str:
+    """Return where this process runs, as host:pid."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def arrive(store: dist.Store, key: str, hello: dict[str, Any]) -> str:
+    """Post a hello; return the nonce of the hello that was there before, "" without one."""
+    text, held = json.dumps(hello), ""
+    while (seen := swap(store, key, held, text)) != text:
+        held = seen
+    return str(json.loads(held)["nonce"]) if held else ""
+
+
+def leave(store: dist.Store, key: str, hello: dict[str, Any]) -> None:
+    """Take back a hello as it was posted last; that of another process stays."""
+    swap(store, key, json.dumps(hello), "")
 
 
 def open_meeting(store: dist.Store, members: Sequence[int]) -> str:
@@ -73,6 +95,9 @@ def make_room(store: dist.Store, members: Sequence[int]) -> None:
 class Meeting:
     """What one participant has seen of the others, and done about it.
 
+    Args:
+        found: Nonce of the hello that this participant's hello has replaced, "" without one.
+
     Attributes:
         difference: The first thing that those alive do not agree on, as a sentence.
         differs_since: When it was first seen, or None.
@@ -85,8 +110,10 @@ class Meeting:
         hello: dict[str, Any],
         say: Say,
         attendance: Attendance,
+        found: str = "",
     ) -> None:
-        self._say = say
+        self._say, self._found = say, found
+        self._began = time.monotonic()
         self.store, self.members, self.hello = store, members, hello
         self.attendance, self.replica = attendance, attendance.replica
         self.difference = ""
@@ -115,6 +142,9 @@ class Meeting:
         return self._follow(json.loads(self.store.get(key)))
 
     def _accept(self) -> None:
+        # The process whose hello was found here may live, and renews its hello then.
+        if self._found and time.monotonic() - self._began < 3 * BEAT_S:
+            return
         key = f"plan/{self.hello['nonce']}"
         if not self.store.check([key]):
             return
@@ -142,14 +172,18 @@ class Meeting:
                 return Plan(plan["epoch"], infos, self._reached)
             raise LeftBehind(
                 f"another process took the place of replica {self.replica} in epoch "
-                f"{fate['epoch']}, while this one was silent",
+                f"{fate['epoch']}, while this process was silent: end this process, or let it "
+                'come as a newcomer with a number of its own and init="join"',
                 stage="rendezvous",
                 went_on_in=fate["epoch"],
             )
         is_silent = self.replica in fate["missing"] and not fate["cuts"]
         kind: type[SyncError] = LeftBehind if is_silent else SyncError
+        why = fate["why"]
+        if is_silent:
+            why += f'; replica {self.replica} may come back as a newcomer, with init="join"'
         error = kind(
-            fate["why"],
+            why,
             stage="rendezvous",
             missing=fate["missing"],
             survivors=fate["survivors"],
@@ -208,6 +242,7 @@ class Meeting:
             self.store.set(f"hello/{self.replica}", json.dumps(self.hello))
         self.attendance.time.tick()
         self._hellos = hellos = _read_hellos(self.store, self.members)
+        self._keep_place(hellos)
         self.attendance.see({r: (hello["nonce"], hello["beat"]) for r, hello in hellos.items()})
         heard = {*self.attendance.heard, self.replica}
         self.difference = _find_difference({r: h for r, h in hellos.items() if r in heard})
@@ -221,6 +256,25 @@ class Meeting:
         if is_complete and has_all and self.replica == self.members[0]:
             self._lead(hellos)
         return self._complete_since is not None and now - self._complete_since < BEAT_S
+
+    def _keep_place(self, hellos: dict[int, dict[str, Any]]) -> None:
+        """Let the first of two processes with one number stay, and the second one go.
+
+        Raises:
+            SyncError: If this process is the second one.
+        """
+        own = hellos.get(self.replica, self.hello)
+        if own["nonce"] == self.hello["nonce"]:
+            return
+        if own["nonce"] == self._found:
+            raise number_is_taken(self.replica, own["place"])
+        hellos[self.replica] = json.loads(json.dumps(self.hello))
+        self._next_beat = 0.0
+
+    def members_here(self) -> list[int]:
+        """Return the others at this meeting that come from a group."""
+        heard = self.attendance.heard
+        return [r for r, hello in self._hellos.items() if r in heard and hello["is_member"]]
 
     def _speak(self) -> None:
         """Tell the others what they wait for, if it is time."""
@@ -285,11 +339,62 @@ def current_group(store: dist.Store) -> tuple[int, list[int]]:
     return current["epoch"], current["members"]
 
 
+def number_is_taken(replica: int, place: str, epoch: int = 0) -> SyncError:
+    """Make the error of a process whose number another process has."""
+    where = f", which is in the group of epoch {epoch}" if epoch else ""
+    return SyncError(
+        f"replica number {replica} is already taken by process {place} (host:pid){where}: give "
+        "each replica a number of its own",
+        stage="rendezvous",
+    )
+
+
+def refuse_second_founding(
+    store: dist.Store, meeting: Meeting, pulses: Pulses, *, joins: bool
+) -> None:
+    """Tell a newcomer that the group which it would found runs, or that its number is taken.
+
+    A counter that has risen several times is that of a process which lives. A group that has
+    failed, or that a member has left, may be founded anew: its members are waited for.
+
+    Args:
+        joins: The newcomer comes to an old group.
+
+    Raises:
+        SyncError: One of the two holds.
+    """
+    risen, here = pulses.risen(_RISES), meeting.members_here()
+    if not risen and (joins or not here):
+        return
+    replica = meeting.replica
+    epoch, members = current_group(store)
+    if replica in risen & set(members):
+        places = json.loads(store.get(_CURRENT)).get("places", {})
+        raise number_is_taken(replica, places.get(str(replica), ""), epoch)
+    # A counter that rose may be that of a process which died since, or of one that has this number.
+    is_open = replica in pulses.risen(1) and not pulses.risen(4 * _RISES)
+    if joins or (is_open and not here):
+        return
+    if not here and not risen & set(members):
+        return
+    marks = [f"{epoch}/board/any_failed", f"{epoch}/board/any_left"]
+    if not here and any(store.check([mark]) for mark in marks):
+        return
+    raise SyncError(
+        f"the group of replicas {members or here} runs already"
+        f"{f', in epoch {epoch}' if epoch else ''}: a newcomer, also a replica that was started "
+        'again, attaches with init="join", while the others call change_group with replica '
+        f"{replica} among the members",
+        stage="rendezvous",
+    )
+
+
 def announce(store: dist.Store, plan: Plan, members: Sequence[int]) -> None:
     """Leave word of an epoch that has begun, for those who come later or were left behind."""
     # Nothing depends on it: an epoch does not fail because the store has gone just now.
     with contextlib.suppress(dist.DistError):
-        current = json.dumps({"epoch": plan.epoch, "members": list(members)})
+        places = {str(r): info.get("place", "") for r, info in sorted(plan.infos.items())}
+        current = json.dumps({"epoch": plan.epoch, "members": list(members), "places": places})
         raise_to(store, _CURRENT, current, lambda held: _follows(plan, json.loads(held)))
         for epoch in {info["epoch"] for info in plan.infos.values()} - {0}:
             announce_next(store, epoch, plan.epoch, members)

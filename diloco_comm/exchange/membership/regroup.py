@@ -67,13 +67,18 @@ def enter(
     exchange.newest_group = plan.epoch, tuple(members)
     acks = [r for r, info in plan.infos.items() if "ack" in info]
     if last_rounds is not None:
+        verdicts.claim_line(exchange, bounded, plan.infos, plan.epoch, members)
         survivors = sorted(set(acks) & set(exchange.members))
         verdicts.leave_out(exchange, bounded, survivors, plan.epoch)
     rank, size = members.index(exchange.replica), len(members)
-    groups = _connect(exchange, bounded, plan, members) if size > 1 else []
+    is_first = all("ack" not in info and not info["join"] for info in plan.infos.values())
+    groups = []
+    if size > 1:
+        groups = _connect(exchange, bounded, plan, members, is_first=is_first)
     _attach(exchange, plan, members, groups)
     exchange.enter_streams(exchange.store, plan.epoch, rank, size)
     exchange.members, exchange.epoch = tuple(members), plan.epoch
+    exchange.last_error = None
     announce(bounded, plan, members)
     del groups
     if decision.commits or decision.discards:
@@ -143,9 +148,11 @@ def _missed_rounds(exchange: Exchange, decision: Decision) -> list[Round]:
 
 
 def _connect(
-    exchange: Exchange, store: dist.Store, plan: Plan, members: Sequence[int]
+    exchange: Exchange, store: dist.Store, plan: Plan, members: Sequence[int], *, is_first: bool
 ) -> list[dist.ProcessGroupGloo]:
     limit = min(exchange.timeout, connecting.LIMIT_S)
+    if not is_first:
+        limit = min(limit, exchange.join_timeout)
     with verdicts.added(exchange, store):
         return connecting.connect_members(
             store, plan, members, exchange.replica, exchange.lanes, limit

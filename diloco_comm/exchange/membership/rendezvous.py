@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -14,9 +13,21 @@ import torch.distributed as dist
 
 from ...base.background import batch_threads
 from ...base.errors import ReplicaMismatch, SyncError
-from ..waiting import WaitLog
+from ..waiting import ANOTHER_STORE, WaitLog
 from .attendance import Attendance, Limits, Pulses
-from .meetings import BEAT_S, Meeting, Plan, Say, current_group, make_room, open_meeting
+from .meetings import (
+    BEAT_S,
+    Meeting,
+    Plan,
+    Say,
+    arrive,
+    current_group,
+    leave,
+    make_room,
+    open_meeting,
+    own_place,
+    refuse_second_founding,
+)
 
 # A participant that retries with other members first removes its old hello; a difference that
 # outlasts this is a real one.
@@ -65,6 +76,8 @@ def agree(
         "members": list(members),
         "settings": settings,
         "epoch": epoch,
+        "is_member": bool(former),
+        "place": own_place(),
         "newest": newest,
         "info": say(False),
     }
@@ -73,19 +86,19 @@ def agree(
     try:
         make_room(store, members)
         hello["meeting"] = open_meeting(store, members)
-        store.set(key, json.dumps(hello))
+        found = arrive(store, key, hello)
         try:
-            return _wait_for_plan(store, replica, members, hello, say, former, limits, place)
+            return _wait_for_plan(store, replica, members, hello, say, former, limits, place, found)
         finally:
             with contextlib.suppress(Exception):
-                store.set(key, "")
+                leave(store, key, hello)
     except SyncError as error:
         error.seconds = time.monotonic() - started
         raise
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {list(members)} were to form a group: "
-            f"{error}",
+            f"{error}; {ANOTHER_STORE}",
             stage="rendezvous",
             seconds=time.monotonic() - started,
         ) from error
@@ -100,14 +113,17 @@ def _wait_for_plan(
     former: Sequence[int],
     limits: Limits,
     place: str,
+    found: str,
 ) -> Plan:
     is_newcomer = not former
+    joins = bool((hello["info"] or {}).get("join"))
 
     def training() -> tuple[int, Sequence[int]]:
         return current_group(store) if is_newcomer else (hello["epoch"], former)
 
     pulses = Pulses(store, training, limits.silence)
-    meeting = Meeting(store, members, hello, say, Attendance(replica, members, limits, pulses))
+    here = Attendance(replica, members, limits, pulses, is_newcomer)
+    meeting = Meeting(store, members, hello, say, here, found)
     after = f" after epoch {hello['epoch']}" if former else ""
     where = f"the rendezvous of replicas {list(members)}{after} on {place}"
     log, pause = WaitLog(), _POLL_S[0]
@@ -116,6 +132,8 @@ def _wait_for_plan(
         if plan is not None:
             return plan
         has_news = meeting.look()
+        if is_newcomer:
+            refuse_second_founding(store, meeting, pulses, joins=joins)
         now = time.monotonic()
         if meeting.differs_since is not None and now - meeting.differs_since > _MISMATCH_PATIENCE_S:
             # Our hello stays until the others have seen the difference as long as we have.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import SyncError
+from .meetings import own_place
 from .termination import Ack, Progress, Standing
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Newcomer:
         self._exchange, self._joins = exchange, joins
 
     def __call__(self, all_are_here: bool) -> dict[str, Any]:
-        return {"address": self._exchange.address, "join": self._joins}
+        return {"address": self._exchange.address, "join": self._joins, "place": own_place()}
 
 
 class Survivor:
@@ -51,7 +52,12 @@ class Survivor:
         seal(exchange)
         last = self._last_rounds() if callable(self._last_rounds) else self._last_rounds
         ack = to_json(ack_of(exchange, last))
-        return {"address": exchange.address, "ack": ack, "inner_step": exchange.inner_step}
+        return {
+            "address": exchange.address,
+            "ack": ack,
+            "inner_step": exchange.inner_step,
+            "place": own_place(),
+        }
 
 
 def seal(exchange: Exchange) -> None:

@@ -8,14 +8,15 @@ one counts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ... import _C
-from ...base.errors import LeftBehind, SyncError
+from ...base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError
+from ..waiting import ANOTHER_STORE
 
 if TYPE_CHECKING:
     from ...replica.workers import Workmates
@@ -76,11 +77,16 @@ def read_known(store: dist.Store, keys: Sequence[str], known: set[str]) -> dict[
     return dict(zip(there, store.multi_get(there), strict=True)) if there else {}
 
 
-def raise_to(store: dist.Store, key: str, new: str, may_follow: Callable[[str], bool]) -> None:
-    """Set a key by compare-and-set; what it holds stays where ``may_follow`` says no to it."""
+def raise_to(store: dist.Store, key: str, new: str, may_follow: Callable[[str], bool]) -> str:
+    """Set a key by compare-and-set; what it holds stays where ``may_follow`` says no to it.
+
+    Returns:
+        What the key holds then.
+    """
     held = store.get(key).decode() if store.check([key]) else ""
     while held != new and (not held or may_follow(held)):
         held = swap(store, key, held, new)
+    return held
 
 
 def _key(epoch: int, number: int) -> str:
@@ -160,12 +166,56 @@ def leave_out(
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {left_out} were to be left out of epoch "
-            f"{new_epoch}: {error}",
+            f"{new_epoch}: {error}; {ANOTHER_STORE}",
             stage="rendezvous",
         ) from error
 
 
 # ---------------------------------------------------------------------- the group that follows
+
+
+def claim_line(
+    exchange: Exchange,
+    store: dist.Store,
+    infos: Mapping[int, Mapping[str, Any]],
+    new_epoch: int,
+    members: Sequence[int],
+) -> None:
+    """Make the group that is about to begin the only one that follows from its members' epochs.
+
+    Two lists of members that have nobody in common could else begin both, as two trainings. The
+    first one to set the key of the old epoch goes on. A later group replaces an earlier one only
+    with one of its members, who has left the earlier one.
+
+    Args:
+        infos: What the members have said at the meeting.
+
+    Raises:
+        LeftBehind: If other members of this replica's epoch go on without this replica.
+        SyncError: If the store does not answer.
+    """
+    survivors = {replica for replica, info in infos.items() if "ack" in info}
+    text = " ".join(map(str, [new_epoch, *members]))
+
+    def may_follow(held: str) -> bool:
+        epoch, *others = map(int, held.split())
+        return epoch < new_epoch and bool(survivors & set(others))
+
+    try:
+        for epoch in sorted({infos[replica]["epoch"] for replica in survivors} - {0}):
+            number, *others = map(int, raise_to(store, _line_key(epoch), text, may_follow).split())
+            if exchange.replica not in others:
+                raise _left_behind(exchange, others, number)
+    except dist.DistError as error:
+        raise SyncError(
+            f"the store did not answer while replicas {list(members)} were to go on in epoch "
+            f"{new_epoch}: {error}; {ANOTHER_STORE}",
+            stage="rendezvous",
+        ) from error
+
+
+def _line_key(epoch: int) -> str:
+    return f"{epoch}/board/line"
 
 
 def announce_next(
@@ -222,17 +272,32 @@ def _agreed_survivors(exchange: Exchange, workmates: Workmates | None) -> list[i
         if exchange.is_dead or reason:
             raise SyncError(
                 f"who survives epoch {exchange.epoch} of replicas {list(exchange.members)} was "
-                f"not decided{reason}: give change_group the members that live",
+                f"not decided{reason}: give change_group the members that live"
+                + (", and another store by its argument store=" if reason else ""),
                 stage="rendezvous",
             )
         raise ValueError(
-            'change_group("survivors") follows a failure, but none is known in epoch '
-            f"{exchange.epoch} of replicas {list(exchange.members)}: give the members themselves"
+            'change_group("survivors") follows the loss of a replica, but none is known in epoch '
+            f"{exchange.epoch} of replicas {list(exchange.members)}: nobody is missing; "
+            + _way_on(exchange.last_error)
         )
     survivors = sorted(set.intersection(*known))
     if exchange.replica not in survivors:
         raise _left_behind(exchange, survivors)
     return survivors
+
+
+def _way_on(last: SyncError | None) -> str:
+    """Say what to do, after an exchange that failed or without one, where nobody is missing."""
+    if last is None:
+        return "train on without change_group, or give change_group the members themselves"
+    kind = type(last).__name__
+    cure = "train on without change_group"
+    if isinstance(last, ReplicaMismatch):
+        cure = "make that equal on all replicas, and train on without change_group"
+    elif isinstance(last, NonFiniteError):
+        cure += ", or give change_group the members whose values are good"
+    return f"the last exchange ended with {kind} ({last}): {cure}"
 
 
 def _survivors_of(exchange: Exchange) -> list[int] | str:
@@ -249,19 +314,22 @@ def _survivors_of(exchange: Exchange) -> list[int] | str:
     return "" if verdict is None else list(verdict.survivors)
 
 
-def _left_behind(exchange: Exchange, survivors: list[int]) -> LeftBehind:
+def _left_behind(
+    exchange: Exchange, survivors: list[int], went_on_in: int | None = None
+) -> LeftBehind:
     """Make the error of a replica that the others go on without."""
-    went_on_in = None
-    try:
-        following = next_group(bounded(exchange), exchange.epoch)
-    except dist.DistError:
-        following = None
+    following = None
+    escape = "; if that group is dead, give change_group another store by its argument store="
+    if went_on_in is None:
+        escape = ""
+        with contextlib.suppress(dist.DistError):
+            following = next_group(bounded(exchange), exchange.epoch)
     if following is not None:
         went_on_in = following[0]
     when = "goes on" if went_on_in is None else f"went on in epoch {went_on_in}"
     return LeftBehind(
         f"the group of replicas {survivors} {when} without replica {exchange.replica}, which may "
-        'come back as a newcomer, with init="join"',
+        'come back as a newcomer, with init="join"' + escape,
         stage="rendezvous",
         missing=sorted(set(exchange.members) - set(survivors)),
         survivors=survivors,

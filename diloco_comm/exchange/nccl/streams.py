@@ -206,9 +206,9 @@ class StreamDriver:
         for job in list(self._jobs):
             job.look()
         if all(job.has_votes for job in self._jobs) and self.group is not None and not self.failure:
-            self.failure, self._is_aborted = "this Exchange is closed", True
+            self.failure, self._is_aborted = "this DiLoCo is closed", True
             self.group.shutdown()
-        self.abort("this Exchange is closed")
+        self.abort("this DiLoCo is closed")
         self.group = None
 
     # ------------------------------------------------------------------------------ enqueueing

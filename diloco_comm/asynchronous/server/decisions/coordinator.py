@@ -54,8 +54,8 @@ class Outcome:
     Attributes:
         version: Of the shared model afterwards.
         staleness: Updates of others that came between; -1 if the update was refused unseen.
-        refusal: "" if it was applied, else "stale", "non-finite", "out of order" or "from the
-            future".
+        refusal: "" if it was applied, else "stale", "non-finite", "disk", "out of order" or "from
+            the future".
         reason: One sentence for the worker, if it was refused.
     """
 
@@ -176,6 +176,12 @@ class Coordinator:
 
     def _refused(self, seq: int, refusal: str, reason: str) -> Outcome:
         return Outcome(seq, self.model.version, -1, refusal, f"update {seq} was refused: {reason}")
+
+    def lose(self, worker: str, seq: int, reason: str, now: float) -> Outcome:
+        """Refuse an update whose payload was lost on the way; the worker goes on with its next."""
+        outcome = self._refused(seq, "disk", reason)
+        self.finish(worker, outcome, now)
+        return outcome
 
     def arrive(
         self, update: Update, now: float, release: Callable[[], None] = lambda: None

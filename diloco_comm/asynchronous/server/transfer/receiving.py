@@ -146,7 +146,13 @@ class Receiver:
             return
         if Position(0, message.fragment, message.run) not in upload.window.asked:
             return  # It was asked for twice.
-        wrong = upload.put(message.fragment, message.run, message.body, time.monotonic())
+        try:
+            wrong = upload.put(message.fragment, message.run, message.body, time.monotonic())
+            if upload.window.is_empty:
+                upload.read_through()
+        except OSError as error:
+            self._lose(session, upload, error)
+            return
         if wrong:
             self.state.status.count_refusal("size")
             self._send(session.peer, Message(Kind.REFUSED, meta={"reason": wrong}))
@@ -155,6 +161,17 @@ class Receiver:
         if upload.window.is_empty:
             del self._uploads[session.worker]
             self._complete(session, upload)
+
+    def _lose(self, session: Session, upload: Upload, error: OSError) -> None:
+        """Refuse an update whose file cannot be written or read; nothing of it is applied."""
+        assert self.state.coordinator is not None
+        self._drop_upload(upload.worker)
+        self.state.tell_of_lost_file(upload.worker, upload.seq, error)
+        reason = f"its file on the server cannot be written or read: {error.strerror or error}"
+        outcome = self.state.coordinator.lose(upload.worker, upload.seq, reason, time.monotonic())
+        self.state.log_update(upload.worker, upload.version, upload.meta, outcome, [])
+        self._tell(session, outcome)
+        self.admit_waiting()
 
     def _complete(self, session: Session, upload: Upload) -> None:
         if upload.is_start:
@@ -177,15 +194,8 @@ class Receiver:
                 update, time.monotonic(), lambda: self.state.memory.give_back(upload.payloads)
             )
         self.state.status.apply_s += time.perf_counter() - begin
-        wire = upload.layouts[0].wire
-        meta = {
-            "wire": wire.name,
-            "block_size": wire.block_size,
-            "steps": upload.steps,
-            "seconds": upload.seconds,
-        }
         # The buffers are untouched until the next update is asked for, whoever has them.
-        self.state.log_update(upload.worker, upload.version, meta, outcome, upload.payloads)
+        self.state.log_update(upload.worker, upload.version, upload.meta, outcome, upload.payloads)
         self._tell(session, outcome)
         self.admit_waiting()
 
