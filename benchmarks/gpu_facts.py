@@ -6,6 +6,7 @@ python benchmarks/gpu_facts.py --versions | --extension | --first-call | --forke
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -16,6 +17,11 @@ import sys
 from typing import Any
 
 import torch
+
+# What the tests import beside torch.
+NEEDED = ("numpy", "pytest", "hypothesis")
+# What the process imports from which the tests' workers are forked.
+BEFORE_FORK = ("numpy", "torch.distributed", "torch._dynamo", "torch.optim", "diloco_comm")
 
 
 def versions() -> dict[str, Any]:
@@ -28,6 +34,9 @@ def versions() -> dict[str, Any]:
         "triton": None,
         "nvcc": None,
     }
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        facts["missing"] = f"{', '.join(missing)}: steps that need them will fail"
     if importlib.util.find_spec("triton") is not None:
         import triton
 
@@ -83,7 +92,8 @@ def forked_call() -> dict[str, Any]:
     Raises:
         RuntimeError: If the child could not use the device.
     """
-    import diloco_comm  # noqa: F401 (must have touched no device)
+    for name in BEFORE_FORK:
+        importlib.import_module(name)  # must touch no device
 
     child = os.fork()
     if child == 0:

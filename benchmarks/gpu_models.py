@@ -15,9 +15,10 @@ from diloco_comm import DiLoCo
 from diloco_comm.tools.demo.data import Batches, load_corpus
 from diloco_comm.tools.demo.model import ByteTransformer, ModelConfig
 
-# nanoGPT's 124 M parameters are this with a larger vocabulary; the other is for tests on a CPU.
+# Sizes and rows of a batch. nanoGPT's 124 M parameters are this with a larger vocabulary; a step of
+# 32 rows keeps the device longer busy than the host. The other is for tests on a CPU.
 SIZES = {
-    "nanogpt": (ModelConfig(context=512, width=768, num_layers=12, num_heads=12), 8),
+    "nanogpt": (ModelConfig(context=512, width=768, num_layers=12, num_heads=12), 32),
     "tiny": (ModelConfig(context=32, width=32, num_layers=1, num_heads=2), 4),
 }
 

@@ -7,7 +7,9 @@ Ends with status 0 when an all_to_all and an all_gather of the two gave the righ
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 from datetime import timedelta
 
@@ -17,6 +19,8 @@ import torch.distributed as dist
 
 
 def probe() -> None:
+    # A rank whose launcher was ended by a time limit would hold the device.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["NCCL_HOSTID"] = f"diloco-{rank}"
     torch.cuda.set_device(0)
@@ -40,7 +44,7 @@ def main() -> int:
         return 0
     env = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
     try:
-        common.run_workers([sys.executable, *sys.argv], 2, env=env, timeout_s=25.0)
+        common.run_workers([sys.executable, *sys.argv], 2, env=env, timeout_s=15.0)
     except RuntimeError as error:
         print(f"two NCCL ranks on one GPU: refused ({error})")
         return 1

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Profiles one call of an operator with Nsight Compute, on 256 MiB of fp32:
+# Profiles one call of each operator with Nsight Compute, on 256 MiB of fp32:
 #
-#     benchmarks/gpu_ncu.sh PYTHON OPERATOR IMPL FOLDER
+#     benchmarks/gpu_ncu.sh PYTHON NAME IMPL FOLDER OPERATOR...
 #
-# writes FOLDER/ncu_OPERATOR.ncu-rep and prints its pages. The clocks stay as they are.
+# writes FOLDER/ncu_NAME.ncu-rep and prints its pages. The clocks stay as they are.
 set -euo pipefail
-python=$1 operator=$2 impl=$3 report=$4/ncu_$2
+python=$1 impl=$3 report=$4/ncu_$2
+shift 4
 ncu --clock-control none --set full --profile-from-start off --force-overwrite --export "$report" \
-    "$python" "$(dirname "$0")/gpu_profile.py" --impl "$impl" "$operator"
+    "$python" "$(dirname "$0")/gpu_profile.py" --impl "$impl" "$@"
 ncu --import "$report.ncu-rep" --page details

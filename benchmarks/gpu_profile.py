@@ -1,6 +1,6 @@
-"""Call one operator once between the profiler's start and stop, for Nsight Compute.
+"""Call operators once each between the profiler's start and stop, for Nsight Compute.
 
-python benchmarks/gpu_profile.py encode|outer_step|reduce|decode [--impl cuda] [--device cpu]
+python benchmarks/gpu_profile.py encode outer_step reduce decode [--impl cuda] [--device cpu]
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ def case_of(operator: str, data: Data) -> Case:
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("operator", choices=OPERATORS)
+    parser.add_argument("operators", nargs="+", choices=OPERATORS, metavar="OPERATOR")
     parser.add_argument("--impl", default="")
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     parser.add_argument("--size", type=common.parse_size, default=256 << 20)
     args = parser.parse_args()
-    case = case_of(args.operator, Data(args.size, args.device))
-    case.run(args.impl)
     is_gpu = args.device == "cuda"
-    if is_gpu:
-        torch.cuda.synchronize()
-    with torch.cuda.profiler.profile() if is_gpu else nullcontext():
+    data = Data(args.size, args.device)
+    for operator in args.operators:
+        case = case_of(operator, data)
         case.run(args.impl)
         if is_gpu:
             torch.cuda.synchronize()
-    print(f"{case.operator}: {case.traffic_bytes:g} bytes an element")
+        with torch.cuda.profiler.profile() if is_gpu else nullcontext():
+            case.run(args.impl)
+            if is_gpu:
+                torch.cuda.synchronize()
+        print(f"{case.operator}: {case.traffic_bytes:g} bytes an element")
     return 0
 
 

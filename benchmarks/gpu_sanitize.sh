@@ -6,6 +6,9 @@
 # writes FOLDER/memcheck.log and FOLDER/racecheck.log. Status 1 when one of them reports something.
 set -uo pipefail
 sanitizer=$1 python=$2 folder=$3 status=0
+# Each tensor is an allocation of its own: inside one of torch's segments nothing past a tensor's end
+# would be out of bounds.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 declare -A processes
 for tool in memcheck racecheck; do
     "$sanitizer" --tool "$tool" --error-exitcode 9 "$python" "$(dirname "$0")/gpu_operators.py" \

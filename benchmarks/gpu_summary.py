@@ -44,13 +44,14 @@ def results(folder: Path, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def missed_bars(folder: Path, name: str) -> list[str]:
-    """Describe the figures of a step that miss their bars."""
+def missed_bars(folder: Path, name: str, *, as_predicted: bool) -> list[str]:
+    """Describe the figures of a step that miss their bars, with or without a prediction of that."""
     bars = results(folder, name).get("bars") or []
     return [
         f"{bar['name']}: {bar['value']:.1f}, must be {bar['is']} {bar['must']:g}"
+        + (f" ({reason})" if reason else "")
         for bar in bars
-        if not bar["holds"]
+        if not bar["holds"] and bool(reason := bar.get("predicted", "")) == as_predicted
     ]
 
 
@@ -89,7 +90,10 @@ def main() -> int:
         print(f"{row} {step['seconds']:>8} {step['limit']:>6}  {text}".rstrip())
     for name in ("bars", "kernels"):
         print_kernels(folder, name)
-    missed = {step["step"]: missed_bars(folder, step["step"]) for step in steps}
+    for step in steps:
+        for bar in missed_bars(folder, step["step"], as_predicted=True):
+            print(f"\nmissed by {step['step']}, as predicted: {bar}", end="")
+    missed = {step["step"]: missed_bars(folder, step["step"], as_predicted=False) for step in steps}
     for name, bars in missed.items():
         print("".join(f"\nmissed by {name}: {bar}" for bar in bars), end="")
     good = {"ok", *OPTIONAL.values()}

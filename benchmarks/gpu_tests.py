@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -37,7 +38,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def start(number: int, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start one process with its share of the tests."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", args.mark, "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "--durations=5",
+        "-m",
+        args.mark,
+        "-p",
+        "no:cacheprovider",
+    ]
     if args.select:
         command += ["-k", args.select]
     command += ["-p", "gpu_tests", "--share", f"{number}/{args.processes}", *args.files]
@@ -50,9 +61,15 @@ def start(number: int, args: argparse.Namespace) -> subprocess.Popen[bytes]:
 
 
 def outcome(log: str) -> Counter[str]:
-    """Read the numbers of the last line, such as ``3 passed, 1 skipped in 2.5s``."""
+    """Read the numbers of the last line, such as ``3 passed, 1 skipped in 2.5s``.
+
+    Of a process that was ended before, count the tests that had an outcome.
+    """
     last = log.strip().splitlines()[-1:] or [""]
-    return Counter({word: int(n) for n, word in re.findall(r"(\d+) ([a-z]+)", last[0])})
+    if found := re.findall(r"(\d+) ([a-z]+)", last[0]):
+        return Counter({word: int(n) for n, word in found})
+    words = re.findall(r"::\S+.* (PASSED|FAILED|SKIPPED|ERROR)\b", log)
+    return Counter(word.lower() for word in words) + Counter(["ended before its last test"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--mark", default="gpu", help="marker of the tests (default: gpu)")
     args = parser.parse_args(arguments)
     args.logs.mkdir(parents=True, exist_ok=True)
+    # ``timeout`` ends the whole process group: the tests end, and this process tells what they did.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     running = [start(number, args) for number in range(args.processes)]
     total: Counter[str] = Counter()
     is_good = True

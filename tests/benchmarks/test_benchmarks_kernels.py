@@ -126,6 +126,24 @@ def test_the_bars(kernels: ModuleType, changes: dict[str, Any], holds: list[bool
     assert [verdict["holds"] for verdict in found] == holds
 
 
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"operator": "outer_step", "eager_ratio": 3.9, "compile_ratio": 1.0}, [False, True, True]),
+        ({"operator": "outer_step", "layout": "mixed", "compile_ratio": 1.0, "host_us": None},
+         [False, True, False]),
+        ({"operator": "reduce of 4", "wire": "int4", "share_percent": 33.0}, [True]),
+        ({"operator": "decode", "eager_ratio": None}, [False]),
+    ],
+)  # fmt: skip
+def test_bars_that_arithmetic_forbids(
+    kernels: ModuleType, changes: dict[str, Any], reasons: list[bool]
+) -> None:
+    defaults = dict.fromkeys(impls.DEFAULT_ON_CUDA, "cuda")
+    found = kernels.verdicts([row(**changes)], defaults)
+    assert [bool(verdict["predicted"]) for verdict in found] == reasons
+
+
 def test_the_faster_implementation_of_each_operator(kernels: ModuleType) -> None:
     """By the product of the times: here 2 * 8 against 4 * 3."""
     times = [

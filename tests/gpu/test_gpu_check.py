@@ -180,6 +180,12 @@ def test_shares_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert done.stdout.splitlines()[-1] == expected, done.stdout
         assert done.returncode == int(broken == 5), done.stdout
         assert ("test_one[cuda-5]" in done.stdout) == (broken == 5)
+    log = "a.py::test_x PASSED [ 1%]\na.py::test_y[cuda] FAILED [ 2%]\na.py::test_z"
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_tests
+
+    ended = {"passed": 1, "failed": 1, "ended before its last test": 1}
+    assert gpu_tests.outcome(log) == ended
     options += ["--select", "cpu or 3"]
     done = run("gpu_tests.py", *options)
     assert done.stdout.splitlines()[-1] == "1 passed", done.stdout

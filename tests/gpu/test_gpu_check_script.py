@@ -36,8 +36,7 @@ echo {name} "$@" >>{calls}
 """
 PREPARATION = ["versions", "extension", "first_call"]
 STEPS = {
-    "A": [*PREPARATION, "bars", "ncu_encode", "ncu_outer_step", "ncu_reduce", "ncu_decode",
-          "forked_call", "cuda_tests"],
+    "A": [*PREPARATION, "bars", "ncu_send", "ncu_apply", "forked_call", "cuda_tests"],
     "B": [*PREPARATION, "triton_tests", "kernels"],
     "C": [*PREPARATION, "nccl_two_ranks", "engine_tests", "trace", "trace_nccl", "training",
           "group_tests", "sanitizers"],
@@ -337,6 +336,35 @@ def test_the_summary_names_the_bars_that_are_missed(tmp_path: Path) -> None:
     assert done.stdout.endswith("not proven: bars of bars\n")
 
 
+def test_a_predicted_miss_is_shown_and_fails_nothing(tmp_path: Path) -> None:
+    bar = {"name": "reduce of 4 int4 (%)", "value": 33.0, "is": ">=", "must": 75, "holds": False}
+    results = {"rows": [], "bars": [bar | {"predicted": "instructions bound it"}]}
+    (tmp_path / "bars.json").write_text(json.dumps({"results": results}))
+    done = summarised(tmp_path, {"step": "bars"})
+    assert done.returncode == 0, done.stdout
+    shown = "missed by bars, as predicted: reduce of 4 int4 (%): 33.0, must be >= 75"
+    assert f"{shown} (instructions bound it)" in done.stdout
+
+
+def test_a_file_that_grows_stops_no_archive(check: Check) -> None:
+    """A process that outlives its step writes while tar reads."""
+    writer = 'while :; do echo text; done >"$folder/grows.log" & sleep 3; kill $!'
+    find = "folder=$(ls -dt ${TMPDIR:-/tmp}/tmp.* | head -n 1)"
+    check.end("--versions", f"({find}; {writer}) & sleep 1")
+    done = check.run("C")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [step["step"] for step in check.steps()] == STEPS["C"]
+
+
+def test_an_import_that_takes_too_long_builds_nothing(check: Check) -> None:
+    """The extension that is there is kept."""
+    check.end("--extension", "exit 124")
+    done = check.run("A")
+    assert done.returncode == 0, done.stdout
+    assert "build" not in [step["step"] for step in check.steps()]
+    assert "kernels_gpu.py --check --impl cuda" in check.calls.read_text()
+
+
 def test_summary_of_nothing(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu_summary.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -353,10 +381,12 @@ def test_an_operator_for_nsight_compute(
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_profile
 
-    monkeypatch.setattr(sys, "argv", ["gpu_profile.py", operator, "--device=cpu", "--size=1M"])
+    words = ["gpu_profile.py", operator, "decode", "--device=cpu", "--size=1M"]
+    monkeypatch.setattr(sys, "argv", words)
     assert gpu_profile.main() == 0
     said = capsys.readouterr().out
     assert said.startswith(operator) and said.endswith("bytes an element\n")
+    assert said.count("bytes an element") == 2
 
 
 def test_facts_without_a_device() -> None:
