@@ -183,7 +183,7 @@ def abandoned(rank: int, world: int, device: str, library: str, name: str) -> li
 
 
 @pytest.mark.parametrize("name", ["diloco"])
-@pytest.mark.parametrize(("device", "world"), cases(3))
+@pytest.mark.parametrize(("device", "world"), cases(2, 3))
 def test_an_abort_leaves_the_state_as_before(
     device: str, world: int, name: str, replicas, stand_in
 ) -> None:

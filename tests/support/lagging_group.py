@@ -47,7 +47,14 @@ class LaggingStream:
         self.is_aborted = False
         self.calls = []
 
-    def enqueue(self, name: str, function: Callable[[], None]) -> StreamWork:
+    def enqueue(
+        self,
+        name: str,
+        function: Callable[[], None],
+        leave: Callable[[], None] = lambda: None,
+    ) -> StreamWork:
+        """Enqueue a collective; ``leave`` writes what an aborted one leaves behind."""
+
         def run() -> None:
             if not self.is_aborted:
                 try:
@@ -57,6 +64,7 @@ class LaggingStream:
                     pass
             while not self.is_aborted:
                 time.sleep(0.01)
+            leave()
 
         self.calls.append(name)
         callback = ctypes.CFUNCTYPE(None)(run)
@@ -74,6 +82,8 @@ class LaggingGroup(LaggingStream):
     """What ``nccl_group.make_group`` returns; gloo carries the bytes.
 
     As with NCCL, a collective that cannot be ends only by ``abort``, and the stream then goes on.
+    An aborted all-gather has written the bytes of an earlier one into the rows of the others, or
+    zeros: NCCL's LL protocols store whatever their buffers hold when they break off.
     """
 
     def __init__(
@@ -81,6 +91,8 @@ class LaggingGroup(LaggingStream):
     ) -> None:
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         self.rank, self.size = rank, size
+        # The newest rows of each size that an all-gather has brought.
+        self.stale: dict[int, Tensor] = {}
         super().__init__(device)
 
     def alltoall_base(
@@ -98,14 +110,22 @@ class LaggingGroup(LaggingStream):
         rows = list(there.view(self.size, -1).unbind())
 
         def gather() -> None:
-            self.finish(self.gloo.allgather([rows], [here.clone()]))
+            fresh = [torch.empty_like(row) for row in rows]
+            self.finish(self.gloo.allgather([fresh], [here.clone()]))
+            torch.stack(fresh, out=there.view(self.size, -1))
+            self.stale[there.numel()] = there.clone()
 
-        return self.enqueue("allgather", gather)
+        def leave() -> None:
+            own = here.clone()
+            there.copy_(self.stale.get(there.numel(), torch.zeros_like(there)))
+            rows[self.rank].copy_(own.view(-1))
+
+        return self.enqueue("allgather", gather, leave)
 
     def finish(self, work: dist.Work) -> None:
         while not work.is_completed():
             if self.is_aborted:
-                return
+                raise RuntimeError("aborted")
             time.sleep(1e-4)
         work.wait()
 
