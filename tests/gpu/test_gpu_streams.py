@@ -18,6 +18,7 @@ from device_training import METHODS, NAMES, Replica, train
 from problems import equal
 
 from diloco_comm.base.errors import NonFiniteError, SyncError
+from diloco_comm.base.memory import vote_token
 from diloco_comm.exchange.nccl import group as nccl_group
 from diloco_comm.exchange.nccl import streams
 
@@ -188,6 +189,14 @@ def test_an_abort_leaves_the_state_as_before(
     device: str, world: int, name: str, replicas, stand_in
 ) -> None:
     assert replicas(world).run(abandoned, device, stand_in, name) == [[True] * 3] * world
+
+
+def test_tokens_differ_in_both_halves() -> None:
+    """What an aborted gather leaves, zeros or an earlier vote, reads as no vote for this round."""
+    tokens = [0, *(vote_token(number) for number in range(1, 1000))]
+    assert all(0 < token < 1 << 62 for token in tokens[1:])
+    assert len({token >> 32 for token in tokens}) == len(tokens)
+    assert len({token & (1 << 32) - 1 for token in tokens}) == len(tokens)
 
 
 def changed(rank: int, world: int, device: str, library: str, names: list[str]) -> list[str]:

@@ -202,12 +202,15 @@ class StreamJob:
         return why if why.startswith(name) else f"{name}: {why}"
 
     def _was_unanimous(self) -> bool:
-        """Whether the vote was complete when the abort came: the outer step has then been taken."""
+        """Whether the device has found the vote complete and unanimous in spite of the abort.
+
+        The outer step has then been taken.
+        """
         assert self.round.own.ballot is not None
         deadline = time.monotonic() + _ABORT_S
         while not self.done.query() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return self.done.query() and not bool(self.round.own.ballot.host_counts.any())
+        return self.done.query() and not bool(self.round.own.ballot.host_verdict)
 
     def _set_failure(self, kind: str, message: str, stage: str, **more: Any) -> None:
         seconds = time.monotonic() - self._begin

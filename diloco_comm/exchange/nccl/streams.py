@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ... import _C, ops
 from ...base.errors import SyncError
-from ...base.memory import Ballot
+from ...base.memory import Ballot, vote_token
 from ..buffers import Slot
 from ..work import Round
 
@@ -113,6 +113,7 @@ class StreamDriver:
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._works: dict[tuple[str, int], dist.Work] = {}
         self._jobs: weakref.WeakSet[StreamJob] = weakref.WeakSet()
+        self._num_votes = 0
 
     def reserve(self, num_bytes: int, num_chunks: int) -> None:
         """Allocate what a slot needs beside its own buffers; the first to need most pays."""
@@ -142,7 +143,7 @@ class StreamDriver:
         self._send_chunk(received, own).synchronize()
         if self.size > 2:
             self.group._allgather_base(received, own[:run_bytes]).synchronize()
-        self.group._allgather_base(ballot.counts, ballot.bad).synchronize()
+        self.group._allgather_base(ballot.votes, ballot.bad).synchronize()
         done = torch.Event(self.device)
         done.record(torch.accelerator.current_stream(self.device))
         while not done.query():
@@ -200,7 +201,7 @@ class StreamDriver:
         ballot.bad_mean.zero_()
         self._encode(slot, round, sending, here)
         ballot.host_bad.copy_(ballot.bad, non_blocking=True)
-        ballot.counts.fill_(1)
+        ballot.votes.zero_()
         ballot.verdict.fill_(1)
         ready = torch.Event(self.device)
         ready.record(here)
@@ -355,10 +356,15 @@ class StreamDriver:
         ballot.host_digest.copy_(ballot.digest, non_blocking=True)
 
     def _vote(self, ballot: Ballot) -> None:
-        ballot.bad.add_(ballot.bad_mean, alpha=1 << 32)
+        # All ranks vote in the same order, so the numbers of a vote are equal.
+        self._num_votes += 1
+        ballot.token = vote_token(self._num_votes)
+        ballot.bad.add_(ballot.bad_mean, alpha=1 << 32).add_(ballot.token)
         if self.group is None:
-            ballot.counts.copy_(ballot.bad)
+            ballot.votes.copy_(ballot.bad)
         else:
-            self.group._allgather_base(ballot.counts, ballot.bad).synchronize()
-        torch.sum(ballot.counts, 0, keepdim=True, out=ballot.verdict)
-        ballot.host_counts.copy_(ballot.counts, non_blocking=True)
+            self.group._allgather_base(ballot.votes, ballot.bad).synchronize()
+        torch.ne(ballot.votes, ballot.token, out=ballot.is_no)
+        torch.sum(ballot.is_no, 0, keepdim=True, out=ballot.verdict)
+        ballot.host_votes.copy_(ballot.votes, non_blocking=True)
+        ballot.host_verdict.copy_(ballot.verdict, non_blocking=True)
