@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from .. import _C
 
 CPU = torch.device("cpu")
+# Below every count of bad elements.
+GIVEN_UP = -1 << 63
 # 2^62 over the golden ratio, made odd.
 _GOLDEN_RATIO = 0x278DDE6E5FD29F05
 
@@ -57,7 +59,8 @@ class Ballot:
 
     A vote is one int64: bad elements of the mean times 2^32, bad elements encoded, and the token of
     the vote. What an aborted gather leaves behind (zeros, earlier votes) differs from the token,
-    so that only a vote that has come can read as "yes".
+    so that only a vote that has come can read as "yes". A rank that has given its group up votes
+    ``GIVEN_UP`` more, and finds the verdict to be "no" whatever has come.
 
     Attributes:
         bad: int64 [1], the elements that this rank has encoded; from the vote on, this rank's vote.
@@ -65,9 +68,10 @@ class Ballot:
         votes: int64 [size], the vote of every rank.
         is_no: bool [size], the votes that differ from the token.
         verdict: int64 [1], the number of these: 0 says that the round may be applied.
+        given_up: int64 [1], whether the group was given up: 0 or ``GIVEN_UP``.
         digest: int64 [2], the sums of the digest of all payloads that are added up.
-        host_bad, host_votes, host_verdict, host_digest: Page-locked copies; that of ``bad`` is from
-            before the vote.
+        host_bad, host_votes, host_verdict, host_given_up, host_digest: Page-locked copies; those of
+            ``bad`` and ``given_up`` are from before the vote.
         token: See ``vote_token``; set when the vote is enqueued.
     """
 
@@ -75,25 +79,34 @@ class Ballot:
     bad_mean: Tensor
     votes: Tensor
     verdict: Tensor
+    given_up: Tensor
     digest: Tensor
     is_no: Tensor
     host_bad: Tensor
     host_votes: Tensor
     host_verdict: Tensor
+    host_given_up: Tensor
     host_digest: Tensor
-    token: int = 0
+    token: int = field(default=0, init=False)
 
     @classmethod
     def make(cls, size: int, device: torch.device) -> Ballot:
-        on_device = (torch.zeros(n, dtype=torch.int64, device=device) for n in (1, 1, size, 1, 2))
+        sizes = 1, 1, size, 1, 1, 2
+        on_device = (torch.zeros(n, dtype=torch.int64, device=device) for n in sizes)
         is_no = torch.zeros(size, dtype=torch.bool, device=device)
-        hosts = (page_locked(n, torch.int64) for n in (1, size, 1, 2))
+        hosts = (page_locked(n, torch.int64) for n in (1, size, 1, 1, 2))
         return cls(*on_device, is_no, *hosts)
 
     def numbers(self) -> list[tuple[int, int]]:
         """Return what every rank has encoded and added up, once all votes are on the host."""
-        counts = [vote - self.token for vote in self.host_votes.tolist()]
-        return [(count & (1 << 32) - 1, count >> 32) for count in counts]
+        return [(count & (1 << 32) - 1, count >> 32) for count in self._counts()]
+
+    def quitters(self) -> list[int]:
+        """List the ranks that gave their group up before they voted, once all votes are there."""
+        return [rank for rank, count in enumerate(self._counts()) if count < 0]
+
+    def _counts(self) -> list[int]:
+        return [vote - self.token for vote in self.host_votes.tolist()]
 
 
 def vote_token(number: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ... import _C, ops
 from ...base.errors import SyncError
-from ...base.memory import Ballot, vote_token
+from ...base.memory import GIVEN_UP, Ballot, page_locked, vote_token
 from ..buffers import Slot
 from ..work import Round
 
@@ -114,6 +114,9 @@ class StreamDriver:
         self._works: dict[tuple[str, int], dist.Work] = {}
         self._jobs: weakref.WeakSet[StreamJob] = weakref.WeakSet()
         self._num_votes = 0
+        # The device reads this before and after each vote. An aborted collective ends later than
+        # this is set, so whatever the collective leaves behind is never taken for a result.
+        self._given_up = page_locked(1, torch.int64)
 
     def reserve(self, num_bytes: int, num_chunks: int) -> None:
         """Allocate what a slot needs beside its own buffers; the first to need most pays."""
@@ -160,6 +163,7 @@ class StreamDriver:
         for job in list(self._jobs):
             job.look()
         self.failure, self._is_aborted = self.failure or reason, True
+        self._given_up.fill_(GIVEN_UP)
         self.engine.watch_streams(False)
         self.group.abort()
 
@@ -359,12 +363,16 @@ class StreamDriver:
         # All ranks vote in the same order, so the numbers of a vote are equal.
         self._num_votes += 1
         ballot.token = vote_token(self._num_votes)
-        ballot.bad.add_(ballot.bad_mean, alpha=1 << 32).add_(ballot.token)
+        ballot.given_up.copy_(self._given_up, non_blocking=True)
+        ballot.host_given_up.copy_(ballot.given_up, non_blocking=True)
+        ballot.bad.add_(ballot.bad_mean, alpha=1 << 32).add_(ballot.token).add_(ballot.given_up)
         if self.group is None:
             ballot.votes.copy_(ballot.bad)
         else:
             self.group._allgather_base(ballot.votes, ballot.bad).synchronize()
         torch.ne(ballot.votes, ballot.token, out=ballot.is_no)
         torch.sum(ballot.is_no, 0, keepdim=True, out=ballot.verdict)
+        ballot.given_up.copy_(self._given_up, non_blocking=True)
+        ballot.verdict.add_(ballot.given_up)
         ballot.host_votes.copy_(ballot.votes, non_blocking=True)
         ballot.host_verdict.copy_(ballot.verdict, non_blocking=True)
