@@ -63,10 +63,10 @@ class Ballot:
     ``GIVEN_UP`` more, and finds the verdict to be "no" whatever has come.
 
     Attributes:
+        is_no: bool [size], the votes that differ from the token.
         bad: int64 [1], the elements that this rank has encoded; from the vote on, this rank's vote.
         bad_mean: int64 [1], the elements that this rank has added up.
         votes: int64 [size], the vote of every rank.
-        is_no: bool [size], the votes that differ from the token.
         verdict: int64 [1], the number of these: 0 says that the round may be applied.
         given_up: int64 [1], whether the group was given up: 0 or ``GIVEN_UP``.
         digest: int64 [2], the sums of the digest of all payloads that are added up.
@@ -75,13 +75,13 @@ class Ballot:
         token: See ``vote_token``; set when the vote is enqueued.
     """
 
+    is_no: Tensor
     bad: Tensor
     bad_mean: Tensor
     votes: Tensor
     verdict: Tensor
     given_up: Tensor
     digest: Tensor
-    is_no: Tensor
     host_bad: Tensor
     host_votes: Tensor
     host_verdict: Tensor
@@ -95,7 +95,7 @@ class Ballot:
         on_device = (torch.zeros(n, dtype=torch.int64, device=device) for n in sizes)
         is_no = torch.zeros(size, dtype=torch.bool, device=device)
         hosts = (page_locked(n, torch.int64) for n in (1, size, 1, 1, 2))
-        return cls(*on_device, is_no, *hosts)
+        return cls(is_no, *on_device, *hosts)
 
     def numbers(self) -> list[tuple[int, int]]:
         """Return what every rank has encoded and added up, once all votes are on the host."""

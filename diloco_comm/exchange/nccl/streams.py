@@ -10,9 +10,10 @@ Small messages, which say what an exchange is about, travel over the engine's gl
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from ...base.errors import SyncError
 from ...base.memory import GIVEN_UP, Ballot, page_locked, vote_token
 from ..buffers import Slot
 from ..work import Round
+from .group import OwnThread
 
 if TYPE_CHECKING:
     from .jobs import StreamJob
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 # NCCL chooses how a collective travels by its size, and connects each way when it is first taken.
 CONNECT_BYTES = 16 << 20
 _POLL_S = 1e-3
+# How long the host waits for NCCL to end a group.
+_END_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -127,37 +133,64 @@ class StreamDriver:
         while len(self._encoded) < num_chunks:
             self._encoded.append(torch.Event(self.device))
 
-    def connect(self) -> None:
+    def connect(self, timeout: float) -> None:
         """Make each kind of collective once: connections are made by the first one.
 
-        The host waits for them here, so that the first exchange does not.
+        The host waits for them here, so that the first exchange does not. They are made on a thread
+        of their own, as nothing else bounds the time in which NCCL meets the other replicas.
+
+        Args:
+            timeout: Seconds that the connecting may take.
 
         Raises:
-            SyncError: If they do not come about within the timeout.
+            SyncError: If the collectives do not come about within the timeout, or fail.
         """
         if self.group is None:
             return
-        begin = time.monotonic()
-        ballot = Ballot.make(self.size, self.device)
-        run_bytes = max(1, CONNECT_BYTES // self.size)
-        own, received = torch.zeros(
-            2, self.size * run_bytes, dtype=torch.uint8, device=self.device
-        ).unbind()
-        self._send_chunk(received, own).synchronize()
-        if self.size > 2:
-            self.group._allgather_base(received, own[:run_bytes]).synchronize()
-        self.group._allgather_base(ballot.votes, ballot.bad).synchronize()
-        done = torch.Event(self.device)
-        done.record(torch.accelerator.current_stream(self.device))
-        while not done.query():
-            if time.monotonic() - begin > self.timeout:
-                why = f"the replicas' devices did not connect within {self.timeout:g} s"
-                self.abort(why)
-                raise SyncError(why, stage="connect", seconds=time.monotonic() - begin)
-            time.sleep(_POLL_S)
+        begin, group = time.monotonic(), self.group
+        thread = OwnThread(lambda: self._make_connections(group), self.side.device)
+        has_ended = thread.join(timeout)
+        if has_ended and thread.error is None:
+            while not thread.result.query() and time.monotonic() - begin < timeout:
+                time.sleep(_POLL_S)
+            if thread.result.query():
+                return
+        why = f"the replicas' devices did not connect within {timeout:g} s"
+        if thread.error is not None:
+            why = f"the replicas' devices did not connect: {' '.join(str(thread.error).split())}"
+        if has_ended:
+            self.abort(why)
+        else:
+            # NCCL may never return: the group is left to its thread.
+            self.failure, self.group = why, None
+        raise SyncError(why, stage="connect", seconds=time.monotonic() - begin) from thread.error
+
+    def _make_connections(self, group: dist.ProcessGroup) -> torch.Event:
+        """Enqueue a collective of each kind; returns when all of them are done on the device."""
+        with current(self.side):
+            run_bytes = max(1, CONNECT_BYTES // self.size)
+            own, received = torch.zeros(
+                2, self.size * run_bytes, dtype=torch.uint8, device=self.device
+            ).unbind()
+            votes = torch.zeros(self.size + 1, dtype=torch.int64, device=self.device)
+            try:
+                self._send_chunk(group, received, own).synchronize()
+                if self.size > 2:
+                    group._allgather_base(received, own[:run_bytes]).synchronize()
+                group._allgather_base(votes[1:], votes[:1]).synchronize()
+            finally:
+                if self.group is None:
+                    group.abort()  # This thread was left behind.
+            done = torch.Event(self.device)
+            done.record(self.side)
+        return done
 
     def abort(self, reason: str) -> None:
-        """End what is under way: the streams go on, and no vote of theirs is unanimous."""
+        """End what is under way: the streams go on, and no vote of theirs is unanimous.
+
+        NCCL ends when the device has done what it was given before; the host waits for that only
+        ``_END_S`` seconds. The votes do not depend on it.
+        """
         if self._is_aborted or self.group is None:
             return
         for job in list(self._jobs):
@@ -165,7 +198,14 @@ class StreamDriver:
         self.failure, self._is_aborted = self.failure or reason, True
         self._given_up.fill_(GIVEN_UP)
         self.engine.watch_streams(False)
-        self.group.abort()
+        self._end(self.group.abort)
+
+    def _end(self, call: Callable[[], None]) -> None:
+        thread = OwnThread(call, self.side.device)
+        if not thread.join(_END_S):
+            _log.warning("the replicas' NCCL group has not ended after %g s: left behind", _END_S)
+        elif thread.error is not None:
+            _log.warning("the replicas' NCCL group did not end well: %s", thread.error)
 
     def seal(self, reason: str) -> None:
         """Let nothing more be enqueued, and end what is under way.
@@ -180,15 +220,23 @@ class StreamDriver:
         elif self.group is not None:
             self.failure = self.failure or reason
 
-    def close(self) -> None:
-        """Give the connections up."""
-        for job in list(self._jobs):
-            job.look()
-        if all(job.has_votes for job in self._jobs) and self.group is not None and not self.failure:
+    def close(self, patience: float = 0.0) -> None:
+        """Give the connections up, after ``patience`` seconds at most for what is under way."""
+        deadline = time.monotonic() + patience
+        while not self._is_settled() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if self._is_settled() and self.group is not None and not self.failure:
             self.failure, self._is_aborted = "this Exchange is closed", True
-            self.group.shutdown()
+            self._end(self.group.shutdown)
         self.abort("this Exchange is closed")
         self.group = None
+
+    def _is_settled(self) -> bool:
+        """Whether no exchange still needs the connections: all have ended, or the group has."""
+        if self.failure or self.group is None:
+            return True
+        # A job whose peer is lost finds that out when it is asked, and aborts.
+        return all(job.is_done or job.has_votes for job in list(self._jobs))
 
     # ------------------------------------------------------------------------------ enqueueing
 
@@ -291,15 +339,14 @@ class StreamDriver:
             if self.size == 2
             else self._received(slot, chunk)
         )
-        self._works["exchange", chunk] = self._send_chunk(received, own)
+        self._works["exchange", chunk] = self._send_chunk(self.group, received, own)
 
-    def _send_chunk(self, received: Tensor, own: Tensor) -> dist.Work:
+    def _send_chunk(self, group: dist.ProcessGroup, received: Tensor, own: Tensor) -> dist.Work:
         """Send every rank its run of a chunk; with two ranks, the whole chunk to the other one."""
-        assert self.group is not None
         splits: list[int] = []
         if self.size == 2:
             splits = [0 if rank == self.rank else own.numel() for rank in range(2)]
-        return self.group.alltoall_base(received, own, splits, splits)
+        return group.alltoall_base(received, own, splits, splits)
 
     def _wait_exchange(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
         self._works.pop(("exchange", chunk)).synchronize()
