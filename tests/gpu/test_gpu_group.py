@@ -184,6 +184,18 @@ def test_a_first_collective_that_raises_is_a_sync_error(replicas, stand_in) -> N
     assert result == [message, True, ["alltoall", "abort"], "abort"]
 
 
+def test_at_exit_the_main_thread_makes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts no thread once the interpreter ends, where exchanges are closed, too."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    thread = nccl_group.OwnThread(threading.get_ident, torch.device("cpu", 0))
+    assert thread.join(0.0) and thread.error is None
+    assert thread.result == threading.get_ident()
+
+
 def with_an_abort(rank: int, world: int, library: str, error: str) -> list[Any]:
     """One of two replicas stops, and the abort of the other one blocks, or raises."""
     from lagging_group import LaggingGroup

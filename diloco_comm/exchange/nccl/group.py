@@ -94,10 +94,18 @@ class OwnThread:
             except Exception as error:
                 self.error = error
 
+        self._thread: threading.Thread | None
         self._thread = threading.Thread(target=run, name="diloco-nccl", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # Python 3.12 starts no thread once the interpreter ends: the caller makes the call.
+            self._thread = None
+            run()
 
     def join(self, timeout: float) -> bool:
         """Wait for the call; return whether it has ended."""
+        if self._thread is None:
+            return True
         self._thread.join(timeout)
         return not self._thread.is_alive()

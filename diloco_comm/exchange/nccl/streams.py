@@ -120,8 +120,8 @@ class StreamDriver:
         self._works: dict[tuple[str, int], dist.Work] = {}
         self._jobs: weakref.WeakSet[StreamJob] = weakref.WeakSet()
         self._num_votes = 0
-        # The device reads this before and after each vote. An aborted collective ends later than
-        # this is set, so whatever the collective leaves behind is never taken for a result.
+        # A flag that the device reads before and after each vote. An aborted collective ends after
+        # the flag is set, so whatever that collective leaves behind is never taken for a result.
         self._given_up = page_locked(1, torch.int64)
 
     def reserve(self, num_bytes: int, num_chunks: int) -> None:
@@ -136,8 +136,8 @@ class StreamDriver:
     def connect(self, timeout: float) -> None:
         """Make each kind of collective once: connections are made by the first one.
 
-        The host waits for them here, so that the first exchange does not. They are made on a thread
-        of their own, as nothing else bounds the time in which NCCL meets the other replicas.
+        The host waits for the connections here, so that the first exchange does not. A thread of
+        its own makes them, as nothing else bounds the time in which NCCL meets the other replicas.
 
         Args:
             timeout: Seconds that the connecting may take.
@@ -188,8 +188,8 @@ class StreamDriver:
     def abort(self, reason: str) -> None:
         """End what is under way: the streams go on, and no vote of theirs is unanimous.
 
-        NCCL ends when the device has done what it was given before; the host waits for that only
-        ``_END_S`` seconds. The votes do not depend on it.
+        NCCL ends its group when the device has done everything that was enqueued before. The host
+        waits ``_END_S`` seconds for that at most: no vote depends on when the group ends.
         """
         if self._is_aborted or self.group is None:
             return
