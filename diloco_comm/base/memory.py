@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +11,10 @@ from torch import Tensor
 from .. import _C
 
 CPU = torch.device("cpu")
+# Below every count of bad elements.
+GIVEN_UP = -1 << 63
+# 2^62 over the golden ratio, made odd.
+_GOLDEN_RATIO = 0x278DDE6E5FD29F05
 
 
 def empty_pages(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,34 +57,65 @@ def page_locked(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32
 class Ballot:
     """Counts of bad elements in an exchange on streams.
 
+    A vote is one int64: bad elements of the mean times 2^32, bad elements encoded, and the token of
+    the vote. What an aborted gather leaves behind (zeros, earlier votes) differs from the token,
+    so that only a vote that has come can read as "yes". A rank that has given its group up votes
+    ``GIVEN_UP`` more, and finds the verdict to be "no" whatever has come.
+
     Attributes:
-        bad: int64 [1], what this rank has encoded.
-        bad_mean: int64 [1], what it has added up.
-        counts: int64 [size], every rank's: those of means 32 bits higher. Not zero until all ranks
-            have voted.
-        verdict: int64 [1], their sum: 0 says that the round may be applied.
+        is_no: bool [size], the votes that differ from the token.
+        bad: int64 [1], the elements that this rank has encoded; from the vote on, this rank's vote.
+        bad_mean: int64 [1], the elements that this rank has added up.
+        votes: int64 [size], the vote of every rank.
+        verdict: int64 [1], the number of these: 0 says that the round may be applied.
+        given_up: int64 [1], whether the group was given up: 0 or ``GIVEN_UP``.
         digest: int64 [2], the sums of the digest of all payloads that are added up.
-        host_bad, host_counts, host_digest: Page-locked copies of ``bad``, counts and digest.
+        host_bad, host_votes, host_verdict, host_given_up, host_digest: Page-locked copies; those of
+            ``bad`` and ``given_up`` are from before the vote.
+        token: See ``vote_token``; set when the vote is enqueued.
     """
 
+    is_no: Tensor
     bad: Tensor
     bad_mean: Tensor
-    counts: Tensor
+    votes: Tensor
     verdict: Tensor
+    given_up: Tensor
     digest: Tensor
     host_bad: Tensor
-    host_counts: Tensor
+    host_votes: Tensor
+    host_verdict: Tensor
+    host_given_up: Tensor
     host_digest: Tensor
+    token: int = field(default=0, init=False)
 
     @classmethod
     def make(cls, size: int, device: torch.device) -> Ballot:
-        on_device = (torch.zeros(n, dtype=torch.int64, device=device) for n in (1, 1, size, 1, 2))
-        hosts = (page_locked(n, torch.int64) for n in (1, size, 2))
-        return cls(*on_device, *hosts)
+        sizes = 1, 1, size, 1, 1, 2
+        on_device = (torch.zeros(n, dtype=torch.int64, device=device) for n in sizes)
+        is_no = torch.zeros(size, dtype=torch.bool, device=device)
+        hosts = (page_locked(n, torch.int64) for n in (1, size, 1, 1, 2))
+        return cls(is_no, *on_device, *hosts)
 
     def numbers(self) -> list[tuple[int, int]]:
-        """Return what every rank has encoded and added up, once the counts are on the host."""
-        return [(count & (1 << 32) - 1, count >> 32) for count in self.host_counts.tolist()]
+        """Return what every rank has encoded and added up, once all votes are on the host."""
+        return [(count & (1 << 32) - 1, count >> 32) for count in self._counts()]
+
+    def quitters(self) -> list[int]:
+        """List the ranks that gave their group up before they voted, once all votes are there."""
+        return [rank for rank, count in enumerate(self._counts()) if count < 0]
+
+    def _counts(self) -> list[int]:
+        return [vote - self.token for vote in self.host_votes.tolist()]
+
+
+def vote_token(number: int) -> int:
+    """Return the token, in [1, 2^62), of the vote with this number, counted from 1.
+
+    Tokens are multiples of the golden ratio: those of votes less than 2^28 apart differ in both
+    halves of 32 bits, so that a torn vote, one half of which is old, does not read as "yes" either.
+    """
+    return number * _GOLDEN_RATIO & (1 << 62) - 1
 
 
 @dataclass(eq=False)

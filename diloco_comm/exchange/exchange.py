@@ -82,7 +82,8 @@ class Exchange:
         report_patience: Seconds that a failed exchange waits for the reports of the others;
             default: the environment's, 3.
         join_timeout: Seconds that ``change_group``, and one that joins, wait for members of which
-            nothing is heard; ``timeout`` is for those that live, and for the first meeting.
+            nothing is heard; ``timeout`` is for those that live, and for the first meeting. Also
+            the seconds in which NCCL must connect the members once they have met.
             Default: the environment's, 60.
         suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
             that is waited for is given up; default: the environment's, 30.
@@ -383,7 +384,7 @@ class Exchange:
         self._driver = StreamDriver(
             self.device, group, rank, size, self.timeout, self.impl, self._engine
         )
-        self._driver.connect()
+        self._driver.connect(min(self.timeout, self.join_timeout))
         self.fixed_weights = None
 
     def fix_weight(self, weight: float | None) -> None:
@@ -580,9 +581,10 @@ class Exchange:
             return
         self._closed = True
         _open.discard(self)
+        patience_s = min(self.timeout, patience_s)
         if self._driver is not None:
-            self._driver.close()
-        self._engine.close(min(self.timeout, patience_s), self.inner_step)
+            self._driver.close(patience_s)
+        self._engine.close(patience_s, self.inner_step)
 
     def __enter__(self) -> Exchange:
         return self

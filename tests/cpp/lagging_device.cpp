@@ -261,6 +261,13 @@ at::Tensor& add_(at::Tensor& self, const at::Tensor& other, const at::Scalar& al
     return self;
 }
 
+at::Tensor& ne_out(const at::Tensor& self, const at::Scalar& other, at::Tensor& out) {
+    const at::Tensor source = on_host(self);
+    enqueue_in_place("ne", out,
+                     [source, other](const at::Tensor& one) { one.copy_(source.ne(other)); });
+    return out;
+}
+
 at::Tensor& sum_out(const at::Tensor& self, at::OptionalIntArrayRef dims, bool keep,
                     std::optional<at::ScalarType>, at::Tensor& out) {
     const at::Tensor source = on_host(self);
@@ -335,6 +342,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("fill_.Scalar", &fill_);
     m.impl("mul_.Tensor", &mul_);
     m.impl("add_.Tensor", &add_);
+    m.impl("ne.Scalar_out", &ne_out);
     m.impl("sum.IntList_out", &sum_out);
     m.impl("cat", &cat);
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -108,11 +110,11 @@ def alone_in_connecting(rank: int, world: int, library: str) -> str:
     here = use_streams(rank, "lagging", library)
     store = dist.PrefixStore("alone", dist.group.WORLD.get_group_store())
     group: Any = LaggingGroup(store, rank, world, here, 60.0)
-    driver = StreamDriver(here, group, rank, world, 1.0, "", _C.Engine(rank, 60.0, 1.0))
+    driver = StreamDriver(here, group, rank, world, 60.0, "", _C.Engine(rank, 60.0, 1.0))
     message = ""
     if rank == 0:
         with pytest.raises(SyncError) as info:
-            driver.connect()
+            driver.connect(1.0)
         message = f"{info.value.stage}: {info.value}"
         assert driver.failure and group.is_aborted
     dist.barrier()
@@ -123,6 +125,151 @@ def alone_in_connecting(rank: int, world: int, library: str) -> str:
 def test_connecting_ends_in_time(replicas, stand_in) -> None:
     message = replicas(2).run(alone_in_connecting, stand_in)[0]
     assert message == "connect: the replicas' devices did not connect within 1 s"
+
+
+class BrokenGroup:
+    """Its calls block for good, or raise, as those of NCCL may; notes the calls that have begun."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+        self.begun: list[str] = []
+        self.is_released = threading.Event()
+
+    def call(self, name: str) -> Any:
+        self.begun.append(name)
+        if self.error:
+            raise RuntimeError(self.error)
+        self.is_released.wait()
+
+    def alltoall_base(self, *_: Any) -> Any:
+        return self.call("alltoall")
+
+    def abort(self) -> None:
+        self.call("abort")
+
+    def shutdown(self) -> None:
+        self.call("shutdown")
+
+
+def driver_of(group: Any, here: torch.device) -> StreamDriver:
+    return StreamDriver(here, group, 0, 2, 60.0, "", _C.Engine(0, 60.0, 1.0))
+
+
+def in_the_first_collective(rank: int, world: int, library: str, error: str) -> list[Any]:
+    here = use_streams(rank, "lagging", library)
+    group = BrokenGroup(error)
+    driver, begin = driver_of(group, here), time.monotonic()
+    with pytest.raises(SyncError) as info:
+        driver.connect(0.5)
+    driver.close(5.0)
+    elapsed = time.monotonic() - begin
+    assert info.value.stage == "connect" and str(info.value) == driver.failure
+    calls = list(group.begun)
+    group.error = "late"
+    group.is_released.set()
+    deadline = time.monotonic() + 5.0
+    while "abort" not in group.begun and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [str(info.value), elapsed < 5.0, calls, group.begun[-1]]
+
+
+def test_a_first_collective_that_blocks_is_left_behind(replicas, stand_in) -> None:
+    """NCCL meets the other replicas in it, and waits for them for ever; the thread ends it."""
+    (result,) = replicas(1).run(in_the_first_collective, stand_in, "", timeout=30)
+    message = "the replicas' devices did not connect within 0.5 s"
+    assert result == [message, True, ["alltoall"], "abort"]
+
+
+def test_a_first_collective_that_raises_is_a_sync_error(replicas, stand_in) -> None:
+    error = "NCCL error in: x.cpp:7\nremote process exited"
+    (result,) = replicas(1).run(in_the_first_collective, stand_in, error, timeout=30)
+    message = "the replicas' devices did not connect: NCCL error in: x.cpp:7 remote process exited"
+    assert result == [message, True, ["alltoall", "abort"], "abort"]
+
+
+def test_at_exit_the_main_thread_makes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts no thread once the interpreter ends, where exchanges are closed, too."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    thread = nccl_group.OwnThread(threading.get_ident, torch.device("cpu", 0))
+    assert thread.join(0.0) and thread.error is None
+    assert thread.result == threading.get_ident()
+
+
+def with_an_abort(rank: int, world: int, library: str, error: str) -> list[Any]:
+    """One of two replicas stops, and the abort of the other one blocks, or raises."""
+    from lagging_group import LaggingGroup
+
+    broken = BrokenGroup(error)
+    here = use_streams(rank, "lagging", library)
+    store = dist.PrefixStore(f"broken abort {bool(error)}", dist.group.WORLD.get_group_store())
+    members = {"store": store, "replica": rank, "num_replicas": world, "timeout": 60.0}
+    replica = Replica(rank, here, **members, **on_streams(METHODS["diloco"]))
+    replica.steps(0, 7)
+    before = replica.diloco.outer_hash()
+    driver: Any = replica.diloco.exchange._driver
+    if rank == 1:
+        driver.group.enqueue("nothing", lambda: time.sleep(10))
+        replica.steps(7, 8)
+        dist.barrier()
+        # Ends what the stand-in has under way.
+        LaggingGroup.abort(driver.group)
+        return []
+    real = driver.group.abort
+
+    def abort() -> None:
+        real()
+        broken.abort()
+
+    driver.group.abort, driver.timeout = abort, 1.0
+    begin, failures = time.monotonic(), []
+    replica.steps(7, 8)
+    for call in (lambda: replica.diloco._rounds.settle_verdicts(8), replica.diloco.step):
+        try:
+            call()
+        except SyncError as error:
+            failures.append(str(error))
+    elapsed = time.monotonic() - begin
+    dist.barrier()
+    is_kept = replica.diloco.outer_hash() == before
+    replica.diloco.close()
+    assert broken.begun == ["abort"]
+    return [elapsed < 20.0, is_kept, *failures]
+
+
+@pytest.mark.parametrize("error", ["", "NCCL error: timeout"])
+def test_an_abort_that_does_not_end_well(error: str, replicas, stand_in) -> None:
+    """The host waits for it for some seconds, and the round has failed all the same."""
+    result = replicas(2).run(with_an_abort, stand_in, error)[0]
+    assert result[:2] == [True, True] and "not done after 1 s" in result[2], result
+
+
+def closed_early(rank: int, world: int, library: str) -> list[Any]:
+    """Rank 0 closes while the device of rank 1 is not yet there."""
+    here = use_streams(rank, "lagging", library)
+    store = dist.PrefixStore("closed early", dist.group.WORLD.get_group_store())
+    members = {"store": store, "replica": rank, "num_replicas": world, "timeout": 60.0}
+    replica = Replica(rank, here, **members, **on_streams(METHODS["diloco"]))
+    replica.steps(0, 7)
+    replica.diloco.outer_hash()
+    if rank == 1:
+        replica.diloco.exchange._driver.group.enqueue("nothing", lambda: time.sleep(2))
+    begin = time.monotonic()
+    replica.steps(7, 8)
+    if rank == 0:
+        replica.diloco.close()
+        return [time.monotonic() - begin < 8.0]
+    replica.diloco._rounds.settle_verdicts(8)
+    applied = [m.is_applied for m in replica.diloco.metrics()]
+    replica.diloco.close()
+    return applied
+
+
+def test_close_finishes_what_is_under_way(replicas, stand_in) -> None:
+    assert replicas(2).run(closed_early, stand_in) == [[True], [True, True]]
 
 
 def beside(rank: int, world: int, device: str, library: str, backend: str) -> list[Any]:

@@ -26,6 +26,8 @@ from diloco_comm.exchange.nccl.streams import current
 SUSPECT_S = 2.0
 # Of an exchange: what the others must not have to wait for.
 TIMEOUT_S = 90.0
+# Of a GPU: more than a minute at 2 GHz.
+HOLD_CYCLES = 1 << 37
 
 
 def hold(replica: Replica, device: str) -> None:
@@ -33,7 +35,7 @@ def hold(replica: Replica, device: str) -> None:
     driver: Any = replica.diloco.exchange._driver
     if device == "cuda":
         with current(driver.side):
-            torch.cuda._sleep(1 << 40)
+            torch.cuda._sleep(HOLD_CYCLES)
     else:
         driver.group.enqueue("nothing", lambda: time.sleep(2 * TIMEOUT_S))
 

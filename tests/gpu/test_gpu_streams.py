@@ -19,6 +19,7 @@ from problems import equal
 
 from diloco_comm import Nesterov
 from diloco_comm.base.errors import NonFiniteError, ReplicaMismatch, SyncError
+from diloco_comm.base.memory import vote_token
 from diloco_comm.exchange.nccl import group as nccl_group
 from diloco_comm.exchange.nccl import streams
 
@@ -242,11 +243,52 @@ def abandoned(rank: int, world: int, device: str, library: str, name: str) -> li
 
 
 @pytest.mark.parametrize("name", ["diloco"])
-@pytest.mark.parametrize(("device", "world"), cases(3))
+@pytest.mark.parametrize(("device", "world"), cases(2, 3))
 def test_an_abort_leaves_the_state_as_before(
     device: str, world: int, name: str, replicas, stand_in
 ) -> None:
     assert replicas(world).run(abandoned, device, stand_in, name) == [[True] * 3] * world
+
+
+def cut_off(rank: int, world: int, library: str) -> list[Any]:
+    """The last rank gives up while it waits for data; the votes of all come after that."""
+    here = use_streams(rank, "lagging", library)
+    replica = Replica(rank, here, timeout=60.0, **on_streams(METHODS["diloco"]))
+    replica.steps(0, 7)
+    before, failed = replica.diloco.outer_hash(), ""
+    driver: Any = replica.diloco.exchange._driver
+    if rank == world - 1:
+        driver.group.is_cut, driver.timeout = True, 2.0
+    try:
+        replica.steps(7, 8)
+        replica.diloco._rounds.settle_verdicts(8)
+    except SyncError as error:
+        failed = str(error)
+    kept = replica.diloco.outer_hash() == before
+    replica.diloco.change_group(range(world))
+    replica.steps(8, 20)
+    replica.diloco.flush()
+    hashes = replica.diloco.exchange.exchange_objects(replica.diloco.outer_hash().encode())
+    replica.diloco.close()
+    return [failed, kept, len(set(hashes)) == 1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_replica_that_gave_up_never_votes_yes(world: int, replicas, stand_in) -> None:
+    """Kernels that are enqueued after the aborted ones may still exchange real votes."""
+    *others, last = replicas(world).run(cut_off, stand_in)
+    assert last[1:] == [True] * 2 and "not done after 2 s" in last[0], last
+    for other in others:
+        assert other[1:] == [True] * 2, other
+        assert f"replica {world - 1} gave the round up before its vote" in other[0], other
+
+
+def test_tokens_differ_in_both_halves() -> None:
+    """What an aborted gather leaves, zeros or an earlier vote, reads as no vote for this round."""
+    tokens = [0, *(vote_token(number) for number in range(1, 1000))]
+    assert all(0 < token < 1 << 62 for token in tokens[1:])
+    assert len({token >> 32 for token in tokens}) == len(tokens)
+    assert len({token & (1 << 32) - 1 for token in tokens}) == len(tokens)
 
 
 def changed(rank: int, world: int, device: str, library: str, names: list[str]) -> list[str]:

@@ -40,6 +40,9 @@ class LaggingStream:
     """Collectives on a stream of their own; one that cannot be ends only by ``abort``."""
 
     calls: list[str]
+    # The bytes of exchanges do not come, and all that is enqueued later goes on after an abort, as
+    # kernels of NCCL do that find what they wait for within their first thousands of looks.
+    is_cut = False
     work_type: type[StreamWork] = StreamWork
 
     def __init__(self, device: torch.device) -> None:
@@ -47,9 +50,16 @@ class LaggingStream:
         self.is_aborted = False
         self.calls = []
 
-    def enqueue(self, name: str, function: Callable[[], None]) -> StreamWork:
+    def enqueue(
+        self,
+        name: str,
+        function: Callable[[], None],
+        leave: Callable[[], None] = lambda: None,
+    ) -> StreamWork:
+        """Enqueue a collective; ``leave`` writes what an aborted one leaves behind."""
+
         def run() -> None:
-            if not self.is_aborted:
+            if self.is_cut or not self.is_aborted:
                 try:
                     function()
                     return
@@ -57,6 +67,7 @@ class LaggingStream:
                     pass
             while not self.is_aborted:
                 time.sleep(0.01)
+            leave()
 
         self.calls.append(name)
         callback = ctypes.CFUNCTYPE(None)(run)
@@ -74,6 +85,8 @@ class LaggingGroup(LaggingStream):
     """What ``nccl_group.make_group`` returns; gloo carries the bytes.
 
     As with NCCL, a collective that cannot be ends only by ``abort``, and the stream then goes on.
+    An aborted all-gather has written the bytes of an earlier one into the rows of the others, or
+    zeros: NCCL's LL protocols store whatever their buffers hold when they break off.
     """
 
     def __init__(
@@ -81,6 +94,8 @@ class LaggingGroup(LaggingStream):
     ) -> None:
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         self.rank, self.size = rank, size
+        # The newest rows of each size that an all-gather has brought.
+        self.stale: dict[int, Tensor] = {}
         super().__init__(device)
 
     def alltoall_base(
@@ -89,7 +104,11 @@ class LaggingGroup(LaggingStream):
         there, here = torch.ops.lagging.on_host(out), torch.ops.lagging.on_host(given)
 
         def exchange() -> None:
-            self.finish(self.gloo.alltoall_base(there, here, out_splits, in_splits))
+            fresh = torch.empty_like(there)
+            self.finish(self.gloo.alltoall_base(fresh, here, out_splits, in_splits))
+            if self.is_cut:
+                raise RuntimeError("cut")
+            there.copy_(fresh)
 
         return self.enqueue("alltoall", exchange)
 
@@ -98,14 +117,22 @@ class LaggingGroup(LaggingStream):
         rows = list(there.view(self.size, -1).unbind())
 
         def gather() -> None:
-            self.finish(self.gloo.allgather([rows], [here.clone()]))
+            fresh = [torch.empty_like(row) for row in rows]
+            self.finish(self.gloo.allgather([fresh], [here.clone()]))
+            torch.stack(fresh, out=there.view(self.size, -1))
+            self.stale[there.numel()] = there.clone()
 
-        return self.enqueue("allgather", gather)
+        def leave() -> None:
+            own = here.clone()
+            there.copy_(self.stale.get(there.numel(), torch.zeros_like(there)))
+            rows[self.rank].copy_(own.view(-1))
+
+        return self.enqueue("allgather", gather, leave)
 
     def finish(self, work: dist.Work) -> None:
         while not work.is_completed():
-            if self.is_aborted:
-                return
+            if self.is_aborted and not self.is_cut:
+                raise RuntimeError("aborted")
             time.sleep(1e-4)
         work.wait()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,3 +72,40 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+class OwnThread:
+    """A call of NCCL that may take for ever, on a thread that can be left behind.
+
+    Attributes:
+        result: What the call has returned, once ``join`` returned True and ``error`` is None.
+        error: What the call has raised.
+    """
+
+    result: Any = None
+    error: Exception | None = None
+
+    def __init__(self, call: Callable[[], Any], device: torch.device) -> None:
+        def run() -> None:
+            try:
+                # A new thread begins on the first device.
+                torch.get_device_module(device).set_device(device)
+                self.result = call()
+            except Exception as error:
+                self.error = error
+
+        self._thread: threading.Thread | None
+        self._thread = threading.Thread(target=run, name="diloco-nccl", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # Python 3.12 starts no thread once the interpreter ends: the caller makes the call.
+            self._thread = None
+            run()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the call; return whether it has ended."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()

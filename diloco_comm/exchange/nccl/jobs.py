@@ -17,6 +17,7 @@ from ..work import Round
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ...base.memory import Ballot
     from .streams import StreamDriver
 
 _POLL_S = 2e-5
@@ -77,11 +78,14 @@ class StreamJob:
         return self._headers or self.control.headers
 
     @property
+    def _ballot(self) -> Ballot:
+        assert self.round.own.ballot is not None
+        return self.round.own.ballot
+
+    @property
     def digest(self) -> int:
         """Of the payloads, once the vote is on the host."""
-        ballot = self.round.own.ballot
-        assert ballot is not None and ballot.host_digest is not None
-        product, total = ballot.host_digest.tolist()
+        product, total = self._ballot.host_digest.tolist()
         num_payloads = 2 if len(self.members) == 2 else 1
         return finish_digest(product, total, num_payloads * self.round.layout.payload_bytes)
 
@@ -93,8 +97,7 @@ class StreamJob:
     @property
     def num_bad_encoded(self) -> int | None:
         """Own elements that no wire carries; None: not on the host yet."""
-        assert self.round.own.ballot is not None
-        return int(self.round.own.ballot.host_bad) if self.encoded.query() else None
+        return int(self._ballot.host_bad) if self.encoded.query() else None
 
     @property
     def is_done(self) -> bool:
@@ -155,11 +158,14 @@ class StreamJob:
             self._lost = self.driver.engine.give_up(header, trouble, seconds)
 
     def _count_votes(self) -> None:
-        assert self.round.own.ballot is not None
+        ballot = self._ballot
+        if quitters := ballot.quitters():
+            names = ", ".join(str(self.members[rank]) for rank in quitters)
+            self._fail("SyncError", f"replica {names} gave the round up before its vote")
+            return
         self._is_decided = True
         self.seconds["total"] = time.monotonic() - self._begin
-        numbers = self.round.own.ballot.numbers()
-        message, replicas = _C.find_bad_elements(numbers, list(self.members))
+        message, replicas = _C.find_bad_elements(ballot.numbers(), list(self.members))
         if message:
             is_of_some = len(replicas) < len(self.members)
             self._set_failure(
@@ -173,7 +179,7 @@ class StreamJob:
     def _fail_with_control(self, failure: _C.Failure) -> None:
         # A vote that everybody took part in counts, whoever left after it; never one on rounds that
         # are not the same.
-        if self.has_votes and failure.kind != "ReplicaMismatch":
+        if self.has_votes and failure.kind != "ReplicaMismatch" and not self._ballot.quitters():
             self._headers = self._presumed
             self._count_votes()
             return
@@ -182,17 +188,22 @@ class StreamJob:
         self._fail(failure.kind, failure.message, stage=failure.stage, **more)
 
     def _fail(self, kind: str, why: str, stage: str = "", **more: Any) -> None:
-        # Known from before the abort, which lets every event be reached.
-        # Where the data are here our vote may have left, whatever became of the headers.
-        stage = "vote" if self.has_data and kind != "ReplicaMismatch" else stage or "exchange"
-        if stage == "vote":
-            self._headers = self.control.headers or self._presumed
         message = self._named(why)
         self.driver.abort(message)
-        if kind != "ReplicaMismatch" and self._was_unanimous():
+        is_mismatch = kind == "ReplicaMismatch"
+        # Headers are compared before the outer step is enqueued: no round that differs is applied.
+        is_over = not is_mismatch and self._is_over()
+        if is_over and not bool(self._ballot.host_verdict):
+            # The device found the vote unanimous before the abort, and has taken the outer step.
             self._headers = self._presumed
             self._count_votes()
             return
+        # Where the data came before the abort our vote may have left, whatever became of the
+        # headers.
+        has_data = self.has_data or (is_over and not bool(self._ballot.host_given_up))
+        stage = "vote" if has_data and not is_mismatch else stage or "exchange"
+        if stage == "vote":
+            self._headers = self.control.headers or self._presumed
         self._is_decided = True
         self._set_failure(kind, message, stage, **more)
 
@@ -201,13 +212,12 @@ class StreamJob:
         name = f"sync of fragment {header.fragment}, round {header.round}"
         return why if why.startswith(name) else f"{name}: {why}"
 
-    def _was_unanimous(self) -> bool:
-        """Whether the vote was complete when the abort came: the outer step has then been taken."""
-        assert self.round.own.ballot is not None
+    def _is_over(self) -> bool:
+        """Wait until the device is past the vote, which an abort lets it be; False if it is not."""
         deadline = time.monotonic() + _ABORT_S
         while not self.done.query() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return self.done.query() and not bool(self.round.own.ballot.host_counts.any())
+        return self.done.query()
 
     def _set_failure(self, kind: str, message: str, stage: str, **more: Any) -> None:
         seconds = time.monotonic() - self._begin

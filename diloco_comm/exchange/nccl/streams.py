@@ -10,9 +10,10 @@ Small messages, which say what an exchange is about, travel over the engine's gl
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,12 +24,13 @@ from torch import Tensor
 
 from ... import _C, ops
 from ...base.errors import SyncError
-from ...base.memory import Ballot
+from ...base.memory import GIVEN_UP, Ballot, page_locked, vote_token
 from ...ops.offload import chunks_of
 from ...ops.wire import Layout
 from ..buffers import Slot
 from ..headers import shares
 from ..work import Round
+from .group import OwnThread
 
 if TYPE_CHECKING:
     from .jobs import StreamJob
@@ -45,6 +47,10 @@ _POLL_S = 1e-3
 # the link is the limit, not the reduction. No GPU has measured any of this.
 SIDE_SHARE = 4
 _REDUCE_BLOCKS = 3
+# How long the host waits for NCCL to end a group.
+_END_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -139,6 +145,10 @@ class StreamDriver:
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._works: dict[tuple[str, int], dist.Work] = {}
         self._jobs: weakref.WeakSet[StreamJob] = weakref.WeakSet()
+        self._num_votes = 0
+        # A flag that the device reads before and after each vote. An aborted collective ends after
+        # the flag is set, so whatever that collective leaves behind is never taken for a result.
+        self._given_up = page_locked(1, torch.int64)
 
     def reserve(self, num_bytes: int, num_chunks: int) -> None:
         """Allocate what a slot needs beside its own buffers; the first to need most pays."""
@@ -149,44 +159,79 @@ class StreamDriver:
         while len(self._encoded) < num_chunks:
             self._encoded.append(torch.Event(self.device))
 
-    def connect(self) -> None:
+    def connect(self, timeout: float) -> None:
         """Make each kind of collective once: connections are made by the first one.
 
-        The host waits for them here, so that the first exchange does not.
+        The host waits for the connections here, so that the first exchange does not. A thread of
+        its own makes them, as nothing else bounds the time in which NCCL meets the other replicas.
+
+        Args:
+            timeout: Seconds that the connecting may take.
 
         Raises:
-            SyncError: If they do not come about within the timeout.
+            SyncError: If the collectives do not come about within the timeout, or fail.
         """
         if self.group is None:
             return
-        begin = time.monotonic()
-        ballot = Ballot.make(self.size, self.device)
-        run_bytes = max(1, CONNECT_BYTES // self.size)
-        own, received = torch.zeros(
-            2, self.size * run_bytes, dtype=torch.uint8, device=self.device
-        ).unbind()
-        self._send_chunk(received, own).synchronize()
-        if self.size > 2:
-            self.group._allgather_base(received, own[:run_bytes]).synchronize()
-        self.group._allgather_base(ballot.counts, ballot.bad).synchronize()
-        done = torch.Event(self.device)
-        done.record(torch.accelerator.current_stream(self.device))
-        while not done.query():
-            if time.monotonic() - begin > self.timeout:
-                why = f"the replicas' devices did not connect within {self.timeout:g} s"
-                self.abort(why)
-                raise SyncError(why, stage="connect", seconds=time.monotonic() - begin)
-            time.sleep(_POLL_S)
+        begin, group = time.monotonic(), self.group
+        thread = OwnThread(lambda: self._make_connections(group), self.side.device)
+        has_ended = thread.join(timeout)
+        if has_ended and thread.error is None:
+            while not thread.result.query() and time.monotonic() - begin < timeout:
+                time.sleep(_POLL_S)
+            if thread.result.query():
+                return
+        why = f"the replicas' devices did not connect within {timeout:g} s"
+        if thread.error is not None:
+            why = f"the replicas' devices did not connect: {' '.join(str(thread.error).split())}"
+        if has_ended:
+            self.abort(why)
+        else:
+            # NCCL may never return: the group is left to its thread.
+            self.failure, self.group = why, None
+        raise SyncError(why, stage="connect", seconds=time.monotonic() - begin) from thread.error
+
+    def _make_connections(self, group: dist.ProcessGroup) -> torch.Event:
+        """Enqueue a collective of each kind; returns when all of them are done on the device."""
+        with current(self.side):
+            run_bytes = max(1, CONNECT_BYTES // self.size)
+            own, received = torch.zeros(
+                2, self.size * run_bytes, dtype=torch.uint8, device=self.device
+            ).unbind()
+            votes = torch.zeros(self.size + 1, dtype=torch.int64, device=self.device)
+            try:
+                self._send_chunk(group, received, own).synchronize()
+                if self.size > 2:
+                    group._allgather_base(received, own[:run_bytes]).synchronize()
+                group._allgather_base(votes[1:], votes[:1]).synchronize()
+            finally:
+                if self.group is None:
+                    group.abort()  # This thread was left behind.
+            done = torch.Event(self.device)
+            done.record(self.side)
+        return done
 
     def abort(self, reason: str) -> None:
-        """End what is under way: the streams go on, and no vote of theirs is unanimous."""
+        """End what is under way: the streams go on, and no vote of theirs is unanimous.
+
+        NCCL ends its group when the device has done everything that was enqueued before. The host
+        waits ``_END_S`` seconds for that at most: no vote depends on when the group ends.
+        """
         if self._is_aborted or self.group is None:
             return
         for job in list(self._jobs):
             job.look()
         self.failure, self._is_aborted = self.failure or reason, True
+        self._given_up.fill_(GIVEN_UP)
         self.engine.watch_streams(False)
-        self.group.abort()
+        self._end(self.group.abort)
+
+    def _end(self, call: Callable[[], None]) -> None:
+        thread = OwnThread(call, self.side.device)
+        if not thread.join(_END_S):
+            _log.warning("the replicas' NCCL group has not ended after %g s: left behind", _END_S)
+        elif thread.error is not None:
+            _log.warning("the replicas' NCCL group did not end well: %s", thread.error)
 
     def seal(self, reason: str) -> None:
         """Let nothing more be enqueued, and end what is under way.
@@ -201,15 +246,23 @@ class StreamDriver:
         elif self.group is not None:
             self.failure = self.failure or reason
 
-    def close(self) -> None:
-        """Give the connections up."""
-        for job in list(self._jobs):
-            job.look()
-        if all(job.has_votes for job in self._jobs) and self.group is not None and not self.failure:
+    def close(self, patience: float = 0.0) -> None:
+        """Give the connections up, after ``patience`` seconds at most for what is under way."""
+        deadline = time.monotonic() + patience
+        while not self._is_settled() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if self._is_settled() and self.group is not None and not self.failure:
             self.failure, self._is_aborted = "this DiLoCo is closed", True
-            self.group.shutdown()
+            self._end(self.group.shutdown)
         self.abort("this DiLoCo is closed")
         self.group = None
+
+    def _is_settled(self) -> bool:
+        """Whether no exchange still needs the connections: all have ended, or the group has."""
+        if self.failure or self.group is None:
+            return True
+        # A job whose peer is lost finds that out when it is asked, and aborts.
+        return all(job.is_done or job.has_votes for job in list(self._jobs))
 
     # ------------------------------------------------------------------------------ enqueueing
 
@@ -226,7 +279,7 @@ class StreamDriver:
         ballot.bad_mean.zero_()
         self._encode(slot, round, sending, here)
         ballot.host_bad.copy_(ballot.bad, non_blocking=True)
-        ballot.counts.fill_(1)
+        ballot.votes.zero_()
         ballot.verdict.fill_(1)
         ready = torch.Event(self.device)
         ready.record(here)
@@ -312,15 +365,14 @@ class StreamDriver:
             if self.size == 2
             else self._received(slot, chunk)
         )
-        self._works["exchange", chunk] = self._send_chunk(received, own)
+        self._works["exchange", chunk] = self._send_chunk(self.group, received, own)
 
-    def _send_chunk(self, received: Tensor, own: Tensor) -> dist.Work:
+    def _send_chunk(self, group: dist.ProcessGroup, received: Tensor, own: Tensor) -> dist.Work:
         """Send every rank its run of a chunk; with two ranks, the whole chunk to the other one."""
-        assert self.group is not None
         splits: list[int] = []
         if self.size == 2:
             splits = [0 if rank == self.rank else own.numel() for rank in range(2)]
-        return self.group.alltoall_base(received, own, splits, splits)
+        return group.alltoall_base(received, own, splits, splits)
 
     def _wait_exchange(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
         self._works.pop(("exchange", chunk)).synchronize()
@@ -388,10 +440,19 @@ class StreamDriver:
         ballot.host_digest.copy_(ballot.digest, non_blocking=True)
 
     def _vote(self, ballot: Ballot) -> None:
-        ballot.bad.add_(ballot.bad_mean, alpha=1 << 32)
+        # All ranks vote in the same order, so the numbers of a vote are equal.
+        self._num_votes += 1
+        ballot.token = vote_token(self._num_votes)
+        ballot.given_up.copy_(self._given_up, non_blocking=True)
+        ballot.host_given_up.copy_(ballot.given_up, non_blocking=True)
+        ballot.bad.add_(ballot.bad_mean, alpha=1 << 32).add_(ballot.token).add_(ballot.given_up)
         if self.group is None:
-            ballot.counts.copy_(ballot.bad)
+            ballot.votes.copy_(ballot.bad)
         else:
-            self.group._allgather_base(ballot.counts, ballot.bad).synchronize()
-        torch.sum(ballot.counts, 0, keepdim=True, out=ballot.verdict)
-        ballot.host_counts.copy_(ballot.counts, non_blocking=True)
+            self.group._allgather_base(ballot.votes, ballot.bad).synchronize()
+        torch.ne(ballot.votes, ballot.token, out=ballot.is_no)
+        torch.sum(ballot.is_no, 0, keepdim=True, out=ballot.verdict)
+        ballot.given_up.copy_(self._given_up, non_blocking=True)
+        ballot.verdict.add_(ballot.given_up)
+        ballot.host_votes.copy_(ballot.votes, non_blocking=True)
+        ballot.host_verdict.copy_(ballot.verdict, non_blocking=True)
