@@ -41,8 +41,7 @@ void call_reduce(const Job& job, const at::Tensor& received, const at::Tensor& r
          {received, result, c10::List<double>(job.weights), length, plan.layout.run_elements,
           plan.layout.wire, plan.layout.block_size, (job.header.flags & 1) != 0, job.reduce_key,
           plan.layout.run_begin(run), optional_tensor(own_part(job.reduce_residual)),
-          optional_tensor(own_part(job.new_reduce_residual)), job.reduce_bad,
-          int64_t{0},
+          optional_tensor(own_part(job.new_reduce_residual)), job.reduce_bad, int64_t{0},
           // The implementation that was asked for is the device's.
           job.staging ? std::string() : plan.impl});
 }
