@@ -50,7 +50,7 @@ kernels: setup
 
 # The extension with CUDA for a torch that has it, in a copy of the sources; it is loaded, the names of
 # torch that we use are looked up, the GPU tests are collected. This needs nvcc and no GPU. The torch
-# (5 GB) goes into a virtual environment of its own, once; its versions are those of our GPU runs.
+# (5 GB) goes into a virtual environment of its own, once; its versions are those for which the check of a GPU is written.
 GPU_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/diloco_comm/gpu
 GPU_TORCH ?= torch==2.11.0
 GPU_ARCHS ?= 90
