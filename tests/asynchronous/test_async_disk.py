@@ -404,7 +404,7 @@ def test_a_file_that_fails_costs_one_update(
     call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The disk fails for one update of a worker: neither the model nor other workers see it."""
-    monkeypatch.setattr("diloco_comm.asynchronous.state.SMALL_BYTES", 0)
+    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
     is_broken = [False]
 
     def fail(*arguments: object) -> int:
@@ -413,7 +413,7 @@ def test_a_file_that_fails_costs_one_update(
         return real(*arguments)  # type: ignore[arg-type]
 
     real = getattr(os, call)
-    monkeypatch.setattr(f"diloco_comm.asynchronous.spool.os.{call}", fail)
+    monkeypatch.setattr(f"diloco_comm.asynchronous.protocol.payloads.os.{call}", fail)
     with AsyncServer(PLAIN, parameters=[torch.ones(SIZE)], sync_every=1) as server:
         model, worker = attach(server.address, "a", size=SIZE)
         other_model, other = attach(server.address, "b", size=SIZE)

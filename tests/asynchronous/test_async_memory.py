@@ -73,9 +73,9 @@ def test_memory_is_bounded_by_credit_not_by_workers(monkeypatch: pytest.MonkeyPa
 
 def test_a_reader_that_asks_for_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
-        "state.MAX_READERS": 1,
-        "sending.PAUSE_S": 0.1,
-        "sending.STALL_S": 1e6,
+        "server.state.MAX_READERS": 1,
+        "server.transfer.sending.PAUSE_S": 0.1,
+        "server.transfer.sending.STALL_S": 1e6,
     }.items():
         monkeypatch.setattr(f"diloco_comm.asynchronous.{name}", value)
     with (
