@@ -36,7 +36,7 @@ test: setup emulated
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 cpptest: setup
-	$(BUILD) --target cpp_tests && ctest --output-on-failure
+	$(BUILD) --target cpp_tests && ctest --output-on-failure --parallel 2
 
 # The CUDA kernels for every architecture that nvcc can, checked for spills.
 cuda: emulated
