@@ -174,13 +174,13 @@ def test_payloads_are_written_out_before_they_are_read_back(
 
         return run
 
-    payloads = spool(None, [1 << 20, 3 << 20])
-    for payload in payloads:
-        payload.write(0, bytes(payload.nbytes))
+    files = spool(None, [1 << 20, 3 << 20])
+    for file in files:
+        file.write(0, bytes(file.nbytes))
     for name in ("fsync", "posix_fadvise", "preadv"):
         place = f"diloco_comm.asynchronous.protocol.payloads.os.{name}"
         monkeypatch.setattr(place, recorded(name))
-    read_back([*payloads, torch.zeros(7, dtype=torch.uint8)])
+    read_back([*files, torch.zeros(7, dtype=torch.uint8)])
     assert calls == ["fsync", "posix_fadvise"] * 2 + ["preadv"] * 4
 
 
