@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -56,6 +57,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WINDOW = 2
+# The least that NCCL has to connect a changed group, however short the ``join_timeout``.
+_CONNECT_S = 30.0
 _open: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
@@ -82,8 +85,9 @@ class Exchange:
         report_patience: Seconds that a failed exchange waits for the reports of the others;
             default: the environment's, 3.
         join_timeout: Seconds that ``change_group``, and one that joins, wait for members of which
-            nothing is heard; ``timeout`` is for those that live, and for the first meeting. Also
-            the seconds in which NCCL must connect the members once they have met.
+            nothing is heard; ``timeout`` is for those that live, and for the first meeting. In
+            ``change_group``, and for one that joins, also the seconds in which NCCL must connect
+            the members once they have met, 30 at least; a first group has ``timeout`` for that.
             Default: the environment's, 60.
         suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
             that is waited for is given up; default: the environment's, 30.
@@ -140,6 +144,7 @@ class Exchange:
         self.collectives = collectives
         self.fixed_weights: list[float] | None = None
         self._driver: StreamDriver | None = None
+        self._joins = join
         self.replica, self.name = replica, name
         self.members = _checked_members(members, replica)
         self.epoch = epoch
@@ -375,6 +380,9 @@ class Exchange:
         """Leave the streams of the last epoch for those of the next one."""
         if self.collectives != "nccl":
             return
+        # A first group may start NCCL cold, on many hosts; a changed group holds up survivors.
+        is_first = self._driver is None and not self._joins
+        limit = self.timeout if is_first else max(self.join_timeout, _CONNECT_S)
         if self._driver is not None:
             self._driver.abort("the group has changed")
         group = None
@@ -384,7 +392,7 @@ class Exchange:
         self._driver = StreamDriver(
             self.device, group, rank, size, self.timeout, self.impl, self._engine
         )
-        self._driver.connect(min(self.timeout, self.join_timeout))
+        self._driver.connect(min(self.timeout, limit))
         self.fixed_weights = None
 
     def fix_weight(self, weight: float | None) -> None:
@@ -571,8 +579,9 @@ class Exchange:
     def close(self) -> None:
         """Finish what is under way, tell the peers, and end the engine thread; idempotent.
 
-        A peer that then starts an exchange gets ``PeerLeft``. What cannot finish within ten
-        seconds (or the timeout) is broken off.
+        A peer that then starts an exchange gets ``PeerLeft``. All of this takes ten seconds (or the
+        timeout) at most: what cannot finish in that time is broken off. Over NCCL the last quarter
+        of that time stays for ending the group, which goes on without us after that.
         """
         self._close(patience_s=10.0)
 
@@ -581,10 +590,10 @@ class Exchange:
             return
         self._closed = True
         _open.discard(self)
-        patience_s = min(self.timeout, patience_s)
+        deadline = time.monotonic() + min(self.timeout, patience_s)
         if self._driver is not None:
-            self._driver.close(patience_s)
-        self._engine.close(patience_s, self.inner_step)
+            self._driver.close(deadline - time.monotonic())
+        self._engine.close(max(0.0, deadline - time.monotonic()), self.inner_step)
 
     def __enter__(self) -> Exchange:
         return self

@@ -399,7 +399,7 @@ def test_an_update_waits_for_room_on_a_full_disk(
     assert torch.equal(server.parameters()[0], model.values())
 
 
-@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "preadv"])
 def test_a_file_that_fails_costs_one_update(
     call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

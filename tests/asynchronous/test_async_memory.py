@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from diloco_comm import Adam, HeavyBall
 from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, SharedModel, layout_of
 from diloco_comm.asynchronous.protocol.messages import Kind, Message
-from diloco_comm.asynchronous.protocol.payloads import Spooled, spool
+from diloco_comm.asynchronous.protocol.payloads import Spooled, read_back, spool
 from diloco_comm.asynchronous.server.decisions.coordinator import encode
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.methods.outer import make_outer
@@ -156,6 +157,31 @@ def test_updates_in_a_file_do_what_those_in_memory_do(name: str) -> None:
         assert torch.equal(models[0].read_all()[0], models[1].read_all()[0])
     saved = [model.tensors() for model in models]
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def test_payloads_are_written_out_before_they_are_read_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk tells of an error of writing when it is asked, not while pages are in memory."""
+    calls: list[str] = []
+
+    def recorded(name: str) -> Callable[..., object]:
+        real = getattr(os, name)
+
+        def run(*arguments: object) -> object:
+            calls.append(name)
+            return real(*arguments)
+
+        return run
+
+    files = spool(None, [1 << 20, 3 << 20])
+    for file in files:
+        file.write(0, bytes(file.nbytes))
+    for name in ("fsync", "posix_fadvise", "preadv"):
+        place = f"diloco_comm.asynchronous.protocol.payloads.os.{name}"
+        monkeypatch.setattr(place, recorded(name))
+    read_back([*files, torch.zeros(7, dtype=torch.uint8)])
+    assert calls == ["fsync", "posix_fadvise"] * 2 + ["preadv"] * 4
 
 
 def test_updates_larger_than_the_budget_go_through_a_file(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,8 @@ from test_gpu_streams import on_streams, use_streams
 
 from diloco_comm import _C, ops
 from diloco_comm.base.errors import SyncError
+from diloco_comm.base.memory import GIVEN_UP, Ballot
+from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.nccl import group as nccl_group
 from diloco_comm.exchange.nccl import streams
 from diloco_comm.exchange.nccl.streams import StreamDriver, current
@@ -127,6 +132,38 @@ def test_connecting_ends_in_time(replicas, stand_in) -> None:
     assert message == "connect: the replicas' devices did not connect within 1 s"
 
 
+def limits_of_connecting(rank: int, world: int, library: str, join: float) -> list[float]:
+    """The seconds that NCCL has in a first group, and after a change of the group."""
+    here = use_streams(rank, "lagging", library)
+    limits: list[float] = []
+    connect = StreamDriver.connect
+
+    def recorded(driver: StreamDriver, timeout: float) -> None:
+        limits.append(timeout)
+        connect(driver, timeout)
+
+    StreamDriver.connect = recorded  # type: ignore[method-assign]
+    try:
+        store = dist.PrefixStore(f"limits {join:g}", dist.group.WORLD.get_group_store())
+        members = {"store": store, "replica": rank, "num_replicas": world}
+        times = {"timeout": 90.0, "join_timeout": join}
+        replica = Replica(rank, here, **members, **times, **on_streams(METHODS["diloco"]))
+        replica.diloco.change_group(list(range(world)))
+        replica.diloco.close()
+    finally:
+        StreamDriver.connect = connect  # type: ignore[method-assign]
+    return limits
+
+
+@pytest.mark.parametrize(("join", "later"), [(5.0, 30.0), (45.0, 45.0), (300.0, 90.0)])
+def test_a_first_group_has_the_timeout_to_connect(
+    join: float, later: float, replicas, stand_in
+) -> None:
+    """NCCL may start cold in a first group; a change of the group holds up survivors."""
+    limits = replicas(2).run(limits_of_connecting, stand_in, join)
+    assert limits == [[90.0, later]] * 2
+
+
 class BrokenGroup:
     """Its calls block for good, or raise, as those of NCCL may; notes the calls that have begun."""
 
@@ -187,16 +224,101 @@ def test_a_first_collective_that_raises_is_a_sync_error(replicas, stand_in) -> N
     assert result == [message, True, ["alltoall", "abort"], "abort"]
 
 
-def test_at_exit_the_main_thread_makes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.12 starts no thread once the interpreter ends, where exchanges are closed, too."""
+class Busy(StreamDriver):
+    """Has an exchange under way that never ends, as with a peer that is dead."""
 
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+    def _is_settled(self) -> bool:
+        return False
 
-    monkeypatch.setattr(threading.Thread, "start", start)
-    thread = nccl_group.OwnThread(threading.get_ident, torch.device("cpu", 0))
-    assert thread.join(0.0) and thread.error is None
-    assert thread.result == threading.get_ident()
+
+def exchange_of(group: Any, driver_type: type[StreamDriver], here: torch.device) -> Exchange:
+    """Make an exchange with this group; closing takes two seconds at most."""
+    exchange = Exchange(dist.HashStore(), 0, [0], timeout=2.0, device=here, collectives="nccl")
+    exchange._driver = driver_type(here, group, 0, 2, 60.0, "", exchange._engine)
+    return exchange
+
+
+def closed_with_a_broken_group(rank: int, world: int, library: str, name: str) -> list[Any]:
+    here = use_streams(rank, "lagging", library)
+    group = BrokenGroup()
+    exchange = exchange_of(group, Busy if name == "abort" else StreamDriver, here)
+    begin = time.monotonic()
+    exchange.close()
+    elapsed = time.monotonic() - begin
+    group.is_released.set()
+    return [group.begun, 1.9 < elapsed < 4.0]
+
+
+@pytest.mark.parametrize("name", ["shutdown", "abort"])
+def test_closing_has_one_limit_for_all(name: str, replicas, stand_in) -> None:
+    """What is under way, the end of the group, and the engine share the seconds of ``close``."""
+    result = replicas(1).run(closed_with_a_broken_group, stand_in, name, timeout=30)
+    assert result == [[[name], True]]
+
+
+def test_a_forked_process_calls_nothing() -> None:
+    """The helper thread and the communicator are those of the parent process."""
+    thread = nccl_group.HelperThread(torch.device("cpu", 0))
+    assert thread.begin(lambda: 7).join(10.0)
+    child = os.fork()
+    if child == 0:
+        call = thread.begin(lambda: 7)
+        os._exit(0 if call.join(0.0) and call.error is not None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_helper_thread_ends_with_its_owner() -> None:
+    owner = nccl_group.HelperThread(torch.device("cpu", 0))
+    thread = owner._thread
+    del owner
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+AT_EXIT = """
+import atexit, sys, threading, time
+
+# Functions for the exit run in reverse order: this one after those of the package.
+atexit.register(lambda: print(*group.begun, flush=True))
+
+import test_gpu_group
+from diloco_comm.exchange.nccl.streams import StreamDriver
+
+here = test_gpu_group.use_streams(0, "lagging", sys.argv[1])
+group = test_gpu_group.BrokenGroup()
+kind = test_gpu_group.Busy if sys.argv[2] == "abort" else StreamDriver
+exchange = test_gpu_group.exchange_of(group, kind, here)
+
+
+def refuse(*arguments, **named):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+@atexit.register
+def begin():
+    # What Python 3.12 does once the interpreter ends.
+    for name in ("_start_new_thread", "_start_joinable_thread"):
+        setattr(threading, name, refuse)
+    print(time.monotonic(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["shutdown", "abort"])
+def test_a_process_ends_although_its_group_does_not(name: str, stand_in: str) -> None:
+    """NCCL waits for the device, which may never do what it was given."""
+    tests = Path(__file__).resolve().parents[1]
+    paths = [str(tests.parent), str(tests / "support"), str(tests / "gpu")]
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, stand_in, name],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    elapsed = time.monotonic()
+    assert done.returncode == 0, done.stderr
+    begin, calls = done.stdout.splitlines()
+    assert calls == name and elapsed - float(begin) < 5.0, done.stdout
 
 
 def with_an_abort(rank: int, world: int, library: str, error: str) -> list[Any]:
@@ -375,3 +497,33 @@ def own_streams(rank: int, world: int, device: str, library: str) -> list[bool]:
 def test_streams_of_our_own(device: str, replicas, stand_in) -> None:
     """They are none of torch's pool, are not shared, and are used again."""
     assert replicas(1).run(own_streams, device, stand_in) == [[True] * 5]
+
+
+def flag_behind_a_vote(rank: int, world: int, device: str, library: str) -> list[int]:
+    """Set the flag on the host while a vote is enqueued and the device is busy before the vote."""
+    here = devices.use(device, library)
+    driver = StreamDriver(here, None, 0, 1, 60.0, "", _C.Engine(0, 60.0, 1.0))
+    ballot, late = Ballot.make(1, here), torch.Event(here)
+    with current(driver.side):
+        # The first vote loads the kernels, which may wait for the device.
+        driver._vote(ballot)
+        torch.accelerator.synchronize()
+        before = int(ballot.host_given_up)
+        if device == "cuda":
+            torch.cuda._sleep(1 << 31)
+        else:
+            from lagging_group import LaggingStream
+
+            LaggingStream(here).enqueue("nothing", lambda: time.sleep(1.0)).synchronize()
+        late.record(driver.side)
+        driver._vote(ballot)
+    driver._given_up.fill_(GIVEN_UP)
+    was_busy = not late.query()
+    torch.accelerator.synchronize()
+    return [before, int(was_busy), int(ballot.host_given_up), int(int(ballot.host_verdict) != 0)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_vote_reads_the_flag_when_the_vote_runs(device: str, replicas, stand_in) -> None:
+    """Not when the vote is enqueued: a group is given up while votes wait for the device."""
+    assert replicas(1).run(flag_behind_a_vote, device, stand_in) == [[0, 1, GIVEN_UP, 1]]

@@ -44,6 +44,16 @@ class Spooled:
         while done < len(view):
             done += os.pwrite(self._file.fileno(), view[done:], self._offset + begin + done)
 
+    def write_out(self) -> None:
+        """Have all of the file on the disk, and no longer in memory where the system allows that.
+
+        Raises:
+            OSError: If the disk has not taken what was written.
+        """
+        number = self._file.fileno()
+        os.fsync(number)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+
 
 Payload = Tensor | Spooled
 
@@ -96,3 +106,20 @@ def blocks(payload: Payload) -> Iterator[Tensor]:
         return
     for begin in range(0, payload.nbytes, _COPY_BYTES):
         yield payload[begin : begin + _COPY_BYTES]
+
+
+def read_back(payloads: Sequence[Payload]) -> None:
+    """Write out what is in files, and read it from there, so that an error of the disk comes here.
+
+    What the system keeps in memory all the same is not read from the disk (tmpfs has none), and a
+    disk may still fail after that.
+
+    Raises:
+        OSError: If a file cannot be written or read.
+    """
+    spooled = [payload for payload in payloads if isinstance(payload, Spooled)]
+    for payload in spooled:
+        payload.write_out()
+    for payload in spooled:
+        for _ in blocks(payload):
+            pass

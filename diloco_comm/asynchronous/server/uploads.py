@@ -13,7 +13,7 @@ from ...base.memory import empty_pages
 from ...ops.wire import Layout
 from ..protocol.garbage import find_run_garbage
 from ..protocol.messages import MAX_BODY
-from ..protocol.payloads import Payload, Spooled, blocks, write_run
+from ..protocol.payloads import Payload, Spooled, read_back, write_run
 from ..protocol.window import Position, Window
 
 
@@ -84,15 +84,12 @@ class Upload:
         return ""
 
     def read_through(self) -> None:
-        """Read once what is in a file, so that an error of the disk comes before it is applied.
+        """Have an error of the disk before the update is applied; see ``read_back``.
 
         Raises:
-            OSError: If the file cannot be read.
+            OSError: If a file cannot be written or read.
         """
-        for payload in self.payloads:
-            if isinstance(payload, Spooled):
-                for _ in blocks(payload):
-                    pass
+        read_back(self.payloads)
 
 
 class PayloadMemory:

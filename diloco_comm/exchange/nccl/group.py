@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -74,8 +76,8 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class OwnThread:
-    """A call of NCCL that may take for ever, on a thread that can be left behind.
+class Call:
+    """A call that a ``HelperThread`` makes.
 
     Attributes:
         result: What the call has returned, once ``join`` returned True and ``error`` is None.
@@ -85,27 +87,60 @@ class OwnThread:
     result: Any = None
     error: Exception | None = None
 
-    def __init__(self, call: Callable[[], Any], device: torch.device) -> None:
-        def run() -> None:
-            try:
-                # A new thread begins on the first device.
-                torch.get_device_module(device).set_device(device)
-                self.result = call()
-            except Exception as error:
-                self.error = error
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function: Callable[[], Any] | None = function
+        self._ended = threading.Event()
 
-        self._thread: threading.Thread | None
-        self._thread = threading.Thread(target=run, name="diloco-nccl", daemon=True)
+    def run(self, device: torch.device) -> None:
+        function, self._function = self._function, None
+        assert function is not None
         try:
-            self._thread.start()
-        except RuntimeError:
-            # Python 3.12 starts no thread once the interpreter ends: the caller makes the call.
-            self._thread = None
-            run()
+            # A new thread begins on the first device.
+            torch.get_device_module(device).set_device(device)
+            self.result = function()
+        except Exception as error:
+            self.error = error
+        del function
+        self._ended.set()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the call; return whether it has ended."""
-        if self._thread is None:
-            return True
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        """Wait for the call; return whether the call has ended."""
+        return self._ended.wait(timeout)
+
+
+class HelperThread:
+    """A thread for calls of NCCL that may take for ever, which is left behind in such a call.
+
+    The thread starts here and not with a call: Python 3.12 starts no thread once the interpreter
+    ends, when groups are closed too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        arguments = calls, device
+        self._calls = calls
+        self._thread = threading.Thread(
+            target=_make_calls, args=arguments, name="diloco-nccl", daemon=True
+        )
+        self._thread.start()
+        # At exit the thread is still needed, and ends with the process.
+        weakref.finalize(self, calls.put, None).atexit = False
+
+    def begin(self, function: Callable[[], Any]) -> Call:
+        """Have a function called after those that were given before.
+
+        A process that was forked lacks the thread: there nothing is called, which is an error.
+        """
+        call = Call(function)
+        if self._thread.is_alive():
+            self._calls.put(call)
+        else:
+            call.error = RuntimeError("the thread for calls of NCCL is not in this process")
+            call._ended.set()
+        return call
+
+
+def _make_calls(calls: queue.SimpleQueue[Call | None], device: torch.device) -> None:
+    while (call := calls.get()) is not None:
+        call.run(device)
+        del call

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .streams import StreamDriver
 
 _POLL_S = 2e-5
-# An abort ends the collectives; what was enqueued after them takes no time.
-_ABORT_S = 5.0
 # What a failure says of the other replicas, as ``_C.Failure`` does.
 _NO_BLAME: dict[str, Any] = {
     "missing": [],
@@ -214,7 +212,8 @@ class StreamJob:
 
     def _is_over(self) -> bool:
         """Wait until the device is past the vote, which an abort lets it be; False if it is not."""
-        deadline = time.monotonic() + _ABORT_S
+        # An abort ends the collectives; what was enqueued after them takes no time.
+        deadline = time.monotonic() + self.driver.seconds_to_end()
         while not self.done.query() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return self.done.query()

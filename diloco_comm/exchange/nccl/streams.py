@@ -11,6 +11,7 @@ Small messages, which say what an exchange is about, travel over the engine's gl
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from ...ops.wire import Layout
 from ..buffers import Slot
 from ..headers import shares
 from ..work import Round
-from .group import OwnThread
+from .group import HelperThread
 
 if TYPE_CHECKING:
     from .jobs import StreamJob
@@ -47,8 +48,10 @@ _POLL_S = 1e-3
 # the link is the limit, not the reduction. No GPU has measured any of this.
 SIDE_SHARE = 4
 _REDUCE_BLOCKS = 3
-# How long the host waits for NCCL to end a group.
-_END_S = 5.0
+# How long the host waits for NCCL to end a group, and for the device to be past an aborted vote.
+END_S = 5.0
+# The share of the time for closing that stays for ending the group.
+_END_SHARE = 0.25
 
 _log = logging.getLogger(__name__)
 
@@ -139,6 +142,8 @@ class StreamDriver:
         self.failure = ""
         self.max_blocks = side_blocks(device)
         self._is_aborted = False
+        self._deadline = math.inf  # of closing
+        self._helper = None if group is None else HelperThread(device)
         self._own_stream = _C.OwnStream(device)
         self.side = self._own_stream.stream
         self._encoded: list[torch.Event] = []
@@ -162,8 +167,8 @@ class StreamDriver:
     def connect(self, timeout: float) -> None:
         """Make each kind of collective once: connections are made by the first one.
 
-        The host waits for the connections here, so that the first exchange does not. A thread of
-        its own makes them, as nothing else bounds the time in which NCCL meets the other replicas.
+        The host waits for the connections here, so that the first exchange does not. The helper
+        thread makes them: nothing else bounds the time in which NCCL meets the other replicas.
 
         Args:
             timeout: Seconds that the connecting may take.
@@ -173,23 +178,24 @@ class StreamDriver:
         """
         if self.group is None:
             return
+        assert self._helper is not None
         begin, group = time.monotonic(), self.group
-        thread = OwnThread(lambda: self._make_connections(group), self.side.device)
-        has_ended = thread.join(timeout)
-        if has_ended and thread.error is None:
-            while not thread.result.query() and time.monotonic() - begin < timeout:
+        call = self._helper.begin(lambda: self._make_connections(group))
+        has_ended = call.join(timeout)
+        if has_ended and call.error is None:
+            while not call.result.query() and time.monotonic() - begin < timeout:
                 time.sleep(_POLL_S)
-            if thread.result.query():
+            if call.result.query():
                 return
         why = f"the replicas' devices did not connect within {timeout:g} s"
-        if thread.error is not None:
-            why = f"the replicas' devices did not connect: {' '.join(str(thread.error).split())}"
+        if call.error is not None:
+            why = f"the replicas' devices did not connect: {' '.join(str(call.error).split())}"
         if has_ended:
             self.abort(why)
         else:
             # NCCL may never return: the group is left to its thread.
             self.failure, self.group = why, None
-        raise SyncError(why, stage="connect", seconds=time.monotonic() - begin) from thread.error
+        raise SyncError(why, stage="connect", seconds=time.monotonic() - begin) from call.error
 
     def _make_connections(self, group: dist.ProcessGroup) -> torch.Event:
         """Enqueue a collective of each kind; returns when all of them are done on the device."""
@@ -215,7 +221,8 @@ class StreamDriver:
         """End what is under way: the streams go on, and no vote of theirs is unanimous.
 
         NCCL ends its group when the device has done everything that was enqueued before. The host
-        waits ``_END_S`` seconds for that at most: no vote depends on when the group ends.
+        waits ``END_S`` seconds for that at most, or what is left of the time for closing: no vote
+        depends on when the group ends.
         """
         if self._is_aborted or self.group is None:
             return
@@ -226,12 +233,20 @@ class StreamDriver:
         self.engine.watch_streams(False)
         self._end(self.group.abort)
 
-    def _end(self, call: Callable[[], None]) -> None:
-        thread = OwnThread(call, self.side.device)
-        if not thread.join(_END_S):
-            _log.warning("the replicas' NCCL group has not ended after %g s: left behind", _END_S)
-        elif thread.error is not None:
-            _log.warning("the replicas' NCCL group did not end well: %s", thread.error)
+    def _end(self, function: Callable[[], None]) -> None:
+        assert self._helper is not None
+        begin, call = time.monotonic(), self._helper.begin(function)
+        if not call.join(self.seconds_to_end()):
+            seconds = time.monotonic() - begin
+            _log.warning(
+                "the replicas' NCCL group has not ended after %.3g s: left behind", seconds
+            )
+        elif call.error is not None:
+            _log.warning("the replicas' NCCL group did not end well: %s", call.error)
+
+    def seconds_to_end(self) -> float:
+        """Return how long the host may wait for something to end."""
+        return max(0.0, min(END_S, self._deadline - time.monotonic()))
 
     def seal(self, reason: str) -> None:
         """Let nothing more be enqueued, and end what is under way.
@@ -246,10 +261,17 @@ class StreamDriver:
         elif self.group is not None:
             self.failure = self.failure or reason
 
-    def close(self, patience: float = 0.0) -> None:
-        """Give the connections up, after ``patience`` seconds at most for what is under way."""
-        deadline = time.monotonic() + patience
-        while not self._is_settled() and time.monotonic() < deadline:
+    def close(self, patience: float = END_S) -> None:
+        """Give the connections up.
+
+        Args:
+            patience: Seconds that the host may wait in all. What is under way has most of them;
+                a share stays for ending the group, which is left behind after that.
+        """
+        begin = time.monotonic()
+        self._deadline = begin + patience
+        settled_by = begin + (1 - _END_SHARE) * patience
+        while not self._is_settled() and time.monotonic() < settled_by:
             time.sleep(_POLL_S)
         if self._is_settled() and self.group is not None and not self.failure:
             self.failure, self._is_aborted = "this DiLoCo is closed", True
