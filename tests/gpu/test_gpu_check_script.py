@@ -141,7 +141,7 @@ def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
     assert check.run("C").returncode == 0
     files = sorted(map(str, (BENCHMARKS.parent / "tests/gpu").glob("test_gpu_*.py")))
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", *files]
-    environment = {**os.environ, "DILOCO_TEST_NCCL_RANKS": "2"}
+    environment = {**os.environ, "DILOCO_TEST_NCCL_RANKS": "2", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     marked = set(re.findall(r"^tests/gpu/(test_gpu_\w+\.py)::", done.stdout, re.MULTILINE))
     assert {"test_gpu_engine.py", "test_gpu_stopped.py"} < marked, done.stdout + done.stderr
