@@ -177,8 +177,6 @@ def start_all_again(rank: int, world: int, address: Address) -> Any:
             store.set("ended", "")
         store.wait(["trained/0", "trained/1", "trained/2"])
         # An end without a word, as of a process that a signal ends.
-        import os
-
         os._exit(0)
     store.wait(["trained/0", "trained/1", "trained/2"])
     handler = logging.Handler()
@@ -195,9 +193,7 @@ def start_all_again(rank: int, world: int, address: Address) -> Any:
 
 def test_an_old_process_that_ends_late_does_not_end_a_new_start(fresh_workers: Fresh) -> None:
     pool = fresh_workers(6, init_group=False)
-    results: list[Any] = pool.run(
-        start_all_again, pool.store, expect_exit={0, 1, 2}, timeout=90
-    )
+    results: list[Any] = pool.run(start_all_again, pool.store, expect_exit={0, 1, 2}, timeout=90)
     check_agreement(results[3:])
 
 

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 # A store answers in milliseconds; one whose host hangs must not hold us for ever.
 STORE_LIMIT_S = 10.0
 # How a replica that was left behind may take part again.
-WAY_BACK = (
-    'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
-)
+WAY_BACK = 'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
 # What the members of an epoch connect, in this order; each has one outcome for all of them.
 GROUPS, STREAMS = "outcome", "streams_outcome"
 _LINE_POLL_S = 0.02
