@@ -64,7 +64,8 @@ std::string conclusion_of(const Verdict& verdict, int64_t replica, int64_t next_
         const std::string self = "without replica " + std::to_string(replica);
         const std::string way_back =
             ": replica " + std::to_string(replica) +
-            " may come back as a newcomer, by a new DiLoCo with init=\"join\"";
+            " may come back as a newcomer: close this DiLoCo, then make a new one with "
+            "init=\"join\"";
         if (next_epoch < 0) return "; the others have decided to go on " + self + way_back;
         return "; the group went on " + self + " in epoch " + std::to_string(next_epoch) + way_back;
     }
@@ -319,9 +320,13 @@ void Engine::blame_alone(Failure& failure, const std::string& where, const Loss&
     if (!failure.missing.empty()) {
         failure.message += "the connection to " + replicas_of(failure.missing) + " is lost; ";
     }
+    failure.message += "who else is gone cannot be told, because the store does not answer: ";
+    // A slow answer is no loss: who turns to another store then would be alone there.
     failure.message +=
-        "who else is gone cannot be told, because the store does not answer: "
-        "call change_group() with the replicas that live, and with another store as store=";
+        board_->is_store_lost()
+            ? "call change_group() with the replicas that live, and with another store as store="
+            : "call change_group() with the replicas that live; if the store stays silent, all of "
+              "them with another store as store=";
 }
 
 }  // namespace diloco

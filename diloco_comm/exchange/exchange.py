@@ -77,6 +77,8 @@ class Exchange:
         impl: Implementation of the operators; "" is the default one.
         epoch: The first epoch is above this.
         name: Distinguishes several exchanges on one store.
+        line_name: Equal for the exchanges of a replica's workers, which go on together when the
+            group changes; default: ``name``.
         join: We come to replicas that call ``change_group`` with us among the members.
         window: Chunks under way in each phase and lane, with more than two replicas.
         num_under_way: Rounds of one fragment that may be agreed on and not yet applied.
@@ -118,6 +120,7 @@ class Exchange:
         impl: str = "",
         epoch: int = 0,
         name: str = "default",
+        line_name: str | None = None,
         join: bool = False,
         window: int = DEFAULT_WINDOW,
         num_under_way: int = 1,
@@ -146,6 +149,7 @@ class Exchange:
         self._driver: StreamDriver | None = None
         self._joins = join
         self.replica, self.name = replica, name
+        self.line_name = name if line_name is None else line_name
         self.members = _checked_members(members, replica)
         self.epoch = epoch
         self.lanes, self.window, self.impl = lanes, window, impl
@@ -164,7 +168,7 @@ class Exchange:
         self._closed = False
         self.last_error: SyncError | None = None  # of this epoch, until an exchange succeeds
         self._told_epoch = -1  # the last epoch whose store was logged as lost
-        self.store = store
+        self.store = self._users_store = store
         with batch_threads():
             self._engine = _C.Engine(
                 replica, self.timeout, patience, self.suspect_after, env.gloo_interface()
@@ -219,9 +223,10 @@ class Exchange:
             return
         self._told_epoch = self.epoch
         _log.warning(
-            "the store at %s is gone, and is not asked again: rounds go on without a store, but "
-            "replicas cannot agree on who has failed, and nobody can join, until all of them call "
-            "change_group(members, store=...) with another store",
+            "this replica's connection to the store at %s has broken, and the store is not asked "
+            "again: rounds go on without a store, but this replica cannot agree with others on who "
+            "has failed, and nobody can join, until all replicas call change_group(members, "
+            "store=...) with another store",
             describe_store(self.store),
         )
 
@@ -375,6 +380,20 @@ class Exchange:
         else:
             assert self._driver is not None
             device_memory.ship(self, self._driver, pending)
+
+    def use_store(self, store: dist.Store) -> None:
+        """Meet on this store from now on, under this exchange's name."""
+        self._users_store = store
+        self.store = self.store_of(self.name)
+
+    def store_of(self, name: str) -> dist.Store:
+        """Return the part of the store that an exchange of this name has."""
+        return dist.PrefixStore(f"diloco_comm/{name}", self._users_store)
+
+    def leave_streams(self, reason: str) -> None:
+        """End the streams of an epoch that does not begin."""
+        if self._driver is not None:
+            self._driver.abort(reason)
 
     def enter_streams(self, store: dist.Store, epoch: int, rank: int, size: int) -> None:
         """Leave the streams of the last epoch for those of the next one."""

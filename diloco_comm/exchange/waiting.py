@@ -19,7 +19,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 FIRST_S = 10.0
 _MOST_S = 300.0
-# What cures a store that does not answer.
+# What cures the loss of a store.
 ANOTHER_STORE = "give all of them another store, by the argument store="
 
 
@@ -79,6 +79,16 @@ def call_patiently(call: Callable[[], T], what_for: str) -> T:
     if error is not None:
         raise error
     return value
+
+
+def store_advice(error: dist.DistError) -> str:
+    """Say what to do when a store did not answer.
+
+    A slow answer is no loss: who turns to another store then would be alone there.
+    """
+    if isinstance(error, dist.DistNetworkError):
+        return ANOTHER_STORE
+    return f"call again; if the store stays silent, {ANOTHER_STORE}"
 
 
 def describe_store(store: dist.Store) -> str:

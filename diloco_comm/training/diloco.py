@@ -208,6 +208,7 @@ class DiLoCo:
             members=members,
             # On a store, workers with other shards are other groups of the same replicas.
             name=f"{name}@{worker}" if worker and store is not None else name,
+            line_name=name,
             lanes=self.settings.lanes,
             chunk_bytes=self.settings.chunk_bytes,
             timeout=seconds,

@@ -46,7 +46,7 @@ def start_again(rank: int, world: int, address: Address) -> Any:
     text = ""
     if rank == 2:
         store.wait(["dying"])
-        text = refusal(address, 1, [0, 1], HALF_AN_HOUR)
+        text = refusal(address, 1, [0, 1], HALF_AN_HOUR, suspect_after=2.0)
         store.set("refused", "")
         replica = Replica(address, 1, [0, 1], HALF_AN_HOUR, init="join")
     else:
@@ -164,6 +164,8 @@ def go_apart(rank: int, world: int, address: Address, first: int) -> Any:
     try:
         replica.diloco.change_group(own)
     except LeftBehind as error:
+        # A group that cannot begin must not count as the newest one.
+        assert replica.diloco.exchange.newest_group[0] == 1
         replica.diloco.close()
         return str(error), error.went_on_in, error.survivors
     replica.store.set(f"went on/{rank}", "")

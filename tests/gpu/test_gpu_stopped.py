@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from workers import Pool
 
 from diloco_comm import Eager
 from diloco_comm.base.errors import SyncError
-from diloco_comm.exchange.nccl.streams import current
+from diloco_comm.exchange.nccl.streams import StreamDriver, current
 
 SUSPECT_S = 2.0
 # Of an exchange: what the others must not have to wait for.
@@ -173,3 +174,39 @@ def test_weights_of_a_round_whose_headers_did_not_come(
         assert result["presumed"] == [2.0, 3.0, 4.0] and result["own"] == 2.0 + rank
         assert result["weight_sum"] == 9.0 and result["round"] == 2
     assert len({result["hash"] for result in results}) == 1
+
+
+def fail_to_connect(*_: Any) -> None:
+    raise SyncError("as a test wants it", stage="connect")
+
+
+def devices_of_one_do_not_connect(
+    rank: int, world: int, address: tuple[str, int], device: str, library: str
+) -> tuple[str, tuple[int, ...], int, str]:
+    here = use_streams(rank, device, library)
+    members = {"store": connect(address), "replica": rank, "num_replicas": world}
+    replica = Replica(rank, here, **members, timeout=TIMEOUT_S, **on_streams(METHODS["diloco"]))
+    replica.steps(0, 8)
+    with mock.patch.object(
+        StreamDriver, "connect", fail_to_connect if rank == 0 else StreamDriver.connect
+    ):
+        with pytest.raises(SyncError) as caught:
+            replica.diloco.change_group(range(world))
+    epoch = replica.diloco.epoch
+    replica.diloco.change_group(range(world))
+    replica.steps(8, 16)
+    replica.diloco.flush()
+    outer_hash = replica.diloco.outer_hash()
+    replica.diloco.close()
+    return str(caught.value), caught.value.missing, epoch, outer_hash
+
+
+@pytest.mark.parametrize("device", ["lagging"])
+def test_devices_connect_on_all_replicas_or_on_none(
+    device: str, fresh_workers: Callable[..., Pool], stand_in
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    pool.submit(devices_of_one_do_not_connect, pool.store, device, stand_in)
+    results: list[Any] = pool.collect(timeout=60)
+    assert results[0] == results[1] and results[0][1:3] == ((), 1), results
+    assert "as a test wants it" in results[0][0]

@@ -19,6 +19,8 @@ from .verdicts import read_known
 Mark = tuple[str, int]
 _LONGEST_LOOK_S = 1.0
 _PULSE_PERIOD_S = 1.0
+# Counters rise once a second.
+_STEADY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,20 @@ class Pulses:
         store: Of the exchange.
         group: Returns its epoch and members; it may change.
         silence: Seconds after which a counter that stands still says nothing any more.
+        entered: Another epoch in which members may beat, and its members: a change that failed here
+            may have succeeded there.
     """
 
     def __init__(
-        self, store: dist.Store, group: Callable[[], tuple[int, Sequence[int]]], silence: float
+        self,
+        store: dist.Store,
+        group: Callable[[], tuple[int, Sequence[int]]],
+        silence: float,
+        entered: tuple[int, Sequence[int]] = (0, ()),
     ) -> None:
         self._store, self._group, self._silence = store, group, silence
-        self._counters: dict[int, tuple[int, bytes]] = {}
+        self._entered = entered
+        self._counters: dict[str, bytes] = {}
         self._known: set[str] = set()
         self._age: dict[int, float] = {}
         self._num_rises: Counter[int] = Counter()
@@ -82,19 +91,25 @@ class Pulses:
         if self._time.total < self._next:
             return
         self._next = self._time.total + _PULSE_PERIOD_S
-        epoch, members = self._group()
-        keys = {f"{epoch}/board/beat/{r}": r for r in sorted(set(absent) & set(members))}
+        keys = {
+            f"{epoch}/board/beat/{replica}": replica
+            for epoch, members in (self._group(), self._entered)
+            for replica in sorted(set(absent) & set(members))
+        }
         for key, value in read_known(self._store, list(keys), self._known).items():
-            replica, seen = keys[key], (epoch, value)
-            before = self._counters.get(replica)
-            self._counters[replica] = seen
-            if before is not None and before != seen:
-                self._age[replica] = 0.0
-                self._num_rises[replica] += 1
+            before = self._counters.get(key)
+            self._counters[key] = value
+            if before is not None and before != value:
+                self._age[keys[key]] = 0.0
+                self._num_rises[keys[key]] += 1
 
     def risen(self, times: int) -> set[int]:
         """Return the replicas whose counters were seen to rise so often."""
         return {replica for replica, number in self._num_rises.items() if number >= times}
+
+    def rising(self, times: int) -> set[int]:
+        """Return those of ``risen`` whose counters rise still."""
+        return {replica for replica in self.risen(times) if self._age[replica] < _STEADY_S}
 
     def lives(self, replica: int) -> bool:
         return self._age.get(replica, self._silence) < self._silence

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ...base.errors import SyncError
-from ..waiting import ANOTHER_STORE
+from ..waiting import store_advice
 from . import rendezvous
 from .attendance import OwnTime
 from .meetings import Plan
-from .verdicts import decide_once
+from .verdicts import GROUPS, STREAMS, decide_once, outcome_key
 
 # Connections between hosts that reach each other take milliseconds.
 LIMIT_S = 30.0
@@ -23,6 +23,8 @@ LIMIT_S = 30.0
 _SLACK_S = (2.0, 5.0)
 _POLL_S = (0.001, 0.05)
 _FINE = "connected"
+# In which a failed connection of devices is ended before it is said.
+_END_S = 5.0
 
 
 def connect_members(
@@ -43,19 +45,61 @@ def connect_members(
     """
     rank, size, started = members.index(replica), len(members), time.monotonic()
     groups: list[dist.ProcessGroupGloo] = []
-    note = ""
+    own: SyncError | None = None
     try:
         groups = rendezvous.build_groups(store, plan.epoch, rank, size, lanes, limit)
     except SyncError as error:
-        note = str(error)
+        own = error
+    _end_together(store, plan, members, replica, GROUPS, own, started, limit)
+    return groups
+
+
+def connect_streams(
+    store: dist.Store,
+    plan: Plan,
+    members: Sequence[int],
+    replica: int,
+    connect: Callable[[], None],
+    limit: float,
+) -> None:
+    """Connect the devices of the members, where groups over gloo connect their hosts already.
+
+    Args:
+        connect: Of this replica.
+        limit: Seconds that it takes at most, without the end of what has failed.
+
+    Raises:
+        SyncError: The same on all members, if one of them did not connect.
+    """
+    started = time.monotonic()
+    own: Exception | None = None
+    try:
+        connect()
+    except Exception as error:
+        own = error
+    _end_together(store, plan, members, replica, STREAMS, own, started, limit + _END_S)
+
+
+def _end_together(
+    store: dist.Store,
+    plan: Plan,
+    members: Sequence[int],
+    replica: int,
+    what: str,
+    own: Exception | None,
+    started: float,
+    limit: float,
+) -> None:
+    """Come to one end with all members; ``own`` is what has failed here."""
+    note = "" if own is None else str(own) or type(own).__name__
     slack = min(max(limit / 4, _SLACK_S[0]), _SLACK_S[1])
     left = limit - min(time.monotonic() - started, limit) + slack
     try:
-        outcome = _agree_on_outcome(store, plan, members, replica, note, left)
+        outcome = _agree_on_outcome(store, plan, members, replica, what, note, left)
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {list(members)} connected to each other: "
-            f"{error}; {ANOTHER_STORE}",
+            f"{error}; {store_advice(error)}",
             stage="connect",
         ) from error
     if outcome["why"]:
@@ -67,34 +111,41 @@ def connect_members(
             survivors=outcome["survivors"],
         )
         failure.decision = f"epoch {plan.epoch}"
-        raise failure
-    return groups
+        raise failure from own
 
 
 def _agree_on_outcome(
-    store: dist.Store, plan: Plan, members: Sequence[int], replica: int, note: str, left: float
+    store: dist.Store,
+    plan: Plan,
+    members: Sequence[int],
+    replica: int,
+    what: str,
+    note: str,
+    left: float,
 ) -> dict[str, Any]:
     """Wait until all members have said how connecting went, or are given up.
 
     Args:
+        what: Was connected, GROUPS or STREAMS.
         note: What went wrong here; empty when nothing did.
         left: Seconds for the others to say it.
     """
-    keys = [f"{plan.epoch}/connected/{member}" for member in members]
+    key_of_all = outcome_key(plan.epoch, what)
+    keys = [f"{key_of_all}/{member}" for member in members]
     store.set(keys[members.index(replica)], note or _FINE)
     here, pause = OwnTime(), _POLL_S[0]
     while True:
-        if store.check([f"{plan.epoch}/outcome"]):
-            return _decide(store, plan, {})
+        if store.check([key_of_all]):
+            return _decide(store, key_of_all, {})
         if store.check(keys):
             notes = [text.decode() for text in store.multi_get(keys)]
             why = next((text for text in notes if text != _FINE), "")
-            return _decide(store, plan, _outcome(plan, members, why, []))
+            return _decide(store, key_of_all, _outcome(plan, members, why, []))
         here.tick()
         if here.total > left:
             silent = [m for m, key in zip(members, keys, strict=True) if not store.check([key])]
             why = f"replicas {silent} did not connect to the others in epoch {plan.epoch}"
-            return _decide(store, plan, _outcome(plan, members, why, silent))
+            return _decide(store, key_of_all, _outcome(plan, members, why, silent))
         time.sleep(pause)
         pause = min(2 * pause, _POLL_S[1])
 
@@ -106,7 +157,7 @@ def _outcome(
     return {"why": why, "missing": list(missing), "survivors": stay}
 
 
-def _decide(store: dist.Store, plan: Plan, outcome: dict[str, Any]) -> dict[str, Any]:
-    decided = decide_once(store, f"{plan.epoch}/outcome", json.dumps(outcome))
+def _decide(store: dist.Store, key: str, outcome: dict[str, Any]) -> dict[str, Any]:
+    decided = decide_once(store, key, json.dumps(outcome))
     result: dict[str, Any] = json.loads(decided)
     return result

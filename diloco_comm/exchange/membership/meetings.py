@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import socket
 import time
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from ... import _C
 from ...base.errors import LeftBehind, SyncError
 from .attendance import Attendance, Pulses
-from .verdicts import announce_next, decide_once, raise_to, read_known, swap
+from .verdicts import WAY_BACK, announce_next, decide_once, raise_to, read_known, swap
 
 BEAT_S = 0.4
 # For an answer of a peer's host: a lost packet is sent again after one second.
@@ -38,6 +39,8 @@ _REACH_S = 2.0
 _CURRENT = "current"
 # Looks, about a second each, in which a counter must have risen to be that of a running group.
 _RISES = 3
+
+_log = logging.getLogger(__name__)
 
 # Called with whether all members are here; returns None while it is too early to say anything.
 Say = Callable[[bool], dict[str, Any] | None]
@@ -126,6 +129,8 @@ class Meeting:
         self._proposed: dict[int, str] = {}
         self._proposal = ""
         self._known_answers: set[str] = set()
+        self._runs_since: float | None = None
+        self._has_warned = False
 
     # ------------------------------------------------------------------------- the fate
 
@@ -173,7 +178,8 @@ class Meeting:
             raise LeftBehind(
                 f"another process took the place of replica {self.replica} in epoch "
                 f"{fate['epoch']}, while this process was silent: end this process, or let it "
-                'come as a newcomer with a number of its own and init="join"',
+                "close this DiLoCo and come as a newcomer with a number of its own, by a new DiLoCo "
+                'with init="join"',
                 stage="rendezvous",
                 went_on_in=fate["epoch"],
             )
@@ -181,7 +187,7 @@ class Meeting:
         kind: type[SyncError] = LeftBehind if is_silent else SyncError
         why = fate["why"]
         if is_silent:
-            why += f'; replica {self.replica} may come back as a newcomer, with init="join"'
+            why += f"; replica {self.replica} {WAY_BACK}"
         error = kind(
             why,
             stage="rendezvous",
@@ -218,7 +224,7 @@ class Meeting:
         if is_later and missing & set(members):
             raise LeftBehind(
                 f"the group of replicas {list(members)} went on in epoch {epoch} without replica "
-                f'{self.replica}, which may come back as a newcomer, with init="join"',
+                f"{self.replica}, which {WAY_BACK}",
                 stage="rendezvous",
                 missing=[self.replica],
                 survivors=members,
@@ -267,14 +273,31 @@ class Meeting:
         if own["nonce"] == self.hello["nonce"]:
             return
         if own["nonce"] == self._found:
-            raise number_is_taken(self.replica, own["place"])
+            raise number_is_taken(self.replica, own.get("place", ""))
         hellos[self.replica] = json.loads(json.dumps(self.hello))
         self._next_beat = 0.0
 
     def members_here(self) -> list[int]:
         """Return the others at this meeting that come from a group."""
         heard = self.attendance.heard
-        return [r for r, hello in self._hellos.items() if r in heard and hello["is_member"]]
+        # The hello of an older version does not say where its sender comes from.
+        return [r for r, hello in self._hellos.items() if r in heard and hello.get("is_member")]
+
+    def has_run_long(self, rises: bool) -> bool:
+        """Note whether a group's counters rise now; return whether they have for long."""
+        now, limits = self.attendance.time.total, self.attendance.limits
+        if not rises:
+            self._runs_since = None
+        elif self._runs_since is None:
+            self._runs_since = now
+        patience = min(limits.silence, limits.timeout / 2)
+        return self._runs_since is not None and now - self._runs_since >= patience
+
+    def warn_once(self, text: str) -> None:
+        """Log what may become an error."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s", text)
 
     def _speak(self) -> None:
         """Tell the others what they wait for, if it is time."""
@@ -342,9 +365,13 @@ def current_group(store: dist.Store) -> tuple[int, list[int]]:
 def number_is_taken(replica: int, place: str, epoch: int = 0) -> SyncError:
     """Make the error of a process whose number another process has."""
     where = f", which is in the group of epoch {epoch}" if epoch else ""
+    who = f"process {place} (host:pid)" if place else "another process"
+    cure = "give each replica a number of its own"
+    if place == own_place():
+        who = f"this process, {place} (host:pid)"
+        cure = "close the DiLoCo of this process first"
     return SyncError(
-        f"replica number {replica} is already taken by process {place} (host:pid){where}: give "
-        "each replica a number of its own",
+        f"replica number {replica} is already taken by {who}{where}: {cure}",
         stage="rendezvous",
     )
 
@@ -355,7 +382,9 @@ def refuse_second_founding(
     """Tell a newcomer that the group which it would found runs, or that its number is taken.
 
     A counter that has risen several times is that of a process which lives. A group that has
-    failed, or that a member has left, may be founded anew: its members are waited for.
+    failed, or that a member has left, may be founded anew: its members are waited for. So is, for a
+    while, a group of which nobody is here: where all replicas are started again, an old process may
+    take its time to end.
 
     Args:
         joins: The newcomer comes to an old group.
@@ -380,13 +409,17 @@ def refuse_second_founding(
     marks = [f"{epoch}/board/any_failed", f"{epoch}/board/any_left"]
     if not here and any(store.check([mark]) for mark in marks):
         return
-    raise SyncError(
+    text = (
         f"the group of replicas {members or here} runs already"
         f"{f', in epoch {epoch}' if epoch else ''}: a newcomer, also a replica that was started "
         'again, attaches with init="join", while the others call change_group with replica '
-        f"{replica} among the members",
-        stage="rendezvous",
+        f"{replica} among the members"
     )
+    rises = bool(pulses.rising(_RISES) & set(members))
+    if not here and not meeting.has_run_long(rises):
+        meeting.warn_once(text)
+        return
+    raise SyncError(text, stage="rendezvous")
 
 
 def announce(store: dist.Store, plan: Plan, members: Sequence[int]) -> None:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ..exchange import Exchange
 
 
+# In which members that have met begin to connect, and say that it failed.
+_PATIENCE_S = 10.0
+
+
 @dataclass
 class Repair:
     """A round that counts and that this replica has not applied; see ``termination``.
@@ -58,25 +62,28 @@ def enter(
         join: A new exchange that comes to an old group.
     """
     if store is not None:
-        exchange.store = dist.PrefixStore(f"diloco_comm/{exchange.name}", store)
+        exchange.use_store(store)
     bounded = verdicts.bounded(exchange)
     with verdicts.added(exchange, bounded):
         plan = _agree(exchange, bounded, members, last_rounds, join)
         decision = _decide(exchange, plan)
-    # Before anybody can enter: whoever changes the group next must know of those who may have.
-    exchange.newest_group = plan.epoch, tuple(members)
     acks = [r for r, info in plan.infos.items() if "ack" in info]
     if last_rounds is not None:
-        verdicts.claim_line(exchange, bounded, plan.infos, plan.epoch, members)
+        patience = _connect_limit(exchange) + _PATIENCE_S
+        verdicts.claim_line(exchange, bounded, plan.infos, plan.epoch, members, patience)
+    # Before anybody can enter: whoever changes the group next must know of those who may have. But
+    # no group begins without a member that has lost the line.
+    exchange.newest_group = plan.epoch, tuple(members)
+    if last_rounds is not None:
         survivors = sorted(set(acks) & set(exchange.members))
         verdicts.leave_out(exchange, bounded, survivors, plan.epoch)
-    rank, size = members.index(exchange.replica), len(members)
+    size = len(members)
     is_first = all("ack" not in info and not info["join"] for info in plan.infos.values())
     groups = []
     if size > 1:
         groups = _connect(exchange, bounded, plan, members, is_first=is_first)
     _attach(exchange, plan, members, groups)
-    exchange.enter_streams(exchange.store, plan.epoch, rank, size)
+    _enter_streams(exchange, bounded, plan, members)
     exchange.members, exchange.epoch = tuple(members), plan.epoch
     exchange.last_error = None
     announce(bounded, plan, members)
@@ -150,13 +157,36 @@ def _missed_rounds(exchange: Exchange, decision: Decision) -> list[Round]:
 def _connect(
     exchange: Exchange, store: dist.Store, plan: Plan, members: Sequence[int], *, is_first: bool
 ) -> list[dist.ProcessGroupGloo]:
-    limit = min(exchange.timeout, connecting.LIMIT_S)
-    if not is_first:
-        limit = min(limit, exchange.join_timeout)
+    limit = min(exchange.timeout, connecting.LIMIT_S) if is_first else _connect_limit(exchange)
     with verdicts.added(exchange, store):
         return connecting.connect_members(
             store, plan, members, exchange.replica, exchange.lanes, limit
         )
+
+
+def _connect_limit(exchange: Exchange) -> float:
+    return min(exchange.timeout, connecting.LIMIT_S, exchange.join_timeout)
+
+
+def _enter_streams(
+    exchange: Exchange, store: dist.Store, plan: Plan, members: Sequence[int]
+) -> None:
+    """Connect the devices of all members, or of none; without NCCL there is nothing to connect."""
+    rank, size = members.index(exchange.replica), len(members)
+
+    def connect() -> None:
+        exchange.enter_streams(exchange.store, plan.epoch, rank, size)
+
+    if exchange.collectives != "nccl" or size == 1:
+        connect()
+        return
+    limit = min(exchange.timeout, exchange.join_timeout)
+    with verdicts.added(exchange, store):
+        try:
+            connecting.connect_streams(store, plan, members, exchange.replica, connect, limit)
+        except SyncError as error:
+            exchange.leave_streams(str(error))
+            raise
 
 
 def _attach(
@@ -205,6 +235,7 @@ def _agree(
         else sealing.Survivor(exchange, members, last_rounds),
         limits=_limits(exchange, is_first=last_rounds is None and not join),
         place=describe_store(exchange.store),
+        newest_members=exchange.newest_group[1],
     )
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...base.background import batch_threads
 from ...base.errors import ReplicaMismatch, SyncError
-from ..waiting import ANOTHER_STORE, WaitLog
+from ..waiting import WaitLog, store_advice
 from .attendance import Attendance, Limits, Pulses
 from .meetings import (
     BEAT_S,
@@ -47,6 +47,7 @@ def agree(
     say: Say,
     limits: Limits,
     place: str = "a store",
+    newest_members: Sequence[int] = (),
 ) -> Plan:
     """Meet all ``members`` and return the same plan to each of them.
 
@@ -63,6 +64,7 @@ def agree(
             "join" and "address" are read here too.
         limits: How long to wait for them.
         place: Where the store is, for the log.
+        newest_members: Of that epoch, in which their engines may beat.
 
     Raises:
         ReplicaMismatch: If somebody expects other members or has other settings.
@@ -88,7 +90,9 @@ def agree(
         hello["meeting"] = open_meeting(store, members)
         found = arrive(store, key, hello)
         try:
-            return _wait_for_plan(store, replica, members, hello, say, former, limits, place, found)
+            return _wait_for_plan(
+                store, replica, members, hello, say, former, newest_members, limits, place, found
+            )
         finally:
             with contextlib.suppress(Exception):
                 leave(store, key, hello)
@@ -98,7 +102,7 @@ def agree(
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {list(members)} were to form a group: "
-            f"{error}; {ANOTHER_STORE}",
+            f"{error}; {store_advice(error)}",
             stage="rendezvous",
             seconds=time.monotonic() - started,
         ) from error
@@ -111,6 +115,7 @@ def _wait_for_plan(
     hello: dict[str, Any],
     say: Say,
     former: Sequence[int],
+    newest_members: Sequence[int],
     limits: Limits,
     place: str,
     found: str,
@@ -121,7 +126,7 @@ def _wait_for_plan(
     def training() -> tuple[int, Sequence[int]]:
         return current_group(store) if is_newcomer else (hello["epoch"], former)
 
-    pulses = Pulses(store, training, limits.silence)
+    pulses = Pulses(store, training, limits.silence, (hello["newest"], newest_members))
     here = Attendance(replica, members, limits, pulses, is_newcomer)
     meeting = Meeting(store, members, hello, say, here, found)
     after = f" after epoch {hello['epoch']}" if former else ""

@@ -8,6 +8,8 @@ one counts.
 from __future__ import annotations
 
 import contextlib
+import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from ... import _C
 from ...base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError
-from ..waiting import ANOTHER_STORE
+from ..waiting import ANOTHER_STORE, WaitLog, store_advice
 
 if TYPE_CHECKING:
     from ...replica.workers import Workmates
@@ -24,6 +26,18 @@ if TYPE_CHECKING:
 
 # A store answers in milliseconds; one whose host hangs must not hold us for ever.
 STORE_LIMIT_S = 10.0
+# How a replica that was left behind may take part again.
+WAY_BACK = 'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
+# What the members of an epoch connect, in this order; each has one outcome for all of them.
+GROUPS, STREAMS = "outcome", "streams_outcome"
+_LINE_POLL_S = 0.02
+_SILENT = ", because the store does not answer"
+_LOST = ", because this replica's connection to the store has broken"
+_STORE_CURES = {
+    "": "",
+    _LOST: ", and another store by its argument store=",
+    _SILENT: f", or call again; if the store stays silent, {ANOTHER_STORE}",
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,11 @@ def swap(store: dist.Store, key: str, old: str, new: str) -> str:
 
 def bounded(exchange: Exchange) -> dist.Store:
     """Return the exchange's store with calls that end."""
-    return _C.bounded_store(exchange.store, min(exchange.timeout, STORE_LIMIT_S))
+    return _bounded(exchange, exchange.store)
+
+
+def _bounded(exchange: Exchange, store: dist.Store) -> dist.Store:
+    return _C.bounded_store(store, min(exchange.timeout, STORE_LIMIT_S))
 
 
 def read_known(store: dist.Store, keys: Sequence[str], known: set[str]) -> dict[str, bytes]:
@@ -118,8 +136,8 @@ def added(exchange: Exchange, store: dist.Store) -> Iterator[None]:
 
 def _append(store: dist.Store, exchange: Exchange, error: SyncError) -> None:
     """Add a verdict on an epoch that is at an end, once for all that have decided it together."""
-    # Nothing is added where the epoch lives, and all go on in it.
-    if not error.decision or not exchange.is_dead:
+    # Nothing is added where the epoch lives, and all go on in it, or where there was none yet.
+    if not error.decision or not exchange.is_dead or not exchange.epoch:
         return
     epoch = exchange.epoch
     survivors = sorted(set(error.survivors) & set(exchange.members))
@@ -166,7 +184,7 @@ def leave_out(
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {left_out} were to be left out of epoch "
-            f"{new_epoch}: {error}; {ANOTHER_STORE}",
+            f"{new_epoch}: {error}; {store_advice(error)}",
             stage="rendezvous",
         ) from error
 
@@ -180,38 +198,147 @@ def claim_line(
     infos: Mapping[int, Mapping[str, Any]],
     new_epoch: int,
     members: Sequence[int],
+    patience: float,
 ) -> None:
     """Make the group that is about to begin the only one that follows from its members' epochs.
 
     Two lists of members that have nobody in common could else begin both, as two trainings. The
     first one to set the key of the old epoch goes on. A later group replaces an earlier one only
-    with one of its members, who has left the earlier one.
+    with one of its members, who has left the earlier one, or where the earlier one never began.
+
+    A member whose last change has failed may be the only one for whom that change failed. So the
+    newest group that each member knows of is followed too, and before the older ones: who loses
+    that line has claimed nothing.
 
     Args:
         infos: What the members have said at the meeting.
+        patience: Seconds in which a group that has the line connects, or is given up.
 
     Raises:
         LeftBehind: If other members of this replica's epoch go on without this replica.
-        SyncError: If the store does not answer.
+        SyncError: If the store does not answer, or a later group has failed meanwhile.
     """
+    acks = [info for info in infos.values() if "ack" in info]
     survivors = {replica for replica, info in infos.items() if "ack" in info}
-    text = " ".join(map(str, [new_epoch, *members]))
-
-    def may_follow(held: str) -> bool:
-        epoch, *others = map(int, held.split())
-        return epoch < new_epoch and bool(survivors & set(others))
-
+    lines = [store]
+    if exchange.line_name != exchange.name:
+        # The workers of a replica go on together: the first claim of one of them is that of all.
+        lines = [_bounded(exchange, exchange.store_of(exchange.line_name)), store]
+    followed = {info["epoch"] for info in acks} | {info["ack"]["epoch"] for info in acks}
     try:
-        for epoch in sorted({infos[replica]["epoch"] for replica in survivors} - {0}):
-            number, *others = map(int, raise_to(store, _line_key(epoch), text, may_follow).split())
-            if exchange.replica not in others:
-                raise _left_behind(exchange, others, number)
+        for epoch in sorted(followed - {0}, reverse=True):
+            for line in lines:
+                claim = _Claim(exchange, store, line, _line_key(epoch), survivors)
+                claim.make(new_epoch, members, patience)
     except dist.DistError as error:
         raise SyncError(
             f"the store did not answer while replicas {list(members)} were to go on in epoch "
-            f"{new_epoch}: {error}; {ANOTHER_STORE}",
+            f"{new_epoch}: {error}; {store_advice(error)}",
             stage="rendezvous",
         ) from error
+
+
+@dataclass(frozen=True)
+class _Claimant:
+    """A group that goes on, and the name of the exchange that has claimed it."""
+
+    epoch: int
+    members: tuple[int, ...]
+    name: str
+
+    @classmethod
+    def read(cls, text: str) -> _Claimant:
+        epoch, members, name = json.loads(text)
+        return cls(epoch, tuple(members), name)
+
+    @property
+    def text(self) -> str:
+        return json.dumps([self.epoch, self.members, self.name])
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """To be the group that follows from an epoch.
+
+    Attributes:
+        store: Of the exchange, bounded.
+        line: The store that has the line's key.
+        survivors: Members of the new group that come from an older one.
+    """
+
+    exchange: Exchange
+    store: dist.Store
+    line: dist.Store
+    key: str
+    survivors: Set[int]
+
+    def make(self, new_epoch: int, members: Sequence[int], patience: float) -> None:
+        """Set the key, where no other group has begun that has set it."""
+        own = _Claimant(new_epoch, tuple(members), self.exchange.name)
+
+        def may_follow(text: str) -> bool:
+            held = _Claimant.read(text)
+            if held.epoch >= new_epoch:
+                return False
+            return bool(self.survivors & set(held.members)) or self._has_begun(held) is False
+
+        begin, log = time.monotonic(), WaitLog()
+        while True:
+            held = _Claimant.read(raise_to(self.line, self.key, own.text, may_follow))
+            if self.exchange.replica in held.members:
+                return
+            has_begun = self._has_begun(held)
+            if has_begun:
+                raise _left_behind(self.exchange, list(held.members), held.epoch)
+            who = f"replicas {list(held.members)}, who claimed to go on in epoch {held.epoch}"
+            if has_begun is False and held.epoch >= new_epoch:
+                raise SyncError(
+                    f"{who} without replica {self.exchange.replica}, could not connect: call "
+                    "change_group again",
+                    stage="rendezvous",
+                )
+            if has_begun is None and time.monotonic() - begin > patience:
+                self._give_up(held, patience)
+            log.tick(lambda who=who: f"{who}, to connect")  # type: ignore[misc]
+            time.sleep(_LINE_POLL_S)
+
+    def _has_begun(self, held: _Claimant) -> bool | None:
+        """Return whether a group's members have connected; None while they may yet."""
+        store = self._store_of(held)
+        for key in self._outcome_keys(held):
+            if not store.check([key]):
+                return None
+            if json.loads(store.get(key))["why"]:
+                return False
+        return True
+
+    def _give_up(self, held: _Claimant, patience: float) -> None:
+        """Decide for members that are silent: whoever of them connects later cannot begin."""
+        members, store = list(held.members), self._store_of(held)
+        why = f"replicas {members} did not connect within {patience:g} s in epoch {held.epoch}"
+        outcome = json.dumps({"why": why, "missing": [], "survivors": members})
+        for key in self._outcome_keys(held):
+            if not store.check([key]):
+                decide_once(store, key, outcome)
+                return
+
+    def _store_of(self, held: _Claimant) -> dist.Store:
+        # Each worker of a replica connects to its peers on its own part of the store.
+        if held.name == self.exchange.name:
+            return self.store
+        return _bounded(self.exchange, self.exchange.store_of(held.name))
+
+    def _outcome_keys(self, held: _Claimant) -> list[str]:
+        # One that goes on alone connects to nobody.
+        if len(held.members) == 1:
+            return []
+        kinds = [GROUPS, STREAMS] if self.exchange.collectives == "nccl" else [GROUPS]
+        return [outcome_key(held.epoch, kind) for kind in kinds]
+
+
+def outcome_key(epoch: int, what: str) -> str:
+    """Return the key that says how connecting ended, for GROUPS or STREAMS of an epoch."""
+    return f"{epoch}/{what}"
 
 
 def _line_key(epoch: int) -> str:
@@ -273,7 +400,7 @@ def _agreed_survivors(exchange: Exchange, workmates: Workmates | None) -> list[i
             raise SyncError(
                 f"who survives epoch {exchange.epoch} of replicas {list(exchange.members)} was "
                 f"not decided{reason}: give change_group the members that live"
-                + (", and another store by its argument store=" if reason else ""),
+                + _STORE_CURES[reason],
                 stage="rendezvous",
             )
         raise ValueError(
@@ -306,8 +433,10 @@ def _survivors_of(exchange: Exchange) -> list[int] | str:
         store = bounded(exchange)
         following = next_group(store, exchange.epoch)
         verdict = newest(store, exchange.epoch)
+    except dist.DistNetworkError:
+        return _LOST
     except dist.DistError:
-        return ", because the store does not answer"
+        return _SILENT
     if following is not None and exchange.replica not in following[1]:
         # Whatever was decided before, the others are in another group now.
         return sorted(set(exchange.members) & set(following[1]))
@@ -328,8 +457,8 @@ def _left_behind(
         went_on_in = following[0]
     when = "goes on" if went_on_in is None else f"went on in epoch {went_on_in}"
     return LeftBehind(
-        f"the group of replicas {survivors} {when} without replica {exchange.replica}, which may "
-        'come back as a newcomer, with init="join"' + escape,
+        f"the group of replicas {survivors} {when} without replica {exchange.replica}, which "
+        f"{WAY_BACK}{escape}",
         stage="rendezvous",
         missing=sorted(set(exchange.members) - set(survivors)),
         survivors=survivors,
