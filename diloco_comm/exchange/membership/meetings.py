@@ -178,8 +178,8 @@ class Meeting:
             raise LeftBehind(
                 f"another process took the place of replica {self.replica} in epoch "
                 f"{fate['epoch']}, while this process was silent: end this process, or let it "
-                "close this DiLoCo and come as a newcomer with a number of its own, by a new DiLoCo "
-                'with init="join"',
+                "close this DiLoCo and come as a newcomer with a number of its own, by a new "
+                'DiLoCo with init="join"',
                 stage="rendezvous",
                 went_on_in=fate["epoch"],
             )
