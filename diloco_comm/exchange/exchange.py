@@ -395,13 +395,17 @@ class Exchange:
         if self._driver is not None:
             self._driver.abort(reason)
 
+    def streams_limit(self) -> float:
+        """Return the seconds in which the devices of the next group must have connected."""
+        # A first group may start NCCL cold, on many hosts; a changed group holds up survivors.
+        is_first = self._driver is None and not self._joins
+        return self.timeout if is_first else min(self.timeout, max(self.join_timeout, _CONNECT_S))
+
     def enter_streams(self, store: dist.Store, epoch: int, rank: int, size: int) -> None:
         """Leave the streams of the last epoch for those of the next one."""
         if self.collectives != "nccl":
             return
-        # A first group may start NCCL cold, on many hosts; a changed group holds up survivors.
-        is_first = self._driver is None and not self._joins
-        limit = self.timeout if is_first else max(self.join_timeout, _CONNECT_S)
+        limit = self.streams_limit()
         if self._driver is not None:
             self._driver.abort("the group has changed")
         group = None
@@ -411,7 +415,7 @@ class Exchange:
         self._driver = StreamDriver(
             self.device, group, rank, size, self.timeout, self.impl, self._engine
         )
-        self._driver.connect(min(self.timeout, limit))
+        self._driver.connect(limit)
         self.fixed_weights = None
 
     def fix_weight(self, weight: float | None) -> None:

@@ -180,7 +180,7 @@ def _enter_streams(
     if exchange.collectives != "nccl" or size == 1:
         connect()
         return
-    limit = min(exchange.timeout, exchange.join_timeout)
+    limit = exchange.streams_limit()
     with verdicts.added(exchange, store):
         try:
             connecting.connect_streams(store, plan, members, exchange.replica, connect, limit)
