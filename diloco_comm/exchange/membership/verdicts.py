@@ -357,7 +357,8 @@ def next_group(store: dist.Store, epoch: int) -> tuple[int, list[int]] | None:
     """Return the epoch that followed another, and its members; None if none has begun."""
     if not store.check([_next_key(epoch)]):
         return None
-    number, *members = map(int, store.get(_next_key(epoch)).split())
+    text = store.get(_next_key(epoch))
+    number, *members = map(int, text.split())
     return number, members
 
 
