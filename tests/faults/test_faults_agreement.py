@@ -487,7 +487,8 @@ def fail_without_a_store(
     if rank == 0:
         replica.fault(action, "reduce")
     failure = replica.train_until_failure(1)
-    with pytest.raises(SyncError, match="was not decided, because this replica.s connection to the store has broken"):
+    reason = "was not decided, because this replica's connection to the store has broken"
+    with pytest.raises(SyncError, match=reason):
         replica.diloco.change_group("survivors")
     # Nobody's listener is closed before all have looked.
     other.set(f"looked/{rank}", "")

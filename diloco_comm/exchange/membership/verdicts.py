@@ -116,7 +116,7 @@ def newest(store: dist.Store, epoch: int) -> Verdict | None:
     number, verdict = 0, None
     while store.check([_key(epoch, number)]):
         text = store.get(_key(epoch, number)).decode()
-        lists = {words[0]: words[1:] for line in text.splitlines() if (words := line.split())}
+        lists = {words[0]: words[1:] for row in text.splitlines() if (words := row.split())}
         survivors, missing = ([int(word) for word in lists[n]] for n in ("survivors", "missing"))
         verdict = Verdict(tuple(survivors), tuple(missing))
         number += 1
@@ -357,8 +357,7 @@ def next_group(store: dist.Store, epoch: int) -> tuple[int, list[int]] | None:
     """Return the epoch that followed another, and its members; None if none has begun."""
     if not store.check([_next_key(epoch)]):
         return None
-    text = store.get(_next_key(epoch))
-    number, *members = map(int, text.split())
+    number, *members = map(int, store.get(_next_key(epoch)).split())
     return number, members
 
 
