@@ -45,7 +45,9 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     readme = EXAMPLES.parent / "README.md"
     (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
     script = tmp_path / "example.py"
-    script.write_text(f"{example}print(diloco.outer_hash(), model.weight.std().item() < 0.1)\n")
+    # In one write: the lines of two processes must not be mixed.
+    tell = "print(f'{diloco.outer_hash()} {model.weight.std().item() < 0.1}\\n', end='')"
+    script.write_text(f"{example}{tell}\n")
     with (tmp_path / "output").open("w+") as file:
         preload = ranks.WITH_OPTIMIZER
         run_workers([sys.executable, str(script)], 2, preload=preload, stdout=file.fileno())
