@@ -7,9 +7,7 @@ Ends with status 0 when an all_to_all and an all_gather of the two gave the righ
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 from datetime import timedelta
 
@@ -17,10 +15,12 @@ import common
 import torch
 import torch.distributed as dist
 
+from diloco_comm.tools.common import measuring
+
 
 def probe() -> None:
     # A rank whose launcher was ended by a time limit would hold the device.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    measuring.die_with_launcher()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["NCCL_HOSTID"] = f"diloco-{rank}"
     torch.cuda.set_device(0)

@@ -71,8 +71,8 @@ def enter(
     if last_rounds is not None:
         patience = _connect_limit(exchange) + _PATIENCE_S
         verdicts.claim_line(exchange, bounded, plan.infos, plan.epoch, members, patience)
-    # Before anybody can enter: whoever changes the group next must know of those who may have. But
-    # no group begins without a member that has lost the line.
+    # Set before any member can enter the epoch: the next change of the group must know which
+    # members may have entered. But no group begins without a member that has lost the line.
     exchange.newest_group = plan.epoch, tuple(members)
     if last_rounds is not None:
         survivors = sorted(set(acks) & set(exchange.members))

@@ -218,7 +218,7 @@ class StreamDriver:
         return done
 
     def abort(self, reason: str) -> None:
-        """End what is under way: the streams go on, and no vote of theirs is unanimous.
+        """End what is under way: the streams go on, and no vote on the streams is unanimous.
 
         NCCL ends its group when the device has done everything that was enqueued before. The host
         waits ``END_S`` seconds for that at most, or what is left of the time for closing: no vote

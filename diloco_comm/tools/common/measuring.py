@@ -87,13 +87,18 @@ class WorkerError(RuntimeError):
         self.status = status
 
 
+def die_with_launcher() -> None:
+    """Let this process be killed when the process that started it ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def init_workers(timeout_s: float = 120.0, backend: str = "gloo") -> tuple[int, int]:
     """Join the group that `run_workers`, torchrun or srun prepared; one thread a process.
 
     The process dies with its launcher, so that a killed benchmark leaves nothing behind.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_launcher()
     # Some of torch's modules bind the default group as a default argument when they are imported
     # (by the first optimizer, for one); it would then outlive destroy_process_group, and gloo's
     # threads run into the interpreter's end.
