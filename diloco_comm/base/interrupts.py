@@ -47,7 +47,7 @@ def held_back() -> Iterator[None]:
             handler(*later.first)
 
 
-class Whole:
+class Uninterruptible:
     """Blocks of one replica's outer steps that happen wholly or not at all.
 
     Attributes:

@@ -13,7 +13,7 @@ from ..ops.residuals import Residuals
 from ..ops.wire import Layout, WireFormat
 from .headers import Header
 from .membership.termination import Standing, State
-from .work import Pending, Round, Terms
+from .work import ExchangeWork, Round, Terms
 
 # Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
 # at 100 Mbit/s, at 1 Gbit/s and on a loopback.
@@ -40,7 +40,7 @@ def auto_chunk_bytes(payload_bytes: int, num_elements: int) -> int:
     return _LARGE_CHUNK
 
 
-class Slot:
+class ExchangeBuffers:
     """Buffers of one fragment, allocated once and reused for ever.
 
     A round's payloads are free as soon as it is applied or voted down. What a round that failed at
@@ -67,7 +67,7 @@ class Slot:
         is_streamed: bool = False,
     ) -> None:
         if num_elements < 1:
-            raise ValueError(f"a slot needs at least one element, got {num_elements}")
+            raise ValueError(f"buffers need at least one element, got {num_elements}")
         self.num_elements = num_elements
         self.device, self.is_streamed = device, is_streamed
         self.wire = wire
@@ -89,7 +89,7 @@ class Slot:
         self.rounds: list[Round] = []
         self._owed: list[Round] = []
         self._ended: dict[tuple[int, int], Standing] = {}
-        self._pendings: list[Pending] = []
+        self._works: list[ExchangeWork] = []
 
     def plan(
         self,
@@ -162,11 +162,11 @@ class Slot:
             result = self._take(self._results, [r.result for r in self.rounds])
         return Round(header, self.layout, own, result)
 
-    def add_round(self, round: Round, pending: Pending) -> None:
+    def add_round(self, round: Round, work: ExchangeWork) -> None:
         self.rounds.append(round)
         self._ended.pop(_key(round), None)
-        self._pendings = [p for p in self._pendings if not p._outcome and not p._error]
-        self._pendings.append(pending)
+        self._works = [p for p in self._works if not p._outcome and not p._error]
+        self._works.append(work)
         self.residuals.encoded()
 
     def adopt(self, header: Header, layout: Layout, own: Tensor, terms: Terms) -> None:
@@ -177,7 +177,7 @@ class Slot:
     def forget(self) -> None:
         """Drop all rounds and what is owed; no exchange of theirs may be under way."""
         self._resolve_done()
-        self.rounds, self._owed, self._pendings = [], [], []
+        self.rounds, self._owed, self._works = [], [], []
         self._ended = {}
         self.residuals.forget()
 
@@ -208,7 +208,7 @@ class Slot:
                 self.rounds.remove(round)
                 self._end(round, "applied")
                 return
-        raise RuntimeError("commit: no round of this slot has been agreed on; wait() first")
+        raise RuntimeError("commit: no round of these buffers has been agreed on; wait() first")
 
     def _end(self, round: Round, state: State) -> None:
         if round.header.kind == "all_reduce":
@@ -224,7 +224,7 @@ class Slot:
     @property
     def is_idle(self) -> bool:
         """Whether every exchange that was started has ended."""
-        return all(pending.done() for pending in self._pendings)
+        return all(work.done() for work in self._works)
 
     def standings(self) -> dict[tuple[int, int], Standing]:
         """Say how far this replica is with its latest rounds; see ``termination``.
@@ -277,9 +277,9 @@ class Slot:
         return list(zip(payloads, weights, strict=True))
 
     def _resolve_done(self) -> None:
-        for pending in self._pendings:
-            if pending._outcome is None and pending._error is None and pending.done():
-                pending._resolve(0.0)
+        for work in self._works:
+            if work._outcome is None and work._error is None and work.done():
+                work._resolve(0.0)
 
     def _take(self, pool: list[Payload], busy: list[Payload | None]) -> Payload:
         for buffer in pool:

@@ -17,10 +17,10 @@ from ..base.errors import SyncError
 from ..base.interrupts import held_back
 from ..ops.dispatch import is_served
 from ..ops.wire import WireFormat, parse
-from .buffers import Slot
+from .buffers import ExchangeBuffers
 from .exchange import DEFAULT_TIMEOUT, Exchange
 from .headers import Header
-from .work import Outcome, Pending, decode_terms
+from .work import ExchangeWork, Mean, decode_terms
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Idle buffers kept for each group; the least recently used ones go first.
@@ -43,7 +43,9 @@ class _GroupEngine:
     def __init__(self) -> None:
         self.turn = threading.RLock()
         self.exchange: Exchange | None = None
-        self.idle: OrderedDict[tuple[int, WireFormat, torch.device], list[Slot]] = OrderedDict()
+        self.idle: OrderedDict[tuple[int, WireFormat, torch.device], list[ExchangeBuffers]] = (
+            OrderedDict()
+        )
         self.num_calls = 0
         self.is_closed = False
 
@@ -57,17 +59,17 @@ class _GroupEngine:
 
     def take(
         self, exchange: Exchange, num_elements: int, wire: WireFormat, device: torch.device
-    ) -> Slot:
+    ) -> ExchangeBuffers:
         with _lock:
-            slots = self.idle.get((num_elements, wire, device))
-            if slots:
-                return slots.pop()
-        return exchange.slot(num_elements, wire, device=device)
+            all_buffers = self.idle.get((num_elements, wire, device))
+            if all_buffers:
+                return all_buffers.pop()
+        return exchange.buffers(num_elements, wire, device=device)
 
-    def give_back(self, slot: Slot) -> None:
-        key = (slot.num_elements, slot.wire, slot.device)
+    def give_back(self, buffers: ExchangeBuffers) -> None:
+        key = (buffers.num_elements, buffers.wire, buffers.device)
         with _lock:
-            self.idle.setdefault(key, []).append(slot)
+            self.idle.setdefault(key, []).append(buffers)
             self.idle.move_to_end(key)
             while sum(map(len, self.idle.values())) > _MAX_IDLE_SLOTS:
                 oldest = next(iter(self.idle))
@@ -92,14 +94,14 @@ class AllReduceWork:
     def __init__(
         self,
         engine: _GroupEngine,
-        slot: Slot,
-        pending: Pending,
+        buffers: ExchangeBuffers,
+        work: ExchangeWork,
         tensor: Tensor,
         out: Tensor | None,
     ) -> None:
         self._engine = engine
-        self._slot = slot
-        self._pending = pending
+        self._buffers = buffers
+        self._pending = work
         self._tensor = tensor
         self._out = out
         self._is_applied = False
@@ -135,11 +137,11 @@ class AllReduceWork:
             raise
         if not self._is_applied:
             self._is_applied = True
-            self._slot.commit()
+            self._buffers.commit()
             self._give_back()
         return result
 
-    def _write(self, outcome: Outcome) -> None:
+    def _write(self, outcome: Mean) -> None:
         target = self._tensor.detach()
         dense = target if _is_dense(target) else target.contiguous()
         outcome.decode([dense])
@@ -164,7 +166,7 @@ class AllReduceWork:
     def _give_back(self) -> None:
         with _lock:
             if not self._is_given_back:
-                self._engine.give_back(self._slot)
+                self._engine.give_back(self._buffers)
             self._is_given_back = True
 
 
@@ -258,7 +260,7 @@ def all_reduce(
         engine = _engines.setdefault(group, {}).setdefault(lanes, _GroupEngine())
     with engine.turn:
         exchange = engine.connect(group, lanes, timeout)
-        slot = engine.take(exchange, max(tensor.numel(), 1), wire, tensor.device)
+        buffers = engine.take(exchange, max(tensor.numel(), 1), wire, tensor.device)
         # An empty tensor takes part with one zero: the others must not wait for it.
         source = tensor.detach() if tensor.numel() else torch.zeros(1, device=tensor.device)
         header = Header(
@@ -266,9 +268,9 @@ def all_reduce(
         )
         # What was started is counted, also when Ctrl-C comes at that moment.
         with held_back():
-            pending = _start(
+            work = _start(
                 exchange,
-                slot,
+                buffers,
                 outer=None,
                 params=[source if _is_dense(source) else source.contiguous()],
                 header=header,
@@ -276,8 +278,8 @@ def all_reduce(
                 seed=seed,
             )
             engine.num_calls += 1
-    work = AllReduceWork(engine, slot, pending, tensor, out)
-    return work if async_op else work.wait()
+    handle = AllReduceWork(engine, buffers, work, tensor, out)
+    return handle if async_op else handle.wait()
 
 
 def _check(tensor: Tensor, is_written: bool) -> None:
@@ -310,9 +312,9 @@ def _check_out(out: Tensor, tensor: Tensor) -> None:
         raise ValueError(f"out must be contiguous, got strides {out.stride()}")
 
 
-def _start(exchange: Exchange, slot: Slot, **arguments: Any) -> Pending:
+def _start(exchange: Exchange, buffers: ExchangeBuffers, **arguments: Any) -> ExchangeWork:
     try:
-        return exchange.start(slot, **arguments)
+        return exchange.start(buffers, **arguments)
     except RuntimeError as error:
         if not exchange.is_dead:
             raise

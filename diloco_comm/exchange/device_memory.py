@@ -15,17 +15,17 @@ import torch
 from .. import _C
 from ..base.errors import NonFiniteError, SyncError
 from ..base.memory import Ballot
-from .buffers import Slot
+from .buffers import ExchangeBuffers
 from .headers import Header
 from .nccl.streams import Sending, StreamDriver
-from .work import Pending, Round
+from .work import ExchangeWork, Round
 
 if TYPE_CHECKING:
     from .exchange import Exchange
 
 
 class HeldJob:
-    """What ``Pending`` asks of an exchange that has not begun.
+    """What ``ExchangeWork`` asks of an exchange that has not begun.
 
     Attributes:
         headers: Every rank's, in rank order, as far as they are known when it cannot begin.
@@ -43,30 +43,32 @@ class HeldJob:
         return int(self.ballot.host_bad) if self.encoded.query() else None
 
 
-def start(driver: StreamDriver, slot: Slot, round: Round, sending: Sending) -> Pending:
+def start(
+    driver: StreamDriver, buffers: ExchangeBuffers, round: Round, sending: Sending
+) -> ExchangeWork:
     """Enqueue the encoding alone."""
     assert round.own.ballot is not None
-    job: Any = HeldJob(driver.encode(slot, round, sending), round.own.ballot, sending)
-    pending = Pending(slot, round, job)
-    slot.add_round(round, pending)
-    return pending
+    job: Any = HeldJob(driver.encode(buffers, round, sending), round.own.ballot, sending)
+    work = ExchangeWork(buffers, round, job)
+    buffers.add_round(round, work)
+    return work
 
 
-def ship(exchange: Exchange, driver: StreamDriver, pending: Pending) -> None:
-    """Agree on the weights, then enqueue the rest; ``Pending.wait`` tells what failed."""
-    job: Any = pending._job
+def ship(exchange: Exchange, driver: StreamDriver, work: ExchangeWork) -> None:
+    """Agree on the weights, then enqueue the rest; ``ExchangeWork.wait`` tells what failed."""
+    job: Any = work._job
     assert isinstance(job, HeldJob)
-    slot, round, header = pending._slot, pending._round, pending._round.header
+    buffers, round, header = work._buffers, work._round, work._round.header
     try:
         if driver.failure:
             raise _error(SyncError, header, f"was not sent: {driver.failure}", "start")
         job.sending.offered = _agree_on_weights(exchange, job, header)
-        control = exchange.submit_header(slot, header, job.sending.stochastic)
+        control = exchange.submit_header(buffers, header, job.sending.stochastic)
     except SyncError as error:
-        pending.fail(error)
+        work.fail(error)
         return
-    events = driver.post(slot, round, job.sending, driver.mark(slot))
-    pending._job = exchange.stream_job(slot, round, job.sending, control, events)
+    events = driver.post(buffers, round, job.sending, driver.mark(buffers))
+    work._job = exchange.stream_job(buffers, round, job.sending, control, events)
 
 
 def _agree_on_weights(exchange: Exchange, job: HeldJob, header: Header) -> list[float]:

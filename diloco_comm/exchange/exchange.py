@@ -30,7 +30,7 @@ from ..base.memory import empty_pages
 from ..ops.dispatch import resolve_impl
 from ..ops.wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key
 from . import device_memory
-from .buffers import Slot
+from .buffers import ExchangeBuffers
 from .headers import Header, error_from, from_native, to_native, verdict_of
 from .membership import regroup
 from .membership.regroup import Repair
@@ -39,15 +39,14 @@ from .nccl import group as nccl_group
 from .nccl.jobs import StreamJob
 from .nccl.streams import Sending, StreamDriver
 from .waiting import describe_store, wait_for_job
-from .work import Outcome, Pending, Round, Terms
+from .work import ExchangeWork, Round, Terms
 
 __all__ = [
     "Exchange",
+    "ExchangeBuffers",
+    "ExchangeWork",
     "Header",
-    "Outcome",
-    "Pending",
     "Repair",
-    "Slot",
     "Terms",
     "empty_pages",
     "error_from",
@@ -163,7 +162,7 @@ class Exchange:
         self.lineage = 0  # the newest epoch whose rounds are in our state
         # The newest epoch that we have agreed to enter, and its members.
         self.newest_group: tuple[int, tuple[int, ...]] = (0, ())
-        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._all_buffers: weakref.WeakSet[ExchangeBuffers] = weakref.WeakSet()
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
         self.last_error: SyncError | None = None  # of this epoch, until an exchange succeeds
@@ -233,7 +232,7 @@ class Exchange:
     @property
     def is_idle(self) -> bool:
         """Whether every exchange of a fragment that was started has ended."""
-        return all(slot.is_idle for slot in self._slots)
+        return all(buffers.is_idle for buffers in self._all_buffers)
 
     def seal(self) -> None:
         """End this epoch for good, whatever is under way, before the group changes; idempotent.
@@ -245,7 +244,7 @@ class Exchange:
             self._driver.seal("a change of the group has begun")
         self._engine.seal()
 
-    def slot(
+    def buffers(
         self,
         num_elements: int,
         wire: WireFormat,
@@ -254,7 +253,7 @@ class Exchange:
         residual_dtype: torch.dtype = torch.float32,
         carries: bool = False,
         device: torch.device | None = None,
-    ) -> Slot:
+    ) -> ExchangeBuffers:
         """Allocate the persistent buffers of one fragment.
 
         Args:
@@ -270,7 +269,7 @@ class Exchange:
                 exchange may have.
         """
         device = self.device if device is None else device
-        slot = Slot(
+        buffers = ExchangeBuffers(
             num_elements,
             wire,
             error_feedback=error_feedback,
@@ -280,31 +279,31 @@ class Exchange:
             device=device,
             is_streamed=self.collectives == "nccl" and device.type != "cpu",
         )
-        self.plan_slot(slot)
-        self._slots.add(slot)
-        return slot
+        self.plan_buffers(buffers)
+        self._all_buffers.add(buffers)
+        return buffers
 
-    def plan_slot(self, slot: Slot) -> None:
+    def plan_buffers(self, buffers: ExchangeBuffers) -> None:
         """Lay a slot out for the current group."""
         # What was asked for is an implementation for tensors of our device.
-        impl = self.impl if slot.device.type == self.device.type else ""
-        if slot.device.type == "cuda":
+        impl = self.impl if buffers.device.type == self.device.type else ""
+        if buffers.device.type == "cuda":
             # The engine calls encode, past the function that would choose for the operator.
             impl = resolve_impl(impl, "cuda", "encode")
-        slot.plan(self.rank, self.size, self.chunk_bytes, self.lanes, self.window, impl)
-        if slot.is_streamed:
+        buffers.plan(self.rank, self.size, self.chunk_bytes, self.lanes, self.window, impl)
+        if buffers.is_streamed:
             assert self._driver is not None
-            self._driver.reserve(slot.staging_bytes, slot.num_chunks)
+            self._driver.reserve(buffers.staging_bytes, buffers.num_chunks)
         else:
-            self._engine.reserve_staging(slot.staging_bytes)
+            self._engine.reserve_staging(buffers.staging_bytes)
 
     @property
-    def slots(self) -> list[Slot]:
-        return list(self._slots)
+    def all_buffers(self) -> list[ExchangeBuffers]:
+        return list(self._all_buffers)
 
     def start(
         self,
-        slot: Slot,
+        buffers: ExchangeBuffers,
         *,
         outer: Tensor | None,
         params: list[Tensor],
@@ -314,7 +313,7 @@ class Exchange:
         loader: _C.ChunkLoader | None = None,
         overlapped: bool = False,
         is_held: bool = False,
-    ) -> Pending:
+    ) -> ExchangeWork:
         """Encode a fragment and begin its exchange; return when everything is encoded.
 
         The first chunk travels while the second is encoded, unless ``overlapped``. ``params`` and
@@ -322,7 +321,7 @@ class Exchange:
         encoding is enqueued.
 
         Args:
-            slot: The fragment's buffers.
+            buffers: The fragment's buffers.
             outer: fp32 [num_elements]; None encodes the parameters themselves.
             params: The fragment's tensors, num_elements in all.
             header: What the other replicas are told and compare.
@@ -338,22 +337,22 @@ class Exchange:
         """
         self._engine.check_process()
         self.inner_step = header.inner_step
-        round = slot.open_round(header)
+        round = buffers.open_round(header)
         round.epoch = self.epoch
         keys = [
             rng_key(seed, self.replica, stage, header.round, header.fragment) if stochastic else 0
             for stage in (STAGE_ENCODE, STAGE_REDUCE)
         ]
-        if slot.is_streamed:
+        if buffers.is_streamed:
             sending = Sending(outer, params, [], stochastic, keys[0], keys[1], loader)
-            return self._start_on_streams(slot, round, sending, is_held)
-        residuals = slot.residuals
+            return self._start_on_streams(buffers, round, sending, is_held)
+        residuals = buffers.residuals
         reduce_residual, new_reduce_residual = residuals.reduction(header.round)
         job = self._begin(
             self._engine.start,
             of=header,
-            plan=slot.native,
-            header=to_native(header, slot, stochastic),
+            plan=buffers.native,
+            header=to_native(header, buffers, stochastic),
             payload=round.own.host,
             result=None if round.result is None else round.result.host,
             outer=outer,
@@ -365,21 +364,21 @@ class Exchange:
             reduce_residual=reduce_residual,
             new_reduce_residual=new_reduce_residual,
             bad=round.own.bad_host,
-            staging=self._staging(slot, round, loader),
+            staging=self._staging(buffers, round, loader),
             is_overlapped=overlapped,
             is_held=is_held,
         )
-        pending = Pending(slot, round, job)
-        slot.add_round(round, pending)
-        return pending
+        work = ExchangeWork(buffers, round, job)
+        buffers.add_round(round, work)
+        return work
 
-    def ship(self, pending: Pending) -> None:
+    def ship(self, work: ExchangeWork) -> None:
         """Send what ``start`` was told to hold; what cannot be sent fails like any exchange."""
-        if isinstance(pending._job, _C.Job):
-            self._engine.ship(pending._job, pending._round.header.is_reset)
+        if isinstance(work._job, _C.Job):
+            self._engine.ship(work._job, work._round.header.is_reset)
         else:
             assert self._driver is not None
-            device_memory.ship(self, self._driver, pending)
+            device_memory.ship(self, self._driver, work)
 
     def use_store(self, store: dist.Store) -> None:
         """Meet on this store from now on, under this exchange's name."""
@@ -429,8 +428,8 @@ class Exchange:
         self.fixed_weights = None if None in weights else weights
 
     def _start_on_streams(
-        self, slot: Slot, round: Round, sending: Sending, is_held: bool
-    ) -> Pending:
+        self, buffers: ExchangeBuffers, round: Round, sending: Sending, is_held: bool
+    ) -> ExchangeWork:
         driver, header = self._driver, round.header
         assert driver is not None
         if driver.failure:
@@ -440,7 +439,7 @@ class Exchange:
                 header,
             )
         if is_held:
-            return device_memory.start(driver, slot, round, sending)
+            return device_memory.start(driver, buffers, round, sending)
         weights = self.fixed_weights if header.kind != "all_reduce" else [1.0] * self.size
         if weights is None:
             own = json.dumps(header.weight).encode()
@@ -448,19 +447,21 @@ class Exchange:
         if not sum(weights) > 0:
             raise ValueError(f"weights must be finite and not all zero, got {weights}")
         sending.offered = weights
-        control = self.submit_header(slot, header, sending.stochastic)
-        events = driver.enqueue(slot, round, sending)
-        pending = Pending(slot, round, self.stream_job(slot, round, sending, control, events))
-        slot.add_round(round, pending)
-        return pending
+        control = self.submit_header(buffers, header, sending.stochastic)
+        events = driver.enqueue(buffers, round, sending)
+        work = ExchangeWork(
+            buffers, round, self.stream_job(buffers, round, sending, control, events)
+        )
+        buffers.add_round(round, work)
+        return work
 
-    def submit_header(self, slot: Slot, header: Header, stochastic: bool) -> _C.Job:
+    def submit_header(self, buffers: ExchangeBuffers, header: Header, stochastic: bool) -> _C.Job:
         """Begin to exchange and compare headers of a round whose payload travels on streams."""
-        return self._begin(self._engine.submit, to_native(header, slot, stochastic), of=header)
+        return self._begin(self._engine.submit, to_native(header, buffers, stochastic), of=header)
 
     def stream_job(
         self,
-        slot: Slot,
+        buffers: ExchangeBuffers,
         round: Round,
         sending: Sending,
         control: _C.Job,
@@ -468,23 +469,23 @@ class Exchange:
     ) -> StreamJob:
         """Watch over an exchange that is enqueued."""
         assert self._driver is not None
-        sent = (self.size - 1) * slot.layout.payload_bytes // (self.size if self.size > 2 else 1)
+        sent = (self.size - 1) * buffers.layout.payload_bytes // (self.size if self.size > 2 else 1)
         presumed = [
-            to_native(replace(round.header, weight=weight), slot, sending.stochastic)
+            to_native(replace(round.header, weight=weight), buffers, sending.stochastic)
             for weight in sending.offered
         ]
         return StreamJob(self._driver, control, round, events, presumed, self.members, sent * 2)
 
     def _staging(
-        self, slot: Slot, round: Round, loader: _C.ChunkLoader | None
+        self, buffers: ExchangeBuffers, round: Round, loader: _C.ChunkLoader | None
     ) -> _C.Staging | None:
         """Return the device's buffers of a round; None when the fragment is in host memory."""
         if round.own.bad is None:
             return None
-        if slot.device not in self._queues:
-            self._queues[slot.device] = _C.DeviceQueue(slot.device)
+        if buffers.device not in self._queues:
+            self._queues[buffers.device] = _C.DeviceQueue(buffers.device)
         result = None if round.result is None else round.result.tensor
-        return self._queues[slot.device], round.own.tensor, result, round.own.bad, loader
+        return self._queues[buffers.device], round.own.tensor, result, round.own.bad, loader
 
     def emulate_link(self, gbps: float, rtt_ms: float = 0.0) -> None:
         """Send over an emulated link from now on: this rank's egress at ``gbps`` Gbit/s, with half

@@ -11,7 +11,7 @@ from .. import _C
 from ..base.errors import ERRORS, NonFiniteError, PeerLeft, SyncError
 
 if TYPE_CHECKING:
-    from .buffers import Slot
+    from .buffers import ExchangeBuffers
 
 Kind = Literal["sync", "flush", "all_reduce"]
 # What the members agree on after a failure.
@@ -68,7 +68,7 @@ def shares(weights: Sequence[float]) -> list[float]:
     return array("f", (weight / total for weight in weights)).tolist()
 
 
-def to_native(header: Header, slot: Slot, stochastic: bool) -> _C.Header:
+def to_native(header: Header, buffers: ExchangeBuffers, stochastic: bool) -> _C.Header:
     native = _C.Header(header.kind)
     for name in ("fragment", "round", "sync_every", "num_fragments", "inner_step"):
         setattr(native, name, getattr(header, name))
@@ -76,8 +76,8 @@ def to_native(header: Header, slot: Slot, stochastic: bool) -> _C.Header:
     native.history = header.history
     native.weight, native.outer_lr = float(header.weight), float(header.outer_lr)
     native.gap = float(header.gap)
-    native.wire, native.block_size = slot.wire.name, slot.wire.block_size
-    native.num_elements, native.num_chunks = slot.num_elements, slot.num_chunks
+    native.wire, native.block_size = buffers.wire.name, buffers.wire.block_size
+    native.num_elements, native.num_chunks = buffers.num_elements, buffers.num_chunks
     native.flags = int(stochastic) | (_C.RESET if header.is_reset else 0)
     return native
 

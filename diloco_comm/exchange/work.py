@@ -17,7 +17,7 @@ from .headers import Header, error_from, from_native
 from .waiting import wait_for_job
 
 if TYPE_CHECKING:
-    from .buffers import Slot
+    from .buffers import ExchangeBuffers
     from .nccl.jobs import StreamJob
 
 Terms = list[tuple[Tensor, float]]
@@ -26,7 +26,7 @@ _LONG_S = 3600.0
 
 
 @dataclass
-class Outcome:
+class Mean:
     """What an exchange gave.
 
     Attributes:
@@ -34,8 +34,8 @@ class Outcome:
             They are the slot's buffers: a ``start`` after ``commit`` writes into them.
         headers: One a rank.
         weights: Normalised, one a rank, as used.
-        verdict: None; or, from ``Pending.offer``, int64 [1] on the device: the round counts if it
-            is 0, and until then nobody knows.
+        verdict: None; or, from ``ExchangeWork.offer``, int64 [1] on the device: the round counts if
+            the verdict is 0, and until it is known nobody knows.
         seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
             and total (on the engine thread).
         sent_bytes, received_bytes: Everything this rank sent to and got from its peers.
@@ -105,7 +105,7 @@ class Round:
         self.terms, self.headers, self.digest = terms, headers, digest
 
 
-class Pending:
+class ExchangeWork:
     """An exchange under way.
 
     Attributes:
@@ -113,14 +113,14 @@ class Pending:
         layout: Of the payload.
     """
 
-    def __init__(self, slot: Slot, round: Round, job: _C.Job | StreamJob) -> None:
+    def __init__(self, buffers: ExchangeBuffers, round: Round, job: _C.Job | StreamJob) -> None:
         self.payload = round.own.tensor
         self.layout = round.layout
-        self._slot = slot
+        self._buffers = buffers
         self._round = round
         self._job = job
         self._num_collected = 0  # runs of the result
-        self._outcome: Outcome | None = None
+        self._outcome: Mean | None = None
         self._error: SyncError | None = None
 
     @property
@@ -145,7 +145,7 @@ class Pending:
             own.host.zero_()
         if own.ballot is not None:
             own.ballot.bad.zero_()
-        self._slot.residuals.forgo(self._slot.wire)
+        self._buffers.residuals.forgo(self._buffers.wire)
         # NaN says that this replica has no weight to offer, which ends the round.
         weight = nan if isnan(header.weight) else 0.0
         self._round.header = replace(header, weight=weight, is_reset=True)
@@ -153,13 +153,13 @@ class Pending:
     def fail(self, error: SyncError) -> None:
         """End an exchange that was held, and cannot be sent."""
         self._error = error
-        self._slot.drop(self._round)
+        self._buffers.drop(self._round)
 
     def done(self) -> bool:
         """Whether ``wait()`` would return, or raise, at once."""
         return self._error is not None or self._job.is_done
 
-    def wait(self, timeout: float | None = None) -> Outcome:
+    def wait(self, timeout: float | None = None) -> Mean:
         """Wait for the vote and return what the exchange gave.
 
         On a device, the caller's stream is made to wait until it is there; the host does not.
@@ -172,7 +172,7 @@ class Pending:
         """
         return self._wait_until(_deadline(timeout), timeout)
 
-    def _wait_until(self, deadline: float, timeout: float | None) -> Outcome:
+    def _wait_until(self, deadline: float, timeout: float | None) -> Mean:
         if self._error is not None:
             raise self._error
         if self._outcome is None:
@@ -187,7 +187,7 @@ class Pending:
         self._job.block_caller()
         return self._outcome
 
-    def collect(self, out: Tensor, timeout: float | None = None, *, impl: str = "") -> Outcome:
+    def collect(self, out: Tensor, timeout: float | None = None, *, impl: str = "") -> Mean:
         """Write the mean into ``out``, part by part as it arrives, and wait for the vote.
 
         Where the link is the limit, the last part alone is decoded after it. After an error, what
@@ -206,7 +206,7 @@ class Pending:
             landed = job.wait_landed(self._num_collected, _until(deadline))
             if landed == self._num_collected:
                 break
-            self._collect(landed, self._slot.terms_of(self._round, job.weights), out, impl)
+            self._collect(landed, self._buffers.terms_of(self._round, job.weights), out, impl)
             if time.perf_counter() >= deadline:
                 break
         outcome = self._wait_until(deadline, timeout)
@@ -224,7 +224,7 @@ class Pending:
             decode_terms(terms, layout, [out], begin, end, impl=impl)
         self._num_collected = num_runs
 
-    def offer(self) -> Outcome:
+    def offer(self) -> Mean:
         """Return the outcome, with the verdict still open where it is found on the device.
 
         Who applies it passes the verdict on to the operator, and asks ``wait`` later.
@@ -240,8 +240,8 @@ class Pending:
             return self.wait()
         job.block_caller()
         assert self._round.own.ballot is not None
-        return Outcome(
-            terms=self._slot.terms_of(self._round, job.weights),
+        return Mean(
+            terms=self._buffers.terms_of(self._round, job.weights),
             layout=self._round.layout,
             headers=[from_native(header) for header in job.headers],
             weights=list(job.weights),
@@ -261,13 +261,13 @@ class Pending:
                 round.state = "voted"
                 self._complete()
             else:
-                self._slot.drop(round, is_rejected=standing == "rejected")
+                self._buffers.drop(round, is_rejected=standing == "rejected")
             return
         round.state = "agreed"
         self._complete()
-        self._slot.residuals.turn(round.header.round)
+        self._buffers.residuals.turn(round.header.round)
         counters = dict(job.counters)
-        self._outcome = Outcome(
+        self._outcome = Mean(
             terms=round.terms,
             layout=round.layout,
             headers=round.headers,
@@ -280,7 +280,7 @@ class Pending:
         )
 
     def _complete(self) -> None:
-        terms = self._slot.terms_of(self._round, self._job.weights)
+        terms = self._buffers.terms_of(self._round, self._job.weights)
         self._round.complete(terms, self.headers, self._job.digest)
 
 

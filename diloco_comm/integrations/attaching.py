@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..replica.sharding import is_sharded, local
-from ..rounds.synced import ParameterPart
+from ..rounds.synced import SyncedFragment
 from ..training.diloco import DiLoCo
 
 Make = Callable[..., DiLoCo]
@@ -83,7 +83,7 @@ def savable(state: Any) -> Any:
 
 def parameters_of(diloco: DiLoCo) -> dict[str, Tensor]:
     """Return what this worker holds of each trained parameter; writing to it writes to them."""
-    fragments = [part.fragment for part in diloco.parts if isinstance(part, ParameterPart)]
+    fragments = [part.fragment for part in diloco.parts if isinstance(part, SyncedFragment)]
     return {
         name: tensor
         for fragment in fragments

@@ -11,7 +11,7 @@ from torch import nn
 from ..base import env
 from ..base.checks import timeout_seconds
 from ..replica import wrappers
-from ..replica.messages import Control
+from ..replica.messages import WorkerMessages
 from ..replica.wrappers import Wrapper
 from ..rounds.agreement import handshake
 
@@ -76,7 +76,7 @@ def _several_replicas(wrapper: Wrapper, arguments: Mapping[str, Any]) -> list[in
     seconds = timeout_seconds(env.timeout_s() if given is None else given)
     # The workers that hold DTensors compare this themselves.
     for group in wrapper.groups:
-        replicas = Control(group, seconds).gather(arguments.get("replica"))
+        replicas = WorkerMessages(group, seconds).gather(arguments.get("replica"))
         if len(set(replicas)) > 1:
             return dist.get_process_group_ranks(group)
     return []

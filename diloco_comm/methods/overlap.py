@@ -2,8 +2,8 @@
 
 A policy says how long a round may travel, which payloads with which coefficients make the outer
 gradient, what is done in rounds for which there is no result, and what share of the local value
-survives. A policy holds no state of a run: that is in ``rounds.flights.Flight`` and
-``rounds.synced.Part``::
+survives. A policy holds no state of a run: that is in ``rounds.flights.RoundInFlight`` and
+``rounds.synced.SyncedPart``::
 
     Blocking    waits for every round in the step that sends it
     Streaming   applies a round ``delay`` inner steps after its send

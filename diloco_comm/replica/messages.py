@@ -17,7 +17,7 @@ from torch import Tensor
 from ..exchange.membership import regroup, rendezvous
 
 
-class Control:
+class WorkerMessages:
     """What the workers of a replica tell each other; every method is a collective call.
 
     Args:

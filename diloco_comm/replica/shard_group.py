@@ -1,8 +1,8 @@
 """Workers of one replica that hold the same parameters (DDP, ZeRO-1/2) and share its outer state.
 
 Worker s of S owns the s-th range of each fragment's elements: it exchanges that with worker s of
-the other replicas, keeps outer parameters and momentum for it alone, and gives its workmates the
-parameters that it has written.
+the other replicas, keeps outer parameters and momentum for that range alone, and gives the parameters that it has
+written to the other workers of its replica.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from ..base.memory import memory_order
 from .fragments import Fragment
 from .sharding import is_sharded
-from .workers import Workmates
+from .workers import ReplicaWorkers
 
 
-class ShardGroup(Workmates):
+class ShardGroup(ReplicaWorkers):
     """The workers of one replica.
 
     Args:
         group: A process group, or a one-dimensional DeviceMesh.
-        timeout: Seconds; see ``Control``.
+        timeout: Seconds; see ``WorkerMessages``.
 
     Raises:
         TypeError: If it is neither, or this process is not in it.

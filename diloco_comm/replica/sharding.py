@@ -110,7 +110,7 @@ def workers_group(tensors: Sequence[Tensor], timeout: float) -> dist.ProcessGrou
 
     A mesh of several dimensions has no group of all its members: one is made, which is a
     collective call. ``timeout``: seconds that an exchange may take; its collectives wait twice as
-    long, see ``Control``.
+    long, see ``WorkerMessages``.
     """
     mesh = _largest_mesh(tensors)
     if mesh is None:

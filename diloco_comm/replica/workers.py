@@ -16,27 +16,27 @@ from torch import Tensor
 
 from ..base.errors import ERRORS, NonFiniteError, ReplicaMismatch, SyncError
 from . import sharding
-from .messages import Control
+from .messages import WorkerMessages
 
 if TYPE_CHECKING:
     from .fragments import Fragment
 
 
-class Workmates:
+class ReplicaWorkers:
     """The workers of one replica, as a process group.
 
     Args:
         group: Of this worker and its workmates; carries what is on the device.
-        timeout: Seconds; see ``Control``.
+        timeout: Seconds; see ``WorkerMessages``.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
-        self._control = Control(group, timeout)
+        self._control = WorkerMessages(group, timeout)
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], timeout: float) -> Workmates | None:
+    def of(cls, params: Sequence[Tensor], timeout: float) -> ReplicaWorkers | None:
         """Find those that hold the shards of DTensors; None when nobody else does."""
         group = sharding.workers_group(params, timeout)
         return None if group is None or group.size() == 1 else cls(group, timeout)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base.memory import Reading
 from ..exchange.headers import Header, Kind
 from ..exchange.membership.regroup import Repair
-from ..exchange.work import Outcome, Pending, Terms
+from ..exchange.work import ExchangeWork, Mean, Terms
 from ..ops.wire import Layout
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Arrival:
     outer_lr: float
     gap: float
     weight_sum: float
-    outcome: Outcome | None = None
+    outcome: Mean | None = None
     digest: int | None = 0
     reset: tuple[int, ...] = ()
 
@@ -46,7 +46,7 @@ class Arrival:
         layout: Layout,
         headers: list[Header],
         digest: int,
-        outcome: Outcome | None = None,
+        outcome: Mean | None = None,
     ) -> Arrival:
         """Take the shared numbers from the headers: the lowest replica's."""
         weight_sum = sum(header.weight for header in headers)
@@ -54,13 +54,13 @@ class Arrival:
         return cls(terms, layout, lr, gap, weight_sum, outcome, digest)
 
     @classmethod
-    def from_outcome(cls, outcome: Outcome) -> Arrival:
+    def from_outcome(cls, outcome: Mean) -> Arrival:
         """Take what an exchange gave."""
         return cls.of(outcome.terms, outcome.layout, outcome.headers, outcome.digest, outcome)
 
 
 @dataclass(eq=False)
-class Flight:
+class RoundInFlight:
     """One round of one part, from its send until it is applied or lost.
 
     Attributes:
@@ -90,7 +90,7 @@ class Flight:
     is_local_kept: bool = False
     is_reset: bool = False
     members: tuple[int, ...] = ()
-    pending: Pending | None = None
+    work: ExchangeWork | None = None
     arrival: Arrival | None = None
 
     def measured_norm(self) -> float:
@@ -103,15 +103,15 @@ class Flight:
         """Return who was reset in this round, as far as headers have come."""
         if self.arrival is not None:
             return self.arrival.reset
-        headers = [] if self.pending is None else self.pending.headers
+        headers = [] if self.work is None else self.work.headers
         pairs = zip(self.members, headers, strict=False)
         return tuple(replica for replica, header in pairs if header.is_reset)
 
     def offer(self) -> Arrival:
-        """As ``wait``, but the verdict may be left to the device; see ``Pending.offer``."""
-        if self.arrival is not None or self.pending is None:
+        """As ``wait``, but the verdict may be left to the device; see ``ExchangeWork.offer``."""
+        if self.arrival is not None or self.work is None:
             return self.wait()
-        outcome = self.pending.offer()
+        outcome = self.work.offer()
         if outcome.verdict is None:
             return self.wait()
         return Arrival.from_outcome(outcome)
@@ -123,15 +123,15 @@ class Flight:
             SyncError: There is no result.
         """
         if self.arrival is None:
-            assert self.pending is not None
-            outcome = self.pending.wait()
+            assert self.work is not None
+            outcome = self.work.wait()
             reset = self.reset_replicas()
             self.arrival = Arrival.from_outcome(outcome)
             self.arrival.reset = reset
         return self.arrival
 
 
-def arrival_of(repair: Repair, flight: Flight | None) -> Arrival:
+def arrival_of(repair: Repair, flight: RoundInFlight | None) -> Arrival:
     """Return what came back in a round that is settled; ``flight`` is the round, if still known."""
     if flight is not None and flight.arrival is not None:
         return flight.arrival

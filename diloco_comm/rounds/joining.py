@@ -12,12 +12,12 @@ from ..exchange.exchange import Exchange
 from ..methods.outer import OuterOptimizer
 from ..methods.overlap import Own
 from .checkpoint.save import numbers_of, set_numbers
-from .synced import ParameterPart, Part
+from .synced import SyncedFragment, SyncedPart
 
 
 def share(
     exchange: Exchange,
-    parts: Sequence[Part],
+    parts: Sequence[SyncedPart],
     inner_step: int,
     outer: OuterOptimizer,
     impl: str,
@@ -45,14 +45,14 @@ def share(
         if outer_lr is not None:
             outer.lr = outer_lr
         for part in parts:
-            if isinstance(part, ParameterPart):
+            if isinstance(part, SyncedFragment):
                 part.write_local(impl)
     return inner_step
 
 
 def send_or_receive(
     exchange: Exchange,
-    parts: Sequence[Part],
+    parts: Sequence[SyncedPart],
     inner_step: int,
     outer_lr: float | None,
     source_rank: int,
@@ -82,7 +82,7 @@ def send_or_receive(
     for part in parts:
         own = meta["parts"][str(part.index)]
         tensors, flats = part.tensors(), {}
-        if isinstance(part, ParameterPart):
+        if isinstance(part, SyncedFragment):
             flats = part.state.tensors()
             tensors = [part.outer, *flats.values()]
         corrections = _corrections(part, own["corrections"], is_new)
@@ -96,18 +96,18 @@ def send_or_receive(
         set_numbers(part, own)
         part.history = own["history"]
         part.corrections = corrections
-        if isinstance(part, ParameterPart):
+        if isinstance(part, SyncedFragment):
             part.state.load(flats, own["extra"])
     return int(meta["inner_step"]), meta["outer_lr"]
 
 
-def _corrections(part: Part, coefficients: Sequence[float], is_new: bool) -> list[Own]:
+def _corrections(part: SyncedPart, coefficients: Sequence[float], is_new: bool) -> list[Own]:
     """Return this part's corrections, or room for those of the source."""
-    if part.slot is None:
+    if part.buffers is None:
         return []
-    layout = part.slot.layout
+    layout = part.buffers.layout
     if len(part.corrections) == len(coefficients) and not is_new:
         return part.corrections
-    room = {"dtype": torch.uint8, "device": part.slot.device}
+    room = {"dtype": torch.uint8, "device": part.buffers.device}
     empty = [torch.zeros(layout.payload_bytes, **room) for _ in coefficients]  # type: ignore[call-overload]
     return [Own(one, c, layout) for one, c in zip(empty, coefficients, strict=True)]

@@ -108,7 +108,7 @@ class Recorder:
         self._untold.append(metrics)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def deferred_callbacks(self) -> Iterator[None]:
         """Call the callbacks after the block, when this replica's state is consistent again.
 
         The first error of theirs is raised when all have been called, or is the cause of the
@@ -152,7 +152,7 @@ class Recorder:
                     first = first or error
         return first
 
-    def refuse_if_telling(self) -> None:
+    def refuse_in_callback(self) -> None:
         """Raise RuntimeError inside a callback."""
         if self._is_telling:
             raise RuntimeError(

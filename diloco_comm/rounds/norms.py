@@ -18,25 +18,30 @@ from .. import _C
 from ..base.memory import CPU, Reading, page_locked, rounded_norm
 from ..exchange.nccl.streams import current
 from ..methods.overlap import Overlap
-from ..replica.workers import Workmates
-from .synced import ParameterPart, Part
+from ..replica.workers import ReplicaWorkers
+from .synced import SyncedFragment, SyncedPart
 
 
 class SharedNorms:
     """What one replica measures: of what it sends, and of its outer steps.
 
     Args:
-        workmates: None when this worker has all elements.
+        workers: None when this worker has all elements.
         sent: Whether what is sent is measured; the policy says whether the steps are.
     """
 
     def __init__(
-        self, workmates: Workmates | None, parts: Sequence[Part], policy: Overlap, *, sent: bool
+        self,
+        workers: ReplicaWorkers | None,
+        parts: Sequence[SyncedPart],
+        policy: Overlap,
+        *,
+        sent: bool,
     ) -> None:
-        self._workmates, self._num_parts = workmates, len(parts)
-        self._device = next((p.device for p in parts if isinstance(p, ParameterPart)), CPU)
+        self._workers, self._num_parts = workers, len(parts)
+        self._device = next((p.device for p in parts if isinstance(p, SyncedFragment)), CPU)
         self._measures_sent, self._measures_steps = sent, policy.measures_steps
-        measures = workmates is not None and (sent or policy.measures_steps)
+        measures = workers is not None and (sent or policy.measures_steps)
         self._side = _C.OwnStream(self._device) if measures and self._device != CPU else None
         # Of one part, a block sends one round at most; flush() applies all that are under way.
         self._num_steps = policy.rounds + 1
@@ -46,23 +51,23 @@ class SharedNorms:
         self._open()
 
     def _open(self) -> None:
-        if self._workmates is None:
+        if self._workers is None:
             return
         if self._measures_sent:
-            self._sent = NormBoard(self._workmates, self._num_parts, 1, self._device, self._side)
+            self._sent = NormBoard(self._workers, self._num_parts, 1, self._device, self._side)
         if self._measures_steps:
             shape = (self._num_parts, self._num_steps)
-            self._steps = NormBoard(self._workmates, *shape, self._device, self._side)
+            self._steps = NormBoard(self._workers, *shape, self._device, self._side)
         self._is_sent_posted = False
 
-    def of_sent(self, part: Part, squared: Tensor) -> Reading | SharedReading:
+    def of_sent(self, part: SyncedPart, squared: Tensor) -> Reading | SharedReading:
         """Keep the squared norm of what a part sends."""
         # Buffers are not divided among workers, each has its own.
-        if self._sent is None or not isinstance(part, ParameterPart):
+        if self._sent is None or not isinstance(part, SyncedFragment):
             return Reading(squared)
         return self._sent.put(part.index, squared)
 
-    def of_step(self, part: Part, squared: Tensor) -> Reading | SharedReading:
+    def of_step(self, part: SyncedPart, squared: Tensor) -> Reading | SharedReading:
         """Keep the squared norm of a part's outer step."""
         return Reading(squared) if self._steps is None else self._steps.put(part.index, squared)
 
@@ -77,7 +82,7 @@ class SharedNorms:
 
         A worker whose block failed early posts here what its workmates posted before.
         """
-        if self._workmates is None:
+        if self._workers is None:
             return
         self.post_sent()
         if self._steps is not None:
@@ -99,13 +104,13 @@ class NormBoard:
 
     def __init__(
         self,
-        workmates: Workmates,
+        workers: ReplicaWorkers,
         num_parts: int,
         depth: int,
         device: torch.device,
         side: _C.OwnStream | None,
     ) -> None:
-        self._group, self._size, self._side = workmates.group, workmates.size, side
+        self._group, self._size, self._side = workers.group, workers.size, side
         shape = (num_parts, depth)
         self._values = torch.full(shape, math.nan, dtype=torch.float64, device=device)
         self._used = [0] * num_parts

@@ -6,10 +6,10 @@ import logging
 import warnings
 
 from ..exchange.exchange import Exchange
-from ..exchange.work import Outcome
-from .flights import Flight
+from ..exchange.work import Mean
+from .flights import RoundInFlight
 from .metrics import Recorder, SyncMetrics, overlap_fraction
-from .synced import ParameterPart, Part
+from .synced import SyncedFragment, SyncedPart
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,9 @@ class Records:
         self._recorder, self._exchange = recorder, exchange
         self._has_warned_of_skips = False
 
-    def skipped(self, part: Part, flight: Flight, inner_step: int, why: Exception) -> None:
+    def skipped(
+        self, part: SyncedPart, flight: RoundInFlight, inner_step: int, why: Exception
+    ) -> None:
         """Record a round that no replica applies."""
         logger.warning("skipped: %s", why)
         metrics = SyncMetrics(
@@ -38,8 +40,8 @@ class Records:
 
     def applied(
         self,
-        part: Part,
-        flight: Flight,
+        part: SyncedPart,
+        flight: RoundInFlight,
         inner_step: int,
         *,
         exposed_s: float,
@@ -72,7 +74,7 @@ class Records:
         if outcome is not None:
             self._warn_of_skipped_steps(outcome)
 
-    def _warn_of_skipped_steps(self, outcome: Outcome) -> None:
+    def _warn_of_skipped_steps(self, outcome: Mean) -> None:
         steps = [header.inner_step for header in outcome.headers]
         if self._has_warned_of_skips or len(set(steps)) == 1:
             return
@@ -85,7 +87,7 @@ class Records:
         )
 
 
-def _log_reset(part: Part, flight: Flight, replicas: tuple[int, ...]) -> None:
+def _log_reset(part: SyncedPart, flight: RoundInFlight, replicas: tuple[int, ...]) -> None:
     is_one = len(replicas) == 1
     logger.warning(
         "reset: fragment %d, round %d: replica%s %s had elements that are NaN, Inf or out of the "
@@ -95,6 +97,6 @@ def _log_reset(part: Part, flight: Flight, replicas: tuple[int, ...]) -> None:
         "" if is_one else "s",
         ", ".join(map(str, replicas)),
         f"took {'its' if is_one else 'their'} outer parameters"
-        if isinstance(part, ParameterPart)
+        if isinstance(part, SyncedFragment)
         else "took the mean of the others' buffers",
     )

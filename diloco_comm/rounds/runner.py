@@ -18,23 +18,23 @@ from torch import Tensor
 
 from ..base import checks
 from ..base.errors import NonFiniteError, SyncError
-from ..base.interrupts import Whole
+from ..base.interrupts import Uninterruptible
 from ..base.trace import exchanged, span
-from ..exchange.buffers import Slot
+from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
 from ..exchange.headers import Header, Kind
 from ..exchange.membership.regroup import Repair
-from ..exchange.work import Pending
+from ..exchange.work import ExchangeWork
 from ..methods.settings import Settings
-from ..replica.workers import Workmates
+from ..replica.workers import ReplicaWorkers
 from .agreement import handshake, history
 from .agreement.nonfinite import Streaks
 from .agreement.resets import OnReset, Resets
-from .flights import Arrival, Flight, arrival_of
+from .flights import Arrival, RoundInFlight, arrival_of
 from .metrics import Recorder
 from .norms import SharedNorms
 from .records import Records
-from .synced import OuterStep, ParameterPart, Part, squared_norm
+from .synced import OuterStep, SyncedFragment, SyncedPart, squared_norm
 
 Weight = float | Callable[[], float]
 
@@ -43,25 +43,25 @@ Weight = float | Callable[[], float]
 class _Open:
     """A round whose outer step is enqueued, and does nothing if the replicas vote it down."""
 
-    part: Part
-    flight: Flight
+    part: SyncedPart
+    flight: RoundInFlight
     exposed_s: float
     outer_step_s: float
 
     def undo(self) -> None:
         """Take back what the host has counted."""
-        if isinstance(self.part, ParameterPart):
+        if isinstance(self.part, SyncedFragment):
             self.part.state.num_steps -= 1
 
 
-class Rounds:
+class RoundRunner:
     """Take the parts of one replica through their rounds on an exchange.
 
     Args:
         layout: Hash of names, shapes, fragments and schedule, equal on all replicas.
         weight: This replica's weight, or what returns it at each step that sends.
         norms: Measure each pseudo-gradient's norm.
-        workmates: Those who have the rest of this replica's elements; None: nobody.
+        workers: Those who have the rest of this replica's elements; None: nobody.
         on_reset: See ``resets``.
 
     Attributes:
@@ -74,7 +74,7 @@ class Rounds:
     def __init__(
         self,
         exchange: Exchange,
-        parts: Sequence[Part],
+        parts: Sequence[SyncedPart],
         settings: Settings,
         recorder: Recorder,
         *,
@@ -82,7 +82,7 @@ class Rounds:
         weight: Weight,
         norms: bool,
         impl: str,
-        workmates: Workmates | None = None,
+        workers: ReplicaWorkers | None = None,
         on_reset: OnReset | None = None,
     ) -> None:
         self.exchange = exchange
@@ -92,17 +92,15 @@ class Rounds:
         self.weight = weight
         self.norms = norms
         self.impl = impl
-        self._norms = SharedNorms(workmates, parts, settings.overlap, sent=norms)
+        self._norms = SharedNorms(workers, parts, settings.overlap, sent=norms)
         self._records = Records(recorder, exchange)
         self._streaks = Streaks(settings)
-        self._resets = Resets(
-            exchange, parts, settings, impl, workmates=workmates, on_reset=on_reset
-        )
+        self._resets = Resets(exchange, parts, settings, impl, workers=workers, on_reset=on_reset)
         self._open: list[_Open] = []
-        self.whole = Whole()
+        self.whole = Uninterruptible()
 
     def exchange_parts(
-        self, parts: Sequence[Part], inner_step: int, num_skipped: int, kind: Kind = "sync"
+        self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind = "sync"
     ) -> None:
         """Send the parts and apply everything that is due; raise the first failure after that.
 
@@ -117,7 +115,7 @@ class Rounds:
         """
         late = self._look_at_verdicts(inner_step, parts)
         weight, refusal = self._offered_weight() if parts else (0.0, None)
-        sent: list[tuple[Part, Flight]] = []
+        sent: list[tuple[SyncedPart, RoundInFlight]] = []
         with self.whole():
             try:
                 for part in parts:
@@ -140,7 +138,7 @@ class Rounds:
         if late is not None:
             raise late from refusal
 
-    def _ship(self, sent: Sequence[tuple[Part, Flight]]) -> Exception | None:
+    def _ship(self, sent: Sequence[tuple[SyncedPart, RoundInFlight]]) -> Exception | None:
         """Send what ``send`` has held, post what was measured; return what failed beside it."""
         if not sent:
             return None  # A block of the workers ends with what is not done here.
@@ -154,7 +152,7 @@ class Rounds:
             self._norms.post_sent()
         return failure
 
-    def _leave_local(self, part: ParameterPart, fresh: Flight | None) -> None:
+    def _leave_local(self, part: SyncedFragment, fresh: RoundInFlight | None) -> None:
         """Prepare for local parameters that are overwritten by the outer ones.
 
         Args:
@@ -189,16 +187,16 @@ class Rounds:
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.settle_verdicts(inner_step)
         for part in drained:
-            if part not in stale and isinstance(part, ParameterPart):
+            if part not in stale and isinstance(part, SyncedFragment):
                 part.write_local(self.impl)
 
-    def stale_parts(self, inner_step: int) -> list[Part]:
+    def stale_parts(self, inner_step: int) -> list[SyncedPart]:
         """List the parts of which any replica holds something unsent; a collective call."""
         steps = [inner_step - part.last_sent or int(part.owes) for part in self.parts]
         views = handshake.gather_json(self.exchange, [steps, history.own_past(self.parts)])
         history.refuse_other_past(self.exchange, self.parts, [past for _, past in views])
         has_news = [any(news[part.index] for news, _ in views) for part in self.parts]
-        return [p for p, is_new in zip(self.parts, has_news, strict=True) if is_new and p.slot]
+        return [p for p, is_new in zip(self.parts, has_news, strict=True) if is_new and p.buffers]
 
     def current_weight(self) -> float:
         """Return this replica's weight for what is sent now; calls ``weight`` if it is callable.
@@ -224,12 +222,12 @@ class Rounds:
 
     def send(
         self,
-        part: Part,
+        part: SyncedPart,
         inner_step: int,
         num_skipped: int,
         weight: float,
         kind: Kind,
-    ) -> Flight:
+    ) -> RoundInFlight:
         """Encode a part and hand it to the engine; returns while it travels.
 
         Args:
@@ -238,8 +236,8 @@ class Rounds:
         Raises:
             SyncError: The group died before.
         """
-        slot, policy = part.slot, self.settings.overlap
-        assert slot is not None
+        buffers, policy = part.buffers, self.settings.overlap
+        assert buffers is not None
         number = part.next_round
         lr = self.lr(part, number)
         header = Header(
@@ -260,9 +258,9 @@ class Rounds:
         delay = 0 if is_flush else policy.steps()
         is_overlapped = not is_flush and (delay > 0 or policy.rounds > 0)
         with span("encode", part.index, number):
-            pending = self._start(part, slot, header, is_overlapped)
+            work = self._start(part, buffers, header, is_overlapped)
         apply_step = -1 if policy.rounds else inner_step + delay
-        flight = Flight(
+        flight = RoundInFlight(
             number=number,
             kind=kind,
             sent_step=inner_step,
@@ -270,21 +268,23 @@ class Rounds:
             # Without a weight it does not count, neither here before it has failed.
             weight=0.0 if math.isnan(weight) else weight,
             lr=lr,
-            own=pending.payload,
-            layout=pending.layout,
+            own=work.payload,
+            layout=work.layout,
             reading=reading,
             members=self.exchange.members,
-            pending=pending,
+            work=work,
         )
         part.in_flight.append(flight)
         return flight
 
-    def _start(self, part: Part, slot: Slot, header: Header, is_overlapped: bool) -> Pending:
+    def _start(
+        self, part: SyncedPart, buffers: ExchangeBuffers, header: Header, is_overlapped: bool
+    ) -> ExchangeWork:
         return self.exchange.start(
-            slot,
-            outer=part.state.outer if isinstance(part, ParameterPart) else None,
+            buffers,
+            outer=part.state.outer if isinstance(part, SyncedFragment) else None,
             params=part.tensors(),
-            loader=part.loader if isinstance(part, ParameterPart) else None,
+            loader=part.loader if isinstance(part, SyncedFragment) else None,
             header=header,
             stochastic=self.settings.rounding == "stochastic",
             seed=self.settings.seed,
@@ -292,9 +292,9 @@ class Rounds:
             is_held=self._resets.is_on,
         )
 
-    def lr(self, part: Part, number: int) -> float:
+    def lr(self, part: SyncedPart, number: int) -> float:
         """Return the outer learning rate of one of the part's rounds."""
-        if not isinstance(part, ParameterPart):
+        if not isinstance(part, SyncedFragment):
             return 0.0
         return self.settings.outer.lr_at(number, part.state)
 
@@ -327,8 +327,8 @@ class Rounds:
 
     def _arrive(
         self,
-        part: Part,
-        flight: Flight,
+        part: SyncedPart,
+        flight: RoundInFlight,
         arrival: Arrival | SyncError,
         inner_step: int,
         exposed_s: float,
@@ -340,7 +340,7 @@ class Rounds:
         else:
             self._merge(part, flight, arrival, inner_step, exposed_s)
 
-    def _wait(self, part: Part, flight: Flight) -> tuple[Arrival | SyncError, float]:
+    def _wait(self, part: SyncedPart, flight: RoundInFlight) -> tuple[Arrival | SyncError, float]:
         begin = time.perf_counter()
         arrival: Arrival | SyncError
         try:
@@ -354,9 +354,14 @@ class Rounds:
         return arrival, time.perf_counter() - begin
 
     def _merge(
-        self, part: Part, flight: Flight, arrival: Arrival, inner_step: int, exposed_s: float
+        self,
+        part: SyncedPart,
+        flight: RoundInFlight,
+        arrival: Arrival,
+        inner_step: int,
+        exposed_s: float,
     ) -> None:
-        assert part.slot is not None
+        assert part.buffers is not None
         policy = self.settings.overlap
         verdict = None if arrival.outcome is None else arrival.outcome.verdict
         step = OuterStep(
@@ -376,8 +381,8 @@ class Rounds:
 
     def _applied(
         self,
-        part: Part,
-        flight: Flight,
+        part: SyncedPart,
+        flight: RoundInFlight,
         arrival: Arrival,
         inner_step: int,
         exposed_s: float,
@@ -398,7 +403,7 @@ class Rounds:
             raise late
 
     def _look_at_verdicts(
-        self, inner_step: int, parts: Sequence[Part] | None = None
+        self, inner_step: int, parts: Sequence[SyncedPart] | None = None
     ) -> Exception | None:
         """As ``settle_verdicts``, but return the failure.
 
@@ -410,8 +415,8 @@ class Rounds:
         first: Exception | None = None
         for one in list(self._open):
             must = parts is None or one.part in parts
-            assert one.flight.pending is not None
-            if not (must or one.flight.pending.done()):
+            assert one.flight.work is not None
+            if not (must or one.flight.work.done()):
                 continue
             arrival: Arrival | SyncError
             try:
@@ -435,7 +440,12 @@ class Rounds:
         self._applied(one.part, one.flight, arrival, inner_step, *times)
 
     def _record(
-        self, part: Part, flight: Flight, inner_step: int, exposed_s: float, outer_step_s: float
+        self,
+        part: SyncedPart,
+        flight: RoundInFlight,
+        inner_step: int,
+        exposed_s: float,
+        outer_step_s: float,
     ) -> None:
         """Write down that a round was applied; raise if a replica was reset once too often."""
         try:
@@ -459,7 +469,7 @@ class Rounds:
                 missed = {r.round: r for r in repairs if r.fragment == part.index}
                 self._settle_part(part, missed, inner_step)
 
-    def _settle_part(self, part: Part, missed: dict[int, Repair], inner_step: int) -> None:
+    def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
         flights = list(part.in_flight)
         part.in_flight.clear()
         for number in sorted(missed):
@@ -469,7 +479,9 @@ class Rounds:
             if flight.number not in missed:
                 self._lose(part, flight)
 
-    def _repair(self, part: Part, repair: Repair, flight: Flight | None, inner_step: int) -> None:
+    def _repair(
+        self, part: SyncedPart, repair: Repair, flight: RoundInFlight | None, inner_step: int
+    ) -> None:
         """Apply a round that counts and that this replica has not applied."""
         is_merged = flight is not None and flight.kind != "flush"
         alpha = self.settings.overlap.alpha if is_merged else 0.0
@@ -488,12 +500,12 @@ class Rounds:
         part.last_sent = inner_step if flight is None else flight.sent_step
         self._repaired(part, repair, arrival)
 
-    def _repaired(self, part: Part, repair: Repair, arrival: Arrival) -> None:
+    def _repaired(self, part: SyncedPart, repair: Repair, arrival: Arrival) -> None:
         part.round = repair.round + 1
         part.weight_sum = arrival.weight_sum
         history.applied(part, repair.round, arrival)
 
-    def _lose(self, part: Part, flight: Flight) -> None:
+    def _lose(self, part: SyncedPart, flight: RoundInFlight) -> None:
         """Give up a round: its mean counts as zero, on all replicas alike."""
 
     def drop(self) -> None:
@@ -507,33 +519,35 @@ class Rounds:
             part.corrections = []
             part.owes = part.is_ahead = False
             part.equal_at = -1
-            if part.slot is not None:
-                part.slot.forget()
+            if part.buffers is not None:
+                part.buffers.forget()
 
     # ------------------------------------------------------------------------------- records
 
-    def _step(self, part: Part, number: int, step: OuterStep) -> float:
+    def _step(self, part: SyncedPart, number: int, step: OuterStep) -> float:
         begin = time.perf_counter()
         with span("outer_step", part.index, number):
             part.apply(step)
         return time.perf_counter() - begin
 
-    def _commit(self, part: Part, flight: Flight, arrival: Arrival) -> None:
-        assert part.slot is not None
-        part.slot.commit()
+    def _commit(self, part: SyncedPart, flight: RoundInFlight, arrival: Arrival) -> None:
+        assert part.buffers is not None
+        part.buffers.commit()
         part.round = flight.number + 1
         part.weight_sum = arrival.weight_sum
         history.applied(part, flight.number, arrival)
 
-    def _report(self, part: Part, flight: Flight, inner_step: int, error: SyncError) -> None:
+    def _report(
+        self, part: SyncedPart, flight: RoundInFlight, inner_step: int, error: SyncError
+    ) -> None:
         """Raise for a round that no replica applies, or record that it was skipped."""
         if not isinstance(error, NonFiniteError) or self.settings.on_nonfinite == "raise":
             raise error
         self._records.skipped(part, flight, inner_step, error)
         self._streaks.skipped(part, error, flight.reset_replicas())
 
-    def _squared_norm(self, part: Part) -> Tensor:
-        if isinstance(part, ParameterPart):
+    def _squared_norm(self, part: SyncedPart) -> Tensor:
+        if isinstance(part, SyncedFragment):
             return part.squared_norm(self.impl)
         return squared_norm(None, part.tensors(), self.impl)
 

@@ -20,13 +20,13 @@ from ..methods.overlap import Own, Terms
 from ..ops.residuals import drop_bad
 from ..ops.wire import Layout
 from .agreement import consensus, handshake
-from .flights import Arrival, Flight, arrival_of
-from .runner import Rounds
-from .synced import OuterStep, ParameterPart, Part
+from .flights import Arrival, RoundInFlight, arrival_of
+from .runner import RoundRunner
+from .synced import OuterStep, SyncedFragment, SyncedPart
 
 
-class Turns(Rounds):
-    """Take the parts of one replica through their turns; see ``Rounds`` for the arguments.
+class SendTimed(RoundRunner):
+    """Take the parts of one replica through their turns; see ``RoundRunner`` for the arguments.
 
     What is sent in a turn depends on whether the round that is due counts, so the host must know.
     """
@@ -34,7 +34,7 @@ class Turns(Rounds):
     leaves_verdicts: ClassVar[bool] = False
 
     def exchange_parts(
-        self, parts: Sequence[Part], inner_step: int, num_skipped: int, kind: Kind = "sync"
+        self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind = "sync"
     ) -> None:
         """Send the next round of each part, and take its outer step on the one that is due.
 
@@ -49,7 +49,7 @@ class Turns(Rounds):
             (None, 0.0) if flight is None else self._wait(part, flight)
             for part, flight in zip(parts, due, strict=True)
         ]
-        moves: list[tuple[Part, Flight | None, Flight, float]] = []
+        moves: list[tuple[SyncedPart, RoundInFlight | None, RoundInFlight, float]] = []
         with self.whole():
             for part, flight, (arrival, exposed_s) in zip(parts, due, waits, strict=True):
                 try:
@@ -71,19 +71,24 @@ class Turns(Rounds):
             raise self._cause(first)
 
     def send(
-        self, part: Part, inner_step: int, num_skipped: int, weight: float, kind: Kind
-    ) -> Flight:
-        last = part.in_flight[-1].pending if part.in_flight else None
+        self, part: SyncedPart, inner_step: int, num_skipped: int, weight: float, kind: Kind
+    ) -> RoundInFlight:
+        last = part.in_flight[-1].work if part.in_flight else None
         # The vote on that round comes after this encoding, which must not lose its round too.
         if last is not None and _keeps_residual(part) and last.has_bad_values():
             _clean_residuals(part)
         return super().send(part, inner_step, num_skipped, weight, kind)
 
-    def _is_due(self, part: Part) -> bool:
+    def _is_due(self, part: SyncedPart) -> bool:
         return len(part.in_flight) >= self.settings.overlap.rounds
 
     def _advance(
-        self, part: Part, due: Flight | None, fresh: Flight, inner_step: int, exposed_s: float
+        self,
+        part: SyncedPart,
+        due: RoundInFlight | None,
+        fresh: RoundInFlight,
+        inner_step: int,
+        exposed_s: float,
     ) -> None:
         """Take the outer step that follows the send of ``fresh``."""
         policy = self.settings.overlap
@@ -99,7 +104,7 @@ class Turns(Rounds):
                 self._stay(part, fresh)
             return
         part.is_ahead = False
-        if isinstance(part, ParameterPart):
+        if isinstance(part, SyncedFragment):
             arrived = None if due is None else due.arrival
             weight_sum = part.weight_sum if arrived is None else arrived.weight_sum
             sums = (fresh.weight, weight_sum) if weight_sum else (1.0, self.exchange.size)
@@ -108,7 +113,7 @@ class Turns(Rounds):
             fresh.coefficient = policy.own_coefficient(*sums)
         self._finish(part, due, fresh, inner_step, exposed_s)
 
-    def _advance_at_once(self, part: Part, fresh: Flight, inner_step: int) -> None:
+    def _advance_at_once(self, part: SyncedPart, fresh: RoundInFlight, inner_step: int) -> None:
         arrival, exposed_s = self._wait(part, fresh)
         if isinstance(arrival, SyncError):
             self._fail(part, fresh, inner_step, arrival)
@@ -116,20 +121,20 @@ class Turns(Rounds):
         part.owes, part.last_sent = part.owes and fresh.is_reset, fresh.sent_step
         self._finish(part, fresh, None, inner_step, exposed_s)
 
-    def _stay(self, part: Part, fresh: Flight) -> None:
+    def _stay(self, part: SyncedPart, fresh: RoundInFlight) -> None:
         """Leave the local parameters as they are; the next encoding sees what was sent again."""
-        if not isinstance(part, ParameterPart):
+        if not isinstance(part, SyncedFragment):
             return
-        assert part.slot is not None and fresh.own is not None
+        assert part.buffers is not None and fresh.own is not None
         part.is_ahead = True
-        part.slot.residuals.rewind()
-        part.slot.residuals.owe(part.decode(fresh.own, fresh.layout, self.impl).neg_())
+        part.buffers.residuals.rewind()
+        part.buffers.residuals.owe(part.decode(fresh.own, fresh.layout, self.impl).neg_())
 
     def _finish(
         self,
-        part: Part,
-        due: Flight | None,
-        fresh: Flight | None,
+        part: SyncedPart,
+        due: RoundInFlight | None,
+        fresh: RoundInFlight | None,
         inner_step: int,
         exposed_s: float,
     ) -> None:
@@ -147,17 +152,17 @@ class Turns(Rounds):
 
     def _outer_step(
         self,
-        part: Part,
+        part: SyncedPart,
         arrival: Arrival | None,
-        due: Flight | None,
-        fresh: Flight | None,
+        due: RoundInFlight | None,
+        fresh: RoundInFlight | None,
         inner_step: int,
     ) -> OuterStep:
         flight = due or fresh
         assert flight is not None
         mean: Terms = [] if arrival is None else arrival.terms
         layout = flight.layout if arrival is None else arrival.layout
-        if not isinstance(part, ParameterPart):
+        if not isinstance(part, SyncedFragment):
             is_late = due is not None and due.sent_step != inner_step
             own = due.own if due is not None and is_late and not due.is_reset else None
             return OuterStep(mean, layout, 0.0, self.impl, own=own)
@@ -190,7 +195,7 @@ class Turns(Rounds):
 
     def _equalize(self) -> None:
         """Make the outer parameters of all replicas equal, unless they are; a collective call."""
-        parts = [part for part in self.parts if isinstance(part, ParameterPart)]
+        parts = [part for part in self.parts if isinstance(part, SyncedFragment)]
         changed = [part.index for part in parts if part.state.num_steps != part.equal_at]
         views = handshake.gather_json(self.exchange, changed)
         differing = [part for part in parts if any(part.index in view for view in views)]
@@ -218,7 +223,7 @@ class Turns(Rounds):
         if first is not None:
             raise first
 
-    def _drain_one(self, part: Part, flight: Flight, inner_step: int) -> None:
+    def _drain_one(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
         arrival, exposed_s = self._wait(part, flight)
         with self.whole():
             if isinstance(arrival, SyncError):
@@ -227,29 +232,31 @@ class Turns(Rounds):
             self._owe_progress(part)
             self._finish(part, flight, None, inner_step, exposed_s)
 
-    def _owe_progress(self, part: Part, *, always: bool = False) -> None:
+    def _owe_progress(self, part: SyncedPart, *, always: bool = False) -> None:
         """Owe what the local parameters hold beyond the outer ones; they are about to lose it."""
-        if isinstance(part, ParameterPart) and (part.is_ahead or always):
-            assert part.slot is not None
-            part.slot.residuals.owe(part.progress())
+        if isinstance(part, SyncedFragment) and (part.is_ahead or always):
+            assert part.buffers is not None
+            part.buffers.residuals.owe(part.progress())
             part.owes = part.owes or always
             part.is_ahead = False
 
-    def _leave_local(self, part: ParameterPart, fresh: Flight | None) -> None:
+    def _leave_local(self, part: SyncedFragment, fresh: RoundInFlight | None) -> None:
         # What is owed takes out what the local parameters hold of rounds that were sent.
         if not part.is_ahead:
             return
-        assert part.slot is not None
+        assert part.buffers is not None
         part.is_ahead = False
         if fresh is not None and not fresh.is_reset:
             return  # It has that with it.
         for flight in part.in_flight:
             if flight is not fresh and flight.own is not None:
-                part.slot.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
+                part.buffers.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
 
     # ------------------------------------------------------------------------------ failures
 
-    def _fail(self, part: Part, flight: Flight, inner_step: int, error: SyncError) -> None:
+    def _fail(
+        self, part: SyncedPart, flight: RoundInFlight, inner_step: int, error: SyncError
+    ) -> None:
         """Leave out a round that failed.
 
         When the group is dead the round stays in flight: ``settle`` learns what became of it.
@@ -262,29 +269,31 @@ class Turns(Rounds):
             _clean_residuals(part)
         self._report(part, flight, inner_step, error)
 
-    def _lose(self, part: Part, flight: Flight) -> None:
+    def _lose(self, part: SyncedPart, flight: RoundInFlight) -> None:
         """Owe what a round had sent; its mean counts as zero, on all replicas alike."""
-        if not isinstance(part, ParameterPart):
+        if not isinstance(part, SyncedFragment):
             return
-        assert part.slot is not None
+        assert part.buffers is not None
         if flight.is_local_kept:
-            part.slot.residuals.rewind()
+            part.buffers.residuals.rewind()
         elif flight.own is not None and not flight.is_reset:
-            part.slot.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
+            part.buffers.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
             part.owes = True
             if flight.coefficient:
                 own = Own(flight.own.clone(), flight.coefficient, flight.layout)
-                part.corrections.append(_laid_out(own, part.slot.layout))
+                part.corrections.append(_laid_out(own, part.buffers.layout))
         if flight.own is not None:
-            part.slot.release(flight.own)
+            part.buffers.release(flight.own)
 
-    def _settle_part(self, part: Part, missed: dict[int, Repair], inner_step: int) -> None:
+    def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
         super()._settle_part(part, missed, inner_step)
-        if part.slot is not None:
-            part.corrections = [_laid_out(own, part.slot.layout) for own in part.corrections]
+        if part.buffers is not None:
+            part.corrections = [_laid_out(own, part.buffers.layout) for own in part.corrections]
 
-    def _repair(self, part: Part, repair: Repair, flight: Flight | None, inner_step: int) -> None:
-        if flight is None or not isinstance(part, ParameterPart):
+    def _repair(
+        self, part: SyncedPart, repair: Repair, flight: RoundInFlight | None, inner_step: int
+    ) -> None:
+        if flight is None or not isinstance(part, SyncedFragment):
             super()._repair(part, repair, flight, inner_step)
             return
         if flight.is_local_kept:
@@ -301,13 +310,13 @@ def _laid_out(own: Own, layout: Layout) -> Own:
     return Own(own.layout.rearrange(own.payload, layout), own.coefficient, layout)
 
 
-def _keeps_residual(part: Part) -> bool:
-    return part.slot is not None and part.slot.residual is not None
+def _keeps_residual(part: SyncedPart) -> bool:
+    return part.buffers is not None and part.buffers.residual is not None
 
 
-def _clean_residuals(part: Part) -> None:
+def _clean_residuals(part: SyncedPart) -> None:
     """Drop from what is owed what no wire can carry: it would spoil every round to come."""
-    assert part.slot is not None
-    for residual in (part.slot.residuals.added, *part.slot.residuals.reductions()):
+    assert part.buffers is not None
+    for residual in (part.buffers.residuals.added, *part.buffers.residuals.reductions()):
         if residual is not None:
-            drop_bad(residual, part.slot.wire)
+            drop_bad(residual, part.buffers.wire)

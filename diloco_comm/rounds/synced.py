@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import _C, ops
 from ..base.memory import Reading, device_of, memory_order, page_locked, persistent
-from ..exchange.buffers import Slot
+from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
 from ..exchange.work import Terms, decode_terms
 from ..methods.outer import OuterOptimizer, Update
@@ -30,7 +30,7 @@ from ..replica.fragments import (
     refuse_change,
     unwrap_model,
 )
-from .flights import Flight
+from .flights import RoundInFlight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class OuterStep:
     verdict: Tensor | None = None
 
 
-class Part(ABC):
+class SyncedPart(ABC):
     """One schedule entry: its slot in the engine, its rounds, and what is in flight.
 
     Attributes:
@@ -85,7 +85,7 @@ class Part(ABC):
         self.num_elements = num_elements
         self.round = 0
         self.last_sent = 0
-        self.in_flight: deque[Flight] = deque()
+        self.in_flight: deque[RoundInFlight] = deque()
         self.owes = False
         self.is_ahead = False
         self.equal_at = 0
@@ -95,7 +95,7 @@ class Part(ABC):
         self._step_norm = 0.0
         self._readings: deque[Reading | SharedReading] = deque()
         self._largest_norm = 0.0
-        self.slot: Slot | None = None
+        self.buffers: ExchangeBuffers | None = None
 
     @property
     def step_norm(self) -> float:
@@ -152,7 +152,7 @@ class Part(ABC):
         return list(self.named().values())
 
     @abstractmethod
-    def open_slot(self, exchange: Exchange) -> None:
+    def open_buffers(self, exchange: Exchange) -> None:
         """Allocate the buffers of the exchange for the group's size."""
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Part(ABC):
         """Use the mean of a round."""
 
 
-class ParameterPart(Part):
+class SyncedFragment(SyncedPart):
     """A fragment's parameters, its outer parameters, and their optimizer's buffers.
 
     Attributes:
@@ -230,9 +230,9 @@ class ParameterPart(Part):
     def tensors(self) -> list[Tensor]:
         return self.fragment.tensors()
 
-    def open_slot(self, exchange: Exchange) -> None:
+    def open_buffers(self, exchange: Exchange) -> None:
         if self.num_elements:
-            self.slot = exchange.slot(
+            self.buffers = exchange.buffers(
                 self.num_elements,
                 self.wire,
                 error_feedback=self.error_feedback,
@@ -312,7 +312,7 @@ class _Buffer:
     attribute: str = ""
 
 
-class BufferPart(Part):
+class SyncedBuffers(SyncedPart):
     """Floating-point buffers, such as BatchNorm's statistics: averaged, exactly, in fp32."""
 
     def __init__(self, index: int, model: nn.Module) -> None:
@@ -332,9 +332,11 @@ class BufferPart(Part):
         for name, tensor in self.named().items():
             refuse_change(f"buffer {name!r}", tensor, self._memory[name])
 
-    def open_slot(self, exchange: Exchange) -> None:
+    def open_buffers(self, exchange: Exchange) -> None:
         if self.num_elements:
-            self.slot = exchange.slot(self.num_elements, WireFormat("fp32"), device=self.device)
+            self.buffers = exchange.buffers(
+                self.num_elements, WireFormat("fp32"), device=self.device
+            )
 
     def apply(self, step: OuterStep) -> None:
         if not step.terms:

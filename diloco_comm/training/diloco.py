@@ -25,7 +25,7 @@ from ..ops.wire import WireFormat
 from ..replica.fragments import FragmentSpec, describe_parameters, refuse_new_parameters
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
 from ..replica.shard_group import ShardGroup
-from ..replica.workers import Workmates
+from ..replica.workers import ReplicaWorkers
 from ..rounds import joining
 from ..rounds.agreement import consensus, handshake, history
 from ..rounds.agreement.consensus import mean_outer
@@ -33,9 +33,9 @@ from ..rounds.agreement.resets import OnReset, check_on_reset
 from ..rounds.checkpoint import load as loading
 from ..rounds.checkpoint import save as saved_state
 from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
-from ..rounds.runner import Rounds, Weight
-from ..rounds.send_timed import Turns
-from ..rounds.synced import ParameterPart, Part
+from ..rounds.runner import RoundRunner, Weight
+from ..rounds.send_timed import SendTimed
+from ..rounds.synced import SyncedFragment, SyncedPart
 from . import spelling
 from .evaluation import swapped_in
 from .planning import make_plan
@@ -193,9 +193,9 @@ class DiLoCo:
         self.parts, self.schedule = self._plan.parts, self._plan.schedule
         self.device = self._plan.device
         self._saved_writes: dict[int, set[int]] = {}
-        self._workmates = self._shard_group or Workmates.of(self._parameters(), seconds)
-        if self._workmates is not None:
-            self._meet(self._workmates, {"norms": norms, "replica": replica})
+        self._workers = self._shard_group or ReplicaWorkers.of(self._parameters(), seconds)
+        if self._workers is not None:
+            self._meet(self._workers, {"norms": norms, "replica": replica})
         self.impl = ops.resolve_impl(impl, self.device.type)
         store = handshake.connected_store(store, seconds)
         group = handshake.replica_group(group, mesh, store, num_replicas)
@@ -221,7 +221,7 @@ class DiLoCo:
             num_under_way=max(1, self.settings.overlap.rounds),
         )
         self._weight = weight
-        self._rounds = (Turns if self.settings.overlap.rounds else Rounds)(
+        self._rounds = (SendTimed if self.settings.overlap.rounds else RoundRunner)(
             self.exchange,
             self.parts,
             self.settings,
@@ -230,7 +230,7 @@ class DiLoCo:
             weight=weight,
             norms=norms,
             impl=self.impl,
-            workmates=self._workmates,
+            workers=self._workers,
             on_reset=on_reset,
         )
         try:
@@ -254,7 +254,7 @@ class DiLoCo:
         elif init == "broadcast":
             self.exchange.broadcast(list(named.values()), 0)
         for part in self.parts:
-            part.open_slot(self.exchange)
+            part.open_buffers(self.exchange)
         if init == "join":
             self._share_state()
         else:
@@ -267,13 +267,13 @@ class DiLoCo:
     def _refuse_different_state(self) -> None:
         history.refuse_difference(self.exchange, self.parts, is_shared=self._is_state_shared)
 
-    def _meet(self, workmates: Workmates, others: dict[str, Any]) -> None:
+    def _meet(self, workers: ReplicaWorkers, others: dict[str, Any]) -> None:
         """Compare model and settings with the replica's other workers; agree on who counts what."""
         model = describe_parameters([p.fragment for p in self._parameter_parts()], whole=True)
         shown = {**self.settings.as_json(), "outer": self.outer.shared_config()}
-        workmates.check_alike({"the model": model, **shown, **others})
+        workers.check_alike({"the model": model, **shown, **others})
         if self._shard_group is None:
-            is_counted = iter(workmates.counted(self._parameters()))
+            is_counted = iter(workers.counted(self._parameters()))
             for part in self._parameter_parts():
                 part.count([next(is_counted) for _ in part.fragment.params])
 
@@ -305,8 +305,8 @@ class DiLoCo:
     def _parameters(self) -> list[nn.Parameter]:
         return [param for part in self._parameter_parts() for param in part.fragment.params]
 
-    def _parameter_parts(self) -> list[ParameterPart]:
-        return [part for part in self.parts if isinstance(part, ParameterPart)]
+    def _parameter_parts(self) -> list[SyncedFragment]:
+        return [part for part in self.parts if isinstance(part, SyncedFragment)]
 
     # -------------------------------------------------------------------- one inner step
 
@@ -347,12 +347,12 @@ class DiLoCo:
                 self._skipped.observe()
             due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
             written = self._written()
-            with self._recorder.telling(), self._together(written, is_idle=not due):
+            with self._recorder.deferred_callbacks(), self._together(written, is_idle=not due):
                 if due:
                     self._refuse_new_parameters()
                 for part in dict.fromkeys([*due, *written]):
                     part.refuse_changes()
-                due = [part for part in due if part.slot is not None]
+                due = [part for part in due if part.buffers is not None]
                 self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
         except Exception:
@@ -363,7 +363,7 @@ class DiLoCo:
                 self.inner_step -= 1
             raise
 
-    def _written(self) -> list[Part]:
+    def _written(self) -> list[SyncedPart]:
         """List the parts whose local parameters are written in this step, if nothing fails.
 
         All workers of a replica find the same ones, whatever became of their own rounds.
@@ -374,7 +374,7 @@ class DiLoCo:
         return [self.parts[index] for index in sorted({*self.schedule.due(sent), *saved})]
 
     @contextmanager
-    def _together(self, parts: Iterable[Part], *, is_idle: bool = False) -> Iterator[None]:
+    def _together(self, parts: Iterable[SyncedPart], *, is_idle: bool = False) -> Iterator[None]:
         """Enter a block that writes local parameters of these parts, with the replica's workers."""
         try:
             with self._with_workmates(parts, is_idle=is_idle):
@@ -387,13 +387,13 @@ class DiLoCo:
             self.exchange.last_error = None
 
     @contextmanager
-    def _with_workmates(self, parts: Iterable[Part], *, is_idle: bool) -> Iterator[None]:
-        fragments = [part.fragment for part in parts if isinstance(part, ParameterPart)]
-        if self._workmates is None or (is_idle and not fragments):
+    def _with_workmates(self, parts: Iterable[SyncedPart], *, is_idle: bool) -> Iterator[None]:
+        fragments = [part.fragment for part in parts if isinstance(part, SyncedFragment)]
+        if self._workers is None or (is_idle and not fragments):
             yield
             return
         # An interrupt here alone would leave the workmates with one vote too few.
-        with self._rounds.whole(), self._workmates.together(fragments):
+        with self._rounds.whole(), self._workers.together(fragments):
             try:
                 yield
             finally:
@@ -413,7 +413,7 @@ class DiLoCo:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self.exchange.inner_step = self.inner_step
-        with self._recorder.telling(), self._together(self.parts):
+        with self._recorder.deferred_callbacks(), self._together(self.parts):
             self._refuse_changes()
             self._rounds.flush(self.inner_step, self._skipped.count)
             if self.exchange.size > 1:
@@ -435,8 +435,8 @@ class DiLoCo:
         num_steps = integer("num_steps", num_steps, 0)
         self._refuse_if_alone()
         with self._together(()):
-            if self._workmates is not None:
-                num_steps = self._workmates.least(num_steps)
+            if self._workers is not None:
+                num_steps = self._workers.least(num_steps)
             return min(handshake.gather_json(self.exchange, num_steps))
 
     def _refuse_new_parameters(self) -> None:
@@ -450,7 +450,7 @@ class DiLoCo:
             part.refuse_changes()
 
     def _settle_verdicts(self) -> None:
-        with self._recorder.telling():
+        with self._recorder.deferred_callbacks():
             self._rounds.settle_verdicts(self.inner_step)
 
     def _refuse_if_closed(self) -> None:
@@ -460,7 +460,7 @@ class DiLoCo:
     def _refuse_if_alone(self) -> None:
         """Raise if the other replicas, or workers, may not do the same now."""
         self._refuse_if_closed()
-        self._recorder.refuse_if_telling()
+        self._recorder.refuse_in_callback()
 
     def _refuse_if_unfit(self) -> None:
         self._rounds.whole.refuse_if_broken()
@@ -611,7 +611,7 @@ class DiLoCo:
         self._refuse_if_unfit()
         self._refuse_changes()
         write = loading.restore(self.parts, state_dict, self._scope(), strict=strict)
-        with self._recorder.telling(), self._rounds.whole():
+        with self._recorder.deferred_callbacks(), self._rounds.whole():
             self._rounds.drop()
             self.inner_step = write()
             self._saved_writes = {}
@@ -659,9 +659,9 @@ class DiLoCo:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         unreported: list[NonFiniteError] = []
-        with self._recorder.telling(), self._together(self.parts):
+        with self._recorder.deferred_callbacks(), self._together(self.parts):
             self._refuse_changes()
-            members = verdicts.chosen_members(self.exchange, members, self._workmates)
+            members = verdicts.chosen_members(self.exchange, members, self._workers)
             store = handshake.connected_store(store, self.exchange.join_timeout)
             repairs = self.exchange.change_group(
                 members,
@@ -719,8 +719,8 @@ class DiLoCo:
             self._hooks.remove()
         self.exchange.inner_step = self.inner_step
         self.exchange.close()
-        if self._workmates is not None:
-            self._workmates.close()
+        if self._workers is not None:
+            self._workers.close()
 
     def __repr__(self) -> str:
         return spelling.describe(self)

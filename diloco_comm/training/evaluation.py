@@ -8,25 +8,25 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import Tensor
 
 from .. import ops
-from ..base.interrupts import Whole
-from ..rounds.synced import ParameterPart
+from ..base.interrupts import Uninterruptible
+from ..rounds.synced import SyncedFragment
 
 
 @contextmanager
 def swapped_in(
-    parts: Sequence[ParameterPart],
+    parts: Sequence[SyncedFragment],
     outers: Sequence[Tensor],
     *,
     impl: str,
     writing: AbstractContextManager[None],
-    whole: Whole,
+    whole: Uninterruptible,
 ) -> Iterator[None]:
     """Have ``outers`` in the parts' parameters inside the block.
 
     Args:
         outers: fp32 [num_elements] of each part.
         writing: Entered while they are written; gives them to the replica's other workers.
-        whole: See ``Rounds``.
+        whole: See ``RoundRunner``.
     """
     local = [[tensor.clone() for tensor in part.fragment.local()] for part in parts]
     try:

@@ -21,7 +21,7 @@ from ..replica.fragments import (
     trainable_parameters,
 )
 from ..replica.shard_group import ShardGroup
-from ..rounds.synced import BufferPart, ParameterPart, Part
+from ..rounds.synced import SyncedBuffers, SyncedFragment, SyncedPart
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Plan:
         saved_layout: The same of the whole parameters.
     """
 
-    parts: list[Part]
+    parts: list[SyncedPart]
     device: torch.device
     schedule: Schedule
     num_fragments: int
@@ -69,11 +69,11 @@ def make_plan(
     if shard_group is not None:
         fragments = [shard_group.share(one, settings.wire.block_size) for one in fragments]
         worker = shard_group.worker
-    parts: list[Part] = [*_parameter_parts(fragments, settings, _loader(device, offload))]
+    parts: list[SyncedPart] = [*_parameter_parts(fragments, settings, _loader(device, offload))]
     description = describe_parameters(fragments)
     layouts = [layout_hash(fragments, schedule, whole=whole) for whole in (False, True)]
     if settings.average_buffers:
-        buffers = BufferPart(len(fragments), model)
+        buffers = SyncedBuffers(len(fragments), model)
         parts.append(buffers)
         description += [describe(f"buffer {n}", t) for n, t in buffers.named().items()]
         offsets = (*schedule.offsets, settings.sync_every)
@@ -91,9 +91,9 @@ def _loader(device: torch.device, offload: str | None) -> _C.ChunkLoader | None:
 
 def _parameter_parts(
     fragments: Sequence[Fragment], settings: Settings, loader: _C.ChunkLoader | None
-) -> list[ParameterPart]:
+) -> list[SyncedFragment]:
     return [
-        ParameterPart(
+        SyncedFragment(
             fragment,
             settings.outer,
             settings.wire,

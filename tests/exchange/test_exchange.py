@@ -15,7 +15,7 @@ from workers import Pool
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.exchange.headers import Header
 from diloco_comm.ops.wire import WIRES, WireFormat
-from diloco_comm.replica.messages import Control
+from diloco_comm.replica.messages import WorkerMessages
 
 Workers = Callable[[int], Pool]
 SIZES = [1, 7, 255, 257, 4096, 100_003]
@@ -31,15 +31,15 @@ def _exchange_sizes(
         if delay:
             ex.inject_fault(max_delay_us=delay, seed=17 * rank + world)
         for round, n in enumerate(sizes):
-            slot = ex.slot(n, WireFormat(wire, 64))
+            buffers = ex.buffers(n, WireFormat(wire, 64))
             params = [split(values(round, replica, n)) for replica in range(world)]
             outcome = sync(
-                ex, slot, params[rank], weight=WEIGHTS[rank], round=round, stochastic=stochastic,
+                ex, buffers, params[rank], weight=WEIGHTS[rank], round=round, stochastic=stochastic,
                 seed=5,
             )  # fmt: skip
-            slot.commit()
+            buffers.commit()
             expected = reference_digest(
-                params, slot.layout, WEIGHTS[:world], stochastic=stochastic, seed=5, round=round
+                params, buffers.layout, WEIGHTS[:world], stochastic=stochastic, seed=5, round=round
             )
             results.append((digest(outcome), expected))
     return results
@@ -76,9 +76,9 @@ def test_random_delays_do_not_mix_messages(workers: Workers, world: int, lanes: 
 def _fp32_sum(rank: int, world: int) -> bool:
     n = 10_007
     with exchange(rank, world) as ex:
-        slot = ex.slot(n, WireFormat("fp32"))
+        buffers = ex.buffers(n, WireFormat("fp32"))
         inputs = [values(1, replica, n) for replica in range(world)]
-        got = decode(sync(ex, slot, [inputs[rank]]))
+        got = decode(sync(ex, buffers, [inputs[rank]]))
         share = torch.tensor(1.0 / world, dtype=torch.float64).float()
         expected = share * inputs[0]
         for x in inputs[1:]:
@@ -95,13 +95,13 @@ def _error_feedback(rank: int, world: int, dtype: torch.dtype) -> list[float]:
     n = 5_003
     errors = []
     with exchange(rank, world) as ex:
-        slot = ex.slot(n, WireFormat("int4", 64), error_feedback=True, residual_dtype=dtype)
+        buffers = ex.buffers(n, WireFormat("int4", 64), error_feedback=True, residual_dtype=dtype)
         inputs = [values(3, replica, n) for replica in range(world)]
         mean = torch.stack(inputs).double().mean(0)
         total = torch.zeros(n, dtype=torch.float64)
         for round in range(40):
-            total += decode(sync(ex, slot, [inputs[rank]], round=round)).double()
-            slot.commit()
+            total += decode(sync(ex, buffers, [inputs[rank]], round=round)).double()
+            buffers.commit()
             errors.append(float((total / (round + 1) - mean).norm() / mean.norm()))
     return errors
 
@@ -121,18 +121,18 @@ def _several_slots(rank: int, world: int) -> list[tuple[str, str]]:
     with exchange(rank, world) as ex:
         ex.inject_fault(max_delay_us=200.0, seed=rank)
         sizes = [3_001, 50_021, 900, 12_345]
-        slots = [ex.slot(n, WireFormat("int8")) for n in sizes]
+        all_buffers = [ex.buffers(n, WireFormat("int8")) for n in sizes]
         for round in range(3):
-            pendings, params = [], []
-            for fragment, (slot, n) in enumerate(zip(slots, sizes, strict=True)):
+            works, params = [], []
+            for fragment, (buffers, n) in enumerate(zip(all_buffers, sizes, strict=True)):
                 params.append([[values(7 + fragment, replica, n)] for replica in range(world)])
                 header = Header("sync", fragment=fragment, round=round, num_fragments=4)
-                pendings.append(ex.start(slot, outer=None, params=params[-1][rank], header=header))
-            for slot, pending, inputs in zip(slots, pendings, params, strict=True):
-                outcome = pending.wait(40)
-                slot.commit()
+                works.append(ex.start(buffers, outer=None, params=params[-1][rank], header=header))
+            for buffers, work, inputs in zip(all_buffers, works, params, strict=True):
+                outcome = work.wait(40)
+                buffers.commit()
                 weights = [1.0] * world
-                results.append((digest(outcome), reference_digest(inputs, slot.layout, weights)))
+                results.append((digest(outcome), reference_digest(inputs, buffers.layout, weights)))
     return results
 
 
@@ -145,20 +145,20 @@ def _overlapping_rounds(rank: int, world: int) -> tuple[int, int]:
     """Round r+1 starts before round r is committed; the own payload of r stays as it was."""
     n = 20_000
     with exchange(rank, world) as ex:
-        slot = ex.slot(n, WireFormat("int8"))
+        buffers = ex.buffers(n, WireFormat("int8"))
         previous = None
         for round in range(5):
             inputs = [[values(round, replica, n)] for replica in range(world)]
             header = Header("sync", round=round)
-            pending = ex.start(slot, outer=None, params=inputs[rank], header=header)
+            work = ex.start(buffers, outer=None, params=inputs[rank], header=header)
             if previous is not None:
                 old, copy, old_inputs = previous
-                expected = reference_digest(old_inputs, slot.layout, [1.0] * world)
+                expected = reference_digest(old_inputs, buffers.layout, [1.0] * world)
                 assert digest(old.wait(40)) == expected
                 assert torch.equal(old.payload, copy)
-                slot.commit()
-            previous = (pending, pending.payload.clone(), inputs)
-        return len(slot._owns), len(slot._results)
+                buffers.commit()
+            previous = (work, work.payload.clone(), inputs)
+        return len(buffers._owns), len(buffers._results)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -169,20 +169,20 @@ def test_a_round_may_start_before_the_last_is_applied(workers: Workers, world: i
 
 def _larger_while_one_waits(rank: int, world: int) -> list[tuple[str, str]]:
     """Rank 1 comes only when rank 0 has started a second exchange, larger than any before."""
-    pendings = []
+    works = []
     with exchange(rank, world) as ex:
         go = torch.zeros(1)
         if rank == 1:
             dist.recv(go, 0)
         for round, n in enumerate((1000, 200_003)):
             inputs = [[values(round, replica, n)] for replica in range(world)]
-            slot = ex.slot(n, WireFormat("int8"))
+            buffers = ex.buffers(n, WireFormat("int8"))
             header = Header("sync", round=round)
-            pending = ex.start(slot, outer=None, params=inputs[rank], header=header)
-            pendings.append((pending, reference_digest(inputs, slot.layout, [1.0] * world)))
+            work = ex.start(buffers, outer=None, params=inputs[rank], header=header)
+            works.append((work, reference_digest(inputs, buffers.layout, [1.0] * world)))
         if rank == 0:
             dist.send(go, 1)
-        return [(digest(pending.wait(40)), expected) for pending, expected in pendings]
+        return [(digest(work.wait(40)), expected) for work, expected in works]
 
 
 def test_a_larger_exchange_starts_while_one_waits(workers: Workers) -> None:
@@ -193,14 +193,14 @@ def _headers_early(rank: int, world: int) -> set[tuple[float, ...]]:
     """What rank 0 sees of the headers' weights from its start to its end; rank 1 comes late."""
     go, seen = torch.zeros(1), set()
     with exchange(rank, world) as ex:
-        slot = ex.slot(1000, WireFormat("int8"))
+        buffers = ex.buffers(1000, WireFormat("int8"))
         if rank == 1:
             dist.recv(go, 0)
         header = Header("sync", weight=1.0 + rank)
-        pending = ex.start(slot, outer=None, params=[torch.ones(1000)], header=header)
+        work = ex.start(buffers, outer=None, params=[torch.ones(1000)], header=header)
         for count in itertools.count():
-            is_done = pending.done()
-            seen.add(tuple(header.weight for header in pending.headers))
+            is_done = work.done()
+            seen.add(tuple(header.weight for header in work.headers))
             if is_done:
                 return seen
             if rank == 0 and count == 1000:
@@ -217,9 +217,9 @@ def _other_default_device(rank: int, world: int) -> tuple[str, str]:
     n = 1000
     inputs = [values(0, replica, n) for replica in range(world)]
     with torch.device("meta"), exchange(rank, world) as ex:
-        outcome = sync(ex, ex.slot(n, WireFormat("int8")), [inputs[rank]])
+        outcome = sync(ex, ex.buffers(n, WireFormat("int8")), [inputs[rank]])
         assert ex.exchange_objects(b"x" * rank) == [b"", b"x"]
-        control = Control(dist.group.WORLD, 30.0)
+        control = WorkerMessages(dist.group.WORLD, 30.0)
         assert control.gather(rank) == [0, 1] and control.broadcast("x" * rank, 1) == "x"
     return digest(outcome), reference_digest([[x] for x in inputs], outcome.layout, [1.0] * world)
 
@@ -245,8 +245,8 @@ def test_a_round_of_diloco_on_another_default_device(workers: Workers) -> None:
 
 def _long_timeout(rank: int, world: int, timeout: float | timedelta) -> list[float]:
     with exchange(rank, world, timeout=timeout) as ex:
-        slot = ex.slot(1000, WireFormat("fp32"))
-        return decode(sync(ex, slot, [torch.full((1000,), float(rank))])).unique().tolist()
+        buffers = ex.buffers(1000, WireFormat("fp32"))
+        return decode(sync(ex, buffers, [torch.full((1000,), float(rank))])).unique().tolist()
 
 
 @pytest.mark.parametrize("timeout", [1e10, 1e300, timedelta.max])

@@ -30,10 +30,10 @@ Workers = Callable[[int], Pool]
 def _expected(tensors: list[torch.Tensor], weights: list[float], wire: WireFormat) -> torch.Tensor:
     (by_lanes,) = collective._engines.values()
     exchange = by_lanes[1].exchange
-    slot = exchange.slot(tensors[0].numel(), wire)
-    terms = reference.all_reduce([[t] for t in tensors], slot.layout, weights)
+    buffers = exchange.buffers(tensors[0].numel(), wire)
+    terms = reference.all_reduce([[t] for t in tensors], buffers.layout, weights)
     out = tensors[0].clone()
-    reference.decode(*zip(*terms, strict=True), [out], 0, out.numel(), *_form(slot.layout))
+    reference.decode(*zip(*terms, strict=True), [out], 0, out.numel(), *_form(buffers.layout))
     return out
 
 
@@ -89,25 +89,25 @@ def _part_by_part(rank: int, world: int, lanes: int) -> None:
     tensors = [values(3, r, count) for r in range(world)]
     options: dict[str, Any] = {"name": f"{lanes} lanes", "lanes": lanes, "window": lanes}
     with Exchange.from_group(None, chunk_bytes=6600 * world, **options) as exchange:
-        slot = exchange.slot(count, WireFormat("int8", 64))
-        assert slot.num_chunks == num_chunks
-        terms = reference.all_reduce([[t] for t in tensors], slot.layout, weights)
+        buffers = exchange.buffers(count, WireFormat("int8", 64))
+        assert buffers.num_chunks == num_chunks
+        terms = reference.all_reduce([[t] for t in tensors], buffers.layout, weights)
         expected = torch.empty(count)
-        reference.decode(*zip(*terms, strict=True), [expected], 0, count, *_form(slot.layout))
+        reference.decode(*zip(*terms, strict=True), [expected], 0, count, *_form(buffers.layout))
         # A chunk takes a tenth of a second or more.
         exchange.emulate_link(6400 * 8 / 1e8)
         header = Header("all_reduce", layout_hash=count, weight=weights[rank])
-        pending = exchange.start(slot, outer=None, params=[tensors[rank]], header=header)
+        work = exchange.start(buffers, outer=None, params=[tensors[rank]], header=header)
         out = torch.full((count,), 7.0)
-        while not pending.done() and out[0] == 7.0:
+        while not work.done() and out[0] == 7.0:
             with contextlib.suppress(TimeoutError):
-                pending.collect(out, timeout=0.02)
+                work.collect(out, timeout=0.02)
         arrived = int((out != 7.0).nonzero().max()) + 1
-        assert not pending.done() and arrived < count
+        assert not work.done() and arrived < count
         assert torch.equal(out[:arrived], expected[:arrived])
         with pytest.raises(TimeoutError, match=r"not done after 0\.001 s"):
-            pending.collect(out, timeout=0.001)
-        outcome = pending.collect(out, timeout=60.0)
+            work.collect(out, timeout=0.001)
+        outcome = work.collect(out, timeout=60.0)
         assert torch.equal(out, expected)
         outcome.decode([out.zero_()])
         assert torch.equal(out, expected)

@@ -37,41 +37,41 @@ def _connect(address: Address, replica: int, members: list[int], **kwargs: Any) 
     return Exchange(store, replica, members, **{**defaults, **kwargs})
 
 
-def _round(ex: Exchange, slot: Any, round: int, members: list[int]) -> bool:
+def _round(ex: Exchange, buffers: Any, round: int, members: list[int]) -> bool:
     """One exchange; whether it gave the bytes of the reference."""
     inputs = [[values(round, replica, N)] for replica in members]
-    outcome = sync(ex, slot, inputs[ex.rank], round=round)
-    slot.commit()
-    return digest(outcome) == reference_digest(inputs, slot.layout, [1.0] * len(members))
+    outcome = sync(ex, buffers, inputs[ex.rank], round=round)
+    buffers.commit()
+    return digest(outcome) == reference_digest(inputs, buffers.layout, [1.0] * len(members))
 
 
 def _survive(rank: int, world: int, address: Address, victim: int, fault: dict[str, Any]) -> Any:
     """Two good rounds, one in which the victim dies, and one among the survivors."""
     everybody = list(range(world))
     ex = _connect(address, rank, everybody)
-    slot = ex.slot(N, WireFormat("int8"))
-    assert all([_round(ex, slot, round, everybody) for round in range(2)])
+    buffers = ex.buffers(N, WireFormat("int8"))
+    assert all([_round(ex, buffers, round, everybody) for round in range(2)])
     if rank == victim:
         ex.inject_fault(action="kill", **fault)
     params = values(2, rank, N)
     before = params.clone()
     error, last, terms = None, 1, []
     try:
-        terms = sync(ex, slot, [params], round=2).terms
-        slot.commit()
+        terms = sync(ex, buffers, [params], round=2).terms
+        buffers.commit()
         last = 2
     except SyncError as caught:
         error = caught
     assert torch.equal(params, before)
     if error is not None:
         with pytest.raises(RuntimeError, match="is dead"):
-            sync(ex, slot, [params], round=3)
+            sync(ex, buffers, [params], round=3)
     survivors = [replica for replica in everybody if replica != victim]
     repairs = ex.change_group(survivors, last_rounds={0: last})
     repaired = [(r.fragment, r.round, [c for _, c in r.terms]) for r in repairs]
     terms = repairs[0].terms if repairs else terms
     hashes = ex.exchange_objects(b"".join(p.numpy().tobytes() for p, _ in terms)[:4096])
-    going_on = _round(ex, slot, 7, survivors)
+    going_on = _round(ex, buffers, 7, survivors)
     ex.close()
     return error, last, repaired, len(set(hashes)), going_on
 
@@ -131,12 +131,12 @@ def test_a_survivor_that_missed_the_vote_gets_the_round(fresh_workers: Fresh, vi
 
 def _hang(rank: int, world: int, address: Address) -> Any:
     ex = _connect(address, rank, list(range(world)), timeout=HANG_TIMEOUT)
-    slot = ex.slot(N, WireFormat("int8"))
-    assert _round(ex, slot, 0, list(range(world)))
+    buffers = ex.buffers(N, WireFormat("int8"))
+    assert _round(ex, buffers, 0, list(range(world)))
     if rank == 1:
         ex.inject_fault(action="stop", stage="post_exchange", chunk=2)
     with pytest.raises(SyncError) as caught:
-        _round(ex, slot, 1, list(range(world)))
+        _round(ex, buffers, 1, list(range(world)))
     connect(address).set(f"failed/{rank}", "")
     ex.close()
     caught.value.raw = str(caught.value.__cause__)  # which is not pickled
@@ -160,18 +160,18 @@ def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh) -> None:
 def _late(rank: int, world: int, address: Address) -> Any:
     """Rank 2 never starts; the others time out at their headers, name it, and go on with it."""
     ex = _connect(address, rank, list(range(world)), timeout=2.0)
-    slot = ex.slot(N, WireFormat("int8"))
+    buffers = ex.buffers(N, WireFormat("int8"))
     error = None
     if rank == 2:
         ex.store.wait(["failed/0", "failed/1"])
     else:
         with pytest.raises(SyncError) as caught:
-            _round(ex, slot, 0, list(range(world)))
+            _round(ex, buffers, 0, list(range(world)))
         error = caught.value
         ex.store.set(f"failed/{rank}", "")
     ex.timeout = 20.0
     ex.change_group(list(range(world)), last_rounds={0: -1})
-    fine = _round(ex, slot, 0, list(range(world)))
+    fine = _round(ex, buffers, 0, list(range(world)))
     ex.close()
     return error, fine
 
@@ -186,16 +186,18 @@ def test_a_group_is_rebuilt_although_every_peer_lives(fresh_workers: Fresh) -> N
 
 def _leave_early(rank: int, world: int, address: Address) -> Any:
     ex = _connect(address, rank, list(range(world)))
-    slot = ex.slot(N, WireFormat("int8"))
-    ex.start(slot, outer=None, params=[values(0, rank, N)], header=Header(inner_step=70)).wait(20)
-    slot.commit()
+    buffers = ex.buffers(N, WireFormat("int8"))
+    ex.start(buffers, outer=None, params=[values(0, rank, N)], header=Header(inner_step=70)).wait(
+        20
+    )
+    buffers.commit()
     if rank == 1:
         ex.close()
         return None
     if rank == 2:
         ex.store.wait(["failed/0"])  # rank 0 waits for a header that is not there yet
     with pytest.raises(PeerLeft) as caught:
-        _round(ex, slot, 1, list(range(world)))
+        _round(ex, buffers, 1, list(range(world)))
     ex.store.set(f"failed/{rank}", "")
     ex.close()
     return caught.value
@@ -216,20 +218,20 @@ def _mismatch(rank: int, world: int, address: Address, field: str) -> Any:
     n = N + 64 if odd and field == "num_elements" else N
     wire = WireFormat("int4" if odd and field == "wire" else "int8",
                       128 if odd and field == "block_size" else 256)  # fmt: skip
-    slot = ex.slot(n, wire)
+    buffers = ex.buffers(n, wire)
     header = Header(num_fragments=4)
     if odd and hasattr(header, field) and field != "kind":
         setattr(header, field, 3)
     if odd and field == "kind":
         header.kind = "flush"
     stochastic = odd and field == "rounding"
-    pending = ex.start(
-        slot, outer=None, params=[torch.randn(n)], header=header, stochastic=stochastic
+    work = ex.start(
+        buffers, outer=None, params=[torch.randn(n)], header=header, stochastic=stochastic
     )
     with pytest.raises(ReplicaMismatch) as caught:
-        pending.wait(20)
+        work.wait(20)
     # The groups are as good as before: nothing had been posted.
-    fine = _round(ex, ex.slot(N, WireFormat("int8")), 5, list(range(world)))
+    fine = _round(ex, ex.buffers(N, WireFormat("int8")), 5, list(range(world)))
     ex.close()
     return str(caught.value), fine
 
@@ -259,13 +261,13 @@ def test_mismatch_names_values_and_replicas(fresh_workers: Fresh, field: str, te
 
 def _bad_values(rank: int, world: int, address: Address, value: float) -> Any:
     ex = _connect(address, rank, list(range(world)))
-    slot = ex.slot(N, WireFormat("int8"))
+    buffers = ex.buffers(N, WireFormat("int8"))
     params = torch.ones(N)
     if rank == 1:
         params[12345] = value
     with pytest.raises(NonFiniteError) as caught:
-        sync(ex, slot, [params])
-    fine = _round(ex, slot, 1, list(range(world)))
+        sync(ex, buffers, [params])
+    fine = _round(ex, buffers, 1, list(range(world)))
     ex.close()
     return caught.value, fine
 
@@ -284,14 +286,14 @@ def _bad_means(rank: int, world: int, address: Address) -> list[str]:
     ex = _connect(address, rank, list(range(world)))
     messages = []
     for name in WIRES:
-        slot = ex.slot(N, WireFormat(name))
+        buffers = ex.buffers(N, WireFormat(name))
         largest = 2.0**15 if name == "fp16" else 2.0**126
         for round, value in enumerate((largest, largest / 2)):
             params = torch.ones(N)
             params[12345] = value
             try:
-                mean = decode(sync(ex, slot, [params], round=round))[12345].item()
-                slot.commit()
+                mean = decode(sync(ex, buffers, [params], round=round))[12345].item()
+                buffers.commit()
                 assert abs(mean / value - 1) < 1 / 64, (name, mean)
             except NonFiniteError as error:
                 assert round == 0 and error.replicas == tuple(range(world)), name
@@ -312,12 +314,12 @@ def test_a_mean_that_no_wire_carries(fresh_workers: Fresh) -> None:
 
 def _zero_weights(rank: int, world: int, address: Address) -> Any:
     ex = _connect(address, rank, list(range(world)))
-    slot = ex.slot(N, WireFormat("fp32"))
+    buffers = ex.buffers(N, WireFormat("fp32"))
     with pytest.raises(SyncError, match="not all zero"):
-        sync(ex, slot, [torch.ones(N)], weight=0.0)
+        sync(ex, buffers, [torch.ones(N)], weight=0.0)
     with pytest.raises(SyncError, match="weights must be finite"):
-        sync(ex, slot, [torch.ones(N)], weight=-1.0 if rank else 1.0)
-    outcome = sync(ex, slot, [torch.full((N,), float(rank))], weight=float(rank == 1))
+        sync(ex, buffers, [torch.ones(N)], weight=-1.0 if rank else 1.0)
+    outcome = sync(ex, buffers, [torch.full((N,), float(rank))], weight=float(rank == 1))
     ex.close()
     return decode(outcome).unique().tolist()
 
@@ -333,14 +335,14 @@ def _join(rank: int, world: int, address: Address) -> Any:
         ex = _connect(address, 2, [0, 1, 2], join=True)
     else:
         ex = _connect(address, rank, [0, 1])
-        slot = ex.slot(N, WireFormat("int8"))
-        assert all([_round(ex, slot, round, [0, 1]) for round in range(3)])
+        buffers = ex.buffers(N, WireFormat("int8"))
+        assert all([_round(ex, buffers, round, [0, 1]) for round in range(3)])
         assert ex.change_group([0, 1, 2], last_rounds={0: 2}) == []
     state = torch.full((100,), 7.0 if rank < 2 else 0.0)
     ex.broadcast([state], min(r for r in ex.members if r not in ex.joined))
     if rank == 2:
-        slot = ex.slot(N, WireFormat("int8"))
-    fine = _round(ex, slot, ex.agreed_rounds[0] + 1, [0, 1, 2])
+        buffers = ex.buffers(N, WireFormat("int8"))
+    fine = _round(ex, buffers, ex.agreed_rounds[0] + 1, [0, 1, 2])
     result = ex.joined, ex.agreed_rounds, state.unique().tolist(), fine, ex.epoch
     ex.close()
     return result
@@ -371,18 +373,18 @@ def test_more_than_one_round_behind_is_an_error(fresh_workers: Fresh) -> None:
 def _retry(rank: int, world: int, address: Address) -> bool:
     """The first attempt to regroup fails, because a member is dead; the second one succeeds."""
     ex = _connect(address, rank, [0, 1, 2])
-    slot = ex.slot(N, WireFormat("int8"))
-    assert _round(ex, slot, 0, [0, 1, 2])
+    buffers = ex.buffers(N, WireFormat("int8"))
+    assert _round(ex, buffers, 0, [0, 1, 2])
     if rank == 2:
         ex.inject_fault(action="kill", stage="header")
     with pytest.raises(SyncError):
-        _round(ex, slot, 1, [0, 1, 2])
+        _round(ex, buffers, 1, [0, 1, 2])
     ex.timeout = 2.0 + rank
     with pytest.raises(SyncError, match=r"\[2\] did not come|differs"):
         ex.change_group([0, 1, 2], last_rounds={0: 0})
     ex.timeout = 20.0
     ex.change_group([0, 1], last_rounds={0: 0})
-    fine = _round(ex, slot, 1, [0, 1])
+    fine = _round(ex, buffers, 1, [0, 1])
     ex.close()
     return fine
 

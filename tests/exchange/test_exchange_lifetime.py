@@ -33,10 +33,10 @@ def _open_and_close(rank: int, world: int) -> list[tuple[int, int]]:
     counts = []
     for _ in range(4):
         with exchange(rank, world, lanes=2) as ex:
-            slot = ex.slot(3000, WireFormat("int8"))
+            buffers = ex.buffers(3000, WireFormat("int8"))
             for round in range(3):
-                sync(ex, slot, [values(0, rank, 3000)], round=round)
-                slot.commit()
+                sync(ex, buffers, [values(0, rank, 3000)], round=round)
+                buffers.commit()
             ex.close()
             ex.close()
         dist.barrier()
@@ -108,11 +108,11 @@ def test_no_room_for_a_second_thread() -> None:
 
 def test_a_forked_child_is_told() -> None:
     ex = _alone()
-    slot = ex.slot(100, WireFormat("int8"))
-    pending = ex.start(slot, outer=None, params=[torch.ones(100)], header=Header())
+    buffers = ex.buffers(100, WireFormat("int8"))
+    work = ex.start(buffers, outer=None, params=[torch.ones(100)], header=Header())
     calls: list[Callable[[], object]] = [
-        lambda: ex.start(slot, outer=None, params=[torch.ones(100)], header=Header()),
-        pending.wait, pending.done, lambda: pending.headers,
+        lambda: ex.start(buffers, outer=None, params=[torch.ones(100)], header=Header()),
+        work.wait, work.done, lambda: work.headers,
     ]  # fmt: skip
     reading, writing = os.pipe()
     child = os.fork()
@@ -125,7 +125,7 @@ def test_a_forked_child_is_told() -> None:
                 text = str(error)
             os.write(writing, text.encode() + b"\n")
         ex.close()
-        del ex, pending, calls
+        del ex, work, calls
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as answers:
@@ -133,18 +133,18 @@ def test_a_forked_child_is_told() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert len(texts) == len(calls)
     assert all("forked child" in text and "create a new DiLoCo" in text for text in texts)
-    pending.wait(40)
-    slot.commit()
-    sync(ex, slot, [torch.ones(100)])
+    work.wait(40)
+    buffers.commit()
+    sync(ex, buffers, [torch.ones(100)])
     ex.close()
 
 
 def test_a_closed_exchange_refuses() -> None:
     ex = _alone()
-    slot = ex.slot(100, WireFormat("int8"))
+    buffers = ex.buffers(100, WireFormat("int8"))
     ex.close()
     with pytest.raises(RuntimeError, match="closed"):
-        sync(ex, slot, [torch.ones(100)])
+        sync(ex, buffers, [torch.ones(100)])
 
 
 def test_arguments_are_checked() -> None:
@@ -166,14 +166,14 @@ def test_arguments_are_checked() -> None:
         with pytest.raises(ValueError, match="emulate_link needs"):
             ex.emulate_link(-1.0)
         with pytest.raises(ValueError, match="at least one element"):
-            ex.slot(0, WireFormat("int8"))
+            ex.buffers(0, WireFormat("int8"))
         with pytest.raises(ValueError, match="at most 1024 replicas, got 1025"):
             ex.change_group(range(1025), last_rounds={})
-        slot = ex.slot(100, WireFormat("int8"))
+        buffers = ex.buffers(100, WireFormat("int8"))
         # A wrong argument surfaces before any peer hears of the exchange.
         with pytest.raises((ValueError, RuntimeError)):
-            ex.start(slot, outer=None, params=[torch.ones(99)], header=Header())
-        sync(ex, slot, [torch.ones(100)])
+            ex.start(buffers, outer=None, params=[torch.ones(99)], header=Header())
+        sync(ex, buffers, [torch.ones(100)])
 
 
 def test_more_chunks_than_tags() -> None:
@@ -181,7 +181,7 @@ def test_more_chunks_than_tags() -> None:
         with pytest.raises(
             ValueError, match=r"at most 524288 chunks, got 6\d+: chunk_bytes is too"
         ):
-            ex.slot(20_000_000, WireFormat("int8", 32))
+            ex.buffers(20_000_000, WireFormat("int8", 32))
 
 
 def test_empty_pages_are_aligned_and_zero() -> None:
@@ -196,11 +196,11 @@ def _emulated(rank: int, world: int, gbps: float, rtt_ms: float, n: int) -> floa
     with exchange(rank, world, chunk_bytes=64 << 10) as ex:
         ex.emulate_link(gbps, rtt_ms)
         assert ex.link == f"emulated {gbps:g} Gbit/s, {rtt_ms:g} ms round trip"
-        slot = ex.slot(n, WireFormat("int8"))
+        buffers = ex.buffers(n, WireFormat("int8"))
         params = [values(0, rank, n)]
-        sync(ex, slot, params, round=0)
-        slot.commit()
-        outcome = sync(ex, slot, params, round=1)
+        sync(ex, buffers, params, round=0)
+        buffers.commit()
+        outcome = sync(ex, buffers, params, round=1)
         return outcome.seconds["total"] - outcome.sent_bytes * 8 / gbps / 1e9
 
 
@@ -214,12 +214,12 @@ def test_an_emulated_link_is_never_faster_than_it_says(workers: Workers, world: 
 def _steady(rank: int, world: int) -> list[int]:
     faults = []
     with exchange(rank, world, chunk_bytes=1 << 20) as ex:
-        slot = ex.slot(4 << 20, WireFormat("int8"))
+        buffers = ex.buffers(4 << 20, WireFormat("int8"))
         outer, params = empty_pages(4 << 20), [empty_pages(4 << 20)]
         for round in range(12):
             header = Header(round=round)
-            outcome = ex.start(slot, outer=outer, params=params, header=header).wait(40)
-            slot.commit()
+            outcome = ex.start(buffers, outer=outer, params=params, header=header).wait(40)
+            buffers.commit()
             faults.append(sum(outcome.counters.values()))
     return faults
 

@@ -14,57 +14,59 @@ from torch import Tensor
 from workers import Pool
 
 from diloco_comm.base.errors import NonFiniteError, SyncError
-from diloco_comm.exchange.buffers import Slot
+from diloco_comm.exchange.buffers import ExchangeBuffers
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.headers import Header
-from diloco_comm.exchange.work import Outcome
+from diloco_comm.exchange.work import Mean
 from diloco_comm.ops.wire import WireFormat
 
 N = 60_000
 WIRE = WireFormat("int4")
 
 
-def _connect(address: tuple[str, int], replica: int, world: int) -> tuple[Exchange, Slot]:
+def _connect(
+    address: tuple[str, int], replica: int, world: int
+) -> tuple[Exchange, ExchangeBuffers]:
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
     ex = Exchange(
         store, replica, range(world), chunk_bytes=CHUNK_BYTES, timeout=20.0, report_patience=2.0
     )
-    return ex, ex.slot(N, WIRE, error_feedback=True)
+    return ex, ex.buffers(N, WIRE, error_feedback=True)
 
 
 def _sent(payload: Tensor, layout: Any) -> Tensor:
-    return decode(Outcome([(payload, 1.0)], layout, [], [], {}, 0, 0))
+    return decode(Mean([(payload, 1.0)], layout, [], [], {}, 0, 0))
 
 
 def _miss_the_vote(rank: int, world: int, address: tuple[str, int]) -> Any:
-    ex, slot = _connect(address, rank, world)
-    sync(ex, slot, [values(0, rank, N)], round=0)
-    slot.commit()
-    assert slot.residual is not None
-    owed, params = slot.residual.clone(), values(1, rank, N)
+    ex, buffers = _connect(address, rank, world)
+    sync(ex, buffers, [values(0, rank, N)], round=0)
+    buffers.commit()
+    assert buffers.residual is not None
+    owed, params = buffers.residual.clone(), values(1, rank, N)
     if rank == world - 1:
         ex.inject_fault(action="kill", stage="vote", num_peers=1)
-    pending = ex.start(slot, outer=None, params=[params], header=Header("sync", round=1))
-    expected = params + owed - _sent(pending.payload, pending.layout)
+    work = ex.start(buffers, outer=None, params=[params], header=Header("sync", round=1))
+    expected = params + owed - _sent(work.payload, work.layout)
     last = 0
     try:
-        terms = pending.wait(20).terms
-        slot.commit()
+        terms = work.wait(20).terms
+        buffers.commit()
         last = 1
     except SyncError:
-        assert torch.equal(slot.residual, owed)
+        assert torch.equal(buffers.residual, owed)
         with pytest.raises(RuntimeError, match="is dead"):
-            sync(ex, slot, [torch.zeros(N)], round=1)
+            sync(ex, buffers, [torch.zeros(N)], round=1)
     repairs = ex.change_group(range(world - 1), last_rounds={0: last})
     assert len(repairs) == 1 - last
     if repairs:
         terms = repairs[0].terms
     blobs = ex.exchange_objects(b"".join(p.numpy().tobytes() for p, _ in terms))
-    torch.testing.assert_close(slot.residual, expected, rtol=0, atol=1e-5)
-    assert not torch.allclose(slot.residual, owed, atol=1e-3)
-    sync(ex, slot, [values(2, rank, N)], round=2)
-    slot.commit()
-    sizes = len(slot._owns), len(slot._results), ex.size
+    torch.testing.assert_close(buffers.residual, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(buffers.residual, owed, atol=1e-3)
+    sync(ex, buffers, [values(2, rank, N)], round=2)
+    buffers.commit()
+    sizes = len(buffers._owns), len(buffers._results), ex.size
     ex.close()
     return last, len(set(blobs)), sizes
 
@@ -95,8 +97,8 @@ def test_behind_without_a_vote_is_an_error_everywhere(fresh_workers: Callable[..
         assert "replica 0 lacks round 1 of fragment 0" in message
 
 
-def _residuals(slot: Slot) -> list[Tensor]:
-    return [r.clone() for r in (slot.residual, *slot.residuals.reductions()) if r is not None]
+def _residuals(buffers: ExchangeBuffers) -> list[Tensor]:
+    return [r.clone() for r in (buffers.residual, *buffers.residuals.reductions()) if r is not None]
 
 
 def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -105,29 +107,29 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 def _regroup(rank: int, world: int, address: tuple[str, int]) -> Any:
     """Rejected and abandoned rounds leave no trace; the same group keeps both residuals."""
-    ex, slot = _connect(address, rank, world)
-    sync(ex, slot, [values(0, rank, N)], round=0)
-    slot.commit()
-    owed = _residuals(slot)
+    ex, buffers = _connect(address, rank, world)
+    sync(ex, buffers, [values(0, rank, N)], round=0)
+    buffers.commit()
+    owed = _residuals(buffers)
     assert all(r.abs().sum() > 0 for r in owed)
     with pytest.raises(NonFiniteError):
-        sync(ex, slot, [torch.full((N,), float("nan") if rank == 0 else 1.0)], round=1)
-    assert _equal(_residuals(slot), owed)
-    outcome = sync(ex, slot, [values(1, rank, N)], round=1)
-    agreed = _residuals(slot)
+        sync(ex, buffers, [torch.full((N,), float("nan") if rank == 0 else 1.0)], round=1)
+    assert _equal(_residuals(buffers), owed)
+    outcome = sync(ex, buffers, [values(1, rank, N)], round=1)
+    agreed = _residuals(buffers)
     # All have agreed on that round and nobody has applied it: it counts.
     repairs = ex.change_group(range(world), last_rounds={0: 0})
     counts = [(r.fragment, r.round) for r in repairs] == [(0, 1)]
     counts = counts and _equal([p for p, _ in repairs[0].terms], [p for p, _ in outcome.terms])
-    kept = _equal(_residuals(slot), agreed)
+    kept = _equal(_residuals(buffers), agreed)
     if rank == 0:
         ex.inject_fault(action="fail", stage="vote")
     with pytest.raises(SyncError):
-        sync(ex, slot, [values(2, rank, N)], round=2)
+        sync(ex, buffers, [values(2, rank, N)], round=2)
     # Replica 0 has no vote in this one.
     assert ex.change_group(range(world), last_rounds={0: 1}) == []
-    kept = kept and _equal(_residuals(slot), agreed)
-    sizes = len(slot._owns), len(slot._results)
+    kept = kept and _equal(_residuals(buffers), agreed)
+    sizes = len(buffers._owns), len(buffers._results)
     ex.close()
     return counts, kept, len(owed), sizes
 
@@ -142,17 +144,17 @@ def test_rounds_that_nobody_applied(fresh_workers: Callable[..., Pool], world: i
 
 def _left_behind(rank: int, world: int, address: tuple[str, int]) -> str:
     """The last replica comes back from an epoch that the others have left and gone on from."""
-    ex, slot = _connect(address, rank, world)
-    sync(ex, slot, [values(0, rank, N)], round=0)
-    slot.commit()
+    ex, buffers = _connect(address, rank, world)
+    sync(ex, buffers, [values(0, rank, N)], round=0)
+    buffers.commit()
     if rank == world - 1:
         ex.inject_fault(action="fail", stage="reduce", chunk=0)
     with pytest.raises(SyncError):
-        sync(ex, slot, [values(1, rank, N)], round=1)
+        sync(ex, buffers, [values(1, rank, N)], round=1)
     if rank < world - 1:
         ex.change_group(range(world - 1), last_rounds={0: 0})
-        sync(ex, slot, [values(1, rank, N)], round=1)
-        slot.commit()
+        sync(ex, buffers, [values(1, rank, N)], round=1)
+        buffers.commit()
     # Its round 1 would be another one.
     with pytest.raises(SyncError) as caught:
         ex.change_group(range(world), last_rounds={0: 1})

@@ -265,8 +265,8 @@ def send_slowly(rank: int, world: int) -> list[str]:
     ex, params = Exchange.from_group(), [torch.zeros(100_000)]
     ex.emulate_link(gbps=0.0002, rtt_ms=0.0)
     with ex:
-        slot = ex.slot(100_000, WireFormat("int8"))
-        ex.start(slot, outer=None, params=params, header=Header(fragment=0, round=7)).wait()
+        buffers = ex.buffers(100_000, WireFormat("int8"))
+        ex.start(buffers, outer=None, params=params, header=Header(fragment=0, round=7)).wait()
     return lines
 
 

@@ -25,7 +25,7 @@ from diloco_comm import CO2, Blocking, Delayed, DiLoCo, Eager, Streaming
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.headers import Header
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.rounds.synced import ParameterPart
+from diloco_comm.rounds.synced import SyncedFragment
 
 PACKAGE = str(Path(diloco_comm.__file__).parent)
 SYNC_EVERY, LAST = 2, 6
@@ -180,14 +180,14 @@ def in_the_middle(rank: int, world: int, name: str, is_shared: bool) -> tuple[bo
     if is_shared:
         group["group"] = [dist.new_group([r]) for r in range(world)][rank]
     model, optimizer, diloco = attach(**POLICIES[name], **group)
-    apply, was_interrupted = ParameterPart.apply, False
+    apply, was_interrupted = SyncedFragment.apply, False
 
-    def interrupted(part: ParameterPart, step: Any) -> None:
+    def interrupted(part: SyncedFragment, step: Any) -> None:
         apply(part, step)
         if rank == 1 and part.index == 0 and diloco.inner_step == LAST:
             interrupt()
 
-    ParameterPart.apply = interrupted  # type: ignore[method-assign]
+    SyncedFragment.apply = interrupted  # type: ignore[method-assign]
     with default_handler(), diloco:
         try:
             for step in range(LAST + 4):
@@ -197,7 +197,7 @@ def in_the_middle(rank: int, world: int, name: str, is_shared: bool) -> tuple[bo
                 except KeyboardInterrupt:
                     was_interrupted = diloco.inner_step == LAST
         finally:
-            ParameterPart.apply = apply  # type: ignore[method-assign]
+            SyncedFragment.apply = apply  # type: ignore[method-assign]
         diloco.flush()
         return was_interrupted, str([p.tolist() for p in model.parameters()])
 
@@ -222,8 +222,8 @@ def while_a_peer_is_awaited(rank: int, world: int, call: str) -> None:
     for thread in threads:
         thread.join()
     exchange = made[0]
-    slot = exchange.slot(100, WireFormat("int8"))
-    pending = exchange.start(slot, outer=None, params=[torch.ones(100)], header=Header())
+    buffers = exchange.buffers(100, WireFormat("int8"))
+    work = exchange.start(buffers, outer=None, params=[torch.ones(100)], header=Header())
     with default_handler():
         main = threading.get_ident()
         waiter = threading.Thread(target=interrupt_once_waiting, args=(main,), daemon=True)
@@ -231,7 +231,7 @@ def while_a_peer_is_awaited(rank: int, world: int, call: str) -> None:
             waiter.start()
             exchange.emulate_link(1.0) if call == "emulate_link" else exchange.close()
         waiter.join()
-    assert pending.done() == (call == "close")
+    assert work.done() == (call == "close")
     for exchange in made.values():
         exchange._close(patience_s=0.0)
 
@@ -244,19 +244,19 @@ def test_a_wait_for_an_earlier_exchange_ends(call: str, workers) -> None:
 def twice(rank: int, world: int) -> list[str]:
     """A second Ctrl-C breaks in."""
     model, optimizer, diloco = attach(overlap=Delayed())
-    apply, messages = ParameterPart.apply, []
+    apply, messages = SyncedFragment.apply, []
 
-    def interrupted(part: ParameterPart, step: Any) -> None:
+    def interrupted(part: SyncedFragment, step: Any) -> None:
         interrupt(2 if diloco.inner_step == LAST else 0)
         apply(part, step)
 
-    ParameterPart.apply = interrupted  # type: ignore[method-assign]
+    SyncedFragment.apply = interrupted  # type: ignore[method-assign]
     with default_handler(), diloco:
         try:
             with pytest.raises(KeyboardInterrupt):
                 train(model, optimizer, diloco, range(LAST))
         finally:
-            ParameterPart.apply = apply  # type: ignore[method-assign]
+            SyncedFragment.apply = apply  # type: ignore[method-assign]
         for call in (diloco.step, diloco.flush, diloco.state_dict):
             with pytest.raises(RuntimeError) as error:
                 call()

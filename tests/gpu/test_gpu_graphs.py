@@ -17,9 +17,9 @@ def addresses(replica: Replica) -> list[int]:
     """Where all lies that a graph of the training step, or of the operators, would have fixed."""
     kept = [*replica.model.parameters(), *replica.model.buffers()]
     for part in replica.diloco.parts:
-        slot: Any = part.slot
+        buffers: Any = part.buffers
         kept += [part.outer, *part.state.tensors().values()] if part.outer is not None else []
-        kept += [payload.tensor for payload in (*slot._owns, *slot._results)]
+        kept += [payload.tensor for payload in (*buffers._owns, *buffers._results)]
     return [tensor.data_ptr() for tensor in kept]
 
 

@@ -134,7 +134,7 @@ def encoded_ranges(rank: int, world: int, library: str) -> list[Any]:
             replica = Replica(rank, here, **on_streams(options))
             replica.steps(0, 9)
             (part,) = replica.diloco.parts
-            given.append([replica.all(), part.slot.layout.run_elements])
+            given.append([replica.all(), part.buffers.layout.run_elements])
             replica.diloco.close()
     (on_device, run_elements), (from_host, _) = given
     return [equal(on_device, from_host), run_elements, ranges]

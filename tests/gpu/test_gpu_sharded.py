@@ -50,7 +50,7 @@ def run_sharded(
         diloco.flush()
         one.steps(9, 13)
         tensors = one.all()
-    return tensors, diloco._workmates._control.is_closed
+    return tensors, diloco._workers._control.is_closed
 
 
 def no_host_wait(rank: int, world: int, device: str, library: str) -> list[bool]:

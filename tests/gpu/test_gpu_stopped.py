@@ -137,13 +137,13 @@ def without_headers(
         torch.accelerator.synchronize()
         os.kill(os.getpid(), signal.SIGKILL)
     replica.steps(7, 8)
-    pending, failure = part.in_flight[-1].pending, ""
+    work, failure = part.in_flight[-1].work, ""
     try:
-        pending.wait(TIMEOUT_S / 2)
+        work.wait(TIMEOUT_S / 2)
     except SyncError as error:
         failure = error.stage
-    result: dict[str, Any] = {"failure": failure, "state": pending._round.state, "own": sends[-1]}
-    result["presumed"] = [header.weight for header in pending.headers]
+    result: dict[str, Any] = {"failure": failure, "state": work._round.state, "own": sends[-1]}
+    result["presumed"] = [header.weight for header in work.headers]
     diloco.change_group("survivors")
     result |= {"weight_sum": part.weight_sum, "round": part.round}
     replica.steps(8, 16)

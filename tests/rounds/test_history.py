@@ -234,10 +234,10 @@ def digests(rank: int, world: int, wire: str, num_elements: int) -> list[tuple[i
     """Three rounds: the engine's digest, and one of the payloads' bytes as they lie here."""
     found = []
     with exchange(rank, world) as ex:
-        slot = ex.slot(num_elements, wire_of(wire))
+        buffers = ex.buffers(num_elements, wire_of(wire))
         for round in range(3):
             params = [values(min(round, 1), rank, num_elements)]
-            outcome = sync(ex, slot, params, round=round)
+            outcome = sync(ex, buffers, params, round=round)
             decode(outcome)
             sums = torch.zeros(2, dtype=torch.int64)
             total = sum(payload.numel() for payload, _ in outcome.terms)
@@ -246,7 +246,7 @@ def digests(rank: int, world: int, wire: str, num_elements: int) -> list[tuple[i
                     first_word = (place * payload.numel() + begin) // 8
                     reference_digest(payload[begin:end], sums, first_word)
             found.append((outcome.digest, finish_digest(*sums.tolist(), total)))
-            slot.commit()
+            buffers.commit()
     return found
 
 

@@ -183,14 +183,14 @@ def owe_and_reset(rank: int, world: int, address: tuple[str, int], setup: Setup)
     replica.train_until_failure(4 * H)
     replica.diloco.change_group(range(2))
     part = replica.diloco.parts[0]
-    owed = part.slot.residuals.added.clone()
+    owed = part.buffers.residuals.added.clone()
     replica.train_to(replica.diloco.inner_step // H * H + H - 1)
     if rank == VICTIM:
         spoil(replica.model)
     replica.step()
-    after_reset = part.owes, part.slot.residuals.added
+    after_reset = part.owes, part.buffers.residuals.added
     replica.diloco.flush()
-    rest = part.slot.residuals.added
+    rest = part.buffers.residuals.added
     is_paid = not part.owes and (rest is None or not bool(rest.any()))
     result = replica.result()
     assert [m.reset_replicas for m in replica.diloco.metrics()].count((VICTIM,)) == 1

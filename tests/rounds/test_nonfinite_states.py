@@ -191,9 +191,9 @@ def snapshot(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
     for part in diloco.parts:
         if part.outer is not None:
             tensors += [part.outer.clone(), *(t.clone() for t in part.state.tensors().values())]
-        if part.slot.residual is not None:
-            tensors.append(part.slot.residual.clone())
-        tensors += [residual.clone() for residual in part.slot.residuals.reductions()]
+        if part.buffers.residual is not None:
+            tensors.append(part.buffers.residual.clone())
+        tensors += [residual.clone() for residual in part.buffers.residuals.reductions()]
         tensors.append(torch.tensor([part.round, part.last_sent, part.owes, part.is_ahead]))
     return tensors
 

@@ -126,8 +126,8 @@ def settle_a_first_round(
     if dies:
         assert failure is not None and failure.stage == "vote"
         replica.diloco.change_group([0])
-    assert part.round == 1 and part.slot is not None and not part.in_flight
-    owed = part.slot.residuals.added
+    assert part.round == 1 and part.buffers is not None and not part.in_flight
+    owed = part.buffers.residuals.added
     result = {
         "outer": part.outer.clone(),
         "local": torch.cat([tensor.flatten() for tensor in part.tensors()]),

@@ -211,8 +211,8 @@ def replica_gaps(rank: int, world: int, wire: str, rounds: int) -> list[tuple[fl
             train_step(model, optimizer, rank, step, WIDTH)
             if (step + 1) % 2:
                 continue
-            pending = list(part.in_flight)
-            own = sum(part.decode(f.own, f.layout, "").double() / world for f in pending)
+            work = list(part.in_flight)
+            own = sum(part.decode(f.own, f.layout, "").double() / world for f in work)
             mine = torch.stack([part.outer.double(), own])
             theirs = [torch.empty_like(mine) for _ in range(world)]
             torch.distributed.all_gather(theirs, mine)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from workers import Pool
 
 from diloco_comm import CO2, Delayed, DiLoCo, Eager, HeavyBall
-from diloco_comm.rounds.flights import Flight
-from diloco_comm.rounds.synced import Part
+from diloco_comm.rounds.flights import RoundInFlight
+from diloco_comm.rounds.synced import SyncedPart
 
 H, WIDTH, BLOCK = 2, 24, 32
 POLICIES: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 class Means(Ledger):
     """Counts the means that were applied, in place of the own payloads."""
 
-    def _commit(self, part: Part, flight: Flight, arrival: Any) -> None:
+    def _commit(self, part: SyncedPart, flight: RoundInFlight, arrival: Any) -> None:
         for payload, coefficient in arrival.terms:
             decoded = part.decode(payload, arrival.layout, "").double()
             self.applied[part.index] += coefficient * decoded
@@ -47,7 +47,7 @@ class Means(Ledger):
             self.diloco.parts, self.learned, self.applied, strict=True
         ):
             assert not part.in_flight
-            rest = learned - part.slot.residuals.added.double()
+            rest = learned - part.buffers.residuals.added.double()
             total = (rest / dist.get_world_size() - lost_by_reduction(part))[BLOCK:]
             dist.all_reduce(total)
             difference = (total - applied[BLOCK:]).abs().max()
@@ -55,13 +55,13 @@ class Means(Ledger):
         return worst
 
 
-def lost_by_reduction(part: Part) -> Tensor:
+def lost_by_reduction(part: SyncedPart) -> Tensor:
     """Return the residuals of this rank's runs, where their elements are."""
-    slot, lost = part.slot, torch.zeros(part.num_elements, dtype=torch.float64)
-    for residual in slot.residuals.reductions():
-        for chunk in range(slot.num_chunks):
-            begin, end = slot.layout.run_range(chunk * slot.world_size + slot.rank)
-            first = chunk * slot.layout.run_elements
+    buffers, lost = part.buffers, torch.zeros(part.num_elements, dtype=torch.float64)
+    for residual in buffers.residuals.reductions():
+        for chunk in range(buffers.num_chunks):
+            begin, end = buffers.layout.run_range(chunk * buffers.world_size + buffers.rank)
+            first = chunk * buffers.layout.run_elements
             lost[begin:end] += residual[first : first + end - begin].double()
     return lost
 

@@ -64,7 +64,7 @@ def snapshot(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
         for flight in part.in_flight:
             tensors += [payload.clone() for payload, _ in flight.wait().terms]
             tensors.append(torch.tensor([flight.number, flight.sent_step, flight.apply_step]))
-        residuals = (part.slot.residual, *part.slot.residuals.reductions())
+        residuals = (part.buffers.residual, *part.buffers.residuals.reductions())
         tensors += [residual.clone() for residual in residuals if residual is not None]
     return tensors
 

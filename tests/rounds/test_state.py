@@ -42,7 +42,7 @@ def snapshot(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
     tensors = [param.detach().clone() for param in model.parameters()]
     for part in diloco.parts:
         tensors += [part.outer.clone(), *(t.clone() for t in part.state.tensors().values())]
-        residuals = (part.slot.residual, *part.slot.residuals.reductions())
+        residuals = (part.buffers.residual, *part.buffers.residuals.reductions())
         tensors += [residual.clone() for residual in residuals if residual is not None]
         tensors.append(torch.tensor([part.round, part.last_sent, part.state.num_steps]))
     return tensors
@@ -183,7 +183,7 @@ def load_state_of_another(rank: int, world: int) -> str:
             return ""
         except ValueError as error:
             diloco.load_state_dict(blobs[0], strict=False)
-            assert all(part.slot.residual.abs().sum() == 0 for part in diloco.parts)
+            assert all(part.buffers.residual.abs().sum() == 0 for part in diloco.parts)
             return str(error)
 
 

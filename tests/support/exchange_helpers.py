@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.headers import Header
-from diloco_comm.exchange.work import Outcome
+from diloco_comm.exchange.work import Mean
 from diloco_comm.ops import reference
 from diloco_comm.ops.wire import Layout, WireFormat
 
@@ -35,7 +35,7 @@ def split(flat: Tensor) -> list[Tensor]:
     return list(flat.split(sizes))
 
 
-def digest(outcome: Outcome) -> str:
+def digest(outcome: Mean) -> str:
     """One hash of the payload bytes that matter: those of the runs that hold elements."""
     total = hashlib.sha256()
     layout = outcome.layout
@@ -53,11 +53,11 @@ def reference_digest(
     params: list[list[Tensor]], layout: Layout, weights: list[float], **kwargs: Any
 ) -> str:
     terms = reference.all_reduce(params, layout, weights, **kwargs)
-    outcome = Outcome(terms, layout, [], [], {}, 0, 0)
+    outcome = Mean(terms, layout, [], [], {}, 0, 0)
     return digest(outcome)
 
 
-def decode(outcome: Outcome) -> Tensor:
+def decode(outcome: Mean) -> Tensor:
     layout = outcome.layout
     out = torch.zeros(layout.num_elements)
     payloads = [payload for payload, _ in outcome.terms]
@@ -80,16 +80,16 @@ def exchange(rank: int, world: int, **kwargs: Any) -> Iterator[Exchange]:
 
 def sync(
     ex: Exchange,
-    slot: Any,
+    buffers: Any,
     params: list[Tensor],
     *,
     weight: float = 1.0,
     round: int = 0,
     fragment: int = 0,
     **kwargs: Any,
-) -> Outcome:
+) -> Mean:
     header = Header("sync", fragment=fragment, round=round, weight=weight)
-    return ex.start(slot, outer=None, params=params, header=header, **kwargs).wait(40)
+    return ex.start(buffers, outer=None, params=params, header=header, **kwargs).wait(40)
 
 
 def wire_of(name: str) -> WireFormat:

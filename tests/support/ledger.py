@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from diloco_comm import DiLoCo
-from diloco_comm.rounds.flights import Flight
-from diloco_comm.rounds.synced import Part
+from diloco_comm.rounds.flights import RoundInFlight
+from diloco_comm.rounds.synced import SyncedPart
 
 
 @dataclass
@@ -31,17 +31,19 @@ class Ledger:
         rounds._commit = self._commit  # type: ignore[method-assign]
         rounds._repair = self._repair  # type: ignore[method-assign]
 
-    def _send(self, part: Part, *arguments: Any) -> Flight:
+    def _send(self, part: SyncedPart, *arguments: Any) -> RoundInFlight:
         progress = part.progress().double()
         flight = self.send(part, *arguments)
         self.learned[part.index] += progress
         return flight
 
-    def _commit(self, part: Part, flight: Flight, arrival: Any) -> None:
+    def _commit(self, part: SyncedPart, flight: RoundInFlight, arrival: Any) -> None:
         self.applied[part.index] += part.decode(flight.own, flight.layout, "").double()
         self.commit(part, flight, arrival)
 
-    def _repair(self, part: Part, repair: Any, flight: Flight, inner_step: int) -> None:
+    def _repair(
+        self, part: SyncedPart, repair: Any, flight: RoundInFlight, inner_step: int
+    ) -> None:
         self.learned[part.index] += part.progress().double()
         self.applied[part.index] += part.decode(flight.own, flight.layout, "").double()
         self.repair(part, repair, flight, inner_step)
@@ -55,7 +57,7 @@ class Ledger:
             known = applied.clone()
             for flight in part.in_flight:
                 known += part.decode(flight.own, flight.layout, "").double()
-            if part.slot.residuals.added is not None:
-                known += part.slot.residuals.added.double()
+            if part.buffers.residuals.added is not None:
+                known += part.buffers.residuals.added.double()
             worst = max(worst, ((learned - known).abs().max() / learned.abs().max()).item())
         return worst

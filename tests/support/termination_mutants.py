@@ -10,7 +10,7 @@ from typing import Any
 from termination_model import Model
 from termination_record import Code
 
-from diloco_comm.exchange import buffers as slot
+from diloco_comm.exchange import buffers as buffers
 from diloco_comm.exchange.membership import sealing, termination
 
 
@@ -36,7 +36,9 @@ class Mutant:
         if self.module is termination:
             return Code(decide=changed["decide"])
         return (
-            Code(ack_of=changed["ack_of"]) if self.module is sealing else Code(slot=changed["Slot"])
+            Code(ack_of=changed["ack_of"])
+            if self.module is sealing
+            else Code(buffers=changed["ExchangeBuffers"])
         )
 
 
@@ -67,7 +69,7 @@ MUTANTS = {
     ),
     "rounds-applied-since-the-change-are-untold": Mutant(
         sealing,
-        "        applied_epoch = max(applied_epoch, slot.applied_epoch)\n",
+        "        applied_epoch = max(applied_epoch, buffers.applied_epoch)\n",
         "",
         _TWO,
         "I4",
@@ -76,17 +78,17 @@ MUTANTS = {
         sealing, "applied_epoch = exchange.lineage", "applied_epoch = 0", _NEWCOMER, "I4"
     ),
     "one-round-less-is-kept": Mutant(
-        slot, "> self.num_under_way + 1:", "> self.num_under_way:", _TWO, "I4"
+        buffers, "> self.num_under_way + 1:", "> self.num_under_way:", _TWO, "I4"
     ),
     "rounds-applied-in-a-change-are-not-kept": Mutant(
-        slot,
+        buffers,
         '            if round in applied:\n                self._end(round, "applied")\n',
         "",
         _TWO,
         "I4",
     ),
     "rounds-voted-for-are-untold": Mutant(
-        slot,
+        buffers,
         'if round.state != "started" and round.header',
         'if round.state == "agreed" and round.header',
         _TWO,

@@ -1,6 +1,6 @@
 """What a process of the model keeps of its rounds and says of them, by the package's own code.
 
-What is kept is a real ``Slot``'s, and what is said is ``sealing.ack_of`` of it, put into text and
+Rounds are kept by a real ``ExchangeBuffers``; what is said is ``sealing.ack_of``, put into text and
 out of it again: so the model forgets and tells what a replica forgets and tells.
 """
 
@@ -12,7 +12,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from diloco_comm.exchange.buffers import Slot
+from diloco_comm.exchange.buffers import ExchangeBuffers
 from diloco_comm.exchange.headers import Header
 from diloco_comm.exchange.membership.sealing import ack_of, from_json, to_json
 from diloco_comm.exchange.membership.termination import Ack, Decision, Standing, decide
@@ -28,7 +28,7 @@ class Code(NamedTuple):
 
     decide: Callable[[Mapping[int, Ack], int], Decision] = decide
     ack_of: Callable[[Any, Mapping[int, int]], Ack] = ack_of
-    slot: type[Slot] = Slot
+    buffers: type[ExchangeBuffers] = ExchangeBuffers
 
 
 CODE = Code()
@@ -43,34 +43,34 @@ class Record(NamedTuple):
 
 @cache
 def after_start(code: Code, record: Record, number: int) -> Record:
-    slot = _slot(code, record, 1)
+    buffers = _buffers(code, record, 1)
     (round,) = _rounds(((number, 0, "started"),))
-    slot.add_round(round, SimpleNamespace(_outcome=True, _error=None))  # type: ignore[arg-type]
-    return _record(slot)
+    buffers.add_round(round, SimpleNamespace(_outcome=True, _error=None))  # type: ignore[arg-type]
+    return _record(buffers)
 
 
 @cache
 def after_apply(code: Code, record: Record, number: int, epoch: int, num_under_way: int) -> Record:
-    slot = _slot(code, record, num_under_way, ((number, epoch, "agreed"),))
-    slot.commit()
-    return _record(slot)
+    buffers = _buffers(code, record, num_under_way, ((number, epoch, "agreed"),))
+    buffers.commit()
+    return _record(buffers)
 
 
 @cache
 def after_rejection(
     code: Code, record: Record, number: int, epoch: int, num_under_way: int
 ) -> Record:
-    slot = _slot(code, record, num_under_way, ((number, epoch, "started"),))
-    slot.drop(slot.rounds[0], is_rejected=True)
-    return _record(slot)
+    buffers = _buffers(code, record, num_under_way, ((number, epoch, "started"),))
+    buffers.drop(buffers.rounds[0], is_rejected=True)
+    return _record(buffers)
 
 
 @cache
 def after_change(code: Code, record: Record, applied: Standings, num_under_way: int) -> Record:
     """Enter a group with rounds that were not applied before."""
-    slot = _slot(code, record, num_under_way, applied)
-    slot.settle(list(slot.rounds))
-    return _record(slot)
+    buffers = _buffers(code, record, num_under_way, applied)
+    buffers.settle(list(buffers.rounds))
+    return _record(buffers)
 
 
 @cache
@@ -90,7 +90,7 @@ def ack_by(
             the one that it is in.
     """
     exchange = SimpleNamespace(
-        slots=[_slot(code, record, 1, held)],
+        all_buffers=[_buffers(code, record, 1, held)],
         lineage=lineage,
         newest_group=newest_group,
         epoch=group[0],
@@ -99,12 +99,14 @@ def ack_by(
     return from_json(json.loads(json.dumps(to_json(code.ack_of(exchange, {0: last})))))
 
 
-def _slot(code: Code, record: Record, num_under_way: int, rounds: Standings = ()) -> Slot:
-    slot = code.slot(1, WireFormat("fp32"), num_under_way=num_under_way)
-    slot._ended = {(0, n): Standing(state, epoch) for n, epoch, state in record.ended}  # type: ignore[arg-type]
-    slot.applied_epoch = record.applied_epoch
-    slot.rounds = _rounds(rounds)
-    return slot
+def _buffers(
+    code: Code, record: Record, num_under_way: int, rounds: Standings = ()
+) -> ExchangeBuffers:
+    buffers = code.buffers(1, WireFormat("fp32"), num_under_way=num_under_way)
+    buffers._ended = {(0, n): Standing(state, epoch) for n, epoch, state in record.ended}  # type: ignore[arg-type]
+    buffers.applied_epoch = record.applied_epoch
+    buffers.rounds = _rounds(rounds)
+    return buffers
 
 
 def _rounds(rounds: Sequence[tuple[int, int, str]]) -> list[Round]:
@@ -115,6 +117,6 @@ def _rounds(rounds: Sequence[tuple[int, int, str]]) -> list[Round]:
     ]
 
 
-def _record(slot: Slot) -> Record:
-    ended = tuple((n, one.epoch, str(one.state)) for (_, n), one in slot._ended.items())
-    return Record(ended, slot.applied_epoch)
+def _record(buffers: ExchangeBuffers) -> Record:
+    ended = tuple((n, one.epoch, str(one.state)) for (_, n), one in buffers._ended.items())
+    return Record(ended, buffers.applied_epoch)

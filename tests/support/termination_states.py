@@ -14,7 +14,7 @@ HELD = {VOTED: "voted", AGREED: "agreed"}
 DONE = (ENDED, APPLIED)
 
 # (epoch, number) of rounds.
-Rounds = tuple[tuple[int, int], ...]
+RoundRunner = tuple[tuple[int, int], ...]
 
 
 class Process(NamedTuple):
@@ -32,7 +32,7 @@ class Process(NamedTuple):
     epoch: int
     acked: int
     lineage: int
-    applied: Rounds
+    applied: RoundRunner
     votes: tuple[int, ...]
     record: Record
 
@@ -72,8 +72,8 @@ class Group(NamedTuple):
     acks: tuple[Snapshot | tuple[()], ...]
     newest: int
     lineage: int
-    adds: tuple[Rounds, ...]
-    applied: Rounds
+    adds: tuple[RoundRunner, ...]
+    applied: RoundRunner
     voted: tuple[int, ...]
     bad: tuple[int, ...]
 
@@ -89,7 +89,7 @@ class State(NamedTuple):
     """
 
     deaths_left: int
-    ledger: Rounds
+    ledger: RoundRunner
     entered: int
     processes: tuple[Process | tuple[()], ...]
     groups: tuple[Group | tuple[()], ...]
@@ -100,11 +100,11 @@ def newest_known(state: State) -> int:
     return max(k for k, group in enumerate(state.groups, 1) if group and group.known)
 
 
-def listed(rounds: Rounds) -> str:
+def listed(rounds: RoundRunner) -> str:
     return "[" + ", ".join(f"round {n} of epoch {epoch}" for epoch, n in rounds) + "]"
 
 
-def last_of(rounds: Rounds) -> int:
+def last_of(rounds: RoundRunner) -> int:
     return max((n for _, n in rounds), default=-1)
 
 

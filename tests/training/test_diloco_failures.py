@@ -25,7 +25,7 @@ from diloco_comm import (
     SyncError,
 )
 from diloco_comm.exchange import collective
-from diloco_comm.exchange.work import Pending
+from diloco_comm.exchange.work import ExchangeWork
 
 
 def attach(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
@@ -158,17 +158,17 @@ def test_a_callback_may_close() -> None:
 
 def test_an_interrupted_wait_keeps_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, diloco = attach(fragments=2, offsets=[2, 2])
-    wait, calls = Pending.wait, []
+    wait, calls = ExchangeWork.wait, []
 
-    def interrupted(pending: Pending, timeout: float | None = None) -> Any:
-        calls.append(pending)
+    def interrupted(work: ExchangeWork, timeout: float | None = None) -> Any:
+        calls.append(work)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return wait(pending, timeout)
+        return wait(work, timeout)
 
     with diloco:
         train_step(model, optimizer, 0, 0)
-        monkeypatch.setattr(Pending, "wait", interrupted)
+        monkeypatch.setattr(ExchangeWork, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_step(model, optimizer, 0, 1)
         assert [part.round for part in diloco.parts] == [0, 0]

@@ -101,12 +101,12 @@ def measure(rank: int, world: int) -> list[dict[str, Any]]:
         assert totals.num_syncs == 4 and totals.num_skipped == 0
         assert totals.sent_bytes == sum(m.sent_bytes for m in seen)
         assert totals.exposed_s == pytest.approx(sum(m.exposed_s for m in seen))
-        slots = {part.index: part.slot for part in diloco.parts}
+        all_buffers = {part.index: part.buffers for part in diloco.parts}
     for metrics in seen:
         # One phase for two replicas: the payload without the padding of its last run, and two
         # messages of control.
-        slot = slots[metrics.fragment]
-        assert slot.num_elements < metrics.sent_bytes < slot.layout.payload_bytes + 512
+        buffers = all_buffers[metrics.fragment]
+        assert buffers.num_elements < metrics.sent_bytes < buffers.layout.payload_bytes + 512
         assert metrics.encode_s > 0 and metrics.outer_step_s > 0 and metrics.exposed_s > 0
         assert 0 <= metrics.overlap_fraction <= 1
         assert 0 < metrics.pseudo_gradient_norm < 10

@@ -95,9 +95,9 @@ def enter(
     exchange.agreed_step = min((plan.infos[r]["inner_step"] for r in acks), default=-1)
     exchange.lineage = decision.lineage
     missed = _missed_rounds(exchange, decision)
-    for slot in exchange.slots:
-        slot.settle(missed)
-        exchange.plan_slot(slot)
+    for buffers in exchange.all_buffers:
+        buffers.settle(missed)
+        exchange.plan_buffers(buffers)
     return [
         Repair(
             r.header.fragment, r.header.round, r.terms, r.layout, r.headers or [r.header], r.digest
@@ -149,7 +149,7 @@ def _missed_rounds(exchange: Exchange, decision: Decision) -> list[Round]:
     for commit in decision.commits:
         if exchange.replica not in commit.lacking:
             continue
-        held = [slot.held(commit.fragment, commit.round) for slot in exchange.slots]
+        held = [buffers.held(commit.fragment, commit.round) for buffers in exchange.all_buffers]
         missed += [round for round in held if round is not None][:1]
     return missed
 

@@ -80,10 +80,10 @@ def ack_of(exchange: Exchange, last_rounds: Mapping[int, int]) -> Ack:
     """
     rounds: dict[int, dict[int, Standing]] = {fragment: {} for fragment in last_rounds}
     applied_epoch = exchange.lineage
-    for slot in exchange.slots:
-        for (fragment, number), standing in slot.standings().items():
+    for buffers in exchange.all_buffers:
+        for (fragment, number), standing in buffers.standings().items():
             rounds.setdefault(fragment, {})[number] = standing
-        applied_epoch = max(applied_epoch, slot.applied_epoch)
+        applied_epoch = max(applied_epoch, buffers.applied_epoch)
     fragments = {f: Progress(last, rounds[f]) for f, last in last_rounds.items()}
     epoch, members = exchange.newest_group
     return Ack(epoch, tuple(members), applied_epoch, fragments)

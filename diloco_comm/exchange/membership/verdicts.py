@@ -21,7 +21,7 @@ from ...base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncErro
 from ..waiting import ANOTHER_STORE, WaitLog, store_advice
 
 if TYPE_CHECKING:
-    from ...replica.workers import Workmates
+    from ...replica.workers import ReplicaWorkers
     from ..exchange import Exchange
 
 # A store answers in milliseconds; one whose host hangs must not hold us for ever.
@@ -369,7 +369,7 @@ def _next_key(epoch: int) -> str:
 
 
 def chosen_members(
-    exchange: Exchange, members: Iterable[int] | str, workmates: Workmates | None
+    exchange: Exchange, members: Iterable[int] | str, workers: ReplicaWorkers | None
 ) -> list[int]:
     """Return whom ``change_group`` shall go on with; a collective call of the workmates.
 
@@ -381,7 +381,7 @@ def chosen_members(
     if isinstance(members, str):
         if members != "survivors":
             raise ValueError(f'members must be replicas or "survivors", got {members!r}')
-        return _agreed_survivors(exchange, workmates)
+        return _agreed_survivors(exchange, workers)
     numbers = sorted(members) if isinstance(members, Set) else list(members)
     if exchange.replica not in numbers:
         survivors = _survivors_of(exchange)
@@ -390,9 +390,9 @@ def chosen_members(
     return numbers
 
 
-def _agreed_survivors(exchange: Exchange, workmates: Workmates | None) -> list[int]:
+def _agreed_survivors(exchange: Exchange, workers: ReplicaWorkers | None) -> list[int]:
     own = _survivors_of(exchange)
-    views = [own] if workmates is None else workmates.gather(own)
+    views = [own] if workers is None else workers.gather(own)
     known = [set(view) for view in views if isinstance(view, list)]
     if not known:
         reason = next(view for view in views if isinstance(view, str))

@@ -34,7 +34,7 @@ _NO_BLAME: dict[str, Any] = {
 
 
 class StreamJob:
-    """An exchange on streams, with what ``slot.Pending`` asks of an engine's job.
+    """An exchange on streams, with what ``slot.ExchangeWork`` asks of an engine's job.
 
     Args:
         control: The engine's job that exchanges and compares the headers.

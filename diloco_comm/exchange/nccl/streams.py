@@ -28,7 +28,7 @@ from ...base.errors import SyncError
 from ...base.memory import GIVEN_UP, Ballot, page_locked, vote_token
 from ...ops.offload import chunks_of
 from ...ops.wire import Layout
-from ..buffers import Slot
+from ..buffers import ExchangeBuffers
 from ..headers import shares
 from ..work import Round
 from .group import HelperThread
@@ -288,18 +288,20 @@ class StreamDriver:
 
     # ------------------------------------------------------------------------------ enqueueing
 
-    def enqueue(self, slot: Slot, round: Round, sending: Sending) -> tuple[torch.Event, ...]:
+    def enqueue(
+        self, buffers: ExchangeBuffers, round: Round, sending: Sending
+    ) -> tuple[torch.Event, ...]:
         """Enqueue one exchange; returns the events of the encoding, all chunks and the verdict."""
-        return self.post(slot, round, sending, self.encode(slot, round, sending))
+        return self.post(buffers, round, sending, self.encode(buffers, round, sending))
 
-    def encode(self, slot: Slot, round: Round, sending: Sending) -> torch.Event:
+    def encode(self, buffers: ExchangeBuffers, round: Round, sending: Sending) -> torch.Event:
         """Enqueue the encoding of an exchange; returns when it is done."""
         ballot = round.own.ballot
         assert ballot is not None
         here = torch.accelerator.current_stream(self.device)
         ballot.bad.zero_()
         ballot.bad_mean.zero_()
-        self._encode(slot, round, sending, here)
+        self._encode(buffers, round, sending, here)
         ballot.host_bad.copy_(ballot.bad, non_blocking=True)
         ballot.votes.zero_()
         ballot.verdict.fill_(1)
@@ -307,49 +309,57 @@ class StreamDriver:
         ready.record(here)
         return ready
 
-    def mark(self, slot: Slot) -> torch.Event:
+    def mark(self, buffers: ExchangeBuffers) -> torch.Event:
         """Say that a payload is ready when all that the caller has enqueued by now is done."""
         here = torch.accelerator.current_stream(self.device)
         ready = torch.Event(self.device)
-        for event in (*self._encoded[: slot.num_chunks], ready):
+        for event in (*self._encoded[: buffers.num_chunks], ready):
             event.record(here)
         return ready
 
     def post(
-        self, slot: Slot, round: Round, sending: Sending, ready: torch.Event
+        self, buffers: ExchangeBuffers, round: Round, sending: Sending, ready: torch.Event
     ) -> tuple[torch.Event, ...]:
         """Enqueue the rest of an exchange whose encoding is done at ``ready``; as ``enqueue``."""
         ballot = round.own.ballot
         assert ballot is not None
         data, done = torch.Event(self.device), torch.Event(self.device)
         phases = 0 if self.size == 1 else 1 if self.size == 2 else 2
-        for action, chunk, _ in _C.make_schedule(slot.num_chunks, phases, 1, slot.window):
+        for action, chunk, _ in _C.make_schedule(buffers.num_chunks, phases, 1, buffers.window):
             with current(self.side):
                 if action == "vote":
-                    self._digest(slot, round)
+                    self._digest(buffers, round)
                     data.record(self.side)
                     self.side.wait_event(ready)
                     self._vote(ballot)
                 else:
-                    getattr(self, f"_{action}")(slot, round, sending, chunk)
+                    getattr(self, f"_{action}")(buffers, round, sending, chunk)
         done.record(self.side)
         return ready, data, done
 
-    def _encode(self, slot: Slot, round: Round, sending: Sending, here: torch.Stream) -> None:
-        layout = slot.layout
-        for chunk in range(slot.num_chunks):
+    def _encode(
+        self, buffers: ExchangeBuffers, round: Round, sending: Sending, here: torch.Stream
+    ) -> None:
+        layout = buffers.layout
+        for chunk in range(buffers.num_chunks):
             begin = layout.run_range(chunk * self.size)[0]
             end = layout.run_range((chunk + 1) * self.size - 1)[1]
             for first, last in sending.pieces(layout, begin, end):
                 with sending.outer_of(first, last) as outer:
-                    self._encode_range(slot, round, sending, outer, first, last)
+                    self._encode_range(buffers, round, sending, outer, first, last)
             self._encoded[chunk].record(here)
 
     def _encode_range(
-        self, slot: Slot, round: Round, sending: Sending, outer: Tensor | None, begin: int, end: int
+        self,
+        buffers: ExchangeBuffers,
+        round: Round,
+        sending: Sending,
+        outer: Tensor | None,
+        begin: int,
+        end: int,
     ) -> None:
         assert round.own.ballot is not None
-        layout = slot.layout
+        layout = buffers.layout
         ops.encode(
             outer,
             sending.params,
@@ -361,31 +371,33 @@ class StreamDriver:
             layout.wire.block_size,
             stochastic=sending.stochastic,
             rng_key=sending.encode_key,
-            residual=slot.residuals.added,
-            new_residual=slot.residuals.new,
+            residual=buffers.residuals.added,
+            new_residual=buffers.residuals.new,
             nonfinite=round.own.ballot.bad,
             impl=self.impl,
         )
 
-    def _chunk(self, slot: Slot, buffer: Tensor, chunk: int) -> Tensor:
-        num_bytes = self.size * slot.layout.run_bytes
+    def _chunk(self, buffers: ExchangeBuffers, buffer: Tensor, chunk: int) -> Tensor:
+        num_bytes = self.size * buffers.layout.run_bytes
         return buffer[chunk * num_bytes : (chunk + 1) * num_bytes]
 
-    def _received(self, slot: Slot, chunk: int) -> Tensor:
-        return self._chunk(slot, self._staging, chunk % slot.window)
+    def _received(self, buffers: ExchangeBuffers, chunk: int) -> Tensor:
+        return self._chunk(buffers, self._staging, chunk % buffers.window)
 
-    def _run(self, slot: Slot, buffer: Tensor, chunk: int) -> Tensor:
-        begin = (chunk * self.size + self.rank) * slot.layout.run_bytes
-        return buffer[begin : begin + slot.layout.run_bytes]
+    def _run(self, buffers: ExchangeBuffers, buffer: Tensor, chunk: int) -> Tensor:
+        begin = (chunk * self.size + self.rank) * buffers.layout.run_bytes
+        return buffer[begin : begin + buffers.layout.run_bytes]
 
-    def _post_exchange(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
+    def _post_exchange(
+        self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int
+    ) -> None:
         assert self.group is not None and round.result is not None
         self.side.wait_event(self._encoded[chunk])
-        own = self._chunk(slot, round.own.tensor, chunk)
+        own = self._chunk(buffers, round.own.tensor, chunk)
         received = (
-            self._chunk(slot, round.result.tensor, chunk)
+            self._chunk(buffers, round.result.tensor, chunk)
             if self.size == 2
-            else self._received(slot, chunk)
+            else self._received(buffers, chunk)
         )
         self._works["exchange", chunk] = self._send_chunk(self.group, received, own)
 
@@ -396,13 +408,15 @@ class StreamDriver:
             splits = [0 if rank == self.rank else own.numel() for rank in range(2)]
         return group.alltoall_base(received, own, splits, splits)
 
-    def _wait_exchange(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
+    def _wait_exchange(
+        self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int
+    ) -> None:
         self._works.pop(("exchange", chunk)).synchronize()
 
-    def _reduce(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
+    def _reduce(self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int) -> None:
         assert round.result is not None and round.own.ballot is not None
-        layout = slot.layout
-        residual, new_residual = slot.residuals.reduction(round.header.round)
+        layout = buffers.layout
+        residual, new_residual = buffers.residuals.reduction(round.header.round)
         begin, end = layout.run_range(chunk * self.size + self.rank)
         if begin == end:
             return
@@ -412,8 +426,8 @@ class StreamDriver:
             return None if values is None else values[first : first + end - begin]
 
         ops.reduce(
-            self._received(slot, chunk),
-            self._run(slot, round.result.tensor, chunk),
+            self._received(buffers, chunk),
+            self._run(buffers, round.result.tensor, chunk),
             sending.weights,
             end - begin,
             layout.run_elements,
@@ -429,16 +443,20 @@ class StreamDriver:
             impl=self.impl,
         )
 
-    def _post_publish(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
+    def _post_publish(
+        self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int
+    ) -> None:
         assert self.group is not None and round.result is not None
         result = round.result.tensor
-        own, everyone = self._run(slot, result, chunk), self._chunk(slot, result, chunk)
+        own, everyone = self._run(buffers, result, chunk), self._chunk(buffers, result, chunk)
         self._works["publish", chunk] = self.group._allgather_base(everyone, own)
 
-    def _wait_publish(self, slot: Slot, round: Round, sending: Sending, chunk: int) -> None:
+    def _wait_publish(
+        self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int
+    ) -> None:
         self._works.pop(("publish", chunk)).synchronize()
 
-    def _digest(self, slot: Slot, round: Round) -> None:
+    def _digest(self, buffers: ExchangeBuffers, round: Round) -> None:
         """Add up the digest of the payloads that make the mean; they are complete here."""
         assert round.own.ballot is not None
         if self.size == 1 or round.header.kind == "all_reduce":
@@ -450,8 +468,8 @@ class StreamDriver:
         ballot = round.own.ballot
         ballot.digest.zero_()
         for source, payload in enumerate(payloads):
-            for begin, end in slot.layout.filled():
-                first_word = (source * slot.layout.payload_bytes + begin) // 8
+            for begin, end in buffers.layout.filled():
+                first_word = (source * buffers.layout.payload_bytes + begin) // 8
                 ops.digest(
                     payload[begin:end],
                     ballot.digest,

@@ -12,10 +12,10 @@ from ...base.memory import device_of
 from ...exchange.exchange import Exchange
 from ...exchange.headers import Header
 from ...ops.wire import WireFormat
-from ..synced import ParameterPart, Part
+from ..synced import SyncedFragment, SyncedPart
 
 
-def mean_state(exchange: Exchange, parts: Sequence[Part], impl: str) -> dict[str, Any]:
+def mean_state(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> dict[str, Any]:
     """Return the means by parameter name, ``{"outer": ..., "buffers": ...}``; a collective call.
 
     The fp32 wire carries them exactly; sums are taken in rank order, so that all replicas get the
@@ -26,7 +26,7 @@ def mean_state(exchange: Exchange, parts: Sequence[Part], impl: str) -> dict[str
     """
     state: dict[str, Any] = {"outer": {}, "buffers": {}}
     for part in parts:
-        if isinstance(part, ParameterPart) and part.num_elements:
+        if isinstance(part, SyncedFragment) and part.num_elements:
             outer, buffers = _means_of(exchange, part, impl)
             state["outer"].update(part.fragment.views(outer))
             for name, flat in buffers.items():
@@ -34,21 +34,21 @@ def mean_state(exchange: Exchange, parts: Sequence[Part], impl: str) -> dict[str
     return state
 
 
-def mean_outer(exchange: Exchange, parts: Sequence[ParameterPart], impl: str) -> list[Tensor]:
+def mean_outer(exchange: Exchange, parts: Sequence[SyncedFragment], impl: str) -> list[Tensor]:
     """Return each part's mean outer parameters, fp32 [num_elements]; a collective call."""
     return [
         _means_of(exchange, part, impl)[0] if part.num_elements else part.outer for part in parts
     ]
 
 
-def equalize(exchange: Exchange, parts: Sequence[Part], impl: str) -> None:
+def equalize(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> None:
     """Set outer parameters, momenta and local parameters to the means; a collective call.
 
     Raises:
         SyncError: If the group fails; parts before the one that failed are equal then.
     """
     for part in parts:
-        if isinstance(part, ParameterPart) and part.num_elements:
+        if isinstance(part, SyncedFragment) and part.num_elements:
             outer, buffers = _means_of(exchange, part, impl)
             part.outer.copy_(outer)
             part.state.load(buffers, part.state.extra())
@@ -56,7 +56,7 @@ def equalize(exchange: Exchange, parts: Sequence[Part], impl: str) -> None:
 
 
 def _means_of(
-    exchange: Exchange, part: ParameterPart, impl: str
+    exchange: Exchange, part: SyncedFragment, impl: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     buffers = part.state.tensors()
     means = [torch.empty_like(part.outer) for _ in range(1 + len(buffers))]
@@ -70,8 +70,8 @@ def _mean(
     count = sum(tensor.numel() for tensor in tensors)
     if device_of(tensors).type != exchange.device.type:
         impl = ""
-    slot = exchange.slot(count, WireFormat("fp32"), device=device_of(tensors))
+    buffers = exchange.buffers(count, WireFormat("fp32"), device=device_of(tensors))
     header = Header("all_reduce", layout_hash=count, fragment=number)
-    outcome = exchange.start(slot, outer=None, params=tensors, header=header).wait()
+    outcome = exchange.start(buffers, outer=None, params=tensors, header=header).wait()
     outcome.decode(outs, impl=impl)
-    slot.commit()
+    buffers.commit()

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...base.errors import ReplicaMismatch
 from ...exchange.headers import STATE_ADVICE
 from ...ops.digests import digest_of
-from ..synced import ParameterPart, Part
+from ..synced import SyncedFragment, SyncedPart
 from .handshake import gather_json
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..flights import Arrival
 
 
-def begin(part: Part, *, is_shared: bool, saved: int = 0) -> None:
+def begin(part: SyncedPart, *, is_shared: bool, saved: int = 0) -> None:
     """Start the history of a part from the state that it holds now.
 
     Args:
@@ -37,9 +37,9 @@ def begin(part: Part, *, is_shared: bool, saved: int = 0) -> None:
     part.history = _mixed(saved, digest_of_state(part)) if is_shared else saved
 
 
-def digest_of_state(part: Part) -> int:
+def digest_of_state(part: SyncedPart) -> int:
     """Return 64 bits that depend on outer parameters, buffers and numbers of steps."""
-    if not isinstance(part, ParameterPart):
+    if not isinstance(part, SyncedFragment):
         return 0
     buffers = [tensor for _, tensor in sorted(part.state.tensors().items())]
     others = repr(sorted((name, _plain(value)) for name, value in part.state.extra().items()))
@@ -51,7 +51,7 @@ def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def applied(part: Part, number: int, arrival: Arrival) -> None:
+def applied(part: SyncedPart, number: int, arrival: Arrival) -> None:
     """Mix a round that was applied into the history of its part."""
     if arrival.digest is None:
         return
@@ -60,7 +60,7 @@ def applied(part: Part, number: int, arrival: Arrival) -> None:
     part.history = _mixed(part.history, number, arrival.digest, *numbers, *coefficients)
 
 
-def refuse_difference(exchange: Exchange, parts: Sequence[Part], *, is_shared: bool) -> None:
+def refuse_difference(exchange: Exchange, parts: Sequence[SyncedPart], *, is_shared: bool) -> None:
     """Compare the outer state of all replicas as it is now; a collective call.
 
     After a difference the histories differ too, so that no exchange succeeds from then on.
@@ -82,7 +82,7 @@ def refuse_difference(exchange: Exchange, parts: Sequence[Part], *, is_shared: b
 
 
 def refuse_other_past(
-    exchange: Exchange, parts: Sequence[Part], views: Sequence[Sequence[Sequence[int]]]
+    exchange: Exchange, parts: Sequence[SyncedPart], views: Sequence[Sequence[Sequence[int]]]
 ) -> None:
     """Compare the histories that all replicas gave, of parts that are at the same round.
 
@@ -98,12 +98,12 @@ def refuse_other_past(
             raise ReplicaMismatch(_sentence(exchange, part, values), stage="outer state")
 
 
-def own_past(parts: Sequence[Part]) -> list[list[int]]:
+def own_past(parts: Sequence[SyncedPart]) -> list[list[int]]:
     """Return what ``refuse_other_past`` takes of this replica."""
     return [[part.round, part.history] for part in parts]
 
 
-def _sentence(exchange: Exchange, part: Part, values: Sequence[tuple[int, ...]]) -> str:
+def _sentence(exchange: Exchange, part: SyncedPart, values: Sequence[tuple[int, ...]]) -> str:
     groups: dict[tuple[int, ...], list[int]] = {}
     for replica, value in zip(exchange.members, values, strict=True):
         groups.setdefault(value, []).append(replica)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from ...base.errors import NonFiniteError
 from ...methods.settings import Settings
-from ..synced import Part
+from ..synced import SyncedPart
 
 
 class Streaks:
@@ -30,7 +30,7 @@ class Streaks:
         self._skips.clear()
         self._resets.clear()
 
-    def skipped(self, part: Part, error: NonFiniteError, reset: Sequence[int]) -> None:
+    def skipped(self, part: SyncedPart, error: NonFiniteError, reset: Sequence[int]) -> None:
         """Count a round that no replica applies.
 
         Args:
@@ -48,7 +48,7 @@ class Streaks:
             self._skips[part.index] = 0
             raise worse
 
-    def applied(self, part: Part, number: int, reset: Sequence[int]) -> None:
+    def applied(self, part: SyncedPart, number: int, reset: Sequence[int]) -> None:
         """Count a round that was applied.
 
         Args:
@@ -75,18 +75,18 @@ class Streaks:
                 del counts[replica]
             raise error
 
-    def _count_resets(self, part: Part, reset: Sequence[int]) -> None:
+    def _count_resets(self, part: SyncedPart, reset: Sequence[int]) -> None:
         before = self._resets.get(part.index, Counter())
         self._resets[part.index] = Counter({replica: before[replica] + 1 for replica in reset})
 
-    def _too_many_skips(self, part: Part, error: NonFiniteError) -> str:
+    def _too_many_skips(self, part: SyncedPart, error: NonFiniteError) -> str:
         cure = f"restore {_names(error.replicas)} from a checkpoint"
         if not self._is_reset:
             cure += ', or give DiLoCo on_nonfinite="reset", which takes the outer parameters there'
         before = self._before(self._skips[part.index] - 1)
         return f"{error}; this round is skipped, as {before}: {cure}"
 
-    def _too_many_resets(self, part: Part, number: int, tired: Sequence[int]) -> str:
+    def _too_many_resets(self, part: SyncedPart, number: int, tired: Sequence[int]) -> str:
         names = _names(tired)
         before = self._before(min(self._resets[part.index][replica] for replica in tired) - 1)
         return (

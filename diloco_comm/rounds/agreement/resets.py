@@ -18,12 +18,12 @@ from torch import nn
 
 from ...exchange.exchange import Exchange
 from ...methods.settings import Settings
-from ...replica.workers import Workmates
-from ..flights import Flight
-from ..synced import ParameterPart, Part
+from ...replica.workers import ReplicaWorkers
+from ..flights import RoundInFlight
+from ..synced import SyncedFragment, SyncedPart
 
 OnReset = Callable[[list[nn.Parameter]], None]
-LeaveLocal = Callable[[ParameterPart, Flight | None], None]
+LeaveLocal = Callable[[SyncedFragment, RoundInFlight | None], None]
 
 
 def check_on_reset(on_reset: OnReset | None, settings: Settings) -> None:
@@ -59,24 +59,26 @@ class Resets:
     def __init__(
         self,
         exchange: Exchange,
-        parts: Sequence[Part],
+        parts: Sequence[SyncedPart],
         settings: Settings,
         impl: str,
         *,
-        workmates: Workmates | None,
+        workers: ReplicaWorkers | None,
         on_reset: OnReset | None,
     ) -> None:
         self._exchange, self._parts, self._impl = exchange, parts, impl
-        self._workmates, self._on_reset = workmates, on_reset
+        self._workers, self._on_reset = workers, on_reset
         self.is_on = settings.on_nonfinite == "reset"
         self.has_taken_outer = self._is_decided = False
 
     @property
     def is_undecided(self) -> bool:
         """Whether the workers of the replica have still to decide in this block of theirs."""
-        return self.is_on and self._workmates is not None and not self._is_decided
+        return self.is_on and self._workers is not None and not self._is_decided
 
-    def ship(self, sent: Sequence[tuple[Part, Flight]], leave_local: LeaveLocal) -> None:
+    def ship(
+        self, sent: Sequence[tuple[SyncedPart, RoundInFlight]], leave_local: LeaveLocal
+    ) -> None:
         """Send the rounds that are held, those with bad values as zeros of weight 0.
 
         Args:
@@ -95,13 +97,15 @@ class Resets:
             for part, flight in sent:
                 if bad[part.index]:
                     _forgo(part, flight)
-            is_bad = any(bad[part.index] for part in self._parts if isinstance(part, ParameterPart))
+            is_bad = any(
+                bad[part.index] for part in self._parts if isinstance(part, SyncedFragment)
+            )
             if is_bad:
                 self._take_outer(dict(sent), leave_local)
         finally:
             for _, flight in sent:
-                assert flight.pending is not None
-                self._exchange.ship(flight.pending)
+                assert flight.work is not None
+                self._exchange.ship(flight.work)
         if is_bad and self._on_reset is not None:
             self._on_reset([p for part in self._parameter_parts() for p in part.fragment.params])
 
@@ -111,31 +115,31 @@ class Resets:
             self.ship([], leave_local)
         self._is_decided = False
 
-    def _agree(self, own: Sequence[Part]) -> list[bool]:
+    def _agree(self, own: Sequence[SyncedPart]) -> list[bool]:
         """Say for each part whether any worker of the replica has bad values in it."""
         bad = [part in own for part in self._parts]
         self._is_decided = True
-        return bad if self._workmates is None else self._workmates.any(bad)
+        return bad if self._workers is None else self._workers.any(bad)
 
-    def _take_outer(self, sent: dict[Part, Flight], leave_local: LeaveLocal) -> None:
+    def _take_outer(self, sent: dict[SyncedPart, RoundInFlight], leave_local: LeaveLocal) -> None:
         self.has_taken_outer = True
         for part in self._parameter_parts():
             leave_local(part, sent.get(part))
             if part.num_elements:
                 part.write_local(self._impl)
-        if self._workmates is not None:
-            self._workmates.hand_out([part.fragment for part in self._parameter_parts()])
+        if self._workers is not None:
+            self._workers.hand_out([part.fragment for part in self._parameter_parts()])
 
-    def _parameter_parts(self) -> list[ParameterPart]:
-        return [part for part in self._parts if isinstance(part, ParameterPart)]
-
-
-def _has_bad_values(flight: Flight) -> bool:
-    assert flight.pending is not None
-    return flight.pending.has_bad_values()
+    def _parameter_parts(self) -> list[SyncedFragment]:
+        return [part for part in self._parts if isinstance(part, SyncedFragment)]
 
 
-def _forgo(part: Part, flight: Flight) -> None:
-    assert flight.pending is not None
+def _has_bad_values(flight: RoundInFlight) -> bool:
+    assert flight.work is not None
+    return flight.work.has_bad_values()
+
+
+def _forgo(part: SyncedPart, flight: RoundInFlight) -> None:
+    assert flight.work is not None
     flight.is_reset, flight.weight = True, 0.0
-    flight.pending.forgo()
+    flight.work.forgo()

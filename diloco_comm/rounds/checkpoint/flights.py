@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...exchange.buffers import Slot
+from ...exchange.buffers import ExchangeBuffers
 from ...exchange.headers import Header
 from ...methods.overlap import Own
 from ...ops.wire import Layout, WireFormat
-from ..flights import Arrival, Flight
-from ..synced import Part
+from ..flights import Arrival, RoundInFlight
+from ..synced import SyncedPart
 
 _SHARED = ("number", "kind", "sent_step", "apply_step", "lr")
 _ARRIVED = ("outer_lr", "gap", "weight_sum", "digest")
@@ -38,7 +38,11 @@ def canonical(num_elements: int, wire: WireFormat) -> Layout:
 
 
 def pack_shared(
-    flights: Sequence[Flight], slot: Slot, members: Sequence[int], depth: int, history: int
+    flights: Sequence[RoundInFlight],
+    buffers: ExchangeBuffers,
+    members: Sequence[int],
+    depth: int,
+    history: int,
 ) -> tuple[str, dict[str, dict[str, Tensor]]]:
     """Return numbers and payloads of rounds that have arrived, equal on all replicas.
 
@@ -49,7 +53,7 @@ def pack_shared(
     rounds: list[dict[str, Any]] = []
     payloads: dict[str, dict[str, Tensor]] = {}
     num_terms = len(members) if len(members) <= 2 else 1
-    zeros = canonical(slot.num_elements, slot.wire)
+    zeros = canonical(buffers.num_elements, buffers.wire)
     for flight in flights:
         arrival = flight.wait()
         numbers = {name: getattr(flight, name) for name in _SHARED}
@@ -59,14 +63,18 @@ def pack_shared(
         packed = [_pack(payload, arrival.layout) for payload, _ in arrival.terms]
         payloads[str(len(payloads))] = {str(i): payload for i, payload in enumerate(packed)}
     for k in range(len(flights), depth):
-        empty = [_zeros(zeros, slot) for _ in range(num_terms)]
+        empty = [_zeros(zeros, buffers) for _ in range(num_terms)]
         payloads[str(k)] = {str(i): payload for i, payload in enumerate(empty)}
-    text = {"members": list(members), "wire": slot.wire.name, "block_size": slot.wire.block_size}
+    text = {
+        "members": list(members),
+        "wire": buffers.wire.name,
+        "block_size": buffers.wire.block_size,
+    }
     return json.dumps({**text, "history": history, "rounds": rounds}), payloads
 
 
 def pack_own(
-    flights: Sequence[Flight], slot: Slot, members: Sequence[int], depth: int
+    flights: Sequence[RoundInFlight], buffers: ExchangeBuffers, members: Sequence[int], depth: int
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return this replica's numbers, and its own payloads where they are no terms of the mean."""
     for flight in flights:
@@ -74,10 +82,12 @@ def pack_own(
     numbers = [{name: getattr(flight, name) for name in _OWN} for flight in flights]
     payloads: dict[str, Tensor] = {}
     if len(members) > 2:
-        zeros = canonical(slot.num_elements, slot.wire)
+        zeros = canonical(buffers.num_elements, buffers.wire)
         for k in range(max(depth, len(flights))):
             own = flights[k].own if k < len(flights) else None
-            payloads[str(k)] = _zeros(zeros, slot) if own is None else _pack(own, flights[k].layout)
+            payloads[str(k)] = (
+                _zeros(zeros, buffers) if own is None else _pack(own, flights[k].layout)
+            )
     return numbers, payloads
 
 
@@ -86,8 +96,8 @@ def pack_corrections(corrections: Sequence[Own]) -> tuple[list[float], dict[str,
     return [own.coefficient for own in corrections], payloads
 
 
-def _zeros(layout: Layout, slot: Slot) -> Tensor:
-    return torch.zeros(layout.payload_bytes, dtype=torch.uint8, device=slot.device)
+def _zeros(layout: Layout, buffers: ExchangeBuffers) -> Tensor:
+    return torch.zeros(layout.payload_bytes, dtype=torch.uint8, device=buffers.device)
 
 
 def _pack(payload: Tensor, layout: Layout) -> Tensor:
@@ -101,23 +111,23 @@ def _pack(payload: Tensor, layout: Layout) -> Tensor:
 class Saved:
     """What ``unpack`` found for one part, checked and not yet written anywhere."""
 
-    flights: list[Flight] = field(default_factory=list)
+    flights: list[RoundInFlight] = field(default_factory=list)
     corrections: list[Own] = field(default_factory=list)
 
-    def install(self, part: Part) -> None:
+    def install(self, part: SyncedPart) -> None:
         """Put the rounds in flight, as if they had just arrived."""
         part.corrections = self.corrections
         for flight in self.flights:
-            assert part.slot is not None and flight.arrival is not None
+            assert part.buffers is not None and flight.arrival is not None
             part.in_flight.append(flight)
             terms = flight.arrival.terms
             own = terms[0][0] if flight.own is None else flight.own
             header = Header(flight.kind, fragment=part.index, round=flight.number)
-            part.slot.adopt(header, flight.layout, own, terms)
+            part.buffers.adopt(header, flight.layout, own, terms)
 
 
 def unpack(
-    part: Part,
+    part: SyncedPart,
     shared: str,
     payloads: Mapping[str, Mapping[str, Tensor]],
     own: Mapping[str, Any] | None,
@@ -137,19 +147,19 @@ def unpack(
         ValueError: If something is missing or does not fit.
     """
     meta = json.loads(shared)
-    slot = part.slot
-    if slot is None or not (meta["rounds"] or (own and own["corrections"])):
+    buffers = part.buffers
+    if buffers is None or not (meta["rounds"] or (own and own["corrections"])):
         return Saved()
     wire = WireFormat(meta["wire"], meta["block_size"])
-    if must_fit and wire != slot.wire:
+    if must_fit and wire != buffers.wire:
         raise ValueError(
             f"the saved state has rounds of fragment {part.index} under way on wire {wire.name} "
-            f"with blocks of {wire.block_size}, this one has {slot.wire.name} with "
-            f"{slot.wire.block_size}: flush() before the save to change them"
+            f"with blocks of {wire.block_size}, this one has {buffers.wire.name} with "
+            f"{buffers.wire.block_size}: flush() before the save to change them"
         )
-    layout = canonical(slot.num_elements, wire)
-    target = slot.layout if wire == slot.wire else layout
-    reader = _Reader(part.index, layout, target, slot.device)
+    layout = canonical(buffers.num_elements, wire)
+    target = buffers.layout if wire == buffers.wire else layout
+    reader = _Reader(part.index, layout, target, buffers.device)
     saved = Saved()
     for k, numbers in enumerate(meta["rounds"]):
         coefficients, reset = numbers.pop("coefficients"), tuple(numbers.pop("reset", ()))
@@ -162,7 +172,7 @@ def unpack(
         kept = _own_payload(reader, tensors, meta["members"], replica, own, k)
         arrival = Arrival(terms, target, **arrived)
         arrival.reset = reset
-        flight = Flight(**numbers, **mine, own=kept, layout=target, arrival=arrival)
+        flight = RoundInFlight(**numbers, **mine, own=kept, layout=target, arrival=arrival)
         flight.is_reset = replica in reset
         saved.flights.append(flight)
     for i, coefficient in enumerate(own["corrections"] if own else []):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ..agreement import history
-from ..synced import ParameterPart, Part
+from ..synced import SyncedFragment, SyncedPart
 from . import flights as saved_flights
 from .flights import Saved
 from .save import VERSION, Scope, chain_key, set_numbers
 
 
 def restore(
-    parts: Sequence[Part], state: Mapping[str, Any], scope: Scope, *, strict: bool
+    parts: Sequence[SyncedPart], state: Mapping[str, Any], scope: Scope, *, strict: bool
 ) -> Callable[[], int]:
     """Check a saved state.
 
@@ -47,7 +47,7 @@ def restore(
         for name in ("round", "last_sent"):
             _need(numbers, name)
         writes.append(_bind(set_numbers, part, numbers))
-        if isinstance(part, ParameterPart):
+        if isinstance(part, SyncedFragment):
             writes += _plan_tensors(part, home, numbers)
             writes += _plan_residuals(part, own, scope, strict)
         writes += _plan_flights(part, home, numbers, own, state, scope, strict)
@@ -107,7 +107,7 @@ def _home(
 
 
 def _plan_tensors(
-    part: ParameterPart, home: Mapping[str, Any], numbers: Mapping[str, Any]
+    part: SyncedFragment, home: Mapping[str, Any], numbers: Mapping[str, Any]
 ) -> list[Callable[[], None]]:
     fragment = part.fragment
     saved_outer = _need(home, "outer")
@@ -130,10 +130,10 @@ def _plan_tensors(
 
 
 def _plan_residuals(
-    part: ParameterPart, own: Mapping[str, Any] | None, scope: Scope, strict: bool
+    part: SyncedFragment, own: Mapping[str, Any] | None, scope: Scope, strict: bool
 ) -> list[Callable[[], None]]:
-    slot = part.slot
-    if slot is None or slot.residual is None:
+    buffers = part.buffers
+    if buffers is None or buffers.residual is None:
         return []
     whole = _find_whole(part, own, "residual")
     runs = _find_runs(part, own, scope, "reduce_residual")
@@ -151,7 +151,7 @@ def _plan_residuals(
 
     def load() -> None:
         # Looked up now: the buffers may have been swapped since the check.
-        residuals = slot.residuals
+        residuals = buffers.residuals
         for values, saved in ((residuals.value, whole), (residuals.before(), old_whole)):
             if values is not None:
                 _load_own(part, values, saved)
@@ -162,7 +162,7 @@ def _plan_residuals(
 
 
 def _find_whole(
-    part: ParameterPart, own: Mapping[str, Any] | None, name: str
+    part: SyncedFragment, own: Mapping[str, Any] | None, name: str
 ) -> Mapping[str, Any] | None:
     """Return a saved residual of the encoding, checked; None if there is none for this part."""
     saved = None if own is None else own.get(name)
@@ -173,13 +173,13 @@ def _find_whole(
 
 
 def _find_runs(
-    part: ParameterPart, own: Mapping[str, Any] | None, scope: Scope, name: str
+    part: SyncedFragment, own: Mapping[str, Any] | None, scope: Scope, name: str
 ) -> list[Tensor] | None:
     """Return saved residuals of each chain of reductions; None if they do not fit."""
-    assert part.slot is not None
+    assert part.buffers is not None
     saved = {} if own is None else own.get(name, {})
     runs = []
-    for chain, mine in enumerate(part.slot.residuals.reductions()):
+    for chain, mine in enumerate(part.buffers.residuals.reductions()):
         run = saved.get(chain_key(scope.key(part), chain))
         if run is None or run.shape != mine.shape:
             return None
@@ -187,7 +187,7 @@ def _find_runs(
     return runs
 
 
-def _load_own(part: ParameterPart, values: Tensor, saved: Mapping[str, Any] | None) -> None:
+def _load_own(part: SyncedFragment, values: Tensor, saved: Mapping[str, Any] | None) -> None:
     if saved is None:
         values.zero_()
     else:
@@ -203,7 +203,7 @@ def _load_runs(targets: Sequence[Tensor], runs: Sequence[Tensor] | None) -> None
 
 
 def _plan_flights(
-    part: Part,
+    part: SyncedPart,
     home: Mapping[str, Any],
     numbers: Mapping[str, Any],
     own: Mapping[str, Any] | None,
@@ -218,7 +218,7 @@ def _plan_flights(
     mine = None if text is None else json.loads(text)
     is_busy = shared is not None and bool(json.loads(shared)["rounds"])
     is_busy = is_busy or (mine is not None and (mine["owes"] or mine["is_ahead"]))
-    if not is_busy or part.slot is None:
+    if not is_busy or part.buffers is None:
         # What rounding left of rounds long applied; another policy has no use for it.
         return _plan_owed(part, own, mine) if state.get("overlap") == scope.kind else []
     if state.get("overlap") != scope.kind:
@@ -249,22 +249,22 @@ def _plan_flights(
 _NO_FLIGHTS = json.dumps({"members": [], "wire": "fp32", "block_size": 256, "rounds": []})
 
 
-def _install(part: Part, saved: Saved, mine: Mapping[str, Any] | None) -> None:
+def _install(part: SyncedPart, saved: Saved, mine: Mapping[str, Any] | None) -> None:
     saved.install(part)
     part.owes = bool(mine and mine["owes"])
     part.is_ahead = bool(mine and mine["is_ahead"])
 
 
 def _plan_owed(
-    part: Part, own: Mapping[str, Any] | None, mine: Mapping[str, Any] | None
+    part: SyncedPart, own: Mapping[str, Any] | None, mine: Mapping[str, Any] | None
 ) -> list[Callable[[], None]]:
     if own is None or mine is None or not mine["has_owed"]:
         return []
-    assert isinstance(part, ParameterPart) and part.slot is not None
+    assert isinstance(part, SyncedFragment) and part.buffers is not None
     values = torch.empty(part.num_elements, device=part.device)
     part.fragment.check_own(own.get("owed", {}))
     part.fragment.load_own(values, own["owed"])
-    return [_bind(part.slot.residuals.owe, values)]
+    return [_bind(part.buffers.residuals.owe, values)]
 
 
 def _refuse_other_shards(numbers: Mapping[str, Any], scope: Scope) -> None:

@@ -33,8 +33,8 @@ from torch import Tensor
 from ...base.errors import NonFiniteError, SyncError
 from ...methods.overlap import Overlap, Own
 from ...ops.residuals import drop_bad
-from ..flights import Flight
-from ..synced import ParameterPart, Part
+from ..flights import RoundInFlight
+from ..synced import SyncedFragment, SyncedPart
 from . import flights as saved_flights
 
 VERSION = 1
@@ -59,7 +59,7 @@ class Scope:
     is_shared: bool
     worker: str = ""
 
-    def key(self, part: Part) -> str:
+    def key(self, part: SyncedPart) -> str:
         """Name what belongs to a part and is not cut along its parameters."""
         return f"{part.index}@{self.worker}" if self.worker else str(part.index)
 
@@ -79,7 +79,7 @@ class Scope:
 
 
 def collect(
-    parts: Sequence[Part], scope: Scope, *, inner_step: int, shared: bool
+    parts: Sequence[SyncedPart], scope: Scope, *, inner_step: int, shared: bool
 ) -> dict[str, Any]:
     """Build the saved state; waits for the network, applies nothing and changes nothing.
 
@@ -120,13 +120,13 @@ class _View:
     ``added`` is what the next encoding adds.
     """
 
-    flights: list[Flight]
+    flights: list[RoundInFlight]
     added: Tensor | None
     corrections: list[Own]
     owes: bool
 
 
-def _look_at(part: Part, scope: Scope) -> _View:
+def _look_at(part: SyncedPart, scope: Scope) -> _View:
     arrived, failed, is_bad = [], [], False
     for flight in part.in_flight:
         try:
@@ -136,21 +136,21 @@ def _look_at(part: Part, scope: Scope) -> _View:
             failed.append(flight)
             is_bad = is_bad or isinstance(error, NonFiniteError)
     # A round that has arrived may have moved the residual on.
-    added = part.slot.residuals.added if part.slot else None
+    added = part.buffers.residuals.added if part.buffers else None
     view = _View(arrived, added, list(part.corrections), part.owes)
-    if scope.overlap.rounds and isinstance(part, ParameterPart):
+    if scope.overlap.rounds and isinstance(part, SyncedFragment):
         for flight in failed:
             _lose(part, flight, view)
-        if is_bad and view.added is not None and part.slot is not None:
+        if is_bad and view.added is not None and part.buffers is not None:
             view.added = view.added.clone()
-            drop_bad(view.added, part.slot.wire)
+            drop_bad(view.added, part.buffers.wire)
     return view
 
 
-def _lose(part: ParameterPart, flight: Flight, view: _View) -> None:
-    assert part.slot is not None
+def _lose(part: SyncedFragment, flight: RoundInFlight, view: _View) -> None:
+    assert part.buffers is not None
     if flight.is_local_kept:
-        view.added = part.slot.residuals.added_before
+        view.added = part.buffers.residuals.added_before
         return
     if flight.own is None or flight.is_reset:
         return
@@ -161,34 +161,34 @@ def _lose(part: ParameterPart, flight: Flight, view: _View) -> None:
         view.corrections.append(Own(flight.own, flight.coefficient, flight.layout))
 
 
-def _collect_shared(part: Part, view: _View, scope: Scope, home: dict[str, Any]) -> None:
+def _collect_shared(part: SyncedPart, view: _View, scope: Scope, home: dict[str, Any]) -> None:
     key = str(part.index)
     home["parts"][key] = numbers_of(part)
-    if part.slot is not None and (scope.depth or view.flights or not scope.is_shared):
+    if part.buffers is not None and (scope.depth or view.flights or not scope.is_shared):
         flights, payloads = saved_flights.pack_shared(
-            view.flights, part.slot, scope.members, scope.depth, part.history
+            view.flights, part.buffers, scope.members, scope.depth, part.history
         )
         home["parts"][key][scope.flights] = flights
         home["flights"][scope.key(part)] = payloads
-    if isinstance(part, ParameterPart):
+    if isinstance(part, SyncedFragment):
         home["outer"].update(part.fragment.views(part.outer))
         for name, flat in part.state.tensors().items():
             home["buffers"].setdefault(name, {}).update(part.fragment.views(flat))
 
 
-def _collect_own(part: Part, view: _View, scope: Scope, own: dict[str, Any]) -> bool:
+def _collect_own(part: SyncedPart, view: _View, scope: Scope, own: dict[str, Any]) -> bool:
     """Return whether the part has something that differs between replicas."""
-    slot, key = part.slot, scope.key(part)
-    if slot is None:
+    buffers, key = part.buffers, scope.key(part)
+    if buffers is None:
         return False
-    if slot.residual is not None and isinstance(part, ParameterPart):
+    if buffers.residual is not None and isinstance(part, SyncedFragment):
         _collect_residuals(part, view, scope, own)
     if not scope.overlap.rounds:
-        return slot.residual is not None
-    numbers, payloads = saved_flights.pack_own(view.flights, slot, scope.members, scope.depth)
+        return buffers.residual is not None
+    numbers, payloads = saved_flights.pack_own(view.flights, buffers, scope.members, scope.depth)
     corrections, corrected = saved_flights.pack_corrections(view.corrections)
-    has_owed = slot.residual is None and view.added is not None
-    if has_owed and view.added is not None and isinstance(part, ParameterPart):
+    has_owed = buffers.residual is None and view.added is not None
+    if has_owed and view.added is not None and isinstance(part, SyncedFragment):
         own["owed"].update(part.fragment.own_views(view.added))
     own["own"][key] = json.dumps(
         {
@@ -203,12 +203,14 @@ def _collect_own(part: Part, view: _View, scope: Scope, own: dict[str, Any]) -> 
         own["payloads"][key] = payloads
     if corrected:
         own["corrected"][key] = corrected
-    return bool(slot.residual is not None or view.flights or view.owes or has_owed)
+    return bool(buffers.residual is not None or view.flights or view.owes or has_owed)
 
 
-def _collect_residuals(part: ParameterPart, view: _View, scope: Scope, own: dict[str, Any]) -> None:
-    assert part.slot is not None
-    residuals, key = part.slot.residuals, scope.key(part)
+def _collect_residuals(
+    part: SyncedFragment, view: _View, scope: Scope, own: dict[str, Any]
+) -> None:
+    assert part.buffers is not None
+    residuals, key = part.buffers.residuals, scope.key(part)
     wholes, chains = {"residual": view.added}, {"reduce_residual": residuals.reductions()}
     if scope.depth:
         wholes["residual_before"] = residuals.before()
@@ -229,14 +231,14 @@ def chain_key(key: str, chain: int) -> str:
 # ------------------------------------------------------------------------------------- numbers
 
 
-def numbers_of(part: Part) -> dict[str, Any]:
+def numbers_of(part: SyncedPart) -> dict[str, Any]:
     """Return the numbers of a part, equal on replicas that have applied the same rounds."""
     numbers: dict[str, Any] = {
         "round": part.round,
         "last_sent": part.last_sent,
         "weight_sum": part.weight_sum,
     }
-    if isinstance(part, ParameterPart):
+    if isinstance(part, SyncedFragment):
         numbers |= {
             "num_steps": part.state.num_steps,
             "step_norm": part.step_norm,
@@ -246,11 +248,11 @@ def numbers_of(part: Part) -> dict[str, Any]:
     return numbers
 
 
-def set_numbers(part: Part, numbers: Mapping[str, Any]) -> None:
+def set_numbers(part: SyncedPart, numbers: Mapping[str, Any]) -> None:
     """Take over the numbers; the optimizer's ``extra`` is loaded with its buffers."""
     part.round, part.last_sent = int(numbers["round"]), int(numbers["last_sent"])
     part.weight_sum = float(numbers.get("weight_sum", 0.0))
-    if isinstance(part, ParameterPart):
+    if isinstance(part, SyncedFragment):
         part.state.num_steps = int(numbers.get("num_steps", part.round))
         part.step_norm = float(numbers.get("step_norm", 0.0))
         part.largest_norm = float(numbers.get("largest_norm", 0.0))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import ops
 from ...exchange.exchange import Exchange
 from ...exchange.headers import Header
-from ...exchange.work import Outcome
+from ...exchange.work import Mean
 from ...ops.wire import WireFormat
 
 # Half a quantisation step next to a value x of a block with this scale: relative part of |x|,
@@ -90,10 +90,10 @@ class DilocoAllReduce:
         # The fastest one comes last, and is what an empty name means.
         self.impl = ops.resolve_impl(exchange.impl) or ops.available_impls()[-1]
         self.round = 0
-        self.last: Outcome | None = None
+        self.last: Mean | None = None
 
     def prepare(self, num_elements: int) -> None:
-        self.slot = self.exchange.slot(num_elements, self.format)
+        self.buffers = self.exchange.buffers(num_elements, self.format)
         self.tensor = torch.zeros(num_elements, dtype=self.dtype, device=self.device)
 
     def load(self, source: Tensor) -> None:
@@ -101,9 +101,9 @@ class DilocoAllReduce:
 
     def run(self) -> None:
         header = self._header()
-        pending = self.exchange.start(self.slot, outer=None, params=[self.tensor], header=header)
-        self.last = pending.collect(self.tensor, impl=self.exchange.impl)
-        self.slot.commit()
+        work = self.exchange.start(self.buffers, outer=None, params=[self.tensor], header=header)
+        self.last = work.collect(self.tensor, impl=self.exchange.impl)
+        self.buffers.commit()
         self.round += 1
 
     def _header(self) -> Header:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...exchange.buffers import Slot
+from ...exchange.buffers import ExchangeBuffers
 from ...exchange.exchange import Exchange
 from ...exchange.headers import Header
-from ...exchange.work import Pending
+from ...exchange.work import ExchangeWork
 from ...ops.wire import WireFormat
 
 Future = torch.futures.Future
@@ -34,7 +34,7 @@ class BucketExchange:
         self._exchange = Exchange.from_group(dist.group.WORLD, name="ddp")
         self._exchange.emulate_link(link_gbps, link_rtt_ms)
         # DDP rebuilds its buckets once, after the first step: a slot for each size and place.
-        self._slots: dict[tuple[int, int], Slot] = {}
+        self._all_buffers: dict[tuple[int, int], ExchangeBuffers] = {}
         self._round = 0
         # One thread finishes the buckets in order; it sleeps while the engine works.
         self._finisher = ThreadPoolExecutor(1, "diloco_comm-ddp")
@@ -43,7 +43,7 @@ class BucketExchange:
     def hook(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start averaging one bucket; DDP waits for the future at the end of backward."""
         gradients = bucket.buffer()
-        slot = self._slot(bucket.index(), gradients.numel())
+        buffers = self._buffers(bucket.index(), gradients.numel())
         self._round += 1
         header = Header(
             kind="all_reduce",
@@ -56,9 +56,9 @@ class BucketExchange:
             outer_lr=1.0,
             inner_step=self._round,
         )
-        pending = self._exchange.start(slot, outer=None, params=[gradients], header=header)
+        work = self._exchange.start(buffers, outer=None, params=[gradients], header=header)
         future: Future[Tensor] = Future()
-        self._finisher.submit(self._finish, slot, pending, gradients, future)
+        self._finisher.submit(self._finish, buffers, work, gradients, future)
         if bucket.is_last():
             self._last_bucket_at = time.perf_counter()
         return future
@@ -74,19 +74,23 @@ class BucketExchange:
         self._finisher.shutdown()
         self._exchange.close()
 
-    def _slot(self, index: int, num_elements: int) -> Slot:
+    def _buffers(self, index: int, num_elements: int) -> ExchangeBuffers:
         key = (index, num_elements)
-        if key not in self._slots:
-            self._slots[key] = self._exchange.slot(num_elements, self._wire)
-        return self._slots[key]
+        if key not in self._all_buffers:
+            self._all_buffers[key] = self._exchange.buffers(num_elements, self._wire)
+        return self._all_buffers[key]
 
     def _finish(
-        self, slot: Slot, pending: Pending, gradients: Tensor, future: Future[Tensor]
+        self,
+        buffers: ExchangeBuffers,
+        work: ExchangeWork,
+        gradients: Tensor,
+        future: Future[Tensor],
     ) -> None:
         """Write the average over the gradients while it arrives, and release DDP."""
         try:
-            outcome = pending.collect(gradients)
-            slot.commit()
+            outcome = work.collect(gradients)
+            buffers.commit()
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
             future.set_result(gradients)
