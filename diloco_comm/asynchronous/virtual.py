@@ -127,7 +127,7 @@ class VirtualRun:
         )
         outcome = self.coordinator.arrive(update, self.now)
         if not outcome.refusal:
-            worker.local.agreed()
+            worker.local.update_applied()
         self.num_updates += 1
         self.num_steps += worker.round_steps
         if on_update is not None:

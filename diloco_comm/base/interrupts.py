@@ -12,7 +12,7 @@ from typing import Any
 Handler = Callable[[int, FrameType | None], Any]
 
 
-class _Later:
+class _Deferred:
     """Stands in for the handler of SIGINT: remembers the first, lets the second through."""
 
     def __init__(self, handler: Handler) -> None:
@@ -26,7 +26,7 @@ class _Later:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def deferred_interrupts() -> Iterator[None]:
     """Handle a Ctrl-C that comes in this block at its end; a second one breaks in at once.
 
     Nothing changes in threads other than the main one, which never get it, and where Python does
@@ -34,10 +34,10 @@ def held_back() -> Iterator[None]:
     """
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(handler) or isinstance(handler, _Later):
+    if not is_main or not callable(handler) or isinstance(handler, _Deferred):
         yield
         return
-    later = _Later(handler)
+    later = _Deferred(handler)
     signal.signal(signal.SIGINT, later)
     try:
         yield
@@ -60,7 +60,7 @@ class Uninterruptible:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with held_back():
+        with deferred_interrupts():
             is_inner = self.is_broken
             self.has_begun = self.is_broken = True
             try:

@@ -24,7 +24,7 @@ from async_processes import Child
 from cli_helpers import run_cli
 
 from diloco_comm.asynchronous.model.rules import Buffered
-from diloco_comm.asynchronous.protocol.payloads import spool
+from diloco_comm.asynchronous.protocol.payloads import payload_files
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 
@@ -357,8 +357,8 @@ def test_an_update_that_needs_a_file_gets_one_elsewhere(
     monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
     folder, spooled = disk.root / "state", []
     monkeypatch.setattr(
-        "diloco_comm.asynchronous.server.state.spool",
-        lambda *arguments: spooled.append(arguments) or spool(*arguments),
+        "diloco_comm.asynchronous.server.state.payload_files",
+        lambda *arguments: spooled.append(arguments) or payload_files(*arguments),
     )
     server = AsyncServer(PLAIN, snapshot=folder, parameters=[torch.ones(SIZE)], sync_every=1)
     with server:

@@ -12,7 +12,7 @@ from ... import ops
 from ...base.memory import empty_pages
 from ...methods.outer import FromTorch, OuterOptimizer, OuterState, Update
 from ...ops.wire import Layout, WireFormat
-from ..protocol.payloads import Payload, Spooled, pieces
+from ..protocol.payloads import Payload, PayloadFile, pieces
 
 _FP32 = WireFormat("fp32")
 
@@ -218,7 +218,7 @@ class PlainState(RuleState):
 
     def arrive(self, payload: Payload, layout: Layout, weight: float, impl: str = "") -> None:
         # What an optimizer of torch does with a part of the parameters is not known.
-        if isinstance(payload, Spooled) and isinstance(self.optimizer, FromTorch):
+        if isinstance(payload, PayloadFile) and isinstance(self.optimizer, FromTorch):
             payload = payload[:]
         super().arrive(payload, layout, weight, impl)
 

@@ -154,11 +154,11 @@ class SharedModel:
         return min(self._readers, default=None)
 
     def hold(self) -> int:
-        """Keep the present version readable and return its number; end with ``let_go``."""
+        """Keep the present version readable and return its number; end with ``release``."""
         self._readers[self.version] += 1
         return self.version
 
-    def let_go(self, version: int) -> None:
+    def release(self, version: int) -> None:
         """End one ``hold`` of the version."""
         assert self._readers[version] > 0
         self._readers[version] -= 1
@@ -214,7 +214,7 @@ class SharedModel:
                 for f, n in enumerate(self.sizes)
             ]
         finally:
-            self.let_go(version)
+            self.release(version)
 
     # --------------------------------------------------------------------------------- followers
 

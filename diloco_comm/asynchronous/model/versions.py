@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...base.memory import empty_pages
 from ...ops.wire import Layout, WireFormat
-from ..protocol.payloads import Payload, spool, write_run
+from ..protocol.payloads import Payload, payload_files, write_run
 from .shared import SharedModel, decode
 
 logger = logging.getLogger(__name__)
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 def make_room(sizes: Sequence[int]) -> list[Payload]:
     """Return room for so many bytes each, in a file; in memory where there is none for a file."""
     try:
-        return list(spool(None, sizes))
+        return list(payload_files(None, sizes))
     except OSError as error:
         logger.warning("there is no room for a file of %d bytes: %s", sum(sizes), error.strerror)
         return [empty_pages((size,), torch.uint8) for size in sizes]
 
 
-class Starts:
+class KeptVersions:
     """Versions of a model, kept for as long as somebody trains from them."""
 
     def __init__(self, model: SharedModel) -> None:
@@ -55,7 +55,7 @@ class Starts:
                         write_run(flats[fragment], run * layout.run_bytes, _bytes(values))
                 self._kept[version] = flats
         finally:
-            model.let_go(version)
+            model.release(version)
         self._users[version] += 1
         return version
 
@@ -86,7 +86,7 @@ class Starts:
                     g += factor * g * g * (now - kept.view(torch.float32))
                     write_run(results[fragment], run * step, _bytes(g))
         finally:
-            self._model.let_go(version)
+            self._model.release(version)
         return results, self._layouts
 
 

@@ -16,7 +16,7 @@ from ...ops.wire import Layout
 _COPY_BYTES = 1 << 20
 
 
-class Spooled:
+class PayloadFile:
     """Bytes of a file, read like a 1-D uint8 tensor: ``spooled[begin:end]`` is a copy in memory."""
 
     def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
@@ -33,10 +33,10 @@ class Spooled:
             done += count
         return part
 
-    def split(self, sizes: Sequence[int]) -> list[Spooled]:
+    def split(self, sizes: Sequence[int]) -> list[PayloadFile]:
         """Cut it into payloads of these sizes."""
         offsets = [self._offset + sum(sizes[:index]) for index in range(len(sizes))]
-        return [Spooled(self._file, *at) for at in zip(offsets, sizes, strict=True)]
+        return [PayloadFile(self._file, *at) for at in zip(offsets, sizes, strict=True)]
 
     def write(self, begin: int, body: memoryview | bytes) -> None:
         """Set the bytes from ``begin`` on."""
@@ -55,10 +55,10 @@ class Spooled:
         os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-Payload = Tensor | Spooled
+Payload = Tensor | PayloadFile
 
 
-def spool(folder: Path | None, sizes: Sequence[int]) -> list[Spooled]:
+def payload_files(folder: Path | None, sizes: Sequence[int]) -> list[PayloadFile]:
     """Return room for payloads of these sizes in one file, which has no name and ends with them.
 
     Args:
@@ -71,12 +71,12 @@ def spool(folder: Path | None, sizes: Sequence[int]) -> list[Spooled]:
     total = sum(sizes)
     if total:
         os.posix_fallocate(file.fileno(), 0, total)
-    return Spooled(file, 0, total).split(sizes)
+    return PayloadFile(file, 0, total).split(sizes)
 
 
 def write_run(payload: Payload, begin: int, body: memoryview | bytes) -> None:
     """Set the bytes of a payload from ``begin`` on."""
-    if isinstance(payload, Spooled):
+    if isinstance(payload, PayloadFile):
         payload.write(begin, body)
     else:
         payload[begin : begin + len(body)].numpy().data[:] = body
@@ -117,7 +117,7 @@ def read_back(payloads: Sequence[Payload]) -> None:
     Raises:
         OSError: If a file cannot be written or read.
     """
-    spooled = [payload for payload in payloads if isinstance(payload, Spooled)]
+    spooled = [payload for payload in payloads if isinstance(payload, PayloadFile)]
     for payload in spooled:
         payload.write_out()
     for payload in spooled:

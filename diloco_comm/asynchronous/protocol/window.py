@@ -80,7 +80,7 @@ class Window:
         """Return what was asked for and has not come."""
         return [(position, 1) for position in self.asked]
 
-    def came(self, position: Position) -> None:
+    def received(self, position: Position) -> None:
         """A run that was asked for is here."""
         self._asked_bytes -= self.asked.pop(position)
 

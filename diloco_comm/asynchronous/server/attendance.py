@@ -118,7 +118,7 @@ class Attendance:
         elif older is not None:
             # The same worker by a new connection, before the old one is known to have ended.
             sessions.drop(older.peer)
-            older.let_go(self.state.coordinator)
+            older.release(self.state.coordinator)
         # A successor of the same name may send other bytes under the same number.
         self._forget_update(worker)
 
@@ -143,14 +143,14 @@ class Attendance:
         session, coordinator = self.state.sessions.drop(peer), self.state.coordinator
         if session is None:
             return None
-        session.let_go(coordinator)
+        session.release(coordinator)
         if self.state.sessions.of(session.worker) is None:
             self._forget_update(session.worker)
             if coordinator is not None:
                 coordinator.leave(session.worker)
         return session
 
-    def look(self) -> None:
+    def drop_ended(self) -> None:
         """Deal with the connections that have ended; to be called several times a second.
 
         What ended since the last call waits for the next: its last messages are read before.

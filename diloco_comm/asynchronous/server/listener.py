@@ -13,7 +13,7 @@ from ..protocol.messages import MAX_BODY, MAX_JSON
 from ..protocol.window import WINDOW_BYTES
 
 
-class Door:
+class Listener:
     """A ROUTER socket that listens.
 
     Args:

@@ -21,7 +21,7 @@ from ..protocol.connections import NOBLOCK, check_lost_after, connection_of, rec
 from ..protocol.keys import is_loopback
 from ..protocol.messages import Kind, Message, ProtocolError, pack, parse
 from .attendance import Attendance
-from .door import Door
+from .listener import Listener
 from .sessions import Session
 from .state import ServerState
 from .transfer.receiving import Receiver
@@ -98,21 +98,21 @@ class AsyncServer:
             impl=impl,
         )
         # A server that cannot have its address has changed nothing on the disk.
-        door = Door(address, keys, lost_after)
+        listener = Listener(address, keys, lost_after)
         # An open socket among garbage would keep the garbage collector waiting for ever.
-        self._close_door = weakref.finalize(self, door.close)
-        self._close_door.atexit = False
+        self._close_listener = weakref.finalize(self, listener.close)
+        self._close_listener.atexit = False
         try:
             self.state.begin(parameters)
         except BaseException:
-            self._close_door()
+            self._close_listener()
             raise
-        self._socket = door.socket
+        self._socket = listener.socket
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._receiver = Receiver(self.state, self._send)
         self._attendance = Attendance(
             self.state,
-            door.connections,
+            listener.connections,
             self._send,
             self._receiver.forget,
             max_parameters=max_parameters,
@@ -121,7 +121,7 @@ class AsyncServer:
         self._sender = Sender(self.state, self._send, self._receiver.admit_waiting)
         self._handlers = {
             Kind.PUSH: self._receiver.push,
-            Kind.RUN: self._receiver.run_came,
+            Kind.RUN: self._receiver.receive_run,
             Kind.PULL: self._sender.pull,
             Kind.FOLLOW: self._sender.pull,
             Kind.GET: self._sender.get,
@@ -179,7 +179,7 @@ class AsyncServer:
         try:
             self.state.end()
         finally:
-            self._close_door()
+            self._close_listener()
 
     def stop_soon(self) -> None:
         """Make ``serve`` return; also from a signal handler."""
@@ -219,7 +219,7 @@ class AsyncServer:
                 break
             self._receive(frames)
             timeout = 0
-        self._sender.release()
+        self._sender.start_released()
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         peer = frames[0].bytes
@@ -266,7 +266,7 @@ class AsyncServer:
 
     def _housekeeping(self) -> None:
         now = time.monotonic()
-        self._attendance.look()
+        self._attendance.drop_ended()
         self._receiver.drop_stalled(now)
         self._sender.evict(now, is_memory_short=self._receiver.is_anyone_waiting)
         self.state.keep_for_followers()

@@ -60,7 +60,7 @@ class Session:
 
     def hold(self, coordinator: Coordinator, steps: int) -> None:
         """Keep the present version for this worker, or the updates that lead there."""
-        self.let_go(coordinator)
+        self.release(coordinator)
         model = coordinator.model
         self.answer = how_to_follow(model, self.follows)
         if self.answer == Kind.UPDATES:
@@ -71,7 +71,7 @@ class Session:
             self.held = model.hold()
         self.held_at, self.steps = time.monotonic(), steps
 
-    def let_go(self, coordinator: Coordinator | None) -> None:
+    def release(self, coordinator: Coordinator | None) -> None:
         """Keep nothing for it any more; idempotent."""
         held, self.held, self.is_reading = self.held, None, False
         if held is None or coordinator is None:
@@ -79,7 +79,7 @@ class Session:
         if self.answer == Kind.UPDATES:
             coordinator.model.unpin(self.base)
         else:
-            coordinator.model.let_go(held)
+            coordinator.model.release(held)
 
 
 def how_to_follow(model: SharedModel, follows: int | None) -> Kind:
@@ -144,6 +144,6 @@ class Sessions:
             del self._by_connection[session.connection]
         return session
 
-    def let_go_all(self, coordinator: Coordinator | None) -> None:
+    def release_all(self, coordinator: Coordinator | None) -> None:
         for session in self.all():
-            session.let_go(coordinator)
+            session.release(coordinator)

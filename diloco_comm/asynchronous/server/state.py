@@ -17,12 +17,12 @@ from ...ops.wire import WireFormat
 from ..model.rules import ServerRule
 from ..model.shared import SharedModel
 from ..protocol.messages import MAX_NUMBER, UNCOUNTED, ProtocolError
-from ..protocol.payloads import Payload, Spooled, spool
+from ..protocol.payloads import Payload, PayloadFile, payload_files
 from ..protocol.window import WINDOW_BYTES
 from .decisions.coordinator import Coordinator, Outcome, Update
 from .sessions import NOTHING, Sessions
 from .status import Status
-from .storage.journal import Keeper
+from .storage.keeper import Keeper
 from .uploads import PayloadMemory
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ SMALL_BYTES = 8 * 2**20
 # Beside what a rule keeps, in models: what is on its way to workers, and what comes from them.
 MIN_ROOM = 0.5
 # An update for which the disk has no room waits so long for the next attempt.
-SPOOL_RETRY_S = 1.0
+FILE_RETRY_S = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -82,12 +82,12 @@ class ServerState:
         self._model_sizes, self._folder = model_sizes, folder
         self.coordinator: Coordinator | None = None
         self.layout: int | None = None
-        self.memory = PayloadMemory(0, self._spool)
+        self.memory = PayloadMemory(0, self._make_files)
         self.max_readers = MAX_READERS
         self.history, self.began = secrets.randbelow(MAX_NUMBER), -1
         self.sessions = Sessions()
         self.status = Status()
-        self.problem, self._spool_at = "", 0.0
+        self.problem, self._retry_at = "", 0.0
         self._lost_file = ""  # of the last update that the disk cost, until the next one has a file
         self._snapshot_every = snapshot_every
         self.keeper: Keeper | None = None
@@ -113,7 +113,7 @@ class ServerState:
         versions = [version for version in versions if version != NOTHING]
         self.model.keep_from(min(versions, default=None))
 
-    def _spool(self, sizes: list[int]) -> list[Spooled] | None:
+    def _make_files(self, sizes: list[int]) -> list[PayloadFile] | None:
         """Make room for an update in a file, beside the snapshot if there is room.
 
         Returns:
@@ -122,12 +122,12 @@ class ServerState:
         Raises:
             OSError: If there can be no file whatever room there is.
         """
-        if self.problem and time.monotonic() < self._spool_at:
+        if self.problem and time.monotonic() < self._retry_at:
             return None
         errors = []
         for folder in dict.fromkeys((self._folder, None)):
             try:
-                files = spool(folder, sizes)
+                files = payload_files(folder, sizes)
             except OSError as error:
                 errors.append(error)
             else:
@@ -140,7 +140,7 @@ class ServerState:
         return None
 
     def _wait_for_room(self, num_bytes: int, error: OSError) -> None:
-        is_new, self._spool_at = not self.problem, time.monotonic() + SPOOL_RETRY_S
+        is_new, self._retry_at = not self.problem, time.monotonic() + FILE_RETRY_S
         places = dict.fromkeys((self._folder or tempfile.gettempdir(), tempfile.gettempdir()))
         self.problem = (
             f"an update of {num_bytes:,} bytes waits for room in {' or '.join(map(str, places))}: "
@@ -149,7 +149,7 @@ class ServerState:
         if is_new:
             logger.error("%s; the server goes on, and tries again", self.problem)
 
-    def tell_of_lost_file(self, worker: str, seq: int, error: OSError) -> None:
+    def report_lost_file(self, worker: str, seq: int, error: OSError) -> None:
         """Log, and say in the status, that the disk cost an update."""
         self._lost_file = (
             f"update {seq} of worker {worker} is lost, because its file cannot be written or read: "
@@ -238,7 +238,7 @@ class ServerState:
         self.open_model(header["sizes"], header["layout"])
         return self.model.tensors()
 
-    def _replay(self, record: dict[str, Any], body: Spooled) -> None:
+    def _replay(self, record: dict[str, Any], body: PayloadFile) -> None:
         assert self.coordinator is not None
         outcome = Outcome(**record["outcome"])
         if outcome.refusal:
@@ -286,7 +286,7 @@ class ServerState:
         Raises:
             OSError: If neither the snapshot nor the journal holds all updates.
         """
-        self.sessions.let_go_all(self.coordinator)
+        self.sessions.release_all(self.coordinator)
         keeper = self.keeper
         if keeper is None:
             return

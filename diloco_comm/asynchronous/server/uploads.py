@@ -13,7 +13,7 @@ from ...base.memory import empty_pages
 from ...ops.wire import Layout
 from ..protocol.garbage import find_run_garbage
 from ..protocol.messages import MAX_BODY
-from ..protocol.payloads import Payload, Spooled, read_back, write_run
+from ..protocol.payloads import Payload, PayloadFile, read_back, write_run
 from ..protocol.window import Position, Window
 
 
@@ -79,7 +79,7 @@ class Upload:
             # Looked at while it is in the cache, and while others are on their way.
             here = self.payloads[fragment][position.run * size : (position.run + 1) * size]
             self.garbage = self.garbage or find_run_garbage(here, layout, end - begin)
-            self.window.came(position)
+            self.window.received(position)
         self.last_seen = now
         return ""
 
@@ -99,18 +99,20 @@ class PayloadMemory:
 
     Args:
         budget_bytes: Of memory.
-        spool: Makes room in a file for payloads of these sizes; None while there is none.
+        make_files: Makes room in a file for payloads of these sizes; None while there is none.
 
     Attributes:
         used_bytes: Held by uploads and by updates that are not folded into the model yet.
     """
 
     def __init__(
-        self, budget_bytes: int, spool: Callable[[list[int]], list[Spooled] | None] | None = None
+        self,
+        budget_bytes: int,
+        make_files: Callable[[list[int]], list[PayloadFile] | None] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self._spool = spool
+        self._make_files = make_files
         self._free: dict[int, list[Tensor]] = {}
         self._free_bytes = 0
         self._lent: set[int] = set()
@@ -119,11 +121,11 @@ class PayloadMemory:
         """Never use these buffers again: their bytes may be on their way when they come back."""
         self._lent.update(id(payload) for payload in payloads)
 
-    def take(self, sizes: Iterable[int], *, may_spool: bool = True) -> list[Payload] | None:
+    def take(self, sizes: Iterable[int], *, may_use_file: bool = True) -> list[Payload] | None:
         """Return room for payloads of these sizes, or None while there is none.
 
         Args:
-            may_spool: False for bytes that must be in memory, whatever the budget.
+            may_use_file: False for bytes that must be in memory, whatever the budget.
 
         Raises:
             OSError: If what needs a file cannot have one.
@@ -133,8 +135,8 @@ class PayloadMemory:
         if self.used_bytes and self.used_bytes + needed > self.budget_bytes:
             return None
         payloads: list[Payload]
-        if needed > self.budget_bytes and may_spool and self._spool is not None:
-            files = self._spool(sizes)
+        if needed > self.budget_bytes and may_use_file and self._make_files is not None:
+            files = self._make_files(sizes)
             if files is None:
                 return None
             payloads = list(files)

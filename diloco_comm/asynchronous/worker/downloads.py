@@ -102,4 +102,4 @@ class Download:
         begin, end = self.layouts[position.fragment].run_range(position.run)
         if len(body) == 4 * (end - begin):
             flat.numpy().data.cast("B")[4 * begin : 4 * end] = body
-            self._window.came(position)
+            self._window.received(position)

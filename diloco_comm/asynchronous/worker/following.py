@@ -252,7 +252,7 @@ class Pursuit(Download):
             return
         buffers[fragment].numpy().data[first * size : first * size + len(body)] = body
         for run in runs:
-            self._window.came(run)
+            self._window.received(run)
             self._missing[number].discard((fragment, run.run))
             self._apply((fragment, run.run))
 

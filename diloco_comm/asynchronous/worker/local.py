@@ -124,7 +124,7 @@ class LocalModel:
             layouts.append(layout)
         return payloads, layouts
 
-    def agreed(self) -> None:
+    def update_applied(self) -> None:
         """The update was applied: what its encoding lost is owed to the next one."""
         for residual in self.residuals:
             residual.turn(0)

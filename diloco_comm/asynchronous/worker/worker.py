@@ -251,7 +251,7 @@ class AsyncDiLoCo:
         with span("pull", 0, self.seq):
             self._begin_round()
         times.append(time.monotonic())
-        self._tell(started_from, outcome.version, outcome.meta, traffic, times)
+        self._report_round(started_from, outcome.version, outcome.meta, traffic, times)
 
     def _push(self):  # type: ignore[no-untyped-def]
         steps, seconds = self._trained
@@ -267,7 +267,7 @@ class AsyncDiLoCo:
         if outcome.meta["refusal"]:
             logger.warning("%s", outcome.meta["reason"])
         else:
-            self._local.agreed()
+            self._local.update_applied()
             if self._follower is not None:
                 self._follower.own = (outcome.version, self._local.payloads, self._local.layouts)
         return outcome
@@ -282,7 +282,7 @@ class AsyncDiLoCo:
         logger.warning("round %d is not finite and is thrown away", self.seq + 1)
         self._begin_round()
 
-    def _tell(
+    def _report_round(
         self,
         started_from: int,
         version: int,

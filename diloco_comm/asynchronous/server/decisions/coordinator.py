@@ -17,7 +17,7 @@ from torch import Tensor
 from .... import ops
 from ....ops.wire import Layout
 from ...model.shared import SharedModel
-from ...model.versions import Starts
+from ...model.versions import KeptVersions
 from ...protocol.garbage import find_garbage
 from ...protocol.messages import UNCOUNTED
 from ...protocol.payloads import Payload
@@ -127,7 +127,7 @@ class Coordinator:
         self.members: dict[str, Member] = {}
         self.speeds = Speeds()
         self.counts = Counts()
-        self.starts = Starts(model)
+        self.versions = KeptVersions(model)
 
     def join(self, worker: str) -> Member:
         """Take a worker in, or back."""
@@ -143,7 +143,7 @@ class Coordinator:
 
     def _forget_start(self, member: Member) -> None:
         if member.started is not None:
-            self.starts.drop(member.started)
+            self.versions.drop(member.started)
             member.started = None
 
     # -------------------------------------------------------------------------------- updates
@@ -231,7 +231,7 @@ class Coordinator:
         started = self.join(update.worker).started
         if started is not None:
             factor = self.model.rule.compensation
-            payloads, layouts = self.starts.compensate(payloads, layouts, started, factor)
+            payloads, layouts = self.versions.compensate(payloads, layouts, started, factor)
             release()
             version = self.model.apply(payloads, layouts, weight)
         else:
@@ -254,7 +254,7 @@ class Coordinator:
         member.is_training = True
         if self.model.rule.compensation:
             self._forget_start(member)
-            member.started = self.starts.keep()
+            member.started = self.versions.keep()
         return self.speeds.steps(
             worker, self.sync_every, minimum=self.min_steps, use_dylu=self.dylu
         )

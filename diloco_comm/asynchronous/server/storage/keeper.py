@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...protocol.payloads import Payload, Spooled
+from ...protocol.payloads import Payload, PayloadFile
 from .folder_lock import FolderInUse
 from .snapshots import Storage
 
@@ -84,7 +84,7 @@ class Keeper:
         """Read the snapshot, see ``Storage.load``."""
         return self._storage.load(make)
 
-    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], Spooled]]:
+    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
         """Yield the updates after the snapshot of this version, then continue the journal."""
         self.saved_version = self.kept_version = version
         for record, body in self._storage.replay(version):

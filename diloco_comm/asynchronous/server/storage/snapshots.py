@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ...protocol.payloads import Payload, Spooled, blocks
+from ...protocol.payloads import Payload, PayloadFile, blocks
 from .folder_lock import FolderLock
 
 _MAGIC = b"DCASv1\0\0"
@@ -207,7 +207,7 @@ class Storage:
             self.close()
             raise
 
-    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], Spooled]]:
+    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
         """Yield the updates in the journal of this version; ``continue_journal`` comes next.
 
         Payloads stay in the file until they are asked for, and are valid until the next.
@@ -223,7 +223,7 @@ class Storage:
                 begin = file.tell()
                 if begin + size > length:
                     break
-                yield header, Spooled(file, begin, size)
+                yield header, PayloadFile(file, begin, size)
                 self._whole = file.seek(begin + size)
 
     def continue_journal(self, version: int) -> None:

@@ -64,7 +64,7 @@ class Receiver:
             return
         if meta["is_start"]:
             if self.state.coordinator is not None:
-                self._tell(session, Outcome(message.number, self.state.version, 0))
+                self._send_outcome(session, Outcome(message.number, self.state.version, 0))
             elif any(u.is_start for u in self._uploads.values()):
                 self._send(session.peer, Message(Kind.WAIT))
             else:
@@ -80,7 +80,7 @@ class Receiver:
                 self._refuse(session, message, known)
                 return
         if known is not None:
-            self._tell(session, known)
+            self._send_outcome(session, known)
         elif not self._admit(session, message):
             self._queue[worker] = message
             self._send(session.peer, Message(Kind.WAIT))
@@ -89,7 +89,7 @@ class Receiver:
         assert self.state.coordinator is not None
         self.state.coordinator.finish(session.worker, outcome, time.monotonic())
         self.state.log_update(session.worker, message.version, message.meta, outcome, [])
-        self._tell(session, outcome)
+        self._send_outcome(session, outcome)
 
     def _admit(self, session: Session, message: Message) -> bool:
         """Ask for an update if there is room for it.
@@ -109,7 +109,7 @@ class Receiver:
         sizes = [layout.payload_bytes for layout in layouts]
         try:
             # Where there are no parameters yet there is nothing else in memory.
-            payloads = self.state.memory.take(sizes, may_spool=not meta["is_start"])
+            payloads = self.state.memory.take(sizes, may_use_file=not meta["is_start"])
             # Updates that are kept for followers make room.
             while payloads is None and self.state.forget_oldest():
                 payloads = self.state.memory.take(sizes)
@@ -140,7 +140,7 @@ class Receiver:
         for (_, fragment, run), count in requests:
             self._send(session.peer, Message(Kind.WANT, upload.seq, 0, fragment, run, count=count))
 
-    def run_came(self, session: Session, message: Message) -> None:
+    def receive_run(self, session: Session, message: Message) -> None:
         upload = self._uploads.get(session.worker)
         if upload is None or upload.seq != message.number:
             return
@@ -166,11 +166,11 @@ class Receiver:
         """Refuse an update whose file cannot be written or read; nothing of it is applied."""
         assert self.state.coordinator is not None
         self._drop_upload(upload.worker)
-        self.state.tell_of_lost_file(upload.worker, upload.seq, error)
+        self.state.report_lost_file(upload.worker, upload.seq, error)
         reason = f"its file on the server cannot be written or read: {error.strerror or error}"
         outcome = self.state.coordinator.lose(upload.worker, upload.seq, reason, time.monotonic())
         self.state.log_update(upload.worker, upload.version, upload.meta, outcome, [])
-        self._tell(session, outcome)
+        self._send_outcome(session, outcome)
         self.admit_waiting()
 
     def _complete(self, session: Session, upload: Upload) -> None:
@@ -196,7 +196,7 @@ class Receiver:
         self.state.status.apply_s += time.perf_counter() - begin
         # The buffers are untouched until the next update is asked for, whoever has them.
         self.state.log_update(upload.worker, upload.version, upload.meta, outcome, upload.payloads)
-        self._tell(session, outcome)
+        self._send_outcome(session, outcome)
         self.admit_waiting()
 
     def _take_start(self, session: Session, upload: Upload) -> None:
@@ -220,9 +220,9 @@ class Receiver:
                     self.state.sessions.drop(other.peer)
             self.state.save()
         self.state.memory.give_back(upload.payloads)
-        self._tell(session, Outcome(upload.seq, self.state.version, 0))
+        self._send_outcome(session, Outcome(upload.seq, self.state.version, 0))
 
-    def _tell(self, session: Session, outcome: Outcome) -> None:
+    def _send_outcome(self, session: Session, outcome: Outcome) -> None:
         meta = {
             "staleness": outcome.staleness,
             "refusal": outcome.refusal,

@@ -59,7 +59,7 @@ class Sender:
         if session.held is None or not session.is_reading:
             self._send(session.peer, Message(Kind.WAIT))
 
-    def release(self) -> None:
+    def start_released(self) -> None:
         if self.state.coordinator is None:
             return
         for worker, steps in self.state.coordinator.released(time.monotonic()):
@@ -156,7 +156,7 @@ class Sender:
             self._send(session.peer, Message(Kind.GONE, 0, message.version))
             return
         session.follows = None if session.answer == Kind.READY else session.held
-        session.let_go(self.state.coordinator)
+        session.release(self.state.coordinator)
         self._send(session.peer, Message(Kind.KEPT, 0, message.version))
         self.state.keep_for_followers()
         self.after_reading()
@@ -186,4 +186,4 @@ class Sender:
             if silent_s > STALL_S or is_slow:
                 session.evictions += is_slow
                 self._lend_updates(session)
-                session.let_go(self.state.coordinator)
+                session.release(self.state.coordinator)
