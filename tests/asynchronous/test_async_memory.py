@@ -208,14 +208,14 @@ def test_updates_larger_than_the_budget_go_through_a_file(
 
     roomy = run(tmp_path / "roomy")
     shutil.rmtree(tmp_path / "copy")
-    spooled = []
+    made = []
     monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
     monkeypatch.setattr(
         "diloco_comm.asynchronous.server.state.payload_files",
-        lambda folder, sizes: spooled.append(sizes) or payload_files(folder, sizes),
+        lambda folder, sizes: made.append(sizes) or payload_files(folder, sizes),
     )
     tight = run(tmp_path / "tight")
-    assert len(spooled) == 4
+    assert len(made) == 4
     assert torch.equal(tight[0], roomy[0]) and torch.equal(tight[1], roomy[0])
 
 

@@ -279,7 +279,7 @@ def test_compensation_without_room_for_files(
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diloco_comm.asynchronous.model.versions.spool", no_room)
+    monkeypatch.setattr("diloco_comm.asynchronous.model.versions.payload_files", no_room)
     test_delay_compensation()
     assert "there is no room for a file" in caplog.text
 

@@ -1,7 +1,8 @@
-"""What workers train from, for rules that compare it with what there is when they are done.
+"""Versions that workers train from, kept for rules with delay compensation.
 
-One copy of the parameters for each version that some worker trains from, in a file without a name:
-the server's memory does not grow with the number of workers.
+Delay compensation compares the parameters that a worker trained from with the newest parameters.
+Each kept version is one copy of the parameters in a file without a name, so the server's memory
+does not grow with the number of workers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_room(sizes: Sequence[int]) -> list[Payload]:
-    """Return room for so many bytes each, in a file; in memory where there is none for a file."""
+    """Return room for payloads of these sizes, in a file, or in memory if the disk is full."""
     try:
         return list(payload_files(None, sizes))
     except OSError as error:
@@ -31,7 +32,7 @@ def make_room(sizes: Sequence[int]) -> list[Payload]:
 
 
 class KeptVersions:
-    """Versions of a model, kept for as long as somebody trains from them."""
+    """Versions of a model, each kept as long as a worker trains from it."""
 
     def __init__(self, model: SharedModel) -> None:
         self._model = model
@@ -71,8 +72,8 @@ class KeptVersions:
         """Return g + factor*g*g*(theta_now - theta_then), encoded in fp32, in a file.
 
         Args:
-            payloads, layouts: g, laid out by ``layout_of``.
-            started: Version of theta_then, which is kept.
+            payloads, layouts: g, with layouts of ``layout_of``.
+            started: The kept version whose parameters are theta_then.
         """
         results = make_room([layout.payload_bytes for layout in self._layouts])
         version = self._model.hold()
@@ -93,8 +94,8 @@ class KeptVersions:
 def _decode(payload: Payload, layout: Layout, run: int) -> Tensor:
     begin, end = layout.run_range(run)
     size = layout.run_bytes
-    only = Layout(end - begin, 1, layout.run_elements, layout.wire)
-    return decode(payload[run * size : (run + 1) * size], only)
+    one_run = Layout(end - begin, 1, layout.run_elements, layout.wire)
+    return decode(payload[run * size : (run + 1) * size], one_run)
 
 
 def _bytes(values: Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""Payloads in a file, for updates that the memory set aside for them does not hold."""
+"""Payloads in files, for updates that do not fit into the memory budget for payloads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COPY_BYTES = 1 << 20
 
 
 class PayloadFile:
-    """Bytes of a file, read like a 1-D uint8 tensor: ``spooled[begin:end]`` is a copy in memory."""
+    """Bytes of a file, read like a 1-D uint8 tensor: ``file[begin:end]`` is a copy in memory."""
 
     def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
         self._file, self._offset, self.nbytes = file, offset, nbytes
@@ -34,7 +34,7 @@ class PayloadFile:
         return part
 
     def split(self, sizes: Sequence[int]) -> list[PayloadFile]:
-        """Cut it into payloads of these sizes."""
+        """Divide the file into payloads of these sizes."""
         offsets = [self._offset + sum(sizes[:index]) for index in range(len(sizes))]
         return [PayloadFile(self._file, *at) for at in zip(offsets, sizes, strict=True)]
 
@@ -45,10 +45,10 @@ class PayloadFile:
             done += os.pwrite(self._file.fileno(), view[done:], self._offset + begin + done)
 
     def write_out(self) -> None:
-        """Have all of the file on the disk, and no longer in memory where the system allows that.
+        """Write the file to the disk, and drop the file from the page cache where possible.
 
         Raises:
-            OSError: If the disk has not taken what was written.
+            OSError: If the disk has not taken all bytes.
         """
         number = self._file.fileno()
         os.fsync(number)
@@ -59,10 +59,12 @@ Payload = Tensor | PayloadFile
 
 
 def payload_files(folder: Path | None, sizes: Sequence[int]) -> list[PayloadFile]:
-    """Return room for payloads of these sizes in one file, which has no name and ends with them.
+    """Return room for payloads of these sizes in one file without a name.
+
+    The file is removed with the last payload.
 
     Args:
-        folder: Where; None for the folder of temporary files.
+        folder: Folder of the file; None for the folder of temporary files.
 
     Raises:
         OSError: If there is no room.
@@ -83,10 +85,10 @@ def write_run(payload: Payload, begin: int, body: memoryview | bytes) -> None:
 
 
 def pieces(payload: Payload, layout: Layout) -> Iterator[tuple[Tensor, Layout, int, int]]:
-    """Cut a payload into what may be in memory at a time: all of it, or its runs if it is spooled.
+    """Yield a payload in memory whole, and a payload in a file run by run.
 
     Yields:
-        The bytes, how they are laid out, and the first and last element plus one.
+        The bytes, their layout, the first element, and the last element plus one.
     """
     if isinstance(payload, Tensor):
         yield payload, layout, 0, layout.num_elements
@@ -100,7 +102,7 @@ def pieces(payload: Payload, layout: Layout) -> Iterator[tuple[Tensor, Layout, i
 
 
 def blocks(payload: Payload) -> Iterator[Tensor]:
-    """Cut a payload into pieces to be copied."""
+    """Yield the bytes of a payload in blocks that fit into memory."""
     if isinstance(payload, Tensor):
         yield payload
         return
@@ -109,17 +111,17 @@ def blocks(payload: Payload) -> Iterator[Tensor]:
 
 
 def read_back(payloads: Sequence[Payload]) -> None:
-    """Write out what is in files, and read it from there, so that an error of the disk comes here.
+    """Write payload files to the disk and read them back, so that disk errors are raised here.
 
-    What the system keeps in memory all the same is not read from the disk (tmpfs has none), and a
-    disk may still fail after that.
+    Bytes that the system keeps in memory are not read from the disk (tmpfs has no disk). A disk may
+    still fail after this call.
 
     Raises:
         OSError: If a file cannot be written or read.
     """
-    spooled = [payload for payload in payloads if isinstance(payload, PayloadFile)]
-    for payload in spooled:
+    files = [payload for payload in payloads if isinstance(payload, PayloadFile)]
+    for payload in files:
         payload.write_out()
-    for payload in spooled:
+    for payload in files:
         for _ in blocks(payload):
             pass

@@ -1,4 +1,4 @@
-"""The server of asynchronous training: ``AsyncServer`` and what it is made of."""
+"""The server of asynchronous training: ``AsyncServer`` and its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers of asynchronous training: ``AsyncDiLoCo`` and what it is made of."""
+"""The workers of asynchronous training: ``AsyncDiLoCo`` and its parts."""
 
 from __future__ import annotations
 
