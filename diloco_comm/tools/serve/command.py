@@ -27,7 +27,7 @@ diloco-comm serve keygen keys --worker paris --worker tokyo
 """
 
 serve_app = typer.Typer(
-    help="Host a server of asynchronous training, watch one, make its keys.", epilog=EXAMPLES
+    help="Host a server of asynchronous training, show its status, make its keys.", epilog=EXAMPLES
 )
 
 
@@ -55,7 +55,7 @@ def serve(
     snapshot: Annotated[Path | None, typer.Option(help="Folder of snapshot and journal.")] = None,
     snapshot_every: Annotated[int, typer.Option(help="Updates between two snapshots.")] = 100,
     model_sizes: Annotated[
-        float, typer.Option(help="Memory of the server, in fp32 models: the rule's and updates'.")
+        float, typer.Option(help="Memory of the server in fp32 models, for rule and updates.")
     ] = 4.0,
     keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
     key_name: Annotated[str, typer.Option(help="Pair of keys for --status.")] = "worker",
@@ -63,7 +63,7 @@ def serve(
         bool, typer.Option("--insecure", help="Listen on an open address without keys.")
     ] = False,
     status: Annotated[
-        bool, typer.Option("--status", help="Show the server at --address instead.")
+        bool, typer.Option("--status", help="Show the status of the server at --address.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="With --status: every second.")] = False,
