@@ -267,7 +267,7 @@ def test_a_trace_that_cannot_be_written_is_logged_once(
         record_some_steps(folder)
     (record,) = [one for one in caplog.records if one.name.startswith("diloco_comm")]
     reason = "No space left on device" if is_full else "File exists"
-    told = f"rank 0 has no trace, its training goes on: cannot write the trace {folder}"
+    told = f"rank 0 has no trace, and training goes on: cannot write the trace {folder}"
     assert record.getMessage() == f"{told}/rank0.json.gz: {reason}"
     # Half a trace would not be told from a whole one by its name.
     assert not is_full or list(folder.iterdir()) == []
