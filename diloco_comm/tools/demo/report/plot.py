@@ -13,7 +13,7 @@ from .results import Point, Results, RowResult
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart; and a marker for print.
+# Okabe and Ito's palette for colour-blind readers, and a marker for prints without colour.
 STYLES = {
     BASELINE: ("#000000", "-", "o"),
     FEDAVG: ("#E69F00", "-", "s"),
@@ -65,7 +65,7 @@ def _draw(axes: Axes, result: RowResult, x_of: Callable[[Point], float], label: 
 def _label(axes: Axes, results: Results, x_label: str, legend_title: str | None) -> None:
     entropy = results.unigram_entropy
     losses = [point.loss for result in results.rows.values() for point in result.validation]
-    # The first steps fall steeply for every method; the axis shows where they differ.
+    # All methods fall steeply at first; the axis shows the range in which they differ.
     top = min(max(losses), 1.3 * entropy)
     axes.set_ylim(min(losses) - 0.05 * (top - min(losses)), top)
     axes.axhline(entropy, color="0.6", linewidth=1)
