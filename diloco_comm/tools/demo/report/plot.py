@@ -13,7 +13,7 @@ from .results import Point, Results, RowResult
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette for colour-blind readers, and a marker for prints without colour.
+# Okabe and Ito's palette, which colour-blind readers can tell apart; and a marker for print.
 STYLES = {
     BASELINE: ("#000000", "-", "o"),
     FEDAVG: ("#E69F00", "-", "s"),
