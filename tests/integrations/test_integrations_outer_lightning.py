@@ -138,7 +138,7 @@ def lightning_outer(
     best = saved_by_lightning(saving.best_model_path)
     again, *_ = lightning_run(rank, folder, where("lightning outer again"), resume=True)
     home = folder / f"replica-{rank}"
-    # One was saved amid the validation, when the model held the outer parameters, one after it.
+    # One checkpoint was saved during the validation, with the outer parameters in the model.
     amid, after = (local_of_lightning(home / f"{name}.ckpt") for name in ("amid", "step=5"))
     local, *_ = lightning_run(
         rank, folder / "local", {**where("lightning local"), "evaluate": "local"}
@@ -170,7 +170,7 @@ def test_lightning(trainer_replicas: Callable[[int], Pool], tmp_path: Path) -> N
 
 
 def lightning_failed(rank: int, world: int, address: tuple[str, int], folder: Path) -> list[bool]:
-    """Fail at a step at which nothing is under way; what is saved then, and what later."""
+    """Fail at a step without a round under way; check the states saved then and later."""
     where = lambda name: settings(overlap=Blocking(), **on_store(rank, world, address, name))  # noqa: E731
     outers, _ = outers_of_plain_loop(rank, where("plain lightning failed"), SAVED_STEP)
     outer = outers[FAILED_STEP - 1]

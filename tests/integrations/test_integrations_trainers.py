@@ -121,7 +121,7 @@ def hf_and_plain(
         rank, folder, settings(**where("hf again")), gradient_accumulation_steps=2, resume=True
     )
     plain = plain_loop(WithLoss(rank), rank, settings(**where("plain")), accumulate=2)
-    # The last outer step is part of what is compared: without it the replicas differ.
+    # The comparison includes the last outer step, without which the replicas differ.
     matches = [torch.equal(trained, plain[-1]), torch.equal(resumed, plain[-1])]
     return [*matches, not torch.equal(plain[-1], plain[-2])], trained.numpy().tobytes()
 
@@ -135,7 +135,7 @@ def test_hugging_face_trainer(replicas: Callable[[int], Pool], tmp_path: Path) -
 
 
 def hf_refusals(rank: int, world: int, folder: Path) -> list[str]:
-    """What the callback says when the trainer's settings do not go with it."""
+    """Return the callback's errors about settings of the trainer that it refuses."""
     from transformers import TrainerState, TrainingArguments
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
@@ -337,7 +337,7 @@ def run_example(
         "MASTER_ADDR": address[0],
         "MASTER_PORT": str(address[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # What one script wrote to the store is not there for the next.
+        # Each script has its own part of the store.
         "TORCHELASTIC_RESTART_COUNT": script,
     }
     sys.argv = [script, *options]
