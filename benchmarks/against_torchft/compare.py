@@ -1,7 +1,8 @@
 """Measure an outer step against torchft's DiLoCo: time blocked, CPU, memory, loss.
 
-    PYTHONPATH=DIR python benchmarks/against_torchft.py -g 2
-    PYTHONPATH=DIR python benchmarks/against_torchft.py -g 2 --fragments 4 --delay 1 --sync-every 8
+    PYTHONPATH=DIR python -m benchmarks.against_torchft.compare -g 2
+    PYTHONPATH=DIR python -m benchmarks.against_torchft.compare -g 2 --fragments 4 --delay 1 \
+        --sync-every 8
 
 DIR holds torchft 0.2.0 (the script says how to install it when it is not there). Equal
 transformers of 25 million parameters train in the same processes on the same text, one under
@@ -22,15 +23,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-import common
 import torch
 import torch.distributed as dist
-import torchft_peer
-from against_torchft_report import OURS, PEERS, PLAIN, VARIANTS, add_ratios, print_table
-from outer_step import Transformer, memory_growth
-from plain_traffic import Traffic
 from torch import Tensor, nn
 
+from benchmarks.against_torchft import peer as torchft_peer
+from benchmarks.against_torchft.plain_traffic import Traffic
+from benchmarks.against_torchft.report import OURS, PEERS, PLAIN, VARIANTS, add_ratios, print_table
+from benchmarks.support import common
+from benchmarks.training.outer_step import Transformer, memory_growth
 from diloco_comm.tools.demo.data import Batches, load_corpus, validation_windows
 
 SKIPPED = 77
@@ -271,7 +272,7 @@ def launch(args: argparse.Namespace) -> dict[str, Any]:
 
         def part(name: str, variants: str) -> Any:
             path = Path(folder) / "part.json"
-            words = [sys.executable, *sys.argv, "--variants", variants]
+            words = [*common.same_command(), "--variants", variants]
             words += ["--part", name, "--part-json", str(path)]
             # torchft's servers tell of every quorum.
             common.run_workers(words, args.nprocs, env={"RUST_LOG": "error"})

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from benchmarks.support import common
 
 VERSION = "0.2.0"
 INSTALL = (

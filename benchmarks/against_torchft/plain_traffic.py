@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import common
 import torch
 from torch import Tensor
 
+from benchmarks.support import common
 from diloco_comm.tools.bench.operators import PATTERN, buffer
 
 # Elements; ranges of the loops are multiples of it.

@@ -1,10 +1,10 @@
-"""Figures and table of benchmarks/against_torchft.py."""
+"""Figures and table of benchmarks/against_torchft/compare.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import common
+from benchmarks.support import common
 
 PEERS = ("torchft", "torchft_buckets")
 OURS = ("diloco_fp32", "diloco_int8")

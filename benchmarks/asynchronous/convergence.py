@@ -1,8 +1,8 @@
 """Asynchronous training against synchronous DiLoCo, on a virtual clock in one process.
 
-    python benchmarks/async_convergence.py               # the runs that are missing, then the table
-    python benchmarks/async_convergence.py --cpu-minutes 40   # as many runs as fit
-    python benchmarks/async_convergence.py --report      # table and plots of the runs there are
+    python -m benchmarks.asynchronous.convergence             # the missing runs, then the table
+    python -m benchmarks.asynchronous.convergence --cpu-minutes 40   # as many runs as fit
+    python -m benchmarks.asynchronous.convergence --report    # table and plots of the present runs
 
 The claims of arXiv 2401.09135 at a small scale: a byte-level transformer on the standard library's
 sources, workers of different speed, the same number of inner steps for every method. The outer
@@ -23,13 +23,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
-from async_methods import METHODS, SPEEDS, Method
-from async_report import write_report
-from async_tuning import Choice, choose, next_rate
 from torch import Tensor
 
+from benchmarks.asynchronous.methods import METHODS, SPEEDS, Method
+from benchmarks.asynchronous.report import write_report
+from benchmarks.support import common
+from benchmarks.support.tuning import Choice, choose, next_rate
 from diloco_comm.asynchronous.model.shared import SharedModel
 from diloco_comm.asynchronous.server.decisions.coordinator import Coordinator, Outcome
 from diloco_comm.asynchronous.server.decisions.scheduling import ShardSampler, ShardSchedule
@@ -341,7 +341,7 @@ class Runner:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = Path(__file__).parent / "results" / "async-convergence.jsonl"
+    default = common.RESULTS / "asynchronous" / "async-convergence.jsonl"
     common.add_output(parser, "--out", default=default, help="file of the runs")
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument(
@@ -351,7 +351,7 @@ def main() -> int:
     torch.set_num_threads(1)
     if not options.out.exists():
         about = {"machine": common.machine(), "versions": common.versions()}
-        command = "python benchmarks/async_convergence.py"
+        command = "python -m benchmarks.asynchronous.convergence"
         options.out.write_text(json.dumps({**about, "command": command}) + "\n")
     runner, is_complete = Runner(options.out, options.cpu_minutes), True
     if not options.report:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from async_methods import METHODS
+from benchmarks.asynchronous.methods import METHODS
 
 Row = dict[str, Any]
 BASE = "DiLoCo"

@@ -1,6 +1,6 @@
 """Asynchronous training against synchronous DiLoCo in real time: processes slowed on purpose.
 
-    python benchmarks/async_real.py           # 2 seeds, about 4 minutes on 2 cores
+    python -m benchmarks.asynchronous.real           # 2 seeds, about 4 minutes on 2 cores
 
 Model, text, speeds, outer learning rates and number of inner steps are those of the longer runs of
 ``async_convergence.py``; the workers are four processes, each of whose steps lasts a time of its
@@ -22,10 +22,11 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
-from async_convergence import (
+from torch import Tensor
+
+from benchmarks.asynchronous.convergence import (
     BATCH_SIZE,
     INNER_LR,
     LAST_LR,
@@ -37,9 +38,8 @@ from async_convergence import (
     pretrained,
     read,
 )
-from async_methods import METHODS, MOMENTUM, SPEEDS
-from torch import Tensor
-
+from benchmarks.asynchronous.methods import METHODS, MOMENTUM, SPEEDS
+from benchmarks.support import common
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.asynchronous.server.decisions.scheduling import ShardSampler
 from diloco_comm.asynchronous.server.server import AsyncServer
@@ -264,10 +264,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=LONG, help="inner steps of each worker")
     parser.add_argument("--unit-ms", type=float, default=20.0, help="a step of the fastest worker")
-    common.add_output(parser, default=common.RESULTS / "async-real.json")
+    common.add_output(parser, default=common.RESULTS / "asynchronous" / "async-real.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lrs = best_lrs(read(common.RESULTS / "async-convergence.jsonl"), LONG)
+    lrs = best_lrs(read(common.RESULTS / "asynchronous" / "async-convergence.jsonl"), LONG)
     slots = [options.unit_ms * factor for factor in SPEEDS["very"](WORKERS)]
     report = common.Report(
         "asynchronous and synchronous training in real time", workers=WORKERS,

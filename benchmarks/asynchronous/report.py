@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import common
-from async_claims import ALIKE, judge
-from async_methods import METHODS, SPEEDS
-from async_plots import draw_methods, draw_time
-from async_tuning import Choice
+from benchmarks.asynchronous.claims import ALIKE, judge
+from benchmarks.asynchronous.methods import METHODS, SPEEDS
+from benchmarks.asynchronous.plots import draw_methods, draw_time
+from benchmarks.support import common
+from benchmarks.support.tuning import Choice
 
 Row = dict[str, Any]
 Chosen = Mapping[int, Mapping[str, Choice]]

@@ -1,9 +1,9 @@
 """The asynchronous server: updates at memory speed, round trips of workers, memory.
 
-    python benchmarks/async_server.py apply         # one thread, 100 million parameters
-    python benchmarks/async_server.py trips         # workers on loopback, against gloo
-    python benchmarks/async_server.py busy          # workers that do not wait for each other
-    python benchmarks/async_server.py memory        # resident memory with 1 to 8 workers
+    python -m benchmarks.asynchronous.server apply         # one thread, 100 million parameters
+    python -m benchmarks.asynchronous.server trips         # workers on loopback, against gloo
+    python -m benchmarks.asynchronous.server busy          # workers that do not wait for each other
+    python -m benchmarks.asynchronous.server memory        # resident memory with 1 to 8 workers
 
 ``apply`` compares with a loop that moves the bytes of a Nesterov step and computes nothing of
 note, timed in turns with it. ``trips`` times a whole round trip of every worker (encode, send,
@@ -21,20 +21,18 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
-import common
 import psutil
 import torch
 import torch.distributed as dist
-from async_floor import Courier, carrying
 from torch import nn
 
+from benchmarks.asynchronous.floor import Courier, carrying
+from benchmarks.support import common
 from diloco_comm import Adam, Nesterov
 from diloco_comm.asynchronous.model.rules import DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.model.shared import SharedModel
@@ -44,7 +42,6 @@ from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 from diloco_comm.base.memory import empty_pages
 from diloco_comm.ops.wire import WireFormat, parse
 
-RESULTS = Path(__file__).parent / "results"
 RULES: dict[str, ServerRule] = {
     "nesterov": Immediate(outer=Nesterov(0.1, 0.9)),
     "delayed, N=4": DelayedNesterov(lr=0.1, period=4),
@@ -200,7 +197,7 @@ def run_workers(
 ) -> list[dict]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     base = [
-        sys.executable, __file__, "worker", f"--address={server.address}",
+        *common.benchmark_command("asynchronous.server", "worker"), f"--address={server.address}",
         f"--store={store.port}", f"--workers={num_workers}", f"--elements={size}",
         f"--rounds={rounds}", f"--wire={wire}", f"--fetch={fetch}", *more,
     ]  # fmt: skip
@@ -309,7 +306,7 @@ def measure_memory(report: common.Report, size: int, rounds: int) -> dict:
         ("nesterov", 8, "int8", "updates"),
     ):  # fmt: skip
         command = [
-            sys.executable, __file__, "memory-one", f"--rule={rule_name}",
+            *common.benchmark_command("asynchronous.server", "memory-one"), f"--rule={rule_name}",
             f"--workers={num_workers}", f"--wire={wire}", f"--elements={size}",
             f"--rounds={rounds}", f"--fetch={fetch}",
         ]  # fmt: skip
@@ -377,7 +374,7 @@ def main() -> None:
     }
     measure, elements, rounds = measures[options.what]
     elements, rounds = options.elements or elements, options.rounds or rounds
-    path = options.json or RESULTS / f"async-server-{options.what}.json"
+    path = options.json or common.RESULTS / "asynchronous" / f"async-server-{options.what}.json"
     common.check_default(parser, "--json", path)
     report = common.Report(f"asynchronous server, {options.what}", elements=elements)
     results = measure(report, elements, rounds)

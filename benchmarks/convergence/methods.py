@@ -1,4 +1,4 @@
-"""The rows of benchmarks/convergence.py: what each method is, and which numbers it has tuned."""
+"""The methods that sweep.py compares, and the candidates for the numbers of each."""
 
 from __future__ import annotations
 

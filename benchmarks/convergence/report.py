@@ -1,4 +1,4 @@
-"""Table and plot of benchmarks/convergence.py."""
+"""Table and plot of sweep.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import common
+from benchmarks.support import common
 
 
 def write_report(

@@ -1,7 +1,7 @@
 """Train one model with every method and compare the losses: the papers' claims, at our scale.
 
-    python benchmarks/convergence.py
-    python benchmarks/convergence.py --tasks digits --rows DDP,Eager,Delayed --seeds 0
+    python -m benchmarks.convergence.sweep
+    python -m benchmarks.convergence.sweep --tasks digits --rows DDP,Eager,Delayed --seeds 0
 
 Four replicas, the same tokens for every method, three seeds. Each run is one JSON file in
 --folder, and a run that is there is not repeated: an interrupted sweep goes on where it was. The
@@ -21,19 +21,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
-from convergence_methods import FAMILIES, ROW_OF, ROWS, Row, tuning_row
-from convergence_report import draw, write_report
-from convergence_tasks import SIZES, SMOKE, TASKS, Size, Task
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.convergence.methods import FAMILIES, ROW_OF, ROWS, Row, tuning_row
+from benchmarks.convergence.report import draw, write_report
+from benchmarks.convergence.tasks import SIZES, SMOKE, TASKS, Size, Task
+from benchmarks.support import common
 from diloco_comm import DiLoCo
 from diloco_comm.tools.demo.ddp import BucketExchange
 
 TUNING_SEED = 1000
+RUNS = common.RESULTS / "convergence" / "runs"
 # The link of the exposed time: it changes no number, and so only a few rounds run over it.
 LINK_GBPS, LINK_RTT_MS = 0.1, 100.0
 _TIMED_ROUNDS, _TIMED_DDP_STEPS = 4, 6
@@ -282,7 +283,7 @@ def main() -> int:
     add("--tasks", type=lambda t: t.split(","), default=list(TASKS), help="text,digits")
     add("--rows", type=parse_rows, default=[row.name for row in ROWS], help="methods, a comma list")
     add("--seeds", type=lambda t: [int(s) for s in t.split(",")], default=[0, 1, 2])
-    add("--folder", type=Path, default=common.RESULTS / "convergence", help="one JSON a run")
+    add("--folder", type=Path, default=RUNS, help="one JSON a run")
     add("--smoke", action="store_true", help="eight steps a run: shows that it works, no figures")
     add("--timeout", type=float, default=7200.0, help="seconds for all of it")
     common.add_plot(parser, "draw the table")

@@ -1,4 +1,4 @@
-"""What benchmarks/convergence.py trains: the demo's transformer on text, a small CNN on digits."""
+"""What benchmarks/convergence/ trains: the demo's transformer on text, a small CNN on digits."""
 
 from __future__ import annotations
 
@@ -48,13 +48,21 @@ class Task(Protocol):
 class Text:
     """The demo's model on the Python standard library's sources; loss in nats a byte."""
 
-    def __init__(self, seed: int, replica: int, world: int, batch_size: int) -> None:
-        config = ModelConfig()
+    def __init__(
+        self,
+        seed: int,
+        replica: int,
+        world: int,
+        batch_size: int,
+        config: ModelConfig | None = None,
+        num_windows: int = 256,
+    ) -> None:
+        config = config or ModelConfig()
         corpus = load_corpus(None, world)
         self.model: nn.Module = ByteTransformer(config, seed)
         shard = corpus.shards[replica]
         self._batches = Batches(shard, batch_size, config.context, seed * world + replica)
-        windows = validation_windows(corpus.validation, 256, config.context)
+        windows = validation_windows(corpus.validation, num_windows, config.context)
         self._halves = [windows[half::2] for half in (0, 1)]
 
     def loss(self, model: nn.Module) -> Tensor:

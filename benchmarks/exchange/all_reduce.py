@@ -1,7 +1,7 @@
 """Measure all-reduces: pseudo-gradient in, average out, against gloo's fp32 all_reduce.
 
-    python benchmarks/exchange.py -g 4 -b 1M -e 128M -f 4 --wire int8,int4
-    torchrun --nproc-per-node 4 benchmarks/exchange.py -b 64M -e 64M
+    python -m benchmarks.exchange.all_reduce -g 4 -b 1M -e 128M -f 4 --wire int8,int4
+    torchrun --nproc-per-node 4 -m benchmarks.exchange.all_reduce -b 64M -e 64M
 
 The measurement of ``diloco-comm bench exchange``, with what a laboratory needs beside it: the bytes
 at the interface, and shapers that must be drained. docs/benchmarks.md derives every column.
@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-import common
-
+from benchmarks.support import common
 from diloco_comm.tools.bench import exchange as bench_exchange
 from diloco_comm.tools.bench.exchange import DTYPES, Settings
 

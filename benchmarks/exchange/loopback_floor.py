@@ -1,6 +1,6 @@
 """Measure our all-reduce against what would be left of it if the codec cost nothing: its floor.
 
-    python benchmarks/loopback_floor.py -g 4 --wire int8,int4 -e 128M
+    python -m benchmarks.exchange.loopback_floor -g 4 --wire int8,int4 -e 128M
 
 On one machine the ranks share cores and memory, and these alone set a limit. For the floor each
 rank reads the fp32 tensor once, exchanges over gloo as many bytes as the wire format has, in the
@@ -16,10 +16,10 @@ import ctypes
 import sys
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
 
+from benchmarks.support import common
 from diloco_comm.ops.wire import Layout, WireFormat
 from diloco_comm.tools.bench.exchange import Sampler, Settings, make_exchange
 from diloco_comm.tools.bench.methods import DilocoAllReduce, GlooAllReduce, source_of

@@ -1,6 +1,7 @@
 """Run a command whose loopback interface carries its traffic alone, to count bytes on it.
 
-    python benchmarks/private_loopback.py python benchmarks/exchange.py -g 2 --count-bytes
+    python -m benchmarks.exchange.private_loopback \
+        python -m benchmarks.exchange.all_reduce -g 2 --count-bytes
 
 The command gets a new network namespace (and, without root, a user namespace to be allowed it)
 whose only interface is its own ``lo``. Imports nothing heavy: a user namespace can only be made

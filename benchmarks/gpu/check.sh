@@ -24,7 +24,7 @@ usage() {
 case "${2:-}" in A | B | C) parts=$2 ;; "") parts="A B C" ;; *) usage ;; esac
 mkdir -p "$1" || exit 2
 out=$(cd "$1" && pwd)
-cd "$(dirname "$0")/.." || exit 2
+cd "$(dirname "$0")/../.." || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 work=$(mktemp -d) || exit 2
@@ -38,7 +38,7 @@ begun=$SECONDS    # of the part
 
 # Puts what is known so far where it is found.
 publish() {
-    "$python" benchmarks/gpu_summary.py "$work" >"$work/summary.txt" 2>&1
+    "$python" -m benchmarks.gpu.summary "$work" >"$work/summary.txt" 2>&1
     local leave_out=() more
     for more in none '*.json.gz' '*.ncu-rep'; do
         leave_out+=("--exclude=$more")
@@ -83,20 +83,20 @@ skip() {
 # prepare BUILD_SECONDS FALLBACK_SECONDS: an extension and a device that answers, or status 1.
 prepare() {
     # The first import of torch on a machine reads gigabytes from its disk.
-    step versions 30 "$python" benchmarks/gpu_facts.py --versions
+    step versions 30 "$python" -m benchmarks.gpu.facts --versions
     impl=cuda
-    step extension 15 "$python" benchmarks/gpu_facts.py --extension
+    step extension 15 "$python" -m benchmarks.gpu.facts --extension
     # An import that took too long says nothing about the extension.
     if [ $? -eq 1 ]; then
         # For the device that is here alone: that is what the limit allows.
         arch=$(timeout 3 nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
-        if ! step build "$1" benchmarks/gpu_build.sh "$python" ON "$arch" ||
-            ! step built_extension 15 "$python" benchmarks/gpu_facts.py --extension; then
+        if ! step build "$1" benchmarks/gpu/build.sh "$python" ON "$arch" ||
+            ! step built_extension 15 "$python" -m benchmarks.gpu.facts --extension; then
             impl=triton
-            step fallback "$2" benchmarks/gpu_build.sh "$python" OFF
+            step fallback "$2" benchmarks/gpu/build.sh "$python" OFF
         fi
     fi
-    step first_call 20 "$python" benchmarks/gpu_facts.py --first-call
+    step first_call 20 "$python" -m benchmarks.gpu.facts --first-call
 }
 
 # sources of the operators' tests
@@ -105,17 +105,17 @@ operators=(tests/ops/test_ops_{encode,reduce,outer_step,bounds,examples,digest}.
 
 part_A() {
     prepare 120 40 || return
-    step bars 60 "$python" benchmarks/kernels_gpu.py --check --impl "$impl" --no-compile \
+    step bars 60 "$python" -m benchmarks.operators.kernels_gpu --check --impl "$impl" --no-compile \
         --wires int8,int4 --json "$work/bars.json"
     if command -v ncu >/dev/null; then
-        step ncu_send 45 benchmarks/gpu_ncu.sh "$python" send "$impl" "$work" encode reduce
-        step ncu_apply 45 benchmarks/gpu_ncu.sh "$python" apply "$impl" "$work" outer_step decode
+        step ncu_send 45 benchmarks/gpu/ncu.sh "$python" send "$impl" "$work" encode reduce
+        step ncu_apply 45 benchmarks/gpu/ncu.sh "$python" apply "$impl" "$work" outer_step decode
     else
         skip ncu "ncu is not on PATH"
     fi
-    step forked_call 15 "$python" benchmarks/gpu_facts.py --forked-call
+    step forked_call 15 "$python" -m benchmarks.gpu.facts --forked-call
     if [ "$impl" = cuda ]; then
-        step cuda_tests 90 "$python" benchmarks/gpu_tests.py --processes 12 --select "not triton" \
+        step cuda_tests 90 "$python" -m benchmarks.gpu.run_tests --processes 12 --select "not triton" \
             --logs "$work/cuda_tests" "${operators[@]}"
     else
         skip cuda_tests "the extension has no CUDA kernels"
@@ -124,9 +124,9 @@ part_A() {
 
 part_B() {
     prepare 110 40 || return
-    step triton_tests 110 "$python" benchmarks/gpu_tests.py --processes 14 --select triton \
+    step triton_tests 110 "$python" -m benchmarks.gpu.run_tests --processes 14 --select triton \
         --logs "$work/triton_tests" "${operators[@]}"
-    step kernels 168 "$python" benchmarks/kernels_gpu.py --check --jobs 14 \
+    step kernels 168 "$python" -m benchmarks.operators.kernels_gpu --check --jobs 14 \
         --json "$work/kernels.json"
 }
 
@@ -134,21 +134,21 @@ part_C() {
     prepare 75 35 || return
     # Two ranks of NCCL on one GPU are refused unless they seem to be on two hosts. Nobody has shown
     # that they then work; where they do not, that alone stays unproven.
-    step nccl_two_ranks 18 "$python" benchmarks/gpu_nccl_probe.py
+    step nccl_two_ranks 18 "$python" -m benchmarks.gpu.nccl_probe
     if [ $? -eq 0 ]; then ranks=2; else ranks=1; fi
     export DILOCO_TEST_NCCL_RANKS=$ranks NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
-    step engine_tests 55 "$python" benchmarks/gpu_tests.py --processes 3 \
+    step engine_tests 55 "$python" -m benchmarks.gpu.run_tests --processes 3 \
         --logs "$work/engine_tests" tests/gpu/test_gpu_{engine,streams,sharded}.py
-    step trace 25 "$python" benchmarks/gpu_trace.py --device cuda --least_overlap 95 \
+    step trace 25 "$python" -m benchmarks.gpu.trace --device cuda --least_overlap 95 \
         --json "$work/trace.json" --trace "$work/trace-events.json.gz"
-    step trace_nccl 20 "$python" benchmarks/gpu_trace.py --device cuda --backend nccl \
+    step trace_nccl 20 "$python" -m benchmarks.gpu.trace --device cuda --backend nccl \
         --replicas "$ranks" --json "$work/trace_nccl.json" --trace "$work/trace_nccl-events.json.gz"
-    step training 30 "$python" benchmarks/gpu_training.py --device cuda --json "$work/training.json"
+    step training 30 "$python" -m benchmarks.gpu.training --device cuda --json "$work/training.json"
     # After all that is timed: these tests stop and kill processes which have the device busy.
-    step group_tests 45 "$python" benchmarks/gpu_tests.py --processes 3 \
+    step group_tests 45 "$python" -m benchmarks.gpu.run_tests --processes 3 \
         --logs "$work/group_tests" tests/gpu/test_gpu_{group,graphs,nonfinite,stopped}.py
     sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
-    step sanitizers 105 benchmarks/gpu_sanitize.sh "$sanitizer" "$python" "$work"
+    step sanitizers 105 benchmarks/gpu/sanitize.sh "$sanitizer" "$python" "$work"
 }
 
 # Figures and steps of an earlier run of the same part are not this run's.
@@ -160,5 +160,5 @@ for part in $parts; do
     "part_$part"
 done
 echo
-"$python" benchmarks/gpu_summary.py "$work"
+"$python" -m benchmarks.gpu.summary "$work"
 exit $?

@@ -1,6 +1,6 @@
 """Say what a GPU check runs on, and make the first call to the device.
 
-python benchmarks/gpu_facts.py --versions | --extension | --first-call | --forked-call
+python -m benchmarks.gpu.facts --versions | --extension | --first-call | --forked-call
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Say which names of torch the package uses and this torch lacks; status 1 if there are any.
 
-    python benchmarks/gpu_names.py [FOLDER]
+    python -m benchmarks.gpu.names [FOLDER]
 
 Sources are read, not run. Checked are dotted names that begin with an import of torch, such as
 ``dist.ProcessGroupNCCL.Options``, and members of what is a class of torch by its annotation or by
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parent.parent / "diloco_comm"
+PACKAGE = Path(__file__).resolve().parents[2] / "diloco_comm"
 
 
 def dotted(node: ast.AST) -> str:

@@ -1,6 +1,6 @@
 """Try two NCCL ranks on one GPU: each takes a NCCL_HOSTID of its own, as if on its own host.
 
-    python benchmarks/gpu_nccl_probe.py
+    python -m benchmarks.gpu.nccl_probe
 
 Ends with status 0 when an all_to_all and an all_gather of the two gave the right bytes.
 """
@@ -11,10 +11,10 @@ import os
 import sys
 from datetime import timedelta
 
-import common
 import torch
 import torch.distributed as dist
 
+from benchmarks.support import common
 from diloco_comm.tools.common import measuring
 
 
@@ -44,7 +44,7 @@ def main() -> int:
         return 0
     env = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
     try:
-        common.run_workers([sys.executable, *sys.argv], 2, env=env, timeout_s=15.0)
+        common.run_workers(common.same_command(), 2, env=env, timeout_s=15.0)
     except RuntimeError as error:
         print(f"two NCCL ranks on one GPU: refused ({error})")
         return 1

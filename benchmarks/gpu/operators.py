@@ -1,6 +1,6 @@
 """Run every operator once on odd sizes, for compute-sanitizer to watch; compare the bytes.
 
-python benchmarks/gpu_operators.py [--device cpu]
+python -m benchmarks.gpu.operators [--device cpu]
 """
 
 from __future__ import annotations

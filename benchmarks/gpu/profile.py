@@ -1,6 +1,6 @@
 """Call operators once each between the profiler's start and stop, for Nsight Compute.
 
-python benchmarks/gpu_profile.py encode outer_step reduce decode [--impl cuda] [--device cpu]
+python -m benchmarks.gpu.profile encode outer_step reduce decode [--impl cuda] [--device cpu]
 """
 
 from __future__ import annotations
@@ -9,9 +9,17 @@ import argparse
 import sys
 from contextlib import nullcontext
 
-import common
 import torch
-from kernels_gpu_cases import Case, Data, decode_case, encode_case, reduce_case, step_case
+
+from benchmarks.operators.kernels_gpu_cases import (
+    Case,
+    Data,
+    decode_case,
+    encode_case,
+    reduce_case,
+    step_case,
+)
+from benchmarks.support import common
 
 OPERATORS = ("encode", "outer_step", "reduce", "decode")
 

@@ -1,6 +1,6 @@
 """Run the tests that need a GPU in several processes at once, each with every n-th of them.
 
-    python benchmarks/gpu_tests.py --logs FOLDER --processes 8 tests/ops/test_cuda_operators.py ...
+    python -m benchmarks.gpu.run_tests --logs FOLDER --processes 8 tests/ops/*.py
 
 Most of the time goes into compiling Triton's kernels, one after the other in each process. Ends
 with status 1 when a test failed, or none ran; the logs tell which. Each process has this file as a
@@ -51,10 +51,16 @@ def start(number: int, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     ]
     if args.select:
         command += ["-k", args.select]
-    command += ["-p", "gpu_tests", "--share", f"{number}/{args.processes}", *args.files]
+    command += [
+        "-p",
+        "benchmarks.gpu.run_tests",
+        "--share",
+        f"{number}/{args.processes}",
+        *args.files,
+    ]
     # As many threads for each as there are cores would only wait for one another.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with (args.logs / f"{number}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

@@ -1,6 +1,6 @@
 """Print what the steps of a GPU check gave, from the files that it wrote; status 1 if one failed.
 
-python benchmarks/gpu_summary.py FOLDER
+python -m benchmarks.gpu.summary FOLDER
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def print_kernels(folder: Path, name: str) -> None:
 
 def main() -> int:
     if len(sys.argv) != 2:
-        print("usage: python benchmarks/gpu_summary.py FOLDER", file=sys.stderr)
+        print("usage: python -m benchmarks.gpu.summary FOLDER", file=sys.stderr)
         return 2
     folder = Path(sys.argv[1])
     try:

@@ -1,7 +1,7 @@
 """Profile an overlapped training run: is the exchange hidden, does the host wait for the device?
 
-    python benchmarks/gpu_trace.py --device cuda --json FILE --trace FILE.json.gz
-    python benchmarks/gpu_trace.py --read FILE.json.gz      # the same figures, from a trace alone
+    python -m benchmarks.gpu.trace --device cuda --json FILE --trace FILE.json.gz
+    python -m benchmarks.gpu.trace --read FILE.json.gz      # the same figures, from a trace alone
 
 Two replicas train on one device, with Eager and the int4 wire; the first is profiled. Ends with
 status 1 when a call that waits for the device falls into one of our ranges, or when less of the
@@ -22,13 +22,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
-from gpu_models import SIZES, Trainer
-from gpu_trace_checks import exchange_seconds, host_waits_in_ranges, our_ranges, overlap_fraction
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.models import SIZES, Trainer
+from benchmarks.gpu.trace_checks import (
+    exchange_seconds,
+    host_waits_in_ranges,
+    our_ranges,
+    overlap_fraction,
+)
+from benchmarks.support import common
 from diloco_comm import DiLoCo, Eager, Nesterov
 
 STAGES = {"encode", "wait", "outer_step"}

@@ -1,6 +1,6 @@
 """Train two replicas on one device without any communication, and with Eager on the int4 wire.
 
-    python benchmarks/gpu_training.py --device cuda --json FILE
+    python -m benchmarks.gpu.training --device cuda --json FILE
 
 Both share the device, so that what the exchange costs shows as tokens lost. Ends with status 1 when
 the replicas' outer models differ after ``flush()``, or a loss is not finite.
@@ -14,11 +14,11 @@ import statistics
 import sys
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
-from gpu_models import SIZES, Trainer
 
+from benchmarks.gpu.models import SIZES, Trainer
+from benchmarks.support import common
 from diloco_comm import DiLoCo, Eager, Nesterov
 
 LAST = 20

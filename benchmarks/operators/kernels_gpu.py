@@ -1,9 +1,9 @@
 """Time each operator on a GPU beside a copy of the device's memory and beside plain PyTorch.
 
-    python benchmarks/kernels_gpu.py --json FILE    # 1 GiB, every wire, every implementation
-    python benchmarks/kernels_gpu.py --check        # ends with status 1 below the bars
-    python benchmarks/kernels_gpu.py --jobs 8       # compile Triton's first, in 8 processes
-    python benchmarks/kernels_gpu.py --device cpu --size 1M -n 7    # the same script, no GPU
+    python -m benchmarks.operators.kernels_gpu --json FILE  # 1 GiB, every wire and implementation
+    python -m benchmarks.operators.kernels_gpu --check      # ends with status 1 below the bars
+    python -m benchmarks.operators.kernels_gpu --jobs 8     # compile Triton's first, in 8 processes
+    python -m benchmarks.operators.kernels_gpu --device cpu --size 1M -n 7    # without a GPU
 
 Every sample times the copy, all implementations and, where there is one, the same work in eager
 PyTorch and under ``torch.compile``, in turns; shares and ratios are taken sample by sample and
@@ -24,10 +24,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import common
 import torch
-from kernels_gpu_cases import BLOCK, Case, Data, cases, plain_twins
 
+from benchmarks.operators.kernels_gpu_cases import BLOCK, Case, Data, cases, plain_twins
+from benchmarks.support import common
 from diloco_comm import ops
 from diloco_comm.ops.dispatch import default_on_cuda
 from diloco_comm.ops.wire import WIRES
@@ -167,9 +167,10 @@ def time_case(
 
 def compile_ahead(args: argparse.Namespace) -> None:
     """Compile Triton's kernels into its cache, in processes that run each operator once."""
-    wires = ["--wires", ",".join(args.wires), "--device", args.device]
+    options = ["--wires", ",".join(args.wires), "--device", args.device]
+    command = common.benchmark_command("operators.kernels_gpu", *options)
     parts = [["--part", f"{i}/{args.jobs}"] for i in range(args.jobs)]
-    started = [subprocess.Popen([sys.executable, __file__, *wires, *part]) for part in parts]
+    started = [subprocess.Popen([*command, *part]) for part in parts]
     for process in started:
         process.wait()
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import plain_operators as plain
 import torch
 from torch import Tensor
 
+from benchmarks.operators import plain_operators as plain
 from diloco_comm import ops
 from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 

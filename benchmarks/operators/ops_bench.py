@@ -1,10 +1,10 @@
 """Time every operator by implementation and wire format with pytest-benchmark.
 
     make bench
-    pytest benchmarks/ops_bench.py --benchmark-only -k "outer_step and int8"
+    pytest benchmarks/operators/ops_bench.py --benchmark-only -k "outer_step and int8"
 
 Fragments of 8 MiB of fp32 on one thread: more than the second-level cache, and quick.
-``benchmarks/roofline.py`` compares with memory and with plain PyTorch at full size.
+``benchmarks/operators/roofline.py`` compares with memory and with plain PyTorch at full size.
 """
 
 from __future__ import annotations

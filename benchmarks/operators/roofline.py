@@ -1,8 +1,8 @@
 """Time each operator beside the machine's memory and beside plain PyTorch, in turns.
 
-    python benchmarks/roofline.py                     # 1 GiB of fp32, one thread, every operator
-    python benchmarks/roofline.py --size 256M --threads 2 --impl avx2
-    python benchmarks/roofline.py --bars              # the figures of bars 1 to 8
+    python -m benchmarks.operators.roofline              # 1 GiB of fp32, one thread, every operator
+    python -m benchmarks.operators.roofline --size 256M --threads 2 --impl avx2
+    python -m benchmarks.operators.roofline --bars       # the figures of bars 1 to 8
 
 Every round times memcpy, plain loops that move an operator's bytes and do nothing else (*floors*),
 the operators, the same work in eager PyTorch and under ``torch.compile``. Ratios are taken round by
@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import common
-import plain_operators as plain
 import torch
 
+from benchmarks.operators import plain_operators as plain
+from benchmarks.support import common
 from diloco_comm import ops
 from diloco_comm.tools.bench.operators import (
     BLOCK,

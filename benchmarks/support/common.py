@@ -1,7 +1,7 @@
 """What every benchmark shares: the package's tools for measuring, and where the results are.
 
-The benchmarks are scripts, run as ``python benchmarks/NAME.py`` (also under torchrun), and import
-this module from their own folder.
+The benchmarks are run as modules from the checkout: ``python -m benchmarks.ROOM.NAME``, or
+``torchrun ... -m benchmarks.ROOM.NAME``.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ __all__ = [
     "WorkerError",
     "add_output",
     "add_plot",
+    "benchmark_command",
     "check_default",
     "command_line",
     "commit",
@@ -57,6 +58,7 @@ __all__ = [
     "percentile",
     "relaunch",
     "run_workers",
+    "same_command",
     "save",
     "save_plot",
     "slowest_of_ranks",
@@ -65,7 +67,7 @@ __all__ = [
     "versions",
 ]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -108,11 +110,23 @@ def check_default(parser: argparse.ArgumentParser, option: str, path: Path) -> N
         parser.error(str(error))
 
 
+def benchmark_command(name: str, *arguments: object) -> list[str]:
+    """Return the command of a benchmark, named as in ``exchange.all_reduce``."""
+    return [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+
+
+def same_command() -> list[str]:
+    """Return the command with which this very benchmark was started."""
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None, "benchmarks are run as modules: python -m benchmarks.ROOM.NAME"
+    return [sys.executable, "-m", spec.name, *sys.argv[1:]]
+
+
 def relaunch(world: int, **options: object) -> None:
     """Run this very command as `world` local workers (the meaning of ``-g N``)."""
     options = {"preload": ranks.WITH_OPTIMIZER, **options}
     try:
-        run_workers([sys.executable, *sys.argv], world, **options)  # type: ignore[arg-type]
+        run_workers(same_command(), world, **options)  # type: ignore[arg-type]
     except WorkerError as error:
         # A worker that ended by itself has said why.
         if error.status in (1, 2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # A search ends between two of these rates; the paper searched 0.03, 0.1, 0.3 and 0.7.
@@ -33,18 +33,20 @@ def choose(losses: Mapping[float, float]) -> Choice:
     return Choice(best, ordered[0] < best < ordered[-1])
 
 
-def next_rate(losses: Mapping[float, float], start: float) -> float | None:
+def next_rate(
+    losses: Mapping[float, float], start: float, ladder: Sequence[float] = LADDER
+) -> float | None:
     """Return the learning rate to try next; None when the best is bracketed, or at the end.
 
     The first three are ``start`` and its neighbours in the ladder.
     """
-    place = LADDER.index(start)
-    for lr in (start, *LADDER[max(0, place - 1) : place], *LADDER[place + 1 : place + 2]):
+    place = ladder.index(start)
+    for lr in (start, *ladder[max(0, place - 1) : place], *ladder[place + 1 : place + 2]):
         if lr not in losses:
             return lr
     best = choose(losses)
     if best.is_bracketed:
         return None
-    place = LADDER.index(best.lr)
+    place = ladder.index(best.lr)
     neighbour = place - 1 if best.lr == min(losses) else place + 1
-    return LADDER[neighbour] if 0 <= neighbour < len(LADDER) else None
+    return ladder[neighbour] if 0 <= neighbour < len(ladder) else None

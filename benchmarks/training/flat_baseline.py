@@ -1,6 +1,6 @@
 """DiLoCo as a good engineer writes it with torch alone: the baseline of the outer-step benchmark.
 
-    python benchmarks/flat_baseline.py -g 2 --size 101M
+    python -m benchmarks.training.flat_baseline -g 2 --size 101M
 
 The script checks its own honesty: one sync takes at most 1.3 times the sum of the three
 operations nobody can avoid in plain torch, timed in the same run.
@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Iterable
 
-import common
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from benchmarks.support import common
 
 HONEST = 1.3
 

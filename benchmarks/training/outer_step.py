@@ -1,10 +1,10 @@
 """Measure a blocking outer step end to end: training with our DiLoCo against plain torch.
 
-    python benchmarks/outer_step.py -g 2 --wire int8
-    python benchmarks/outer_step.py -g 2 --memory
+    python -m benchmarks.training.outer_step -g 2 --wire int8
+    python -m benchmarks.training.outer_step -g 2 --memory
 
 Two equal transformers of 25 million parameters train in the same processes, one under DiLoCo,
-one under benchmarks/flat_baseline.py; rounds of H inner steps alternate. Blocked time is what the
+one under flat_baseline.py; rounds of H inner steps alternate. Blocked time is what the
 training loop waits for at the end of a round. With --memory only ours runs, and the growth of the
 peak resident set is divided by the size of the model.
 """
@@ -20,11 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
-from flat_baseline import HONEST, FlatDiLoCo, RawParts, honesty
 from torch import Tensor, nn
+
+from benchmarks.support import common
+from benchmarks.training.flat_baseline import HONEST, FlatDiLoCo, RawParts, honesty
 
 _VOCABULARY, _LAYERS = 12_288, 6
 

@@ -1,8 +1,8 @@
 """Measure how much of the exchange hides behind training: tokens/s against training alone and DDP.
 
-    python benchmarks/overlap.py -g 2 --sync-every 30 --variants ddp,blocking:int4,eager:int4
-    python benchmarks/overlap.py --sweep --plot docs/overlap.png
-    sudo python benchmarks/overlap.py -g 2 --namespaces 100mbit
+    python -m benchmarks.training.overlap -g 2 --sync-every 30 --variants ddp,eager:int4
+    python -m benchmarks.training.overlap --sweep --plot docs/overlap.png
+    sudo python -m benchmarks.training.overlap -g 2 --namespaces 100mbit
 
 Replicas train a byte-level transformer of 10.7 million parameters on real text, over an emulated
 link or between network namespaces. The variants take turns, one segment of whole rounds each.
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import common
-import netns
 import torch
 import torch.distributed as dist
-from overlap_report import print_rows, summarize
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.exchange import netns
+from benchmarks.support import common
+from benchmarks.training.overlap_report import print_rows, summarize
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
 from diloco_comm.tools.common import ranks
@@ -254,7 +254,7 @@ def run_cell(args: argparse.Namespace) -> list[dict[str, Any]]:
         # Later options win over those of the command line.
         options = ["-g", args.nprocs, "--sync-every", args.sync_every, "--variants", names]
         options += ["--gbps", args.gbps, "--rtt-ms", args.rtt_ms, "--segments", path]
-        command = [sys.executable, *sys.argv, *map(str, options)]
+        command = [*common.same_command(), *map(str, options)]
         if args.namespaces:
             with netns.Network(args.nprocs, netns.parse_rate(args.namespaces)) as network:
                 network.run(command)
@@ -333,9 +333,9 @@ def main() -> int:
         print(f"# skipped: {reason}")
         return 0
     if args.sweep:
-        import overlap_sweep
+        from benchmarks.training import overlap_sweep
 
-        args.json = args.json or common.RESULTS / "overlap.json"
+        args.json = args.json or common.RESULTS / "training" / "overlap.json"
         common.check_default(parser, "--json", args.json)
         return overlap_sweep.run(args)
     count = sum(p.numel() for p in ByteTransformer(model_config(args), 0).parameters())

@@ -1,11 +1,11 @@
-"""Figures, table and plot of benchmarks/overlap.py."""
+"""Figures, table and plot of benchmarks/training/overlap.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import common
+from benchmarks.support import common
 
 
 def summarize(

@@ -1,4 +1,4 @@
-"""The cells of ``benchmarks/overlap.py --sweep``."""
+"""The cells of ``benchmarks/training/overlap.py --sweep``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import functools
 import json
 from typing import Any
 
-import common
-import netns
-import overlap
-import overlap_report
+from benchmarks.exchange import netns
+from benchmarks.support import common
+from benchmarks.training import overlap, overlap_report
 
 # Delay and wire at H=30; then H. The delays give the exchange from one step to a whole round.
 _STREAMING = "streaming:int4:1,streaming:int4:3,streaming:int4:10,streaming:int8:10"

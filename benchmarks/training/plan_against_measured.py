@@ -1,6 +1,6 @@
-"""Compare what ``diloco-comm plan`` predicts with what benchmarks/overlap.py measures.
+"""Compare what ``diloco-comm plan`` predicts with what benchmarks/training/overlap.py measures.
 
-    python benchmarks/plan_against_measured.py --json benchmarks/results/plan-against-measured.json
+    python -m benchmarks.training.plan_against_measured --json FILE
 
 On each emulated link replicas train with several policies. The prediction is given the model's
 size, H, the wire, the link, and the time of a step without communication in the same run; nothing
@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
-import overlap
 
+from benchmarks.support import common
+from benchmarks.training import overlap
 from diloco_comm.tools.plan.estimate import Request
 
 # Gbit/s and round trip in ms. Data parallel joins where a step of it takes seconds, not minutes.
@@ -30,11 +30,11 @@ VARIANTS = "blocking:int4,streaming:int4:5,eager:int4"
 
 
 def measure(args: argparse.Namespace, gbps: float, rtt_ms: float) -> dict[str, Any]:
-    """Run benchmarks/overlap.py on one link and return its report."""
+    """Run benchmarks/training/overlap.py on one link and return its report."""
     variants = VARIANTS + (",ddp" if gbps >= SLOWEST_FOR_DDP else "")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "overlap.json"
-        command = [sys.executable, str(Path(overlap.__file__))]
+        command = common.benchmark_command("training.overlap")
         command += ["-g", str(args.nprocs), "-n", str(args.iters), "--ddp-steps", "1"]
         command += ["--sync-every", str(args.sync_every), "--variants", variants]
         command += ["--gbps", str(gbps), "--rtt-ms", str(rtt_ms), "--json", str(path)]
@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace, gbps: float, rtt_ms: float) -> dict[str, A
 def predict(
     document: dict[str, Any], name: str, gbps: float, rtt_ms: float, step_s: float
 ) -> float:
-    """Predict the utilisation of one variant of benchmarks/overlap.py."""
+    """Predict the utilisation of one variant of benchmarks/training/overlap.py."""
     variant = overlap.Variant.parse(name)
     defaults = overlap.make_parser().parse_args([])
     method = {"blocking": "diloco", "ddp": "dp"}.get(variant.policy, variant.policy)

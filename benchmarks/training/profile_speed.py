@@ -1,6 +1,6 @@
 """Time ``diloco-comm profile report`` on a large trace, and measure its memory.
 
-    python benchmarks/profile_speed.py --gigabytes 1 --json benchmarks/results/profile-speed.json
+    python -m benchmarks.training.profile_speed --gigabytes 1 --json FILE
 
 The trace is written first: operators with their shapes, launches and kernels, laid out as Kineto
 does, of one rank in ten profiled steps.
@@ -19,8 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import common
-
+from benchmarks.support import common
 from diloco_comm.tools.profile.report import make_report, read_traces
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -1,6 +1,6 @@
 """Count what a sync costs in steady state: large allocations and page faults.
 
-    python benchmarks/steady_state.py -g 2 --wire int8
+    python -m benchmarks.training.steady_state -g 2 --wire int8
 
 Allocations above 64 KiB are counted in all threads of the process by a preloaded library (built
 here with the C++ compiler); minor page faults in the calling thread (RUSAGE_THREAD) and in the
@@ -21,10 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from benchmarks.support import common
 
 _ENGINE_THREADS = "diloco-"
 _SHAPES = [(1024, 1024), (1024,), (333, 777), (7,), (0,), (2048, 512), (100_003,)]

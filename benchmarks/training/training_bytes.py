@@ -1,6 +1,7 @@
 """Count the bytes that training sends: DDP, which communicates every step, against DiLoCo.
 
-    python benchmarks/private_loopback.py python benchmarks/training_bytes.py -g 2 --sync-every 50
+    python -m benchmarks.exchange.private_loopback \
+        python -m benchmarks.training.training_bytes -g 2 --sync-every 50
 
 The kernel's counter of the network interface is read, so headers, acknowledgements and votes are
 in the figure. Start-up (the first broadcast of the weights) is not.
@@ -12,11 +13,11 @@ import argparse
 import sys
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.support import common
 from diloco_comm.tools.bench.exchange import transmitted_bytes
 
 
