@@ -23,7 +23,7 @@ IMPLEMENTATIONS = {
     },
 }
 # The default of each operator on CUDA tensors, where both are there; else the other one. Written
-# down before any GPU measured them: benchmarks/kernels_gpu.py prints the table that it measures.
+# down before any GPU measured them: benchmarks/operators/kernels_gpu.py prints the measured table.
 DEFAULT_ON_CUDA = {
     "encode": "cuda",
     "reduce": "cuda",

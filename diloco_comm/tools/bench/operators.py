@@ -1,7 +1,7 @@
 """Time each operator beside the machine's memory: plain loops that move the same bytes (*floors*).
 
 Ratios are taken round by round and their median is reported: on a shared machine they hold where
-times do not. ``benchmarks/roofline.py`` adds plain PyTorch and ``torch.compile``.
+times do not. ``benchmarks/operators/roofline.py`` adds plain PyTorch and ``torch.compile``.
 """
 
 from __future__ import annotations

@@ -337,6 +337,9 @@ def command_line() -> str:
     with contextlib.suppress(ValueError):
         script = script.resolve().relative_to(_ROOT)
     words = ["python", str(script)]
+    spec = sys.modules["__main__"].__spec__
+    if spec is not None:
+        words = ["python", "-m", spec.name.removesuffix(".__main__")]
     if script.name in ("diloco-comm", "cli.py"):
         words = ["diloco-comm"]
     return shlex.join([*words, *sys.argv[1:]])
