@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 
 from diloco_comm.kernels import launching, operators
 from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
-from diloco_comm.tools.common import measuring
+from diloco_comm.tools.common.reports import Report as MeasuredReport
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -402,7 +402,7 @@ def main() -> int:
     faulty = [report for report in reports if report.faults]
     print(f"{len(reports)} kernels compiled, {len(faulty)} at fault")
     if arguments.json:
-        saved = measuring.Report("Triton kernels, compiled", quiet=True, triton=triton.__version__)
+        saved = MeasuredReport("Triton kernels, compiled", quiet=True, triton=triton.__version__)
         saved.save(arguments.json, _table(reports))
     return 1 if faulty or not reports else 0
 

@@ -1,7 +1,7 @@
-"""Keep a server's state on disk, and go on where the disk does not take the state.
+"""Write a server's state to disk, and retry after a failed write while the server goes on.
 
-A journal that has missed an update is of no use for the next one. So after a write that failed the
-folder stays as it was, valid and older than the model, until a snapshot can be written.
+A journal must have no gap. So after a failed write the journal takes no further update: the folder
+stays valid and older than the model, until a snapshot can be written.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...protocol.payloads import Payload, Spooled
+from ...protocol.payloads import Payload, PayloadFile
 from .folder_lock import FolderInUse
 from .snapshots import Storage
 
 logger = logging.getLogger(__name__)
 
-# How long until the next attempt: twice as long each time.
+# Seconds until the next attempt, doubled after each failure.
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 _HEADER_BYTES = 1 << 16
 
@@ -31,16 +31,16 @@ class Keeper:
     """Write a server's snapshots and journal; report failures, and try again later.
 
     Args:
-        folder: Of the snapshot and the journal.
+        folder: Folder of the snapshot and the journal.
         every: Updates between two snapshots.
 
     Attributes:
-        saved_version: Of the snapshot; -1 without one.
-        kept_version: That a server which was killed now would come back with.
+        saved_version: Version of the snapshot; -1 without a snapshot.
+        kept_version: Version that the server would restore if it were killed now.
 
     Raises:
-        OSError: If there is no snapshot to go on from, and none can be written, or if another
-            server has the folder.
+        OSError: If another server has the folder, or if there is no snapshot to restore and none
+            can be written.
     """
 
     def __init__(self, folder: Path, every: int) -> None:
@@ -84,7 +84,7 @@ class Keeper:
         """Read the snapshot, see ``Storage.load``."""
         return self._storage.load(make)
 
-    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], Spooled]]:
+    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
         """Yield the updates after the snapshot of this version, then continue the journal."""
         self.saved_version = self.kept_version = version
         for record, body in self._storage.replay(version):
@@ -132,16 +132,16 @@ class Keeper:
             self._recover()
 
     def _expect_room(self, tensors: dict[str, Tensor]) -> None:
-        """Spare a full disk the writing of most of a snapshot, again and again."""
+        """Raise if the disk has no room, before most of a snapshot is written in vain."""
         needed = _HEADER_BYTES + sum(tensor.nbytes for tensor in tensors.values())
         if not self._storage.has_room(needed):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder / "snapshot"))
 
     def close(self, version: int) -> None:
-        """End the journal of a server that ends with this version, and let go of the folder.
+        """Close the journal of a server that ends with this version, and unlock the folder.
 
         Raises:
-            OSError: If what is on disk is older.
+            OSError: If the disk has only an older version.
         """
         self.release()
         if self._reason and self.kept_version != version:
@@ -154,7 +154,7 @@ class Keeper:
 
     @property
     def problem(self) -> str:
-        """One sentence while something cannot be written, else ""."""
+        """One sentence while the journal or the snapshot cannot be written, else ""."""
         if not self._reason:
             return ""
         if self._is_journalled:
@@ -176,7 +176,7 @@ class Keeper:
         else:
             self._wait_s = min(2 * self._wait_s, LAST_RETRY_S)
         self._retry_at = time.monotonic() + self._wait_s
-        # Once when the problem begins, and once more when a crash would cost something.
+        # Log once when the problem begins, and once more when a crash would lose updates.
         if is_new or self._was_journalled != self._is_journalled:
             logger.error("%s; the server goes on, and tries again", self.problem)
         self._was_journalled = self._is_journalled

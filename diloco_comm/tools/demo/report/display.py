@@ -9,9 +9,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..common.printing import print_whole
+from ...common.printing import print_whole
+from ..settings import BASELINE, ROWS, Row, Settings
 from .results import Results, RowResult
-from .settings import BASELINE, ROWS, Row, Settings
 
 CAPTION = """\
 Loss: nats a byte on held-out text, with the parameters that all replicas

@@ -13,17 +13,17 @@ from ..protocol.messages import MAX_BODY, MAX_JSON
 from ..protocol.window import WINDOW_BYTES
 
 
-class Door:
+class Listener:
     """A ROUTER socket that listens.
 
     Args:
         address: ``tcp://host:port``; port 0 picks a free one.
-        keys: Folder of CURVE keys, or None to let everybody in.
+        keys: Folder of CURVE keys, or None to accept any worker.
         lost_after: Seconds of a peer's silence after which its connection ends.
 
     Raises:
-        OSError: If the address cannot be listened on.
-        ValueError: If the keys are not what they should be.
+        OSError: If the socket cannot listen on the address.
+        ValueError: If a key is missing or invalid.
     """
 
     def __init__(self, address: str, keys: str | Path | None, lost_after: float) -> None:
@@ -33,7 +33,7 @@ class Door:
         self.socket.linger = 0
         self.socket.router_mandatory = True
         self.socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
-        # Room for two windows of runs: ZeroMQ learns late which messages have been read.
+        # Room for two windows of runs: ZeroMQ learns with delay which messages have been read.
         self.socket.sndhwm = self.socket.rcvhwm = 4 * WINDOW_BYTES // MAX_BODY
         beat(self.socket, lost_after)
         self.socket.handshake_ivl = 5_000

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ... import __version__
-from ...ops.wire import WireFormat
-from .events import Event, Finished, Progress, Validation
-from .settings import BASELINE, REFERENCE, SMALL, TINY, Row, Settings
+from .... import __version__
+from ....ops.wire import WireFormat
+from ..events import Event, Finished, Progress, Validation
+from ..settings import BASELINE, REFERENCE, SMALL, TINY, Row, Settings
 
 
 @dataclass(frozen=True)

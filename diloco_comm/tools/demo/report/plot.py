@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..settings import BASELINE, EAGER, FEDAVG, REFERENCE, SMALL, STREAMING, TINY
 from .display import megabytes
 from .results import Point, Results, RowResult
-from .settings import BASELINE, EAGER, FEDAVG, REFERENCE, SMALL, STREAMING, TINY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
