@@ -127,7 +127,7 @@ def test_link_agrees_with_the_totals() -> None:
 @pytest.mark.parametrize(
     ("gbps", "others", "written"),
     [
-        (100, [], 'DiLoCo(model, optimizer, sync_every=50, wire="int8")'),
+        (100, [], 'DiLoCo(model, optimizer, sync_every=20, wire="int8")'),
         (3, [], 'fragments="layers:3", overlap=Streaming(delay=5, alpha=0.5))'),
         (3, ["--block-size", 64], "Streaming(delay=5, alpha=0.5), block_size=64)"),
     ],
