@@ -1,4 +1,4 @@
-#include "codec_bindings.h"
+#include "operators/bindings.h"
 
 #include <pybind11/pybind11.h>
 

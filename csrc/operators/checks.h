@@ -1,5 +1,5 @@
 // Argument checks of the operators: each tensor and number is looked at once, and an error is one
-// sentence with what was given and what is expected. Included by ops.cpp and ops_cuda.cpp alone.
+// sentence with what was given and what is expected. Included by cpu.cpp and cuda.cpp alone.
 // `device` is where an operator's tensors lie.
 #pragma once
 

@@ -12,12 +12,13 @@
 #include <string>
 #include <vector>
 
+#include "codec/bench/floors.h"
 #include "codec/codec.h"
 #include "codec/digest.h"
-#include "codec/floors.h"
 #include "codec/serial.h"
-#include "ops_arguments.h"
-#include "ops_checks.h"
+#include "operators/arguments.h"
+#include "operators/checks.h"
+#include "operators/schemas.h"
 
 namespace diloco {
 namespace {

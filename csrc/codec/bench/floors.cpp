@@ -1,7 +1,7 @@
 // Each loop exists with ordinary and, where it writes, with non-temporal stores ("_stream"): a
 // benchmark takes the faster one. AVX-512 where the processor has it, else what the compiler makes
 // of the plain loop.
-#include "codec/floors.h"
+#include "codec/bench/floors.h"
 
 #include <cstring>
 

@@ -1,5 +1,6 @@
 // The scalar definition of every kernel: one element at a time, straight from csrc/wire.
 #include "codec/kernels.h"
+
 #include "codec/step_rule.h"
 #include "wire/codes.h"
 #include "wire/digest.h"

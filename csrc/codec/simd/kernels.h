@@ -2,9 +2,9 @@
 // kernels_avx2.cpp, kernels_avx512.cpp.
 #pragma once
 
-#include "codec/simd_digest.h"
-#include "codec/simd_encode.h"
-#include "codec/simd_step.h"
+#include "codec/simd/digest.h"
+#include "codec/simd/encode.h"
+#include "codec/simd/step.h"
 
 namespace diloco::codec {
 namespace {

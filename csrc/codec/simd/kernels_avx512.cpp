@@ -1,6 +1,6 @@
-#include "codec/vec_avx512.h"
+#include "codec/simd/vec_avx512.h"
 // The vector type comes first: the kernels are written over it.
-#include "codec/simd_kernels.h"
+#include "codec/simd/kernels.h"
 
 namespace diloco::codec {
 

@@ -3,7 +3,7 @@
 // wire/stochastic.h.
 #pragma once
 
-#include "codec/simd_decode.h"
+#include "codec/simd/decode.h"
 #include "wire/stochastic.h"
 
 namespace diloco::codec {

@@ -1,7 +1,7 @@
 // Outer optimizers, merge and norms over a Vec (vec_avx2.h or vec_avx512.h, included before).
 #pragma once
 
-#include "codec/simd_decode.h"
+#include "codec/simd/decode.h"
 
 namespace diloco::codec {
 namespace {

@@ -1,4 +1,4 @@
-#include "exchange/chunk_loader.h"
+#include "exchange/device/chunk_loader.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "exchange/device_queue.h"
+#include "exchange/device/device_queue.h"
 
 namespace diloco {
 

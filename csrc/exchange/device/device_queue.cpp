@@ -1,4 +1,4 @@
-#include "exchange/device_queue.h"
+#include "exchange/device/device_queue.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>

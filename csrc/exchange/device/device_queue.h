@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "exchange/own_stream.h"
+#include "exchange/device/own_stream.h"
 
 namespace diloco {
 

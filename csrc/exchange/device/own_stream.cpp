@@ -1,4 +1,4 @@
-#include "exchange/own_stream.h"
+#include "exchange/device/own_stream.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>

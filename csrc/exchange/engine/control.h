@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstdint>
 
-#include "exchange/transport.h"
+#include "exchange/transport/transport.h"
 
 namespace diloco {
 
@@ -12,10 +12,14 @@ namespace diloco {
 // threads to wake, and acknowledgements that ride on the next message.
 constexpr int kControl = 0;
 
+inline double seconds_since(Clock::time_point begin) {
+    return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
 class Stopwatch {
   public:
     explicit Stopwatch(double& total) : total_(total), begin_(Clock::now()) {}
-    ~Stopwatch() { total_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
+    ~Stopwatch() { total_ += seconds_since(begin_); }
 
   private:
     double& total_;

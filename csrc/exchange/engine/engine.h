@@ -15,12 +15,12 @@
 #include <thread>
 #include <vector>
 
-#include "exchange/board.h"
-#include "exchange/faults.h"
-#include "exchange/job.h"
-#include "exchange/pulse.h"
-#include "exchange/reach.h"
-#include "exchange/session.h"
+#include "exchange/engine/job.h"
+#include "exchange/engine/session.h"
+#include "exchange/failure/board.h"
+#include "exchange/failure/faults.h"
+#include "exchange/failure/pulse.h"
+#include "exchange/failure/reach.h"
 
 namespace diloco {
 

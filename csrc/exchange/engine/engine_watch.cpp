@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "exchange/engine.h"
-#include "exchange/words.h"
+#include "exchange/engine/engine.h"
+#include "exchange/engine/words.h"
 
 namespace diloco {
 namespace {

@@ -24,10 +24,10 @@
 #include <vector>
 
 #include "codec/digest.h"
-#include "exchange/chunk_loader.h"
-#include "exchange/device_queue.h"
-#include "exchange/message.h"
-#include "exchange/schedule.h"
+#include "exchange/device/chunk_loader.h"
+#include "exchange/device/device_queue.h"
+#include "exchange/engine/schedule.h"
+#include "exchange/transport/message.h"
 
 namespace diloco {
 

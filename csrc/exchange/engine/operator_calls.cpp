@@ -1,4 +1,4 @@
-#include "exchange/operators.h"
+#include "exchange/engine/operator_calls.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>

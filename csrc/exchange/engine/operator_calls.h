@@ -2,7 +2,7 @@
 // registered for the tensors' device serves.
 #pragma once
 
-#include "exchange/job.h"
+#include "exchange/engine/job.h"
 
 namespace diloco {
 

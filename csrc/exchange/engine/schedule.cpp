@@ -1,4 +1,4 @@
-#include "exchange/schedule.h"
+#include "exchange/engine/schedule.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -1,4 +1,4 @@
-#include "exchange/session.h"
+#include "exchange/engine/session.h"
 
 #include <cstring>
 #include <sstream>
@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "codec/digest.h"
-#include "exchange/control.h"
-#include "exchange/operators.h"
+#include "exchange/engine/control.h"
+#include "exchange/engine/operator_calls.h"
 
 namespace diloco {
 namespace {

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "exchange/faults.h"
-#include "exchange/job.h"
-#include "exchange/transport.h"
+#include "exchange/engine/job.h"
+#include "exchange/failure/faults.h"
+#include "exchange/transport/transport.h"
 
 namespace diloco {
 

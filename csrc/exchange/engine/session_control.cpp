@@ -3,9 +3,9 @@
 #include <sstream>
 #include <utility>
 
-#include "exchange/control.h"
-#include "exchange/pages.h"
-#include "exchange/session.h"
+#include "exchange/engine/control.h"
+#include "exchange/engine/session.h"
+#include "exchange/transport/pages.h"
 
 namespace diloco {
 namespace {

@@ -1,8 +1,8 @@
-#include "exchange/staging.h"
+#include "exchange/engine/staging.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include "exchange/operators.h"
+#include "exchange/engine/operator_calls.h"
 
 namespace diloco {
 

@@ -1,7 +1,7 @@
 // What the calling thread enqueues on a device while it encodes a staged job; see job.h.
 #pragma once
 
-#include "exchange/job.h"
+#include "exchange/engine/job.h"
 
 namespace diloco {
 

@@ -1,4 +1,4 @@
-#include "exchange/words.h"
+#include "exchange/engine/words.h"
 
 #include <cstdio>
 #include <sstream>

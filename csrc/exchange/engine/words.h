@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "exchange/message.h"
-#include "exchange/verdict.h"
+#include "exchange/failure/verdict.h"
+#include "exchange/transport/message.h"
 
 namespace diloco {
 

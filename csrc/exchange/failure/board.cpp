@@ -1,4 +1,4 @@
-#include "exchange/board.h"
+#include "exchange/failure/board.h"
 
 #include <c10/util/Exception.h>
 
@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "exchange/bounded_store.h"
+#include "exchange/failure/bounded_store.h"
 
 namespace diloco {
 namespace {

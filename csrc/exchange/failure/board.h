@@ -12,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "exchange/verdict.h"
+#include "exchange/failure/verdict.h"
 
 namespace diloco {
 

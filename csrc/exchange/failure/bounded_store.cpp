@@ -1,4 +1,4 @@
-#include "exchange/bounded_store.h"
+#include "exchange/failure/bounded_store.h"
 
 #include <c10/util/Exception.h>
 #include <pthread.h>

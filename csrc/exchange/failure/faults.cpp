@@ -1,4 +1,4 @@
-#include "exchange/faults.h"
+#include "exchange/failure/faults.h"
 
 #include <signal.h>
 #include <unistd.h>

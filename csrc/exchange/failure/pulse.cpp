@@ -1,4 +1,4 @@
-#include "exchange/pulse.h"
+#include "exchange/failure/pulse.h"
 
 #include <c10/util/Exception.h>
 

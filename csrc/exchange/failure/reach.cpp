@@ -1,4 +1,4 @@
-#include "exchange/reach.h"
+#include "exchange/failure/reach.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-#include "exchange/verdict.h"
+#include "exchange/failure/verdict.h"
 
 #include <algorithm>
 #include <set>

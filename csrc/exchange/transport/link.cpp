@@ -1,4 +1,4 @@
-#include "exchange/link.h"
+#include "exchange/transport/link.h"
 
 #include <algorithm>
 #include <stdexcept>

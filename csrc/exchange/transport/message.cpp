@@ -1,4 +1,4 @@
-#include "exchange/message.h"
+#include "exchange/transport/message.h"
 
 #include <cinttypes>
 #include <cstdio>

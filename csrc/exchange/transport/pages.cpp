@@ -1,4 +1,4 @@
-#include "exchange/pages.h"
+#include "exchange/transport/pages.h"
 
 #include <ATen/ops/from_blob.h>
 #include <sys/mman.h>

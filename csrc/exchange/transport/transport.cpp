@@ -1,4 +1,4 @@
-#include "exchange/transport.h"
+#include "exchange/transport/transport.h"
 
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>

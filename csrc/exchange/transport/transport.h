@@ -18,7 +18,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "exchange/link.h"
+#include "exchange/transport/link.h"
 
 namespace diloco {
 
