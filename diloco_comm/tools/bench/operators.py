@@ -190,7 +190,7 @@ def rows(data: Data, *, bars_only: bool) -> list[Row]:
 
 
 def floors(data: Data) -> dict[str, Run]:
-    """The plain loops of csrc/codec/floors.cpp, each with and without non-temporal stores."""
+    """The plain loops of csrc/codec/bench/floors.cpp, each with and without non-temporal stores."""
     outer, params, momentum = data.outer, data.params, data.momentum
     arguments = {
         "memcpy": [outer, data.rest],
