@@ -1,7 +1,7 @@
 """Time each operator against *floors*: plain loops that move the same bytes through memory.
 
 A ratio is taken in each round, and the median of the ratios is reported: on a shared machine ratios
-vary less than times. ``benchmarks/roofline.py`` adds plain PyTorch and ``torch.compile``.
+vary less than times. ``benchmarks/operators/roofline.py`` adds plain PyTorch and ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def rows(data: Data, *, bars_only: bool) -> list[Row]:
 
 
 def floors(data: Data) -> dict[str, Run]:
-    """Return the plain loops of csrc/codec/floors.cpp, with and without non-temporal stores."""
+    """Return the loops of csrc/codec/bench/floors.cpp, with and without non-temporal stores."""
     outer, params, momentum = data.outer, data.params, data.momentum
     arguments = {
         "memcpy": [outer, data.rest],
