@@ -13,7 +13,8 @@ from typing import Any
 from ..base import env
 from ..base.checks import choice, flag, integer
 from ..ops.wire import WireFormat, parse
-from ..replica.fragments import FragmentSpec, fragment_spec, inner_steps
+from ..replica.fragments import FragmentSpec, fragment_spec
+from ..replica.schedule import inner_steps
 from .outer import make_outer
 from .overlap import make_overlap
 
