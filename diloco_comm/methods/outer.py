@@ -29,7 +29,7 @@ LearningRate = float | Callable[[int], float]
 class OuterOptimizer(ABC):
     """Base of the outer optimizers: numbers that all replicas must share.
 
-    Of a made one only ``lr`` may be assigned: it travels with each round.
+    Only ``lr`` may be assigned later: the learning rate travels with each round.
     """
 
     lr: LearningRate
@@ -73,7 +73,7 @@ class OuterOptimizer(ABC):
         """Return the learning rate of this round.
 
         Raises:
-            TypeError, ValueError: If a function gives what is no learning rate.
+            TypeError, ValueError: If a function returns no learning rate.
         """
         if callable(self.lr):
             return not_negative(f"outer lr {name_of(self.lr)}({round})", self.lr(round))
@@ -86,7 +86,7 @@ class OuterOptimizer(ABC):
         return {"name": type(self).__name__, **shown}
 
     def shared_config(self) -> dict[str, Any]:
-        """Return what all replicas must have in common, after ``make_state``."""
+        """Return the values that all replicas must have in common, after ``make_state``."""
         return self.config()
 
 
@@ -212,7 +212,7 @@ Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class FromTorch(OuterOptimizer):
     """Any ``torch.optim.Optimizer`` over the flat outer parameters, one for each fragment.
 
-    Slower than the fused ones: the mean pseudo-gradient is decoded into ``.grad`` first.
+    Slower than the fused operators: the mean pseudo-gradient is decoded into ``.grad`` first.
 
     Args:
         factory: Called with a list of one fp32 parameter, returns its optimizer.
@@ -235,7 +235,7 @@ class FromTorch(OuterOptimizer):
         return state
 
     def shared_config(self) -> dict[str, Any]:
-        """Return this, and class and arguments of the optimizer that was made."""
+        """Return this configuration, and class and arguments of the optimizer that was made."""
         return {**self._made, **{k: v for k, v in self.config().items() if v is not None}}
 
     def _checked(self, name: str, value: Any) -> Any:
@@ -274,7 +274,7 @@ class _TorchState(OuterState):
         self.num_steps += 1
 
     def _values(self) -> dict[str, Any]:
-        """Return the optimizer's state; before its first step, what a fresh one would hold."""
+        """Return the optimizer's state; before its first step, the state of a fresh optimizer."""
         if self.optimizer.state:
             return self.optimizer.state[self.param]
         probe = nn.Parameter(torch.zeros_like(self.outer))

@@ -55,11 +55,9 @@ class SendTimed(RoundRunner):
         with self.uninterruptible():
             for part, flight, result in zip(parts, due, results, strict=True):
                 try:
-                    if flight is not None and isinstance(result, SyncError):
-                        self._fail(part, flight, inner_step, result)
-                        flight = None
+                    arrived = self._arrived(part, flight, result, inner_step)
                     fresh = self.send(part, inner_step, num_skipped, weight, kind)
-                    moves.append((part, flight, fresh))
+                    moves.append((part, arrived, fresh))
                 except Exception as error:
                     first = first or error
             failure = self._ship([(part, fresh) for part, _, fresh in moves])
@@ -71,6 +69,19 @@ class SendTimed(RoundRunner):
                     first = first or error
         if first is not None:
             raise self._cause(first)
+
+    def _arrived(
+        self,
+        part: SyncedPart,
+        flight: RoundInFlight | None,
+        result: Mean | SyncError | None,
+        inner_step: int,
+    ) -> RoundInFlight | None:
+        """Return the round that is due if it has a result; leave it out if it has failed."""
+        if flight is not None and isinstance(result, SyncError):
+            self._fail(part, flight, inner_step, result)
+            return None
+        return flight
 
     def send(
         self, part: SyncedPart, inner_step: int, num_skipped: int, weight: float, kind: Kind

@@ -69,13 +69,6 @@ class Attached:
         if self._workers is not None:
             self._workers.close()
 
-    def __enter__(self) -> Any:
-        self._refuse_if_closed()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return spelling.describe(self)
 

@@ -145,6 +145,7 @@ class DiLoCo(Attached):
         backend: str | None = None,
         offload: str | None = None,
     ) -> None:
+        # By name, for the functions below that take many of them.
         arguments = dict(locals())
         check_arguments(arguments)
         seconds = seconds_of(timeout)
@@ -177,6 +178,13 @@ class DiLoCo(Attached):
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
 
+    def __enter__(self) -> DiLoCo:
+        self._refuse_if_closed()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     # -------------------------------------------------------------------- one inner step
 
     def step(self) -> None:
@@ -205,8 +213,8 @@ class DiLoCo(Attached):
     def _step(self, *, is_skipped: bool = False) -> None:
         """Take an inner step; ``is_skipped`` if the optimizer was not called for it.
 
-        A part that is due is subtracted from its outer parameters, encoded and sent. A mean that is
-        due goes through the outer optimizer into outer and local parameters.
+        The local parameters of a part that is due are subtracted from the outer ones, encoded and
+        sent. A mean that is due goes through the outer optimizer, into outer and local parameters.
         """
         self._refuse_if_alone()
         self._refuse_if_unfit()
@@ -219,8 +227,9 @@ class DiLoCo(Attached):
             written = self._plan.written_at(self.inner_step, self._saved_writes)
             with self._recorder.deferred_callbacks(), self._all_workers(written, is_idle=not due):
                 self._refuse_changes(dict.fromkeys([*due, *written]), is_sending=bool(due))
-                sent = [part for part in due if part.buffers is not None]
-                self._rounds.exchange_parts(sent, self.inner_step, self._skipped.count)
+                due = [part for part in due if part.buffers is not None]
+                # Encode and send what is due; wait for means that are due; outer step on each.
+                self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
         except BaseException as error:
             self._take_step_back(error, is_done)

@@ -1,10 +1,10 @@
-"""Rounds under way in a saved state: what is due when, and the payloads that came and went.
+"""Rounds under way in a saved state: when each is due, its mean, and the own payload.
 
-Payloads are saved in one run (``canonical``), so that a group of any size can read them. What all
-replicas have in common is one list of numbers and, for each round, the payloads of its mean; what
-a replica has for itself is another, with its own payload where that is not part of the mean.
-Numbers are JSON text: a checkpoint that is read in place needs the same entries whatever is under
-way, so there are always ``depth`` sets of payloads, of zeros where nothing is.
+Payloads are saved in one run (``canonical``), so that a group of any size can read them. All
+replicas have in common one list of numbers and, for each round, the payloads of its mean. Each
+replica has another list, with its own payload where that is not part of the mean. Numbers are JSON
+text: a checkpoint that is read in place needs the same entries whatever is under way. So there are
+always ``depth`` sets of payloads, of zeros where no round is under way.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pack_shared(
 
     Args:
         depth: Rounds that may be under way between two inner steps.
-        history: Of the part.
+        history: The history of the part.
     """
     rounds: list[dict[str, Any]] = []
     payloads: dict[str, dict[str, Tensor]] = {}
@@ -82,7 +82,7 @@ def pack_shared(
 def pack_own(
     flights: Sequence[RoundInFlight], buffers: ExchangeBuffers, members: Sequence[int], depth: int
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return this replica's numbers, and its own payloads where they are no terms of the mean."""
+    """Return this replica's numbers, and its own payloads that are no terms of a mean."""
     for flight in flights:
         flight.measured_norm()
     numbers = [{name: getattr(flight, name) for name in _OWN} for flight in flights]
@@ -115,7 +115,7 @@ def _pack(payload: Tensor, layout: Layout) -> Tensor:
 
 @dataclass
 class Saved:
-    """What ``unpack`` found for one part, checked and not yet written anywhere."""
+    """The rounds that ``unpack`` found for one part, checked and not yet put in flight."""
 
     flights: list[RoundInFlight] = field(default_factory=list)
     corrections: list[Own] = field(default_factory=list)
@@ -145,7 +145,7 @@ def unpack(
     Args:
         shared, payloads: As ``pack_shared`` made them.
         own: This replica's ``flights``, ``payloads``, ``corrections`` and ``corrected``, or None.
-        replica: Whose ``own`` is.
+        replica: Number of this replica.
         must_fit: Old and new payloads will be added up, so their wires must be equal.
 
     Raises:
