@@ -115,6 +115,11 @@ class SyncedPart(ABC):
         return self.in_flight[-1].number + 1 if self.in_flight else self.round
 
     @property
+    def outer(self) -> Tensor | None:
+        """The outer parameters; None for averaged buffers."""
+        return None
+
+    @property
     def outer_at_rest(self) -> Tensor | None:
         """The outer parameters where they are stored, without waiting for ``loader``."""
         return None
