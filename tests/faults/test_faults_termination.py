@@ -249,7 +249,7 @@ def let_one_member_enter(replica: Replica, stage: str) -> None:
             diloco.change_group([0, 1])
     else:
         # What comes after the rounds have been applied.
-        with mock.patch.object(diloco, "_refuse_different_state", die):
+        with mock.patch.object(diloco._agreement, "refuse_different_state", die):
             diloco.change_group([0, 1])
 
 

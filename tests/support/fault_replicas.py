@@ -25,7 +25,8 @@ from diloco_comm import DiLoCo, Nesterov, SyncError, WireFormat
 from diloco_comm.ops import reference
 from diloco_comm.ops.digests import digest_of
 from diloco_comm.ops.wire import Layout
-from diloco_comm.replica.fragments import Schedule, make_fragments, trainable_parameters
+from diloco_comm.replica.fragments import make_fragments, trainable_parameters
+from diloco_comm.replica.schedule import Schedule
 
 LR, MOMENTUM = 0.7, 0.9
 TESTS = str(Path(__file__).parent)
