@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .. import _C
+from ..base.errors import SyncError
 from ..base.memory import CPU, Payload
 from ..ops.residuals import Residuals
 from ..ops.wire import Layout, WireFormat
-from .headers import Header
-from .membership.termination import Standing, State
-from .work import ExchangeWork, Round, Terms
+from .headers import Header, to_native
+from .membership.termination import Standing
+from .round import Round, Terms
 
 # Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
 # at 100 Mbit/s, at 1 Gbit/s and on a loopback.
@@ -89,7 +91,6 @@ class ExchangeBuffers:
         self.rounds: list[Round] = []
         self._owed: list[Round] = []
         self._ended: dict[tuple[int, int], Standing] = {}
-        self._works: list[ExchangeWork] = []
 
     def plan(
         self,
@@ -160,13 +161,22 @@ class ExchangeBuffers:
         result = None
         if self.world_size > 1:
             result = self._take(self._results, [r.result for r in self.rounds])
-        return Round(header, self.layout, own, result)
+        return Round(header, self.layout, own, result, rank=self.rank)
 
-    def add_round(self, round: Round, work: ExchangeWork) -> None:
+    def native_header(self, header: Header, stochastic: bool) -> _C.Header:
+        """Return a header of these buffers as the engine takes it."""
+        return to_native(
+            header,
+            wire=self.wire,
+            num_elements=self.num_elements,
+            num_chunks=self.num_chunks,
+            stochastic=stochastic,
+        )
+
+    def add_round(self, round: Round) -> None:
+        """Take in a round whose payload is encoded, or is being encoded."""
         self.rounds.append(round)
-        self._ended.pop(_key(round), None)
-        self._works = [p for p in self._works if not p._outcome and not p._error]
-        self._works.append(work)
+        self._ended.pop(round.key, None)
         self.residuals.encoded()
 
     def adopt(self, header: Header, layout: Layout, own: Tensor, terms: Terms) -> None:
@@ -175,20 +185,37 @@ class ExchangeBuffers:
         self.rounds.append(round)
 
     def forget(self) -> None:
-        """Drop all rounds and what is owed; no exchange of theirs may be under way."""
+        """Forget all rounds and what is owed; none of their exchanges may be under way."""
         self._resolve_done()
-        self.rounds, self._owed, self._works = [], [], []
+        self.rounds, self._owed = [], []
         self._ended = {}
         self.residuals.forget()
 
-    def drop(self, round: Round, *, is_rejected: bool = False) -> None:
-        """A round is voted down (``is_rejected``), or its group died before the vote.
+    def resolve(self, round: Round) -> None:
+        """Take over how the exchange of a round, which is done, has ended."""
+        state = round.conclude()
+        if state == "rejected" or state == "failed":
+            self.drop(round, state)
+            return
+        round.advance(state)
+        if state == "agreed":
+            self.residuals.turn(round.header.round)
 
-        With ``carries`` nobody else has what it held: the payload stays until ``release``.
+    def fail(self, round: Round, error: SyncError) -> None:
+        """End a round whose payload is encoded, and cannot be sent."""
+        round.error = error
+        self.drop(round, "failed")
+
+    def drop(self, round: Round, state: Literal["rejected", "failed"]) -> None:
+        """Let go of a round that nobody applies.
+
+        With ``carries`` no other buffer has what its payload holds, which stays until ``release``.
         """
         self.rounds.remove(round)
-        if is_rejected:
+        if state == "rejected":
             self._end(round, "rejected")
+        else:
+            round.advance("failed")
         if self.residuals.carries:
             self._owed.append(round)
 
@@ -210,13 +237,14 @@ class ExchangeBuffers:
                 return
         raise RuntimeError("commit: no round of these buffers has been agreed on; wait() first")
 
-    def _end(self, round: Round, state: State) -> None:
+    def _end(self, round: Round, state: Literal["applied", "rejected"]) -> None:
+        round.advance(state)
         if round.header.kind == "all_reduce":
             return
         if state == "applied":
             self.applied_epoch = max(self.applied_epoch, round.epoch)
-        self._ended.pop(_key(round), None)
-        self._ended[_key(round)] = Standing(state, round.epoch)
+        self._ended.pop(round.key, None)
+        self._ended[round.key] = Standing(state, round.epoch)
         # As many as another replica may be behind.
         while len(self._ended) > self.num_under_way + 1:
             del self._ended[next(iter(self._ended))]
@@ -224,7 +252,7 @@ class ExchangeBuffers:
     @property
     def is_idle(self) -> bool:
         """Whether every exchange that was started has ended."""
-        return all(work.done() for work in self._works)
+        return all(round.is_done for round in self.rounds)
 
     def standings(self) -> dict[tuple[int, int], Standing]:
         """Say how far this replica is with its latest rounds; see ``termination``.
@@ -236,13 +264,13 @@ class ExchangeBuffers:
         """
         standings = dict(self._ended)
         for round in self._held():
-            assert round.state != "started"
-            standings[_key(round)] = Standing(round.state, round.epoch)
+            assert round.state == "voted" or round.state == "agreed"
+            standings[round.key] = Standing(round.state, round.epoch)
         return standings
 
     def held(self, fragment: int, number: int) -> Round | None:
         """Return a round that is not applied, but whose terms are complete, or None."""
-        return next((r for r in self._held() if _key(r) == (fragment, number)), None)
+        return next((r for r in self._held() if r.key == (fragment, number)), None)
 
     def _held(self) -> list[Round]:
         self._resolve_done()
@@ -266,20 +294,10 @@ class ExchangeBuffers:
                 self._end(round, "applied")
         self.rounds, self._owed = [], []
 
-    def terms_of(self, round: Round, weights: list[float]) -> Terms:
-        own = round.own.tensor
-        if round.result is None:
-            return [(own, 1.0)]
-        result = round.result.tensor
-        if len(weights) > 2:
-            return [(result, 1.0)]
-        payloads = [own, result] if self.rank == 0 else [result, own]
-        return list(zip(payloads, weights, strict=True))
-
     def _resolve_done(self) -> None:
-        for work in self._works:
-            if work._outcome is None and work._error is None and work.done():
-                work._resolve(0.0)
+        for round in list(self.rounds):
+            if round.state == "started" and round.is_done:
+                self.resolve(round)
 
     def _take(self, pool: list[Payload], busy: list[Payload | None]) -> Payload:
         for buffer in pool:
@@ -291,7 +309,3 @@ class ExchangeBuffers:
     def _new_payload(self) -> Payload:
         voters = self.world_size if self.is_streamed else 0
         return Payload.make(self.layout.payload_bytes, self.device, voters=voters)
-
-
-def _key(round: Round) -> tuple[int, int]:
-    return round.header.fragment, round.header.round

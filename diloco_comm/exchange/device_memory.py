@@ -8,83 +8,62 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from .. import _C
 from ..base.errors import NonFiniteError, SyncError
-from ..base.memory import Ballot
 from .buffers import ExchangeBuffers
 from .headers import Header
 from .nccl.streams import Sending, StreamDriver
-from .work import ExchangeWork, Round
+from .nccl.work import StreamWork
+from .round import Round
 
 if TYPE_CHECKING:
     from .exchange import Exchange
 
 
-class HeldJob:
-    """What ``ExchangeWork`` asks of an exchange that has not begun.
-
-    Attributes:
-        headers: Every rank's, in rank order, as far as they are known when it cannot begin.
-    """
-
-    failure = None
-    is_done = False
-
-    def __init__(self, encoded: torch.Event, ballot: Ballot, sending: Sending) -> None:
-        self.encoded, self.ballot, self.sending = encoded, ballot, sending
-        self.headers: list[Header] = []
-
-    @property
-    def num_bad_encoded(self) -> int | None:
-        return int(self.ballot.host_bad) if self.encoded.query() else None
-
-
 def start(
     driver: StreamDriver, buffers: ExchangeBuffers, round: Round, sending: Sending
-) -> ExchangeWork:
+) -> StreamWork:
     """Enqueue the encoding alone."""
-    assert round.own.ballot is not None
-    job: Any = HeldJob(driver.encode(buffers, round, sending), round.own.ballot, sending)
-    work = ExchangeWork(buffers, round, job)
-    buffers.add_round(round, work)
+    work = StreamWork(buffers, round, driver.encode(buffers, round, sending), sending)
+    buffers.add_round(round)
     return work
 
 
-def ship(exchange: Exchange, driver: StreamDriver, work: ExchangeWork) -> None:
+def ship(exchange: Exchange, driver: StreamDriver, work: StreamWork) -> None:
     """Agree on the weights, then enqueue the rest; ``ExchangeWork.wait`` tells what failed."""
-    job: Any = work._job
-    assert isinstance(job, HeldJob)
-    buffers, round, header = work._buffers, work._round, work._round.header
+    buffers, round, sending = work.buffers, work.round, work.sending
+    header = round.header
     try:
         if driver.failure:
             raise _error(SyncError, header, f"was not sent: {driver.failure}", "start")
-        job.sending.offered = _agree_on_weights(exchange, job, header)
-        control = exchange.submit_header(buffers, header, job.sending.stochastic)
+        sending.offered = _agree_on_weights(exchange, round)
+        control = exchange.submit_header(buffers, header, sending.stochastic)
     except SyncError as error:
         work.fail(error)
         return
-    events = driver.post(buffers, round, job.sending, driver.mark(buffers))
-    work._job = exchange.stream_job(buffers, round, job.sending, control, events)
+    events = driver.post(buffers, round, sending, driver.mark(buffers))
+    round.job = exchange.stream_job(buffers, round, sending, control, events)
 
 
-def _agree_on_weights(exchange: Exchange, job: HeldJob, header: Header) -> list[float]:
+def _agree_on_weights(exchange: Exchange, round: Round) -> list[float]:
     """Return the weights of all ranks; a collective call.
+
+    What all ranks have said stays as the round's headers where the round cannot be sent.
 
     Raises:
         NonFiniteError: None is left, as those that had one were reset.
         SyncError: They are not finite or all zero, or the group fails.
     """
+    header = round.header
     own = json.dumps([header.weight, header.is_reset]).encode()
     views = [json.loads(view) for view in exchange.exchange_objects(own)]
     weights = [float(weight) for weight, _ in views]
     total = sum(weights)
     if total > 0:
         return weights
-    job.headers = [replace(header, weight=weight, is_reset=reset) for weight, reset in views]
+    round.headers = [replace(header, weight=weight, is_reset=reset) for weight, reset in views]
     reset = [m for m, (_, is_reset) in zip(exchange.members, views, strict=True) if is_reset]
     if total == 0 and reset:
         raise _nothing_to_average(header, reset)

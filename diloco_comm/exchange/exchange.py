@@ -26,32 +26,21 @@ from ..base import env
 from ..base.background import batch_threads
 from ..base.checks import timeout_seconds
 from ..base.errors import LeftBehind, SyncError
-from ..base.memory import empty_pages
 from ..ops.dispatch import resolve_impl
 from ..ops.wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key
 from . import device_memory
 from .buffers import ExchangeBuffers
-from .headers import Header, error_from, from_native, to_native, verdict_of
+from .headers import Header, error_from, verdict_of
 from .membership import regroup
 from .membership.regroup import Repair
 from .membership.sealing import LastRounds
 from .nccl import group as nccl_group
 from .nccl.jobs import StreamJob
 from .nccl.streams import Sending, StreamDriver
+from .nccl.work import StreamWork
+from .round import Round
 from .waiting import describe_store, wait_for_job
-from .work import ExchangeWork, Round, Terms
-
-__all__ = [
-    "Exchange",
-    "ExchangeBuffers",
-    "ExchangeWork",
-    "Header",
-    "Repair",
-    "Terms",
-    "empty_pages",
-    "error_from",
-    "from_native",
-]
+from .work import ExchangeWork
 
 _log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -352,7 +341,7 @@ class Exchange:
             self._engine.start,
             of=header,
             plan=buffers.native,
-            header=to_native(header, buffers, stochastic),
+            header=buffers.native_header(header, stochastic),
             payload=round.own.host,
             result=None if round.result is None else round.result.host,
             outer=outer,
@@ -368,17 +357,18 @@ class Exchange:
             is_overlapped=overlapped,
             is_held=is_held,
         )
-        work = ExchangeWork(buffers, round, job)
-        buffers.add_round(round, work)
-        return work
+        round.job = job
+        buffers.add_round(round)
+        return ExchangeWork(buffers, round)
 
     def ship(self, work: ExchangeWork) -> None:
         """Send what ``start`` was told to hold; what cannot be sent fails like any exchange."""
-        if isinstance(work._job, _C.Job):
-            self._engine.ship(work._job, work._round.header.is_reset)
-        else:
+        if isinstance(work, StreamWork):
             assert self._driver is not None
             device_memory.ship(self, self._driver, work)
+            return
+        assert isinstance(work.round.job, _C.Job)
+        self._engine.ship(work.round.job, work.round.header.is_reset)
 
     def use_store(self, store: dist.Store) -> None:
         """Meet on this store from now on, under this exchange's name."""
@@ -449,15 +439,15 @@ class Exchange:
         sending.offered = weights
         control = self.submit_header(buffers, header, sending.stochastic)
         events = driver.enqueue(buffers, round, sending)
-        work = ExchangeWork(
-            buffers, round, self.stream_job(buffers, round, sending, control, events)
-        )
-        buffers.add_round(round, work)
-        return work
+        round.job = self.stream_job(buffers, round, sending, control, events)
+        buffers.add_round(round)
+        return StreamWork(buffers, round, events[0], sending)
 
     def submit_header(self, buffers: ExchangeBuffers, header: Header, stochastic: bool) -> _C.Job:
         """Begin to exchange and compare headers of a round whose payload travels on streams."""
-        return self._begin(self._engine.submit, to_native(header, buffers, stochastic), of=header)
+        return self._begin(
+            self._engine.submit, buffers.native_header(header, stochastic), of=header
+        )
 
     def stream_job(
         self,
@@ -471,7 +461,7 @@ class Exchange:
         assert self._driver is not None
         sent = (self.size - 1) * buffers.layout.payload_bytes // (self.size if self.size > 2 else 1)
         presumed = [
-            to_native(replace(round.header, weight=weight), buffers, sending.stochastic)
+            buffers.native_header(replace(round.header, weight=weight), sending.stochastic)
             for weight in sending.offered
         ]
         return StreamJob(self._driver, control, round, events, presumed, self.members, sent * 2)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from .. import _C
 from ..base.errors import ERRORS, NonFiniteError, PeerLeft, SyncError
-
-if TYPE_CHECKING:
-    from .buffers import ExchangeBuffers
+from ..ops.wire import WireFormat
 
 Kind = Literal["sync", "flush", "all_reduce"]
 # What the members agree on after a failure.
@@ -68,7 +66,9 @@ def shares(weights: Sequence[float]) -> list[float]:
     return array("f", (weight / total for weight in weights)).tolist()
 
 
-def to_native(header: Header, buffers: ExchangeBuffers, stochastic: bool) -> _C.Header:
+def to_native(
+    header: Header, *, wire: WireFormat, num_elements: int, num_chunks: int, stochastic: bool
+) -> _C.Header:
     native = _C.Header(header.kind)
     for name in ("fragment", "round", "sync_every", "num_fragments", "inner_step"):
         setattr(native, name, getattr(header, name))
@@ -76,13 +76,13 @@ def to_native(header: Header, buffers: ExchangeBuffers, stochastic: bool) -> _C.
     native.history = header.history
     native.weight, native.outer_lr = float(header.weight), float(header.outer_lr)
     native.gap = float(header.gap)
-    native.wire, native.block_size = buffers.wire.name, buffers.wire.block_size
-    native.num_elements, native.num_chunks = buffers.num_elements, buffers.num_chunks
+    native.wire, native.block_size = wire.name, wire.block_size
+    native.num_elements, native.num_chunks = num_elements, num_chunks
     native.flags = int(stochastic) | (_C.RESET if header.is_reset else 0)
     return native
 
 
-def from_native(native: _C.Header | Header) -> Header:
+def from_native(native: _C.Header) -> Header:
     return Header(
         kind=cast(Kind, native.kind),
         layout_hash=native.layout_hash,

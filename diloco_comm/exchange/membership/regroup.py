@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ...base.errors import SyncError
 from ...ops.wire import Layout
 from ..headers import Header
+from ..round import Round, Terms
 from ..waiting import describe_store
-from ..work import Round, Terms
 from . import connecting, rendezvous, sealing, termination, verdicts
 from .attendance import Limits
 from .meetings import Plan, announce

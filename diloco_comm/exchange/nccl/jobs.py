@@ -11,8 +11,8 @@ import torch
 from ... import _C
 from ...ops import finish_digest
 from ..headers import shares
+from ..round import Round
 from ..waiting import WaitLog
-from ..work import Round
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ _NO_BLAME: dict[str, Any] = {
 
 
 class StreamJob:
-    """An exchange on streams, with what ``slot.ExchangeWork`` asks of an engine's job.
+    """An exchange on streams; fulfils ``round.Job`` as the engine's jobs do.
 
     Args:
         control: The engine's job that exchanges and compares the headers.
@@ -88,6 +88,20 @@ class StreamJob:
         return finish_digest(product, total, num_payloads * self.round.layout.payload_bytes)
 
     @property
+    def standing(self) -> str:
+        """How far the vote of a failed exchange was: "none", "voted" or "rejected".
+
+        Only a rank that has voted can hold a round that others have applied. Nobody applies a round
+        of which any rank has seen a bad vote, the own vote among them.
+        """
+        assert self.failure is not None
+        if self.failure.kind == "NonFiniteError":
+            return "rejected"
+        if self.failure.stage != "vote" or not self.weights:
+            return "none"
+        return "rejected" if bool(self._ballot.host_bad) else "voted"
+
+    @property
     def waiting(self) -> str:
         """Whose header is waited for; empty when nothing is, or not for long."""
         return self.control.waiting
@@ -115,6 +129,10 @@ class StreamJob:
                 return False
             time.sleep(_POLL_S)
         return True
+
+    def wait_landed(self, runs: int, seconds: float) -> int:
+        """Return ``runs`` at once: the host sees no part of a result before all of it."""
+        return runs
 
     def wait_for_headers(self) -> None:
         """Wait until it is known that all replicas mean the same exchange."""

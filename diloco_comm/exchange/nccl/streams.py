@@ -30,7 +30,7 @@ from ...ops.offload import chunks_of
 from ...ops.wire import Layout
 from ..buffers import ExchangeBuffers
 from ..headers import shares
-from ..work import Round
+from ..round import Round
 from .group import HelperThread
 
 if TYPE_CHECKING:
