@@ -14,8 +14,7 @@ from ..base.memory import CPU, Payload
 from ..ops.residuals import Residuals
 from ..ops.wire import Layout, WireFormat
 from .headers import Header, to_native
-from .membership.termination import Standing
-from .round import Round, Terms
+from .round import Round, Standing, Terms
 
 # Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
 # at 100 Mbit/s, at 1 Gbit/s and on a loopback.

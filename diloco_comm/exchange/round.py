@@ -14,28 +14,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from .. import _C
 from ..base.errors import SyncError
 from ..base.memory import Payload
 from ..ops.wire import Layout
 from .headers import Header, error_from, from_native
 from .waiting import Awaited
 
-if TYPE_CHECKING:
-    from .. import _C
-
 # Pairs of a payload, uint8, and its coefficient: their sum is the weighted mean.
 Terms = list[tuple[Tensor, float]]
 RoundState = Literal["started", "agreed", "voted", "rejected", "failed", "applied"]
+
+# Of a round that is not applied everywhere, as the replicas say it when the group changes.
+State = Literal["voted", "agreed", "rejected", "applied"]
 
 _NEXT: Mapping[RoundState, Sequence[RoundState]] = {
     "started": ("agreed", "voted", "rejected", "failed"),
     "agreed": ("applied",),
     "voted": ("applied",),
 }
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a replica is with one round, and the epoch in which the round was sent."""
+
+    state: State
+    epoch: int
 
 
 class Job(Awaited, Protocol):

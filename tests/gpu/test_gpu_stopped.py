@@ -22,7 +22,8 @@ from workers import Pool
 
 from diloco_comm import Eager
 from diloco_comm.base.errors import SyncError
-from diloco_comm.exchange.nccl.streams import StreamDriver, current
+from diloco_comm.exchange.nccl.sending import current
+from diloco_comm.exchange.nccl.streams import StreamDriver
 
 SUSPECT_S = 2.0
 # Of an exchange: what the others must not have to wait for.

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from diloco_comm.exchange.buffers import ExchangeBuffers
 from diloco_comm.exchange.headers import Header
 from diloco_comm.exchange.membership.sealing import ack_of, from_json, to_json
-from diloco_comm.exchange.membership.termination import Ack, Decision, Standing, decide
-from diloco_comm.exchange.round import Round
+from diloco_comm.exchange.membership.termination import Ack, Decision, decide
+from diloco_comm.exchange.round import Round, Standing
 from diloco_comm.ops.wire import WireFormat
 
 # (number, epoch, state) of rounds.

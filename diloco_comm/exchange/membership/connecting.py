@@ -13,8 +13,9 @@ from ...base.errors import SyncError
 from ..waiting import store_advice
 from . import rendezvous
 from .attendance import OwnTime
-from .meetings import Plan
-from .verdicts import GROUPS, STREAMS, decide_once, outcome_key
+from .line import GROUPS, STREAMS, outcome_key
+from .plans import Plan
+from .stores import decide_once
 
 # Connections between hosts that reach each other take milliseconds.
 LIMIT_S = 30.0

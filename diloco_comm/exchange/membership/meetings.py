@@ -14,54 +14,31 @@ others, so that a cut between two of them is known before anybody connects.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from ... import _C
 from ...base.errors import LeftBehind, SyncError
-from .attendance import Attendance, Pulses
-from .verdicts import WAY_BACK, announce_next, decide_once, raise_to, read_known, swap
+from .attendance import Attendance
+from .plans import Plan, current_group, number_is_taken, propose_plan
+from .stores import decide_once, read_known, swap
+from .verdicts import WAY_BACK
 
 BEAT_S = 0.4
 # For an answer of a peer's host: a lost packet is sent again after one second.
 _REACH_S = 2.0
-_CURRENT = "current"
-# Looks, about a second each, in which a counter must have risen to be that of a running group.
-_RISES = 3
 
 _log = logging.getLogger(__name__)
 
 # Called with whether all members are here; returns None while it is too early to say anything.
 Say = Callable[[bool], dict[str, Any] | None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all participants agreed on: the epoch, and what each of them had to say.
-
-    Attributes:
-        reached: Those whose address this replica could connect to.
-    """
-
-    epoch: int
-    infos: dict[int, dict[str, Any]]
-    reached: frozenset[int] = frozenset()
-
-
-def own_place() -> str:
-    """Return where this process runs, as host:pid."""
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def arrive(store: dist.Store, key: str, hello: dict[str, Any]) -> str:
@@ -311,7 +288,7 @@ class Meeting:
         nonces = {r: hello["nonce"] for r, hello in hellos.items()}
         if nonces != self._proposed:
             self._proposed = nonces
-            self._proposal = _propose_plan(self.store, hellos)
+            self._proposal = propose_plan(self.store, hellos)
             return
         # A hello may be that of a dead process: it never accepts, and its successor's is another.
         keys = {r: f"accepted/{self._proposal}/{r}" for r in self.members}
@@ -354,92 +331,6 @@ def _find_cuts(reached: dict[int, dict[str, bool]]) -> list[tuple[int, int]]:
     return cuts
 
 
-def current_group(store: dist.Store) -> tuple[int, list[int]]:
-    """Return the newest epoch that has begun on this store, and its members; 0 and none."""
-    if not store.check([_CURRENT]):
-        return 0, []
-    current = json.loads(store.get(_CURRENT))
-    return current["epoch"], current["members"]
-
-
-def number_is_taken(replica: int, place: str, epoch: int = 0) -> SyncError:
-    """Make the error of a process whose number another process has."""
-    where = f", which is in the group of epoch {epoch}" if epoch else ""
-    who = f"process {place} (host:pid)" if place else "another process"
-    cure = "give each replica a number of its own"
-    if place == own_place():
-        who = f"this process, {place} (host:pid)"
-        cure = "close the DiLoCo of this process first"
-    return SyncError(
-        f"replica number {replica} is already taken by {who}{where}: {cure}",
-        stage="rendezvous",
-    )
-
-
-def refuse_second_founding(
-    store: dist.Store, meeting: Meeting, pulses: Pulses, *, joins: bool
-) -> None:
-    """Tell a newcomer that the group which it would found runs, or that its number is taken.
-
-    A counter that has risen several times is that of a process which lives. A group that has
-    failed, or that a member has left, may be founded anew: its members are waited for. So is, for a
-    while, a group of which nobody is here: where all replicas are started again, an old process may
-    take its time to end.
-
-    Args:
-        joins: The newcomer comes to an old group.
-
-    Raises:
-        SyncError: One of the two holds.
-    """
-    risen, here = pulses.risen(_RISES), meeting.members_here()
-    if not risen and (joins or not here):
-        return
-    replica = meeting.replica
-    epoch, members = current_group(store)
-    if replica in risen & set(members):
-        places = json.loads(store.get(_CURRENT)).get("places", {})
-        raise number_is_taken(replica, places.get(str(replica), ""), epoch)
-    # A counter that rose may be that of a process which died since, or of one that has this number.
-    is_open = replica in pulses.risen(1) and not pulses.risen(4 * _RISES)
-    if joins or (is_open and not here):
-        return
-    if not here and not risen & set(members):
-        return
-    marks = [f"{epoch}/board/any_failed", f"{epoch}/board/any_left"]
-    if not here and any(store.check([mark]) for mark in marks):
-        return
-    text = (
-        f"the group of replicas {members or here} runs already"
-        f"{f', in epoch {epoch}' if epoch else ''}: a newcomer, also a replica that was started "
-        'again, attaches with init="join", while the others call change_group with replica '
-        f"{replica} among the members"
-    )
-    rises = bool(pulses.rising(_RISES) & set(members))
-    if not here and not meeting.has_run_long(rises):
-        meeting.warn_once(text)
-        return
-    raise SyncError(text, stage="rendezvous")
-
-
-def announce(store: dist.Store, plan: Plan, members: Sequence[int]) -> None:
-    """Leave word of an epoch that has begun, for those who come later or were left behind."""
-    # Nothing depends on it: an epoch does not fail because the store has gone just now.
-    with contextlib.suppress(dist.DistError):
-        places = {str(r): info.get("place", "") for r, info in sorted(plan.infos.items())}
-        current = json.dumps({"epoch": plan.epoch, "members": list(members), "places": places})
-        raise_to(store, _CURRENT, current, lambda held: _follows(plan, json.loads(held)))
-        for epoch in {info["epoch"] for info in plan.infos.values()} - {0}:
-            announce_next(store, epoch, plan.epoch, members)
-
-
-def _follows(plan: Plan, current: dict[str, Any]) -> bool:
-    """Say whether a plan goes on from the current group, or founds a new one."""
-    survivors = {replica for replica, info in plan.infos.items() if "ack" in info}
-    is_of_it = not survivors or bool(survivors & set(current["members"]))
-    return plan.epoch > current["epoch"] and is_of_it
-
-
 def _read_hellos(store: dist.Store, members: Sequence[int]) -> dict[int, dict[str, Any]]:
     # The keys exist, see ``make_room``; hellos are blanked, never deleted.
     texts = store.multi_get([f"hello/{member}" for member in members])
@@ -461,21 +352,3 @@ def _find_difference(hellos: dict[int, dict[str, Any]]) -> str:
                 for value, who in values.items()
             )
     return ""
-
-
-def _propose_plan(store: dist.Store, hellos: dict[int, dict[str, Any]]) -> str:
-    """Tell everybody whose hello is here what the next epoch is; return the proposal's name."""
-    # Never twice on one store, whoever used it before, and above everybody's: a new store counts
-    # from the beginning.
-    newest = max(hello["newest"] for hello in hellos.values())
-    epoch = store.add("epochs", 1)
-    if epoch <= newest:
-        epoch = store.add("epochs", newest - epoch + 1)
-    name = uuid.uuid4().hex
-    infos = {r: hello["info"] for r, hello in hellos.items()}
-    for replica, hello in hellos.items():
-        infos[replica]["epoch"] = hello["epoch"]
-    plan = json.dumps({"id": name, "epoch": epoch, "infos": infos})
-    keys = [f"plan/{hello['nonce']}" for hello in hellos.values()]
-    store.multi_set(keys, [plan] * len(keys))  # type: ignore[attr-defined]
-    return name

@@ -15,19 +15,9 @@ from ...base.background import batch_threads
 from ...base.errors import ReplicaMismatch, SyncError
 from ..waiting import WaitLog, store_advice
 from .attendance import Attendance, Limits, Pulses
-from .meetings import (
-    BEAT_S,
-    Meeting,
-    Plan,
-    Say,
-    arrive,
-    current_group,
-    leave,
-    make_room,
-    open_meeting,
-    own_place,
-    refuse_second_founding,
-)
+from .founding import refuse_second_founding
+from .meetings import BEAT_S, Meeting, Say, arrive, leave, make_room, open_meeting
+from .plans import Plan, current_group, own_place
 
 # A participant that retries with other members first removes its old hello; a difference that
 # outlasts this is a real one.

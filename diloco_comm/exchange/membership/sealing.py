@@ -6,14 +6,13 @@ See ``termination`` for what becomes of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...base.errors import SyncError
-from .meetings import own_place
-from .termination import Ack, Progress, Standing
-
-if TYPE_CHECKING:
-    from ..exchange import Exchange
+from ..round import Standing
+from .member import Member
+from .plans import own_place
+from .termination import Ack, Progress
 
 # The last applied round of every fragment, or what returns that once the exchanges have ended.
 LastRounds = Mapping[int, int] | Callable[[], Mapping[int, int]]
@@ -22,11 +21,11 @@ LastRounds = Mapping[int, int] | Callable[[], Mapping[int, int]]
 class Newcomer:
     """What a replica has to say that was in no group before; ``joins``: it comes to an old one."""
 
-    def __init__(self, exchange: Exchange, joins: bool) -> None:
-        self._exchange, self._joins = exchange, joins
+    def __init__(self, member: Member, joins: bool) -> None:
+        self._member, self._joins = member, joins
 
     def __call__(self, all_are_here: bool) -> dict[str, Any]:
-        return {"address": self._exchange.address, "join": self._joins, "place": own_place()}
+        return {"address": self._member.address, "join": self._joins, "place": own_place()}
 
 
 class Survivor:
@@ -40,52 +39,52 @@ class Survivor:
         members: Of the new group.
     """
 
-    def __init__(self, exchange: Exchange, members: Sequence[int], last_rounds: LastRounds) -> None:
-        self._exchange, self._members, self._last_rounds = exchange, members, last_rounds
+    def __init__(self, member: Member, members: Sequence[int], last_rounds: LastRounds) -> None:
+        self._member, self._members, self._last_rounds = member, members, last_rounds
 
     def __call__(self, all_are_here: bool) -> dict[str, Any] | None:
-        exchange = self._exchange
-        if not exchange.is_dead:
-            is_whole = set(exchange.members) <= set(self._members)
-            if not all_are_here or (is_whole and not exchange.is_idle):
+        member = self._member
+        if not member.is_dead:
+            is_whole = set(member.members) <= set(self._members)
+            if not all_are_here or (is_whole and not member.is_idle):
                 return None
-        seal(exchange)
+        seal(member)
         last = self._last_rounds() if callable(self._last_rounds) else self._last_rounds
-        ack = to_json(ack_of(exchange, last))
+        ack = to_json(ack_of(member, last))
         return {
-            "address": exchange.address,
+            "address": member.address,
             "ack": ack,
-            "inner_step": exchange.inner_step,
+            "inner_step": member.inner_step,
             "place": own_place(),
         }
 
 
-def seal(exchange: Exchange) -> None:
+def seal(member: Member) -> None:
     """End what is under way for good: no vote leaves or is heard any more. Idempotent.
 
     Raises:
         SyncError: If this replica's own device or engine does not come to an end.
     """
     try:
-        exchange.seal()
+        member.seal()
     except RuntimeError as error:
         raise SyncError(str(error), stage="seal") from error
 
 
-def ack_of(exchange: Exchange, last_rounds: Mapping[int, int]) -> Ack:
+def ack_of(member: Member, last_rounds: Mapping[int, int]) -> Ack:
     """Say how far a replica is that has sealed.
 
     Args:
         last_rounds: The last applied round of every fragment.
     """
     rounds: dict[int, dict[int, Standing]] = {fragment: {} for fragment in last_rounds}
-    applied_epoch = exchange.lineage
-    for buffers in exchange.all_buffers:
+    applied_epoch = member.lineage
+    for buffers in member.all_buffers:
         for (fragment, number), standing in buffers.standings().items():
             rounds.setdefault(fragment, {})[number] = standing
         applied_epoch = max(applied_epoch, buffers.applied_epoch)
     fragments = {f: Progress(last, rounds[f]) for f, last in last_rounds.items()}
-    epoch, members = exchange.newest_group
+    epoch, members = member.newest_group
     return Ack(epoch, tuple(members), applied_epoch, fragments)
 
 

@@ -27,21 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-# Of a round that is not applied everywhere; a round that an ack does not name is in none of them.
-# "voted": told at least one peer, or was about to. "agreed": has every vote, and all are good.
-State = Literal["voted", "agreed", "rejected", "applied"]
+from ..round import Standing
+
 _HELD = ("voted", "agreed", "applied")
 _DONE = ("agreed", "applied")
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How far a replica is with one round, and the epoch in which it was sent."""
-
-    state: State
-    epoch: int
 
 
 @dataclass(frozen=True)
@@ -124,6 +114,11 @@ class Decision:
     last: Mapping[int, int] = field(default_factory=dict)
     lineage: int = 0
     refusal: Refusal | None = None
+
+    @property
+    def changes_rounds(self) -> bool:
+        """Whether some survivor holds a round that is not applied everywhere."""
+        return bool(self.commits or self.discards)
 
 
 class _Refused(Exception):

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ... import _C
+from ...base.memory import Ballot
 from ...ops import finish_digest
 from ..headers import shares
 from ..round import Round
 from ..waiting import WaitLog
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ...base.memory import Ballot
-    from .streams import StreamDriver
+from .connections import Connections
 
 _POLL_S = 2e-5
 # What a failure says of the other replicas, as ``_C.Failure`` does.
@@ -47,7 +44,7 @@ class StreamJob:
 
     def __init__(
         self,
-        driver: StreamDriver,
+        driver: Connections,
         control: _C.Job,
         round: Round,
         events: tuple[torch.Event, ...],
@@ -64,11 +61,10 @@ class StreamJob:
         self.seconds: dict[str, float] = {}
         self._headers: list[_C.Header] = []
         self.has_data = self.has_votes = False
-        driver._jobs.add(self)
         self._begin = time.monotonic()
-        self._is_decided = False
+        self.is_decided = False
         self._lost: _C.Job | None = None
-        driver.engine.watch_streams(True)
+        driver.add(self)
 
     @property
     def headers(self) -> list[_C.Header]:
@@ -113,13 +109,11 @@ class StreamJob:
 
     @property
     def is_done(self) -> bool:
-        if not self._is_decided:
+        if not self.is_decided:
             self._decide()
-            # The engine forgets a driver that has failed.
-            if self._is_decided and not self.driver.failure:
-                under_way = any(not job._is_decided for job in self.driver._jobs)
-                self.driver.engine.watch_streams(under_way)
-        return self._is_decided
+            if self.is_decided:
+                self.driver.decided()
+        return self.is_decided
 
     def wait(self, seconds: float) -> bool:
         """Ask until it is decided; the host sleeps in between and never waits in the driver."""
@@ -179,7 +173,7 @@ class StreamJob:
             names = ", ".join(str(self.members[rank]) for rank in quitters)
             self._fail("SyncError", f"replica {names} gave the round up before its vote")
             return
-        self._is_decided = True
+        self.is_decided = True
         self.seconds["total"] = time.monotonic() - self._begin
         message, replicas = _C.find_bad_elements(ballot.numbers(), list(self.members))
         if message:
@@ -220,7 +214,7 @@ class StreamJob:
         stage = "vote" if has_data and not is_mismatch else stage or "exchange"
         if stage == "vote":
             self._headers = self.control.headers or self._presumed
-        self._is_decided = True
+        self.is_decided = True
         self._set_failure(kind, message, stage, **more)
 
     def _named(self, why: str) -> str:

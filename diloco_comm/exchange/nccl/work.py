@@ -9,7 +9,7 @@ from ..headers import from_native
 from ..round import Round
 from ..work import ExchangeWork, Mean
 from .jobs import StreamJob
-from .streams import Sending
+from .sending import Sending
 
 
 class StreamWork(ExchangeWork):
