@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 from .. import _C
 from ..base.errors import ERRORS, NonFiniteError, PeerLeft, SyncError
 from ..ops.wire import WireFormat
+from .sentences import named
 
 Kind = Literal["sync", "flush", "all_reduce"]
 # What the members agree on after a failure.
@@ -154,19 +155,15 @@ def _explained(message: str, headers: Sequence[_C.Header]) -> str:
 
 def _uneven_steps(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> str:
     """Return the sentence for replicas of which some have called ``flush`` and others train."""
-    steps = sorted({header.inner_step for header in ended})
+    steps = ", ".join(map(str, sorted({header.inner_step for header in ended})))
     has = "has" if len(ended) == 1 else "have"
     train = "trains" if len(training) == 1 else "train"
     return (
-        f"{_replicas(ended)} {has} ended at inner step {', '.join(map(str, steps))} (flush, or "
-        f"another call for all replicas), while {_replicas(training)} still "
-        f"{train}, at inner step {training[0].inner_step}: "
+        f"{named([header.replica for header in ended])} {has} ended at inner step {steps} (flush, "
+        "or another call for all replicas), while "
+        f"{named([header.replica for header in training])} still {train}, at inner step "
+        f"{training[0].inner_step}: "
         "give all replicas the same number of steps, see DiLoCo.agree_on_steps; one that a "
         "GradScaler skips counts if the optimizer is fused, or with attach=False and diloco.step() "
         "after each batch"
     )
-
-
-def _replicas(headers: Sequence[_C.Header]) -> str:
-    numbers = ", ".join(str(header.replica) for header in headers)
-    return f"replica {numbers}" if len(headers) == 1 else f"replicas {numbers}"

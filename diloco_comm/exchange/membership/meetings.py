@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ... import _C
 from ...base.errors import LeftBehind, SyncError
+from ..sentences import difference
 from .attendance import Attendance
 from .plans import Plan, current_group, number_is_taken, propose_plan
 from .stores import decide_once, read_known, swap
@@ -346,9 +347,5 @@ def _find_difference(hellos: dict[int, dict[str, Any]]) -> str:
             value = hello["members"] if name == "members" else hello["settings"].get(name)
             values.setdefault(json.dumps(value), []).append(replica)
         if len(values) > 1:
-            return f"{name} differs between replicas: " + "; ".join(
-                f"{value} on {'replica' if len(who) == 1 else 'replicas'} "
-                + ", ".join(map(str, who))
-                for value, who in values.items()
-            )
+            return difference(name, values)
     return ""

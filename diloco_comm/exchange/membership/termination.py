@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..round import Standing
+from ..sentences import named
 
 _HELD = ("voted", "agreed", "applied")
 _DONE = ("agreed", "applied")
@@ -168,7 +169,7 @@ def _refuse_other_lines(epochs: Mapping[int, int], lineage: int) -> None:
     others = sorted(replica for replica, epoch in epochs.items() if epoch != lineage)
     if others:
         text = (
-            f"{_named(others)} went on apart from the others, who have applied rounds of epoch "
+            f"{named(others)} went on apart from the others, who have applied rounds of epoch "
             f"{lineage} last: let {'it' if len(others) == 1 else 'them'} join anew"
         )
         raise _Refused(Refusal(text, tuple(others)))
@@ -249,7 +250,7 @@ class _Fragment:
             return
         lacks, has, it = ("lacks", "has", "it") if len(lacking) == 1 else ("lack", "have", "them")
         text = (
-            f"{_named(lacking)} {lacks} round {number} of fragment {self.fragment}, which others "
+            f"{named(lacking)} {lacks} round {number} of fragment {self.fragment}, which others "
             f"have applied, and {has} not voted for it: let {it} join anew"
         )
         raise _Refused(Refusal(text, tuple(lacking), self.fragment, number, "repair"))
@@ -277,12 +278,7 @@ class _Fragment:
         if ahead:
             it = "it" if len(ahead) == 1 else "them"
             text = (
-                f"{_named(ahead)} applied a round of fragment {self.fragment} beyond round "
+                f"{named(ahead)} applied a round of fragment {self.fragment} beyond round "
                 f"{self.last}, where the group is: let {it} join anew"
             )
             raise _Refused(Refusal(text, tuple(ahead), self.fragment, self.last))
-
-
-def _named(replicas: Sequence[int]) -> str:
-    text = ", ".join(map(str, replicas))
-    return f"replica {text}" if len(replicas) == 1 else f"replicas {text}"
