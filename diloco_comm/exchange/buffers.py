@@ -44,15 +44,15 @@ def auto_chunk_bytes(payload_bytes: int, num_elements: int) -> int:
 class ExchangeBuffers:
     """Buffers of one fragment, allocated once and reused for ever.
 
-    A round's payloads are free as soon as it is applied or voted down. What a round that failed at
-    the vote has left stays as it is until ``settle``.
+    A round's payloads are free as soon as the round is applied or rejected. The payloads of a voted
+    round stay as they are until ``settle``.
 
     Attributes:
         device: Of the fragment. The engine's own buffers are in host memory, page-locked then.
         is_streamed: Its exchanges stay on the device; see ``streams``.
         layout: How payloads are laid out in the current group.
-        residuals: What encoding loses; the reduction's have [num_chunks * run_elements]: the runs
-            that this rank owns, one after the other, with three ranks and more.
+        residuals: What encoding loses. The residuals of the reduction, with three ranks and more,
+            have [num_chunks * run_elements]: the runs that this rank owns, one after the other.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ExchangeBuffers:
         return self.residuals.value
 
     def open_round(self, header: Header) -> Round:
-        """Choose buffers for a new round: none that an earlier round still needs.
+        """Choose buffers for a new round that no earlier round still needs.
 
         Raises:
             RuntimeError: If error feedback would need the verdict of the round before.
@@ -179,12 +179,15 @@ class ExchangeBuffers:
         self.residuals.encoded()
 
     def adopt(self, header: Header, layout: Layout, own: Tensor, terms: Terms) -> None:
-        """Take in a round of a saved state, agreed on and not applied."""
+        """Take in a round of a saved state, which is agreed and not applied."""
         round = Round(header, layout, Payload(own, own), None, "agreed", terms)
         self.rounds.append(round)
 
     def forget(self) -> None:
-        """Forget all rounds and what is owed; none of their exchanges may be under way."""
+        """Forget all rounds, and the lost values that residuals have yet to add.
+
+        No exchange of these rounds may be under way.
+        """
         self._resolve_done()
         self.rounds, self._owed = [], []
         self._ended = {}
@@ -206,9 +209,9 @@ class ExchangeBuffers:
         self.drop(round, "failed")
 
     def drop(self, round: Round, state: Literal["rejected", "failed"]) -> None:
-        """Let go of a round that nobody applies.
+        """Take a round that no replica applies out of the rounds.
 
-        With ``carries`` no other buffer has what its payload holds, which stays until ``release``.
+        With ``carries`` the payload alone holds what was sent: it stays until ``release``.
         """
         self.rounds.remove(round)
         if state == "rejected":
@@ -219,11 +222,11 @@ class ExchangeBuffers:
             self._owed.append(round)
 
     def release(self, own: Tensor) -> None:
-        """Say that what the own payload of a dropped round held is owed: its buffer is free."""
+        """Free the own payload of a dropped round: the residuals have its values now."""
         self._owed = [round for round in self._owed if round.own.tensor is not own]
 
     def commit(self) -> None:
-        """Say that the oldest round agreed on is applied: its buffers are free.
+        """Note that the oldest agreed round is applied: its buffers are free.
 
         Raises:
             RuntimeError: If no round has been agreed on.
@@ -256,7 +259,7 @@ class ExchangeBuffers:
     def standings(self) -> dict[tuple[int, int], Standing]:
         """Say how far this replica is with its latest rounds; see ``termination``.
 
-        No exchange of theirs may be under way.
+        No exchange of these rounds may be under way.
 
         Returns:
             By fragment and number; rounds that are not named have no vote, or ended before.
@@ -280,13 +283,13 @@ class ExchangeBuffers:
         ]
 
     def settle(self, applied: Sequence[Round]) -> None:
-        """End the rounds of a former group: those in ``applied`` count, the others never were.
+        """End the rounds of a former group: ``applied`` count, all others are forgotten.
 
-        No exchange of theirs may be under way.
+        No exchange of these rounds may be under way.
         """
         self._resolve_done()
         for round in self.rounds:
-            # What encoding lost is owed to the next round if, and only if, this one is applied.
+            # The next round adds what encoding lost if, and only if, this round is applied.
             if (round.state == "agreed") != (round in applied):
                 self.residuals.turn(round.header.round)
             if round in applied:

@@ -47,9 +47,9 @@ class Exchange(StreamMember):
     """Exchange payloads with the other replicas, in an epoch of fixed membership.
 
     Args:
-        store: Shared by all replicas; it must outlive those that may fail.
-        replica: Our id.
-        members: Sorted ids of all replicas of this epoch, ours among them.
+        store: Shared by all replicas; it must outlive the replicas that may fail.
+        replica: Id of this replica.
+        members: Sorted ids of all replicas of this epoch, this one among them.
         lanes: Data connections to each peer.
         chunk_bytes: Payload bytes of a chunk, equal on all replicas; None chooses by size.
         timeout: Of one exchange, from its turn on the engine thread to its vote.
@@ -60,7 +60,7 @@ class Exchange(StreamMember):
         name: Distinguishes several exchanges on one store.
         line_name: Equal for the exchanges of a replica's workers, which go on together when the
             group changes; default: ``name``.
-        join: We come to replicas that call ``change_group`` with us among the members.
+        join: Come to replicas that call ``change_group`` with this one among the members.
         window: Chunks under way in each phase and lane, with more than two replicas.
         num_under_way: Rounds of one fragment that may be agreed on and not yet applied.
         collectives: "gloo", or "nccl": fragments on the device are exchanged there, on streams;
@@ -68,7 +68,7 @@ class Exchange(StreamMember):
         report_patience: Seconds that a failed exchange waits for the reports of the others;
             default: the environment's, 3.
         join_timeout: Seconds that ``change_group``, and one that joins, wait for members of which
-            nothing is heard; ``timeout`` is for those that live, and for the first meeting. In
+            nothing is heard; ``timeout`` is for live members, and for the first meeting. In
             ``change_group``, and for one that joins, also the seconds in which NCCL must connect
             the members once they have met, 30 at least; a first group has ``timeout`` for that.
             Default: the environment's, 60.
@@ -141,7 +141,7 @@ class Exchange(StreamMember):
     def from_group(cls, group: dist.ProcessGroup | None = None, **kwargs: Any) -> Exchange:
         """Make an exchange among the ranks of a process group; a collective call.
 
-        Our groups are our own: nothing interleaves with the collectives of ``group``.
+        The exchange makes groups of its own: nothing interleaves with ``group``'s collectives.
         """
         store, rank, size = regroup.store_of_group(group)
         return cls(store, rank, range(size), **kwargs)
@@ -186,8 +186,8 @@ class Exchange(StreamMember):
         return buffers
 
     def plan_buffers(self, buffers: ExchangeBuffers) -> None:
-        """Lay a slot out for the current group."""
-        # What was asked for is an implementation for tensors of our device.
+        """Lay the buffers of a fragment out for the current group."""
+        # ``impl`` was chosen for tensors on the device of this exchange.
         impl = self.impl if buffers.device.type == self.device.type else ""
         if buffers.device.type == "cuda":
             # The engine calls encode, past the function that would choose for the operator.
@@ -222,12 +222,12 @@ class Exchange(StreamMember):
             buffers: The fragment's buffers.
             outer: fp32 [num_elements]; None encodes the parameters themselves.
             params: The fragment's tensors, num_elements in all.
-            header: What the other replicas are told and compare.
+            header: What the other replicas get and compare.
             stochastic: Round stochastically, keyed by ``seed``, replica, round and fragment.
             loader: Brings ``outer``, which is in page-locked memory then, to the device.
             overlapped: The caller computes before it waits. What is in host memory is encoded
                 whole before any of it is sent, which would hold the caller up where cores are few.
-            is_held: Only encode: ``ship`` sends it, when the caller has looked at it.
+            is_held: Only encode; ``ship`` sends, once the caller has looked at what is encoded.
 
         Raises:
             SyncError: If the epoch is dead.
@@ -271,7 +271,7 @@ class Exchange(StreamMember):
         return ExchangeWork(buffers, round)
 
     def ship(self, work: ExchangeWork) -> None:
-        """Send what ``start`` was told to hold; what cannot be sent fails like any exchange."""
+        """Send an exchange that ``start`` holds; one that cannot be sent fails like any other."""
         if isinstance(work, StreamWork):
             self._ship_on_streams(work)
             return
@@ -305,17 +305,17 @@ class Exchange(StreamMember):
         last_rounds: LastRounds,
         inner_step: int = -1,
     ) -> list[Repair]:
-        """Go on in a new epoch with ``members``: the survivors, or joiners too.
+        """Go on in a new epoch with ``members``: survivors, and newcomers.
 
-        Called by every replica of the new epoch (a joiner constructs its Exchange with
-        ``join=True``), also after an attempt that failed. Slots are laid out anew. Once the members
-        have met the old epoch is at an end, whether this succeeds or not.
+        Called by every replica of the new epoch (a newcomer constructs its Exchange with
+        ``join=True``), also after an attempt that failed. Buffers are laid out anew. Once the
+        members have met, the old epoch is at an end, whether this succeeds or not.
 
         Args:
-            members: Ids of the replicas, ours among them.
+            members: Ids of the replicas, this one among them.
             store: A new store when the old one died.
-            last_rounds: The last applied round of every fragment on this replica, or what returns
-                that: it is called when no round of the old epoch can end any more.
+            last_rounds: The last applied round of every fragment on this replica; or a function
+                that returns them, called when no round of the old epoch can end any more.
             inner_step: Inner steps that this replica has counted.
 
         Returns:
@@ -323,7 +323,7 @@ class Exchange(StreamMember):
 
         Raises:
             ValueError: If the members are not ids that an exchange may have.
-            SyncError: If somebody does not come, or a replica lacks a round that counts.
+            SyncError: If a member does not come, or lacks a round that counts.
         """
         self._engine.check_process()
         self.inner_step = inner_step
@@ -360,11 +360,11 @@ class Exchange(StreamMember):
         self._engine.inject_fault(**fault)
 
     def close(self) -> None:
-        """Finish what is under way, tell the peers, and end the engine thread; idempotent.
+        """Finish what is under way, take leave of the peers, end the engine thread; idempotent.
 
         A peer that then starts an exchange gets ``PeerLeft``. All of this takes ten seconds (or the
         timeout) at most: what cannot finish in that time is broken off. Over NCCL the last quarter
-        of that time stays for ending the group, which goes on without us after that.
+        of that time stays for ending the group, which is left behind after that.
         """
         self._close(patience_s=10.0)
 

@@ -1,4 +1,4 @@
-"""What a replica tells the others before an exchange, and what the engine tells it of a failure."""
+"""What replicas say to each other before an exchange, and the errors of the engine's failures."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ STATE_ADVICE = (
 
 @dataclass
 class Header:
-    """What a replica tells the others before an exchange.
+    """What a replica says to the others before an exchange.
 
     ``weight``, ``inner_step``, ``gap`` and ``is_reset`` may differ between replicas; everything
-    else, and the slot's wire, block size and number of elements, must be equal on all of them.
+    else, and the fragment's wire, block size and number of elements, must be equal on all of them.
 
     Attributes:
         history: Of the fragment's outer state (see ``history``), 0 without one.
@@ -59,7 +59,7 @@ class Header:
 
 
 def shares(weights: Sequence[float]) -> list[float]:
-    """Return weights over their sum, each rounded to fp32 as the engine rounds those of headers.
+    """Return weights over their sum, each rounded to fp32 as the engine rounds those in headers.
 
     A coefficient that is computed from the same weights then cancels one of these to the bit.
     """

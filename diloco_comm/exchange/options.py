@@ -41,7 +41,7 @@ class Options:
         suspect_after: timedelta | float | None,
         report_patience: float | None,
     ) -> Options:
-        """Check the options; the environment has those that are None.
+        """Check the options; the environment has the values of options that are None.
 
         Raises:
             ValueError: If an option is out of range.

@@ -1,4 +1,4 @@
-"""Say on the log, sparsely, what is waited for: a replica that does not come, a silent store."""
+"""Log, at growing intervals, what a wait is for: a replica that does not come, a silent store."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WaitLog:
 
 
 def wait_for_job(job: Awaited, seconds: float) -> bool:
-    """Wait as ``job.wait`` does, and log for whom."""
+    """Wait as ``job.wait`` does, and log for which replicas."""
     deadline, log = time.monotonic() + seconds, WaitLog()
     while not job.wait(min(deadline - time.monotonic(), log.remaining() + 0.1)):
         if time.monotonic() >= deadline:
@@ -88,7 +88,7 @@ def call_patiently(call: Callable[[], T], what_for: str) -> T:
 def store_advice(error: dist.DistError) -> str:
     """Say what to do when a store did not answer.
 
-    A slow answer is no loss: who turns to another store then would be alone there.
+    A slow answer is no loss: a replica that turned to another store then would be alone there.
     """
     if isinstance(error, dist.DistNetworkError):
         return ANOTHER_STORE

@@ -22,20 +22,20 @@ _LONG_S = 3600.0
 
 @dataclass
 class Mean:
-    """What an exchange gave.
+    """The weighted mean that an exchange has brought.
 
     Attributes:
         terms: (payload uint8 laid out as ``layout``, coefficient): their sum is the weighted mean.
-            They are the slot's buffers: a ``start`` after ``commit`` writes into them.
+            These payloads are the fragment's buffers: a ``start`` after ``commit`` overwrites them.
         headers: One a rank.
         weights: Normalised, one a rank, as used.
-        verdict: None; or, from ``ExchangeWork.offer``, int64 [1] on the device: the round counts if
-            the verdict is 0, and until it is known nobody knows.
+        verdict: None; or, from ``ExchangeWork.offer``, int64 [1] on the device: 0 once all votes
+            are here and good, which is when the round counts.
         seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
             and total (on the engine thread).
-        sent_bytes, received_bytes: Everything this rank sent to and got from its peers.
+        sent_bytes, received_bytes: All bytes that this rank sent to and got from its peers.
         counters: Minor page faults of the calling and the engine thread.
-        digest: Of the payloads, the same on all replicas; 0 where nobody needs one.
+        digest: Of the payloads, the same on all replicas; 0 where none is needed.
     """
 
     terms: Terms
@@ -81,7 +81,7 @@ class ExchangeWork:
     """An exchange under way.
 
     Attributes:
-        payload: Our own encoded values; complete as soon as ``start`` has returned.
+        payload: The own encoded values; complete as soon as ``start`` has returned.
         layout: Of the payload.
         buffers, round: The fragment's, whose states decide how far this exchange is.
     """
@@ -143,9 +143,9 @@ class ExchangeWork:
         return self.round.is_done
 
     def wait(self, timeout: float | None = None) -> Mean:
-        """Wait for the vote and return what the exchange gave.
+        """Wait for the vote and return the mean.
 
-        On a device, the caller's stream is made to wait until it is there; the host does not.
+        On a device, the caller's stream is made to wait for the mean; the host is not.
 
         Raises:
             ReplicaMismatch, PeerLeft, NonFiniteError, SyncError: There is no result, on no replica
@@ -194,10 +194,10 @@ class ExchangeWork:
             self._collect(landed, self.round.combine(job.weights), out, impl)
             if time.perf_counter() >= deadline:
                 break
-        outcome = self._wait_until(deadline, timeout)
+        mean = self._wait_until(deadline, timeout)
         # The last part; all of them on a device, and of one rank alone.
-        self._collect(self.layout.num_runs, outcome.terms, out, impl)
-        return outcome
+        self._collect(self.layout.num_runs, mean.terms, out, impl)
+        return mean
 
     def _collect(self, num_runs: int, terms: Terms, out: Tensor, impl: str) -> None:
         layout = self.layout

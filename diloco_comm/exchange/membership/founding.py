@@ -16,18 +16,18 @@ _RISES = 3
 def refuse_second_founding(
     store: dist.Store, meeting: Meeting, pulses: Pulses, *, joins: bool
 ) -> None:
-    """Tell a newcomer that the group which it would found runs, or that its number is taken.
+    """Refuse a newcomer whose group runs already, or whose number another process has.
 
     A counter that has risen several times is that of a process which lives. A group that has
-    failed, or that a member has left, may be founded anew: its members are waited for. So is, for a
-    while, a group of which nobody is here: where all replicas are started again, an old process may
-    take its time to end.
+    failed, or that a member has left, may be founded anew: its members are waited for. A group of
+    which no member is here is waited for, too, for a while: where all replicas are started again,
+    an old process may take its time to end.
 
     Args:
         joins: The newcomer comes to an old group.
 
     Raises:
-        SyncError: One of the two holds.
+        SyncError: If the newcomer is refused.
     """
     risen, here = pulses.risen(_RISES), meeting.members_here()
     if not risen and (joins or not here):
@@ -36,7 +36,7 @@ def refuse_second_founding(
     epoch, members = current_group(store)
     if replica in risen & set(members):
         raise number_is_taken(replica, place_of(store, replica), epoch)
-    # A counter that rose may be that of a process which died since, or of one that has this number.
+    # A counter that rose may be that of a process that died since, or of one with this number.
     is_open = replica in pulses.risen(1) and not pulses.risen(4 * _RISES)
     if joins or (is_open and not here):
         return

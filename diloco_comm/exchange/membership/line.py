@@ -34,13 +34,13 @@ def claim_line(
 ) -> None:
     """Make the group that is about to begin the only one that follows from its members' epochs.
 
-    Two lists of members that have nobody in common could else begin both, as two trainings. The
-    first one to set the key of the old epoch goes on. A later group replaces an earlier one only
-    with one of its members, who has left the earlier one, or where the earlier one never began.
+    Without a claim, two groups that have no member in common could both begin, as two trainings.
+    The first group to set the key of the old epoch goes on. A later group replaces an earlier one
+    only if one of its members has left the earlier group, or if the earlier group never began.
 
-    A member whose last change has failed may be the only one for whom that change failed. So the
-    newest group that each member knows of is followed too, and before the older ones: who loses
-    that line has claimed nothing.
+    A change of the group that has failed for one member may have succeeded for the others. So the
+    newest group that each member knows of is claimed too, and before the older ones: a group that
+    loses this first claim has claimed nothing.
 
     Args:
         infos: What the members have said at the meeting.
@@ -90,7 +90,7 @@ class _Claimant:
 
 @dataclass(frozen=True)
 class _Claim:
-    """To be the group that follows from an epoch.
+    """A claim to be the group that follows from an epoch.
 
     Attributes:
         store: Of the exchange, bounded.
@@ -145,7 +145,7 @@ class _Claim:
         return True
 
     def _give_up(self, held: _Claimant, patience: float) -> None:
-        """Decide for members that are silent: whoever of them connects later cannot begin."""
+        """Decide for members that are silent: a member that connects later cannot begin."""
         members, store = list(held.members), self._store_of(held)
         why = f"replicas {members} did not connect within {patience:g} s in epoch {held.epoch}"
         outcome = json.dumps({"why": why, "missing": [], "survivors": members})
@@ -161,7 +161,7 @@ class _Claim:
         return bounded_by(self.member, self.member.store_of(held.name))
 
     def _outcome_keys(self, held: _Claimant) -> list[str]:
-        # One that goes on alone connects to nobody.
+        # A replica that goes on alone connects to no other.
         if len(held.members) == 1:
             return []
         kinds = [GROUPS, STREAMS] if self.member.collectives == "nccl" else [GROUPS]

@@ -1,11 +1,11 @@
-"""One meeting of replicas on a store: who came, whether they agree, and what becomes of it.
+"""One meeting of replicas on a store: which came, whether they agree, and how the meeting ends.
 
-Every participant posts a hello. What a participant has to say may come later: a replica that still
-exchanges stops only when all are here. The lowest one waits for all of that, draws an epoch number
-that was never used, and proposes a plan that quotes every hello. The plan begins when everybody has
-accepted it: a hello may lie on the store since its process died, and nobody must wait for that one
-to connect. A participant renews its hello while it waits, so that the others can tell a live one by
-its beat.
+Every participant posts a hello. What a participant says may come later: a replica that still
+exchanges stops only when all are here. The lowest participant waits for all of that, draws an epoch
+number that was never used, and proposes a plan that quotes every hello. The plan begins when every
+participant has accepted it: a hello may lie on the store since its process died, and no participant
+may wait for a dead process to connect. A participant renews its hello while it waits, so that the
+others know by its beat that it lives.
 
 A meeting has one fate, which is set once, by compare-and-set: its plan begins, or it has failed,
 with the same error for all that took part. Before it accepts, a participant tries to reach all the
@@ -74,13 +74,13 @@ def make_room(store: dist.Store, members: Sequence[int]) -> None:
 
 
 class Meeting:
-    """What one participant has seen of the others, and done about it.
+    """A meeting as one participant sees it, and what this participant does in it.
 
     Args:
         found: Nonce of the hello that this participant's hello has replaced, "" without one.
 
     Attributes:
-        difference: The first thing that those alive do not agree on, as a sentence.
+        difference: The first thing that the live participants do not agree on, as a sentence.
         differs_since: When it was first seen, or None.
     """
 
@@ -113,10 +113,10 @@ class Meeting:
     # ------------------------------------------------------------------------- the fate
 
     def begun_plan(self) -> Plan | None:
-        """Accept the plan that quotes our hello; return it once everybody has accepted it.
+        """Accept the plan that quotes the own hello; return the plan once all have accepted it.
 
         Raises:
-            LeftBehind, SyncError: If the meeting has failed, or began without us.
+            LeftBehind, SyncError: If the meeting has failed, or began without this replica.
         """
         self._accept()
         key = f"fate/{self.hello['meeting']}"
@@ -136,7 +136,7 @@ class Meeting:
             return
         self._accepted = plan
         others = {int(r): i["address"] for r, i in plan["infos"].items() if int(r) != self.replica}
-        # Meanwhile our hello is not renewed.
+        # Meanwhile the own hello is not renewed.
         limit = min(_REACH_S, self.attendance.limits.silence / 4)
         answers = zip(others, _C.are_reached(list(others.values()), limit), strict=True)
         # A way that could not be tried is not judged.
@@ -177,7 +177,7 @@ class Meeting:
         raise error
 
     def give_up_if_time(self) -> None:
-        """Let the meeting fail for all when somebody is not waited for any longer."""
+        """Let the meeting fail for all when a member is not waited for any longer."""
         reasons = self.attendance.given_up()
         if not reasons and not self.attendance.is_over:
             return
@@ -212,12 +212,12 @@ class Meeting:
     # ------------------------------------------------------------------------- the others
 
     def look(self) -> bool:
-        """Read the others' hellos, renew ours, lead if we are the lowest.
+        """Read the others' hellos, renew the own one, and lead if this replica is the lowest.
 
         Returns:
             Whether the next look may soon see more: everybody's hello has just come.
         """
-        # Each answer of the store shows that we have not stood still.
+        # Each answer of the store shows that this process has not stood still.
         self.attendance.time.tick()
         now = time.monotonic()
         if now >= self._next_beat:
@@ -242,7 +242,7 @@ class Meeting:
         return self._complete_since is not None and now - self._complete_since < BEAT_S
 
     def _keep_place(self, hellos: dict[int, dict[str, Any]]) -> None:
-        """Let the first of two processes with one number stay, and the second one go.
+        """Of two processes with one number, let the first stay and the second go.
 
         Raises:
             SyncError: If this process is the second one.
@@ -278,7 +278,7 @@ class Meeting:
             _log.warning("%s", text)
 
     def _speak(self) -> None:
-        """Tell the others what they wait for, if it is time."""
+        """Say to the others what they wait for, if it is time."""
         self.hello["info"] = self._say(True)
         if self.hello["info"] is not None:
             self.store.set(f"hello/{self.replica}", json.dumps(self.hello))
@@ -311,13 +311,13 @@ class Meeting:
         self._decide({"plan": self._proposal, "epoch": self._accepted["epoch"]})
 
     def waiting_for(self, where: str) -> str:
-        """Say who is waited for, and where; empty when all are here."""
+        """Name the members that are waited for, and where; empty when all are here."""
         who = self.attendance.describe()
         return who and f"{who} at {where}"
 
 
 def _find_cuts(reached: dict[int, dict[str, bool]]) -> list[tuple[int, int]]:
-    """Return the pairs of which one could not reach the other, and neither could.
+    """Return the pairs of replicas that could not reach each other, in either direction.
 
     Args:
         reached: Of each replica, whether it reached each other one; a firewall may let connections

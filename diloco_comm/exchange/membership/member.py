@@ -230,7 +230,7 @@ class Member:
             raise self.refusal(str(error), of) from error
 
     def refusal(self, message: str, of: Header | None) -> SyncError:
-        """Make the error of an exchange in a dead epoch; it names whom the first error named."""
+        """Make the error of an exchange in a dead epoch, with the replicas of the first error."""
         fragment, round = (-1, -1) if of is None else (of.fragment, of.round)
         failure = self._engine.dead_failure if self._engine.dead_reason else None
         more = {} if failure is None else verdict_of(failure)

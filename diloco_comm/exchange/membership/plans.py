@@ -22,10 +22,10 @@ _CURRENT = "current"
 
 @dataclass(frozen=True)
 class Plan:
-    """What all participants agreed on: the epoch, and what each of them had to say.
+    """What all participants agreed on: the epoch, and what each participant said.
 
     Attributes:
-        reached: Those whose address this replica could connect to.
+        reached: Participants whose address this replica could connect to.
     """
 
     epoch: int
@@ -66,8 +66,8 @@ def number_is_taken(replica: int, place: str, epoch: int = 0) -> SyncError:
 
 
 def announce(store: dist.Store, plan: Plan, members: Sequence[int]) -> None:
-    """Leave word of an epoch that has begun, for those who come later or were left behind."""
-    # Nothing depends on it: an epoch does not fail because the store has gone just now.
+    """Record an epoch that has begun, for replicas that come later or were left behind."""
+    # Nothing depends on this record: an epoch does not fail because the store has just gone.
     with contextlib.suppress(dist.DistError):
         places = {str(r): info.get("place", "") for r, info in sorted(plan.infos.items())}
         current = json.dumps({"epoch": plan.epoch, "members": list(members), "places": places})
@@ -84,9 +84,9 @@ def _follows(plan: Plan, current: dict[str, Any]) -> bool:
 
 
 def propose_plan(store: dist.Store, hellos: dict[int, dict[str, Any]]) -> str:
-    """Tell everybody whose hello is here what the next epoch is; return the proposal's name."""
-    # Never twice on one store, whoever used it before, and above everybody's: a new store counts
-    # from the beginning.
+    """Propose the next epoch to all participants that are here; return the proposal's name."""
+    # A number is never used twice on one store, and is above all that the participants know: a new
+    # store counts from the beginning.
     newest = max(hello["newest"] for hello in hellos.values())
     epoch = store.add("epochs", 1)
     if epoch <= newest:

@@ -26,7 +26,7 @@ from .plans import Plan
 from .stores import bounded
 from .termination import Decision
 
-# In which members that have met begin to connect, and say that it failed.
+# Seconds in which members that have met begin to connect, and say that it failed.
 _PATIENCE_S = 10.0
 
 
@@ -37,7 +37,7 @@ class Repair:
     ``terms`` are laid out as ``layout``, which is that of the group at the time. A round counts
     only when all survivors have voted, and a replica that votes has the whole result: the terms are
     this replica's own, kept since its exchange ended. ``headers`` are those of that group, in rank
-    order; our own alone where streams were given up before the others' had come.
+    order; the own header alone where streams were given up before the others had come.
     """
 
     fragment: int
@@ -200,9 +200,13 @@ def connect_streams(
 
 
 def attach(member: Member, agreement: Agreement, groups: list[dist.ProcessGroupGloo]) -> None:
-    """Give the engine its groups; that what it was doing does not end is a SyncError."""
+    """Give the engine its groups.
+
+    Raises:
+        SyncError: If what the engine was doing does not end.
+    """
     plan, members = agreement.plan, agreement.members
-    # A way that did not work when all began says nothing when it does not work later.
+    # An address that could not be reached at the meeting says nothing when it fails later.
     ways = [plan.infos[r]["address"] if r in plan.reached else "" for r in members]
     try:
         member._engine.attach(
@@ -255,7 +259,7 @@ def _limits(member: Member, *, is_first: bool) -> Limits:
 
 
 def store_of_group(group: dist.ProcessGroup | None) -> tuple[dist.Store, int, int]:
-    """Return the store of a group under a prefix that its ranks agree on, our rank, and the size.
+    """Return the store of a group under a prefix that its ranks agree on, own rank, and size.
 
     A collective call: rank 0 draws the prefix and broadcasts it through the group.
     """

@@ -1,6 +1,6 @@
-"""What a replica tells the others when the group changes: how far it is, once that is final.
+"""What a replica says to the others when the group changes: how far it is with each round.
 
-See ``termination`` for what becomes of it.
+The replica seals its epoch before, so that this is final. ``termination`` decides by it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LastRounds = Mapping[int, int] | Callable[[], Mapping[int, int]]
 
 
 class Newcomer:
-    """What a replica has to say that was in no group before; ``joins``: it comes to an old one."""
+    """What a replica says that was in no group before; ``joins``: it comes to an old group."""
 
     def __init__(self, member: Member, joins: bool) -> None:
         self._member, self._joins = member, joins
@@ -29,11 +29,12 @@ class Newcomer:
 
 
 class Survivor:
-    """What a replica that goes on has to say: asked by ``rendezvous`` until it answers.
+    """What a replica that goes on says; ``rendezvous`` asks again and again until it answers.
 
-    While its epoch lives it answers when all members of the new group are here: until then other
-    replicas may need its votes. If none is left out it lets its last exchanges end before, so that
-    their rounds count. Then it seals, and what it says is a promise.
+    While its epoch lives, the replica answers when all members of the new group are here: until
+    then other replicas may need its votes. If no member is left out, the replica lets its last
+    exchanges end before, so that their rounds count. Then the replica seals, and its answer is a
+    promise.
 
     Args:
         members: Of the new group.
@@ -60,7 +61,7 @@ class Survivor:
 
 
 def seal(member: Member) -> None:
-    """End what is under way for good: no vote leaves or is heard any more. Idempotent.
+    """End what is under way for good: no vote leaves this replica or is heard any more. Idempotent.
 
     Raises:
         SyncError: If this replica's own device or engine does not come to an end.
@@ -89,7 +90,7 @@ def ack_of(member: Member, last_rounds: Mapping[int, int]) -> Ack:
 
 
 def to_json(ack: Ack) -> dict[str, Any]:
-    """Put an ack into what JSON has."""
+    """Return an ack as JSON's types."""
     return {
         "epoch": ack.epoch,
         "members": ack.members,
@@ -102,7 +103,7 @@ def to_json(ack: Ack) -> dict[str, Any]:
 
 
 def from_json(value: Mapping[str, Any]) -> Ack:
-    """Take an ack out of it."""
+    """Return the ack of which ``to_json`` has made ``value``."""
     fragments = {
         fragment: Progress(last, {n: Standing(state, epoch) for n, state, epoch in rounds})
         for fragment, last, rounds in value["fragments"]

@@ -14,9 +14,9 @@ STORE_LIMIT_S = 10.0
 
 
 def decide_once(store: dist.Store, key: str, value: str) -> str:
-    """Set a key that is absent; return what it holds then, which never changes again.
+    """Set a key that is absent; return what the key holds then, which never changes again.
 
-    With a store that lacks ``compare_set``, two that decide at the same time may differ.
+    With a store that lacks ``compare_set``, two replicas that decide at the same time may differ.
     """
     return swap(store, key, "", value)
 
@@ -26,7 +26,7 @@ def swap(store: dist.Store, key: str, old: str, new: str) -> str:
     try:
         return str(store.compare_set(key, old, new).decode())
     except RuntimeError as error:
-        # A store written in Python says so by an assertion of torch's.
+        # A store written in Python lacks it, which an assertion of torch says.
         if "ot implemented" not in str(error):
             raise
     held = store.get(key).decode() if store.check([key]) else ""
@@ -47,7 +47,7 @@ def bounded_by(member: Member, store: dist.Store) -> dist.Store:
 
 
 def read_known(store: dist.Store, keys: Sequence[str], known: set[str]) -> dict[str, bytes]:
-    """Return what those of the keys hold that exist, in few calls however many keys there are.
+    """Return what the existing ones of the keys hold, in few calls however many keys there are.
 
     Args:
         known: Keys that exist and are never deleted; what is found is added.
@@ -62,7 +62,7 @@ def read_known(store: dist.Store, keys: Sequence[str], known: set[str]) -> dict[
 
 
 def raise_to(store: dist.Store, key: str, new: str, may_follow: Callable[[str], bool]) -> str:
-    """Set a key by compare-and-set; what it holds stays where ``may_follow`` says no to it.
+    """Set a key by compare-and-set, unless ``may_follow`` refuses what the key holds.
 
     Returns:
         What the key holds then.

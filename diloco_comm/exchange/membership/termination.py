@@ -5,13 +5,13 @@ exchanges for good and then says, in its ``Ack``, how far it is with each round.
 promise: in all epochs so far this replica will never vote again, and never hear a vote again.
 ``decide`` is a function of the acks alone, so that all survivors come to the same end:
 
-* somebody has no vote in a round, or somebody has seen it voted down: the round is discarded;
-* else it is committed, also when none of the survivors has applied it.
+* some survivor has no vote in a round, or has seen a bad vote: the round is discarded;
+* else the round is committed, also when none of the survivors has applied it.
 
-Nothing that any replica has applied is lost, alive or dead. Who applied a round had the votes of
-all members, so all survivors had voted; and a replica votes only when it holds the whole result.
-Nothing is applied later that was discarded: who seals without a vote never gives it, and who saw
-a bad vote knows that nobody can have all votes and all of them good.
+No round that any replica, alive or dead, has applied is lost. A replica that applied a round had
+the votes of all members, so all survivors had voted; and a replica votes only when it holds the
+whole result. No discarded round is applied later: a replica that seals without a vote never gives
+that vote, and after a bad vote no replica can have all votes and all of them good.
 
 A survivor may have taken part in a change that failed half-way, and others may have entered the
 group of that change meanwhile, with that decision. A group is entered only when all its members
@@ -42,8 +42,8 @@ class Progress:
     Attributes:
         last: The last applied round, -1 for none. Rounds before it that ``rounds`` does not name
             are applied.
-        rounds: The latest rounds by number: all that are voted or agreed on, and as many of those
-            that ended as another replica may still hold.
+        rounds: The latest rounds by number: all that are voted or agreed on, and as many ended
+            rounds as another replica may still hold.
     """
 
     last: int
@@ -89,7 +89,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why these replicas cannot go on together, and who stands in the way."""
+    """Why these replicas cannot go on together; ``missing`` stand in the way."""
 
     message: str
     missing: tuple[int, ...] = ()
@@ -132,7 +132,7 @@ def decide(acks: Mapping[int, Ack], most: int = 1) -> Decision:
     """Decide what counts, from the acks of all survivors.
 
     Args:
-        acks: By replica; of those that come new there is none.
+        acks: By replica; newcomers have none.
         most: Rounds of one fragment that may be under way at a time.
     """
     if not acks:
@@ -159,12 +159,12 @@ def decide(acks: Mapping[int, Ack], most: int = 1) -> Decision:
 
 
 def _refuse_other_lines(epochs: Mapping[int, int], lineage: int) -> None:
-    """Refuse who holds as many rounds as those that decide, but others.
+    """Refuse replicas that hold as many rounds as the electors, but other rounds.
 
-    With one line of groups there is nobody like that. Where two parts of a group have gone on, each
+    With one line of groups there is no such replica. Where two parts of a group have gone on, each
     alone, both may have a round of one number, and acks do not name all rounds. But an epoch has
-    one group, and all enter it with the same rounds: so replicas that are at the same round, and
-    hold nothing newer than of the same epoch, hold the same.
+    one group, and all members enter it with the same rounds: so replicas that are at the same
+    round, and hold no round of a newer epoch, hold the same rounds.
     """
     others = sorted(replica for replica, epoch in epochs.items() if epoch != lineage)
     if others:
@@ -236,7 +236,7 @@ class _Fragment:
         self.last = max(self.last, number)
 
     def _refuse_far(self) -> None:
-        """Name all that are too far behind at once; ``_refuse_lacking`` would one after another."""
+        """Name all replicas that are too far behind at once, not one after another."""
         far = {r: v.last for r, v in self.views.items() if v.resolved < self.last - self.most - 1}
         if far:
             self._refuse_behind(far)
@@ -264,7 +264,7 @@ class _Fragment:
         raise _Refused(Refusal(text, tuple(sorted(far)), self.fragment, self.last))
 
     def _refuse_unequal(self) -> None:
-        """Whatever the acks left out: all must end at the same round."""
+        """Refuse replicas that would end at another round, whatever the acks left out."""
         applied = {r: view.last for r, view in self.views.items()}
         for commit in self.commits:
             for replica in commit.lacking:

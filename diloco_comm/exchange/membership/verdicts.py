@@ -40,7 +40,7 @@ class Workers(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who goes on, and who does not."""
+    """The members of an epoch that go on, and those that do not."""
 
     survivors: tuple[int, ...]
     missing: tuple[int, ...]
@@ -94,10 +94,10 @@ def _append_text(store: dist.Store, epoch: int, **lists: Sequence[int | str]) ->
 def leave_out(member: Member, store: dist.Store, survivors: Sequence[int], new_epoch: int) -> None:
     """Add to the verdicts that some members are not in the group that is about to begin.
 
-    They may live, and know of no failure: whoever asks later must find that it was left out.
+    Such a member may live, and know of no failure: if it asks later, the verdict must say so.
 
     Args:
-        survivors: Members of our epoch that enter the new one.
+        survivors: Members of the current epoch that enter the new one.
 
     Raises:
         SyncError: If the store does not answer.
@@ -129,7 +129,7 @@ def leave_out(member: Member, store: dist.Store, survivors: Sequence[int], new_e
 def announce_next(
     store: dist.Store, epoch: int, new_epoch: int, new_members: Sequence[int]
 ) -> None:
-    """Leave word, for those of an epoch that are not in it, of the newest one that followed."""
+    """Record the newest group that followed an epoch, for members that are not in the group."""
     text = " ".join(map(str, [new_epoch, *new_members]))
     raise_to(store, _next_key(epoch), text, lambda held: int(held.split()[0]) < new_epoch)
 
@@ -152,7 +152,7 @@ def _next_key(epoch: int) -> str:
 def chosen_members(
     member: Member, members: Iterable[int] | str, workers: Workers | None
 ) -> list[int]:
-    """Return whom ``change_group`` shall go on with; a collective call of the workmates.
+    """Return the members with which ``change_group`` goes on; a collective call of the workers.
 
     Raises:
         ValueError: For a text other than "survivors", or if nothing has failed.
@@ -209,7 +209,7 @@ def _way_on(last: SyncError | None) -> str:
 
 
 def _survivors_of(member: Member) -> list[int] | str:
-    """Return who survives, or why that is not known: "" when it was not decided."""
+    """Return the survivors, or why they are not known: "" when that was not decided."""
     try:
         store = bounded(member)
         following = next_group(store, member.epoch)
@@ -225,7 +225,7 @@ def _survivors_of(member: Member) -> list[int] | str:
 
 
 def left_behind(member: Member, survivors: list[int], went_on_in: int | None = None) -> LeftBehind:
-    """Make the error of a replica that the others go on without."""
+    """Make the error of a replica without which the others go on."""
     following = None
     escape = "; if that group is dead, give change_group another store by its argument store="
     if went_on_in is None:

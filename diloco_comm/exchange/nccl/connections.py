@@ -19,8 +19,8 @@ from ...base.memory import GIVEN_UP, page_locked
 from .group import HelperThread
 from .sending import current
 
-# Bytes of the collectives that make the connections: a chunk, as ``slot`` cuts them by default.
-# NCCL chooses how a collective travels by its size, and connects each way when it is first taken.
+# Bytes of the collectives that make the connections: a chunk of the default size (``buffers``).
+# NCCL chooses the way of a collective by its size, and connects each way at its first use.
 CONNECT_BYTES = 16 << 20
 _POLL_S = 1e-3
 # How long the host waits for NCCL to end a group, and for the device to be past an aborted vote.
@@ -100,7 +100,7 @@ class Connections:
             self.engine.watch_streams(any(not job.is_decided for job in self._jobs))
 
     def connect(self, timeout: float) -> None:
-        """Make each kind of collective once: connections are made by the first one.
+        """Make each kind of collective once: the first of a kind makes its connections.
 
         The host waits for the connections here, so that the first exchange does not. The helper
         thread makes them: nothing else bounds the time in which NCCL meets the other replicas.

@@ -1,4 +1,4 @@
-"""Exchanges on streams that are under way: whether they are done, and what became of them."""
+"""Exchanges on streams that are under way: whether they are done, and how they have ended."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class StreamJob:
 
     @property
     def waiting(self) -> str:
-        """Whose header is waited for; empty when nothing is, or not for long."""
+        """The replicas whose header is waited for; empty when none is, or not for long."""
         return self.control.waiting
 
     @property
@@ -116,7 +116,7 @@ class StreamJob:
         return self.is_decided
 
     def wait(self, seconds: float) -> bool:
-        """Ask until it is decided; the host sleeps in between and never waits in the driver."""
+        """Poll until the exchange is decided; the host sleeps in between, never in the driver."""
         deadline = time.monotonic() + seconds
         while not self.is_done:
             if time.monotonic() >= deadline:
@@ -129,7 +129,7 @@ class StreamJob:
         return runs
 
     def wait_for_headers(self) -> None:
-        """Wait until it is known that all replicas mean the same exchange."""
+        """Wait until the headers are compared, or the exchange is decided."""
         log = WaitLog()
         while not self.control.is_done and not self.is_done:
             self.control.wait(0.05)
@@ -187,8 +187,8 @@ class StreamJob:
             )
 
     def _fail_with_control(self, failure: _C.Failure) -> None:
-        # A vote that everybody took part in counts, whoever left after it; never one on rounds that
-        # are not the same.
+        # A vote of all ranks counts, also if one of them left afterwards; a vote on rounds that are
+        # not the same never does.
         if self.has_votes and failure.kind != "ReplicaMismatch" and not self._ballot.quitters():
             self._headers = self._presumed
             self._count_votes()
@@ -208,7 +208,7 @@ class StreamJob:
             self._headers = self._presumed
             self._count_votes()
             return
-        # Where the data came before the abort our vote may have left, whatever became of the
+        # Where the data came before the abort the own vote may have left, with or without the
         # headers.
         has_data = self.has_data or (is_over and not bool(self._ballot.host_given_up))
         stage = "vote" if has_data and not is_mismatch else stage or "exchange"
@@ -223,7 +223,7 @@ class StreamJob:
         return why if why.startswith(name) else f"{name}: {why}"
 
     def _is_over(self) -> bool:
-        """Wait until the device is past the vote, which an abort lets it be; False if it is not."""
+        """Wait until the device is past the vote, as it is after an abort; return whether it is."""
         # An abort ends the collectives; what was enqueued after them takes no time.
         deadline = time.monotonic() + self.driver.seconds_to_end()
         while not self.done.query() and time.monotonic() < deadline:

@@ -181,8 +181,8 @@ def _agree_on_weights(member: Member, round: Round) -> list[float]:
     What all ranks have said stays as the round's headers where the round cannot be sent.
 
     Raises:
-        NonFiniteError: None is left, as those that had one were reset.
-        SyncError: They are not finite or all zero, or the group fails.
+        NonFiniteError: No weight is left, as every rank that had one was reset.
+        SyncError: The weights are not finite or all zero, or the group fails.
     """
     header = round.header
     own = json.dumps([header.weight, header.is_reset]).encode()

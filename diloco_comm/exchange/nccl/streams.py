@@ -1,4 +1,4 @@
-"""Exchanges that never leave the device: NCCL on streams of our own.
+"""Exchanges that never leave the device: NCCL on a side stream.
 
 Everything is enqueued from the calling thread, in an order that (round, chunk) alone decides, so
 that it is the same on all ranks. The fragment is encoded on the caller's stream, which may then
@@ -65,7 +65,7 @@ class StreamDriver(Connections):
         self._num_votes = 0
 
     def reserve(self, num_bytes: int, num_chunks: int) -> None:
-        """Allocate what a slot needs beside its own buffers; the first to need most pays."""
+        """Allocate what a fragment needs beside its own buffers, which all fragments share."""
         if self._staging.numel() < num_bytes:
             # The old one may still be in use on the side stream: the allocator must see that.
             with current(self.side):
