@@ -177,7 +177,7 @@ class Meeting:
         raise error
 
     def give_up_if_time(self) -> None:
-        """Let the meeting fail for all when a member is not waited for any longer."""
+        """Let the meeting fail for all when somebody is not waited for any longer."""
         reasons = self.attendance.given_up()
         if not reasons and not self.attendance.is_over:
             return
