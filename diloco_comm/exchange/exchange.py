@@ -356,7 +356,7 @@ class Exchange(StreamMember):
         return [Repair.of(round) for round in missed]
 
     def inject_fault(self, **fault: Any) -> None:
-        """For tests: delay, stop or kill this replica at a stage; see csrc/exchange/faults.h."""
+        """For tests: delay, stop or kill this replica; see csrc/exchange/failure/faults.h."""
         self._engine.inject_fault(**fault)
 
     def close(self) -> None:
