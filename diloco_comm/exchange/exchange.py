@@ -326,8 +326,9 @@ class Exchange(StreamMember):
             SyncError: If a member does not come, or lacks a round that counts.
         """
         self._engine.check_process()
+        members = checked_members(members, self.replica)
         self.inner_step = inner_step
-        return self._enter(checked_members(members, self.replica), store, last_rounds)
+        return self._enter(members, store, last_rounds)
 
     def _enter(
         self, members: tuple[int, ...], store: dist.Store | None, last_rounds: LastRounds | None

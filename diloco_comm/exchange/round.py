@@ -127,7 +127,7 @@ class Round:
         return self.state != "started" or (self.job is not None and self.job.is_done)
 
     def advance(self, state: RoundState) -> None:
-        assert state in _NEXT.get(self.state, ()), f"a {self.state} round cannot be {state}"
+        assert state in _NEXT.get(self.state, ()), f"a round that is {self.state} cannot be {state}"
         self.state = state
 
     def conclude(self) -> RoundState:

@@ -93,7 +93,7 @@ def agree(
     """Agree with ``members`` on the next epoch, and on the rounds of the last one.
 
     Args:
-        last_rounds: None for a new member.
+        last_rounds: None for a new exchange.
         join: A new exchange that comes to an old group.
     """
     store = bounded(member)
