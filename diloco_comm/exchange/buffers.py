@@ -265,8 +265,9 @@ class ExchangeBuffers:
         Returns:
             By fragment and number; rounds that are not named have no vote, or ended before.
         """
+        held = self._held()
         standings = dict(self._ended)
-        for round in self._held():
+        for round in held:
             assert round.state == "voted" or round.state == "agreed"
             standings[round.key] = Standing(round.state, round.epoch)
         return standings
