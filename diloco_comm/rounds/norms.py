@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _C
 from ..base.memory import CPU, Reading, page_locked, rounded_norm
-from ..exchange.nccl.streams import current
+from ..exchange.nccl.sending import current
 from ..methods.overlap import Overlap
 from ..replica.workers import ReplicaWorkers
 from .synced import SyncedPart

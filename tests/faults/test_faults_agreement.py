@@ -21,8 +21,8 @@ from zygote import Job, Zygote
 
 from diloco_comm import _C, LeftBehind, NonFiniteError, SyncError
 from diloco_comm.exchange.membership import connecting, regroup, sealing
+from diloco_comm.exchange.membership.stores import decide_once
 from diloco_comm.exchange.membership.termination import Ack, Progress
-from diloco_comm.exchange.membership.verdicts import decide_once
 
 H = 4
 Address = tuple[str, int]
