@@ -42,6 +42,8 @@ def write_command_line(app: Sphinx) -> None:
     command = [sys.executable, "-m", "typer", "diloco_comm.tools.app"]
     command += ["utils", "docs", "--name", "diloco-comm", "--title", "The command line"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    # The usage is a form, no command.
+    text = text.replace("```console\n$ ", "```text\n")
     # The examples at the end of a help are commands, one in each line.
     text = re.sub(r"^(?=(diloco-comm|torchrun) )", "    ", text, flags=re.MULTILINE)
     page = Path(app.srcdir) / "reference" / "command-line.md"
