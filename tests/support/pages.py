@@ -37,6 +37,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from diloco_comm import DiLoCo
 
 rank = int(os.environ.get("RANK", 0))
@@ -44,7 +45,8 @@ torch.manual_seed(0)
 model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 torch.manual_seed(1 + rank)
-loader = [(x := torch.randn(16, 8), x.sum(1, keepdim=True)) for _ in range(8)]
+x = torch.randn(128, 8)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
 
 def loss_of(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
