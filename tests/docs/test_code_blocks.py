@@ -41,17 +41,17 @@ def test_python_runs(page: str, trainer_replicas: Callable[[int], Pool], tmp_pat
 
 @pytest.mark.parametrize("page", runnable(("shell",)))
 def test_commands_are_right(page: str) -> None:
-    blocks = [b for b in BLOCKS[page] if b.language == "shell" and not b.reason]
+    blocks = [b for b in BLOCKS[page] if b.language == "shell"]
     script = "\n".join(re.sub(r"^\$ ", "", block.code, flags=re.M) for block in blocks)
     syntax = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     assert syntax.stderr == "", page
-    for block in blocks:
+    for block in (b for b in blocks if not b.reason):
         for words in commands_of(block):
             check_command(block, words)
 
 
 def check_command(block: Block, words: list[str]) -> None:
-    """What is ours must exist: options, targets, files. Of other programs nothing is known."""
+    """Options, targets, modules and files of this project must exist."""
     for start in ("diloco-comm", "diloco_comm.tools.cli"):
         if start in words:
             check_arguments(words[words.index(start) + 1 :], block.place)
@@ -59,6 +59,8 @@ def check_command(block: Block, words: list[str]) -> None:
     if words[0] == "make":
         targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
         assert {word for word in words[1:] if "=" not in word} <= targets, block.place
+    if "-m" in words and (module := words[words.index("-m") + 1]).startswith("benchmarks."):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), block.place
     ours = r"(?:benchmarks|examples|tests|docs|csrc|kernels|\.ci)/\S+"
     files = [word for word in words if re.fullmatch(ours, word) and "results/" not in word]
     assert [file for file in files if not (ROOT / file).exists()] == [], block.place
@@ -100,7 +102,13 @@ def test_comments_before_a_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["diloco-comm", "store", "--prt", "1"], ["make", "tset"], ["sh", "benchmarks/no.sh"]]
+    "words",
+    [
+        ["diloco-comm", "store", "--prt", "1"],
+        ["make", "tset"],
+        ["sh", "benchmarks/no.sh"],
+        ["python", "-m", "benchmarks.no"],
+    ],
 )
 def test_a_wrong_command_is_found(words: list[str]) -> None:
     with pytest.raises(AssertionError):

@@ -2,7 +2,7 @@
 
 Comments of a page, which its reader does not see, tell more about the block that follows:
 
-    <!-- not run: it needs a GPU -->     the reason why the block is not run
+    <!-- not run: it needs a GPU -->     why it is not run, or its options are not read
     <!-- continues -->                   the block goes on with the names of the block before
     <!-- setup                           Python that runs first; the reader knows these names
     num_steps = 4
@@ -71,7 +71,7 @@ class Block:
     Attributes:
         line: 1-based line of the page on which the code begins.
         language: "python", "doctest", "shell" or "text"; "text" is no code.
-        reason: Why the block is not run; empty if it is.
+        reason: Why Python is not run, or options are not checked; empty if they are.
         setup: Python that runs before the block.
         continues: The block goes on with the names of the page's block before.
     """
@@ -98,9 +98,8 @@ def blocks_of(page: Path) -> list[Block]:
             about |= _about(token.content)
         elif token.type in ("fence", "code_block"):
             for line, code in _pieces(token):
-                language = (
-                    LANGUAGES.get(token.info.split()[0], "text") if token.info.strip() else ""
-                )
+                word = token.info.partition(" ")[0]
+                language = LANGUAGES.get(word, "text") if word else language_of(code)
                 found.append(Block(name, line, language, code, **about))
             about = {}
         elif token.type in ("paragraph_open", "heading_open"):
