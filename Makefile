@@ -67,19 +67,19 @@ gpu-build: $(GPU_VENV)/.installed
 	mkdir -p $(GPU_TREE)
 	git ls-files -z | xargs -0 cp --parents -dpu -t $(GPU_TREE)
 	cd $(GPU_TREE) && export PYTHONPATH="$$PWD" && python=$(abspath $(GPU_VENV))/bin/python \
-		&& benchmarks/gpu_build.sh $$python ON $(GPU_ARCHS) \
-		&& $$python benchmarks/gpu_facts.py --versions --extension \
-		&& $$python benchmarks/gpu_names.py \
+		&& benchmarks/gpu/build.sh $$python ON $(GPU_ARCHS) \
+		&& $$python -m benchmarks.gpu.facts --versions --extension \
+		&& $$python -m benchmarks.gpu.names \
 		&& $$python -m pytest -q -m gpu --collect-only -p no:cacheprovider tests/ops/test_ops_*.py tests/ops/test_triton_*.py tests/gpu/test_gpu_*.py
 
 demo: setup
 	$(BIN)/diloco-comm demo $(if $(QUICK),--quick) $(ARGS)
 
 bench: setup
-	$(BIN)/pytest benchmarks/ops_bench.py --benchmark-only
+	$(BIN)/pytest benchmarks/operators/ops_bench.py --benchmark-only
 
 bars: setup
-	$(BIN)/python benchmarks/bars.py
+	$(BIN)/python -m benchmarks.bars
 
 soak-async: setup
 	PYTHONPATH=tests/support $(BIN)/python tests/asynchronous/test_async_faults.py 180

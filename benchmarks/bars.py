@@ -1,8 +1,8 @@
 """Measure every bar that the package must clear and print figure, must, aim and verdict.
 
     make bars
-    python benchmarks/bars.py --only 9,10
-    python benchmarks/bars.py --only 1,2,3,4,5,6,7,8 --size 256M
+    python -m benchmarks.bars --only 9,10
+    python -m benchmarks.bars --only 1,2,3,4,5,6,7,8 --size 256M
 
 Every figure is a ratio inside one interleaved run (or a count), so it carries over between
 machines. The exit status is 1 when a must is missed. docs/benchmarks.md explains each bar.
@@ -21,14 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import common
-import netns
-import torchft_peer
-
+from benchmarks.against_torchft import peer as torchft_peer
+from benchmarks.exchange import netns
+from benchmarks.support import common
 from diloco_comm.tools.common import outputs
 
-_SKIPPED = 77  # exit status of private_loopback.py where it may not make a namespace
-HERE = Path(__file__).resolve().parent
+_SKIPPED = 77  # exit status of private_loopback.py where making a namespace is not allowed
 
 
 @dataclass(frozen=True)
@@ -70,16 +68,15 @@ class Unavailable(Exception):
     """This machine lacks what a benchmark needs; the text says what."""
 
 
-def run_script(name: str, *arguments: object, prefix: Sequence[str] = ()) -> Any:
-    """Run a benchmark of this folder and return the results of its JSON file.
+def run_benchmark(name: str, *arguments: object, prefix: Sequence[str] = ()) -> Any:
+    """Run a benchmark, named as in ``exchange.all_reduce``, and return the results in its file.
 
     Raises:
         Unavailable: If the benchmark says that this machine cannot run it.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
-        script = [sys.executable, str(HERE / name), *map(str, arguments)]
-        words = [*prefix, *script, "--json", str(path)]
+        words = [*prefix, *common.benchmark_command(name, *arguments), "--json", str(path)]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=600)
         if done.returncode == _SKIPPED:
             raise Unavailable(done.stdout.strip().removeprefix("# skipped: "))
@@ -89,12 +86,12 @@ def run_script(name: str, *arguments: object, prefix: Sequence[str] = ()) -> Any
 
 
 def run_on_link(world: int, rate: str, *arguments: object) -> Any:
-    """Run exchange.py between network namespaces and return its rows."""
+    """Run the all-reduce between network namespaces and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
-        script = [sys.executable, str(HERE / "exchange.py"), *map(str, arguments)]
+        command = common.benchmark_command("exchange.all_reduce", *arguments)
         with netns.Network(world, netns.parse_rate(rate)) as network:
-            network.run([*script, "--json", str(path)], stdout=subprocess.DEVNULL)
+            network.run([*command, "--json", str(path)], stdout=subprocess.DEVNULL)
         return json.loads(path.read_text())["results"]
 
 
@@ -109,7 +106,7 @@ def row_of(rows: list[dict[str, Any]], wire: str, size: int | None = None) -> di
 
 def operators(size: int = 1 << 30) -> Iterator[Figure]:
     """Bars 1 to 8: kernels against the machine's memory and against plain PyTorch."""
-    for figure in run_script("roofline.py", "--bars", "--size", size):
+    for figure in run_benchmark("operators.roofline", "--bars", "--size", size):
         yield Figure(**figure)
 
 
@@ -137,7 +134,9 @@ def loopback() -> Iterator[Figure]:
     biggest = common.parse_size("128M")
     floors = {}
     for world in (2, 4):
-        floors[world] = run_script("loopback_floor.py", "-g", world, "-e", biggest, "-n", 15)
+        floors[world] = run_benchmark(
+            "exchange.loopback_floor", "-g", world, "-e", biggest, "-n", 15
+        )
         for wire, found in floors[world].items():
             name = f"all-reduce 128MiB, loopback, W={world}, {wire}, x its floor"
             yield Figure(11, name, found["over_floor"], 1.25, 1.1, False)
@@ -154,7 +153,7 @@ def loopback() -> Iterator[Figure]:
         sweeps[world] = []
         for first, last, samples in steps:
             sizes = ["-b", first, "-e", last, "-n", samples]
-            sweeps[world] += run_script("exchange.py", *options, *sizes)
+            sweeps[world] += run_benchmark("exchange.all_reduce", *options, *sizes)
     for world, rows in sweeps.items():
         ours = [row for row in rows if row["wire"] == "int8"]
         for floor, must, aim in (("1M", 1.0, None), ("64K", None, 1.0)):
@@ -172,15 +171,15 @@ def bytes_and_bits() -> Iterator[Figure]:
     size = 4 * ((1 << 20) + 7)
     options = ["-b", size, "-e", size, "-n", 3, "-w", 1, "-c", 1, "--count-bytes"]
     options += ["--wire", ",".join(limits)]
-    alone = [sys.executable, str(HERE / "private_loopback.py")]
+    alone = common.benchmark_command("exchange.private_loopback")
     rows, uncounted = {}, ""
     for world in (2, 4, 8):
         try:
-            rows[world] = run_script("exchange.py", "-g", world, *options, prefix=alone)
+            rows[world] = run_benchmark("exchange.all_reduce", "-g", world, *options, prefix=alone)
         except Unavailable as error:
             uncounted = str(error)
             plain = [word for word in options if word != "--count-bytes"]
-            rows[world] = run_script("exchange.py", "-g", world, *plain)
+            rows[world] = run_benchmark("exchange.all_reduce", "-g", world, *plain)
     for wire, (bits, _) in limits.items():
         for kind in ("formula", "interface"):
             reason = uncounted if kind == "interface" else ""
@@ -201,7 +200,7 @@ def bytes_and_bits() -> Iterator[Figure]:
 
 def steady_state() -> Iterator[Figure]:
     """Bar 15: what a sync allocates and faults."""
-    counts = run_script("steady_state.py", "-g", 2)["int8"]
+    counts = run_benchmark("training.steady_state", "-g", 2)["int8"]
     name = "allocations above 64 KiB in any of 50 syncs"
     yield Figure(15, name, counts["large_allocations"]["max"], 0, 0, False)
     faults = counts["caller_faults"]["mean"] + counts["engine_faults"]["mean"]
@@ -210,16 +209,18 @@ def steady_state() -> Iterator[Figure]:
 
 def outer_step() -> Iterator[Figure]:
     """Bars 16 to 18: time blocked and memory of an outer step, blocking and overlapped."""
-    results = run_script("outer_step.py", "-g", 2)
+    results = run_benchmark("training.outer_step", "-g", 2)
     name = "blocked time of flat-buffer torch DiLoCo, x ours"
     yield Figure(16, name, results["blocked_ratio"], 2.0, 3.0)
     name = "that baseline over all_reduce + sub + foreach SGD"
     yield Figure(16, name, results["honesty"], 1.3, None, False)
-    memory = run_script("outer_step.py", "-g", 2, "--memory")
+    memory = run_benchmark("training.outer_step", "-g", 2, "--memory")
     name = "extra memory at peak, blocking, int8, model sizes"
     yield Figure(18, name, memory["peak_sizes"], 2.75, 2.5, False)
     ours = ["--memory-only", "--variants", "diloco_int8"]
-    memory = run_script("against_torchft.py", "-n", 3, *_STREAMING, *ours)["diloco_int8"]["memory"]
+    memory = run_benchmark("against_torchft.compare", "-n", 3, *_STREAMING, *ours)["diloco_int8"][
+        "memory"
+    ]
     name = "extra memory at peak, 4 fragments, delay 1, int8"
     yield Figure(18, name, memory["peak_sizes"], 2.75, 2.5, False)
     yield from against_others()
@@ -247,9 +248,9 @@ def against_others() -> Iterator[Figure]:
 
 
 def compare(*options: object) -> dict[str, Any]:
-    """Run against_torchft.py; what it says of our int8 wire."""
+    """Run against_torchft/compare.py; return the results of our int8 wire."""
     timing = ("-n", 7, "-w", 1, "--time-only")
-    return run_script("against_torchft.py", *timing, *options)["diloco_int8"]
+    return run_benchmark("against_torchft.compare", *timing, *options)["diloco_int8"]
 
 
 def of_peers(

@@ -15,7 +15,8 @@ from .headers import Header
 from .membership.termination import Standing, State
 from .work import ExchangeWork, Round, Terms
 
-# Payload sizes up to which a chunk has so many bytes, as measured by benchmarks/exchange.py --chunk
+# Payload sizes up to which a chunk has so many bytes, measured by
+# benchmarks/exchange/all_reduce.py --chunk
 # at 100 Mbit/s, at 1 Gbit/s and on a loopback.
 _CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 768 << 10), (24 << 20, 1536 << 10))
 _LARGE_CHUNK = 4 << 20
@@ -26,7 +27,7 @@ _STREAM_CHUNK = 16 << 20
 
 
 def auto_chunk_bytes(payload_bytes: int, num_elements: int) -> int:
-    """Choose the chunk of a payload by a table (benchmarks/exchange.py --chunk).
+    """Choose the chunk of a payload by a table (benchmarks/exchange/all_reduce.py --chunk).
 
     Each message wakes a few threads, which costs fast links time; but with large chunks a slow
     link idles while the last is reduced, and the ranks' flows crowd each other out. Work on the

@@ -1,6 +1,6 @@
 """The benchmarks run, print what docs/benchmarks.md says, and their checks can fail.
 
-No time is asserted here. Each script runs once, as a user runs it, at a tiny size.
+No time is asserted here. Each benchmark runs once, as a user runs it, at a tiny size.
 """
 
 from __future__ import annotations
@@ -15,37 +15,27 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_runs import ROOT, run_benchmark
 from workers import Pool
 
 from diloco_comm.ops import reference
 from diloco_comm.ops.wire import WIRES, Layout, WireFormat
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 Run = Callable[..., tuple[list[str], dict[str, Any]]]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a script of benchmarks/ and return its lines and its results file."""
+    """Run a benchmark and return its lines and its results file."""
 
     def run_script(name: str, *arguments: str, status: int = 0) -> tuple[list[str], dict[str, Any]]:
         path = tmp_path / "results.json"
-        command = [sys.executable, str(BENCHMARKS / name), *arguments]
-        done = subprocess.run(
-            [*command, "--json", str(path)], capture_output=True, text=True, timeout=100
-        )
+        done = run_benchmark(name, *arguments, "--json", path)
         assert done.returncode == status, done.stdout + done.stderr
         document = json.loads(path.read_text()) if path.exists() else {}
         return done.stdout.splitlines(), document
 
     return run_script
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the scripts importable, as they are for each other."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def assert_document(document: dict[str, Any], lines: list[str]) -> None:
@@ -55,7 +45,7 @@ def assert_document(document: dict[str, Any], lines: list[str]) -> None:
     assert document["output"] == lines
     assert document["machine"]["cores"] >= 1
     assert os.uname().nodename not in json.dumps(document["machine"])
-    assert document["command"].startswith("python benchmarks/")
+    assert document["command"].startswith("python -m benchmarks.")
 
 
 def table(lines: list[str]) -> list[list[str]]:
@@ -64,7 +54,9 @@ def table(lines: list[str]) -> list[list[str]]:
 
 def test_exchange_prints_nccl_columns_and_checks_results(run: Run) -> None:
     options = ["-b", "64K", "-e", "128K", "-n", "2", "-w", "1", "-c", "1"]
-    lines, document = run("exchange.py", "-g", "2", *options, "--wire", "int8,int4,gloo_bf16")
+    lines, document = run(
+        "exchange.all_reduce", "-g", "2", *options, "--wire", "int8,int4,gloo_bf16"
+    )
     assert_document(document, lines)
     header = next(line for line in lines if "algbw" in line)
     assert header[1:].split()[:9] == ("size count wire impl time algbw busbw wirebw #wrong".split())
@@ -82,7 +74,7 @@ def test_exchange_prints_nccl_columns_and_checks_results(run: Run) -> None:
 
 def test_exchange_on_an_emulated_link_says_so(run: Run) -> None:
     options = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "0", "--emulate-link", "0.5,2"]
-    lines, document = run("exchange.py", "-g", "2", *options)
+    lines, document = run("exchange.all_reduce", "-g", "2", *options)
     assert any("link: simulated" in line and "0.5,2" in line for line in lines)
     assert "simulated" in document["link"]
     assert any("vs fp32" in line for line in lines)
@@ -92,7 +84,7 @@ def test_exchange_on_an_emulated_link_says_so(run: Run) -> None:
 
 def test_outer_step_compares_with_the_flat_baseline(run: Run) -> None:
     options = ["-n", "1", "-w", "1", "--width", "16"]
-    lines, document = run("outer_step.py", "-g", "2", *options)
+    lines, document = run("training.outer_step", "-g", "2", *options)
     assert_document(document, lines)
     assert {"diloco", "flat", "blocked_ratio", "honesty"} <= document["results"].keys()
 
@@ -100,23 +92,22 @@ def test_outer_step_compares_with_the_flat_baseline(run: Run) -> None:
 def test_flat_baseline_follows_the_equations(run: Run) -> None:
     # The honesty ratio means nothing at this size, so either status will do.
     options = ["-c", "1", "-n", "1", "--size", "64K"]
-    command = [sys.executable, str(BENCHMARKS / "flat_baseline.py"), "-g", "3", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_benchmark("training.flat_baseline", "-g", 3, *options)
     assert "# out of bounds values: 0" in done.stdout, done.stdout + done.stderr
 
 
-def test_namespaces_carry_the_exchange_and_are_removed(run: Run, scripts: None) -> None:
-    import netns
+def test_namespaces_carry_the_exchange_and_are_removed(run: Run) -> None:
+    from benchmarks.exchange import netns
 
     reason = netns.missing()
     if reason:
         pytest.skip(reason)
     options = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "0", "--wire", "int8"]
     with netns.Network(2, netns.parse_rate("1gbit")) as network:
-        names = [*network.names, network.switch]
+        names = [*network.names, network.hub]
         assert all(name in namespaces() for name in names)
     assert not any(name in namespaces() for name in names)
-    lines, _ = run("netns.py", "--world", "2", "--rate", "500mbit", "--", *options)
+    lines, _ = run("exchange.netns", "--world", "2", "--rate", "500mbit", "--", *options)
     assert any("simulated: 500 Mbit/s" in line for line in lines)
     assert [row[2] for row in table(lines)] == ["fp32", "int8"]
 
@@ -127,7 +118,7 @@ def namespaces() -> str:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("world", [2, 3])
-def test_check_accepts_the_format_and_nothing_worse(wire: str, world: int, scripts: None) -> None:
+def test_check_accepts_the_format_and_nothing_worse(wire: str, world: int) -> None:
     from diloco_comm.tools.bench import methods
 
     count = 3000
@@ -146,9 +137,7 @@ def test_check_accepts_the_format_and_nothing_worse(wire: str, world: int, scrip
     assert float((error / bound).max()) > (0.08 if wire == "fp32" else 0.5)
 
 
-def test_check_counts_wrong_elements_and_disagreeing_ranks(
-    scripts: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_counts_wrong_elements_and_disagreeing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from diloco_comm.tools.bench import methods
 
     exact = methods.exact_mean(2, 1000, torch.float32)
@@ -164,8 +153,8 @@ def test_check_counts_wrong_elements_and_disagreeing_ranks(
 
 
 def floor_of_an_all_reduce(rank: int, world: int, wire: str, count: int) -> tuple[int, bool]:
-    sys.path.insert(0, str(BENCHMARKS))
-    import loopback_floor
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.exchange import loopback_floor
 
     floor = loopback_floor.Floor(wire)
     floor.prepare(count)
@@ -192,7 +181,7 @@ def test_the_floor_moves_the_bytes_of_the_engine(
 
 
 def test_the_all_reduce_is_measured_beside_its_floor(run: Run) -> None:
-    lines, document = run("loopback_floor.py", "-g", "2", "-e", "64K", "-n", "3")
+    lines, document = run("exchange.loopback_floor", "-g", "2", "-e", "64K", "-n", "3")
     assert_document(document, lines)
     results = document["results"]
     assert results.keys() == {"int8", "int4"}
@@ -205,8 +194,8 @@ def test_the_all_reduce_is_measured_beside_its_floor(run: Run) -> None:
     assert results["int8"]["gloo"] == results["int4"]["gloo"]
 
 
-def test_figures_beside_the_floor_are_taken_sample_by_sample(scripts: None) -> None:
-    import loopback_floor
+def test_figures_beside_the_floor_are_taken_sample_by_sample() -> None:
+    from benchmarks.exchange import loopback_floor
 
     found = loopback_floor.figures([2.0, 9.0, 6.0], [1.0, 6.0, 2.0], [4.0, 9.0, 12.0])
     assert found["over_floor"] == 2.0
@@ -214,21 +203,21 @@ def test_figures_beside_the_floor_are_taken_sample_by_sample(scripts: None) -> N
 
 
 def test_bars_of_the_floors_want_little_more_than_the_floor(
-    scripts: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import bars
-    import torchft_peer
+    from benchmarks import bars
+    from benchmarks.against_torchft import peer as torchft_peer
 
-    def run_script(name: str, *options: object) -> Any:
-        if name == "loopback_floor.py":
+    def run_benchmark(name: str, *options: object) -> Any:
+        if name == "exchange.loopback_floor":
             one = {"over_floor": 1.2, "ours_vs_gloo": 2.1, "floor_vs_gloo": 2.5}
             return {"int8": one, "int4": {**one, "over_floor": 1.3}}
-        if name == "exchange.py":
+        if name == "exchange.all_reduce":
             return [{"wire": "int8", "size": 1 << 20, "vs_reference": 1.5}]
         assert "plain,diloco_int8" in options and "--time-only" in options
         return {"diloco_int8": {"over_plain": 1.4 if "--lockstep" in options else 1.1}}
 
-    monkeypatch.setattr(bars, "run_script", run_script)
+    monkeypatch.setattr(bars, "run_benchmark", run_benchmark)
     monkeypatch.setattr(torchft_peer, "missing", lambda: "torchft is not installed")
     found = [*bars.loopback(), *bars.against_others()]
     by_bar = [(f.bar, f.value, f.verdict.split(":")[0]) for f in found]
@@ -240,8 +229,8 @@ def test_bars_of_the_floors_want_little_more_than_the_floor(
     assert by_bar[22:] == [(16, None, "skipped")] * 2
 
 
-def test_bars_verdicts(scripts: None) -> None:
-    import bars
+def test_bars_verdicts() -> None:
+    from benchmarks import bars
 
     def verdict(value: float | None, must: float | None, aim: float | None, higher: bool) -> str:
         return bars.Figure(9, "x", value, must, aim, higher, "no root").verdict
@@ -258,8 +247,8 @@ def test_bars_verdicts(scripts: None) -> None:
     assert verdict(float("nan"), 3.6, 3.85, True) == "FAIL"
 
 
-def test_bars_cover_the_list(scripts: None) -> None:
-    import bars
+def test_bars_cover_the_list() -> None:
+    from benchmarks import bars
 
     assert sorted(bar for group in bars.GROUPS for bar in group) == [*range(1, 19)]
     assert bars.parse_only("9,10") == {9, 10}
@@ -270,8 +259,8 @@ def test_bars_cover_the_list(scripts: None) -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [("4096", 4096), ("64K", 65536), ("1M", 1 << 20), ("0.5G", 1 << 29)]
 )
-def test_sizes(text: str, size: int, scripts: None) -> None:
-    import common
+def test_sizes(text: str, size: int) -> None:
+    from benchmarks.support import common
 
     assert common.parse_size(text) == size
     assert common.parse_size(common.format_size(size)) == size

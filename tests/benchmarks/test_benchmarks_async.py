@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the scripts importable, as in their own folder."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+from benchmark_runs import run_benchmark
 
 
 def search(best: float, start: float) -> list[float]:
     """Return the rates that are tried when the loss is least at ``best``."""
-    from async_tuning import next_rate
+    from benchmarks.support.tuning import next_rate
 
     tried: dict[float, float] = {}
     while (lr := next_rate(tried, start)) is not None:
@@ -32,7 +24,7 @@ def search(best: float, start: float) -> list[float]:
 
 
 def test_learning_rates_are_tried_until_the_best_is_between_two_others() -> None:
-    from async_tuning import LADDER, choose
+    from benchmarks.support.tuning import LADDER, choose
 
     assert search(0.1, 0.1) == [0.1, 0.03, 0.3]
     assert search(0.7, 0.1) == [0.1, 0.03, 0.3, 0.7, 1.0]
@@ -61,12 +53,13 @@ def test_a_best_rate_at_the_edge_is_an_error_of_the_report(tmp_path: Path) -> No
 
     def report(chosen: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
         out.write_text("\n".join(["{}", *map(json.dumps, chosen)]) + "\n")
-        command = [sys.executable, "async_convergence.py", "--report", "--out", str(out)]
-        return subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=100)
+        return run_benchmark("asynchronous.convergence", "--report", "--out", out)
 
     whole = report(rows)
     assert whole.returncode == 0 and "ERROR" not in whole.stdout, whole.stdout + whole.stderr
-    assert whole.stdout.splitlines()[0].startswith("# python benchmarks/async_convergence.py")
+    assert whole.stdout.splitlines()[0].startswith(
+        "# python -m benchmarks.asynchronous.convergence"
+    )
     assert out.with_suffix(".txt").read_text() + "\n" == whole.stdout
     assert out.with_suffix(".png").exists()
     cut = report([r for r in rows if (r["method"], r["lr"]) != ("DiLoCo", 1.0)])
@@ -75,7 +68,15 @@ def test_a_best_rate_at_the_edge_is_an_error_of_the_report(tmp_path: Path) -> No
 
 
 def test_claims_hold_on_every_seed_or_are_undecided() -> None:
-    from async_claims import BETTER, NO_WORSE, SAME, WORSE, closed, differences, verdict
+    from benchmarks.asynchronous.claims import (
+        BETTER,
+        NO_WORSE,
+        SAME,
+        WORSE,
+        closed,
+        differences,
+        verdict,
+    )
 
     assert [verdict(WORSE, d) for d in ([0.1, 0.2], [-0.1, 0.2], [-0.1, -0.2])] == [
         "holds", "undecided", "does not hold",
@@ -92,15 +93,15 @@ def test_claims_hold_on_every_seed_or_are_undecided() -> None:
 
 
 def test_losses_are_compared_at_equal_numbers_of_updates() -> None:
-    from async_report import loss_at
+    from benchmarks.asynchronous.report import loss_at
 
     points = [{"updates": 0, "loss": 4.0}, {"updates": 10, "loss": 2.0}]
     assert [loss_at(points, u) for u in (0, 5, 10, 99)] == [4.0, 3.0, 2.0, 2.0]
 
 
 def test_every_method_makes_a_rule_and_starts_in_the_ladder() -> None:
-    from async_methods import METHODS
-    from async_tuning import LADDER
+    from benchmarks.asynchronous.methods import METHODS
+    from benchmarks.support.tuning import LADDER
 
     for method in METHODS.values():
         assert method.start in LADDER and method.rule(method.start, 4).arrivals in (1, 4)

@@ -1,40 +1,35 @@
-"""benchmarks/kernels_gpu.py on the CPU: cases, table, JSON, and checks that can fail."""
+"""benchmarks/operators/kernels_gpu.py on the CPU: cases, table, JSON, and checks that can fail."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from benchmark_runs import run_benchmark
 
 from diloco_comm import ops
 from diloco_comm.ops import dispatch as impls
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 IMPLS = [impl for impl in ops.available_impls() if impl != "reference"][-2:]
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import kernels_gpu
+    from benchmarks.operators import kernels_gpu
 
     return kernels_gpu
 
 
 def test_every_case_runs_and_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    command = [sys.executable, str(BENCHMARKS / "kernels_gpu.py"), "--device", "cpu", "-n", "2"]
+    command = ["--device", "cpu", "-n", "2"]
     command += ["--size", "1M", "--wires", "int8,int4", "--no-compile", "--json", str(path)]
     command += ["--jobs", "1"]
-    done = subprocess.run(
-        [*command, "--impl", ",".join(IMPLS)], capture_output=True, text=True, timeout=100
-    )
+    done = run_benchmark("operators.kernels_gpu", *command, "--impl", ",".join(IMPLS))
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(path.read_text())
     assert document["output"] == done.stdout.splitlines()
@@ -57,7 +52,7 @@ def test_every_case_runs_and_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["one", "mixed", "odd"])
 @pytest.mark.parametrize("num_elements", [1 << 18, 1 << 28])
 def test_a_fragment_is_split_whole(kernels: ModuleType, layout: str, num_elements: int) -> None:
-    import kernels_gpu_cases
+    from benchmarks.operators import kernels_gpu_cases
 
     sizes = kernels_gpu_cases.split(num_elements, layout)
     assert sum(sizes) == num_elements and min(sizes) > 0
@@ -66,7 +61,7 @@ def test_a_fragment_is_split_whole(kernels: ModuleType, layout: str, num_element
 
 def test_misaligned_tensors_lie_so(kernels: ModuleType) -> None:
     """None begins at a multiple of 16 bytes, no two overlap, and they hold the parameters."""
-    import kernels_gpu_cases
+    from benchmarks.operators import kernels_gpu_cases
 
     data = kernels_gpu_cases.Data(1 << 20, "cpu")
     assert len(data.odd_params) == 300
@@ -189,7 +184,6 @@ def test_other_bytes_are_seen(kernels: ModuleType) -> None:
 def test_a_missing_device_is_one_sentence() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    command = [sys.executable, str(BENCHMARKS / "kernels_gpu.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_benchmark("operators.kernels_gpu")
     assert done.returncode == 2
     assert "there is no CUDA device; --device cpu" in done.stderr

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,20 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_runs import ROOT, run_benchmark
 from workers import Pool
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the scripts importable, as they are for each other."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def run_script(name: str, *arguments: object, status: int = 0) -> list[str]:
-    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_benchmark(name, *arguments)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -42,7 +33,7 @@ def test_overlap_measures_every_variant_and_accounts_for_its_syncs(tmp_path: Pat
     size = ["-g", 2, "--width", 64, "--layers", 1, "--context", 16, "-n", 2, "--sync-every", 3]
     variants = "ddp,blocking:int8,streaming:int4:1:2,eager:int4"
     options = ["--variants", variants, "--gbps", 1, "--rtt-ms", 1, "--json", path]
-    lines = run_script("overlap.py", *size, *options)
+    lines = run_script("training.overlap", *size, *options)
     assert any(line.startswith("# link: simulated") for line in lines)
     rows = {row["variant"]: row for row in json.loads(path.read_text())["results"]}
     assert list(rows) == ["alone", *variants.split(",")]
@@ -59,7 +50,7 @@ def test_overlap_measures_every_variant_and_accounts_for_its_syncs(tmp_path: Pat
 
 
 def test_overlap_summary_counts_the_wait_at_a_segments_end_as_exposed() -> None:
-    from overlap_report import summarize
+    from benchmarks.training.overlap_report import summarize
 
     alone = [{"seconds": 3.0, "steps": 30.0}]
     segment = {
@@ -86,7 +77,7 @@ def test_overlap_summary_counts_the_wait_at_a_segments_end_as_exposed() -> None:
 
 
 def test_variant_is_refused_unless_policy_and_wire_are_given() -> None:
-    from overlap import Variant, parse_variants
+    from benchmarks.training.overlap import Variant, parse_variants
 
     assert Variant.parse("streaming:int8:5:4") == Variant(
         "streaming:int8:5:4", "streaming", "int8", 5, 4
@@ -100,9 +91,8 @@ def test_variant_is_refused_unless_policy_and_wire_are_given() -> None:
 def test_sweep_measures_only_what_the_results_file_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import netns
-    import overlap
-    import overlap_sweep
+    from benchmarks.exchange import netns
+    from benchmarks.training import overlap, overlap_sweep
 
     measured: list[int] = []
 
@@ -135,12 +125,12 @@ def test_sweep_measures_only_what_the_results_file_lacks(
 
 
 def test_torchft_is_skipped_with_a_sentence_when_it_is_not_there(tmp_path: Path) -> None:
-    import torchft_peer
+    from benchmarks.against_torchft import peer as torchft_peer
 
     if torchft_peer.missing() is None:
         pytest.skip("torchft is installed")
     path = tmp_path / "never.json"
-    (line,) = run_script("against_torchft.py", "--json", path, status=77)
+    (line,) = run_script("against_torchft.compare", "--json", path, status=77)
     assert line.startswith("# skipped: torchft is not installed: pip install --no-deps")
     assert not path.exists()
 
@@ -149,7 +139,7 @@ def test_memory_of_ours_is_measured_without_torchft(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     size = ["--width", 64, "-n", 2, "--sync-every", 8, "--fragments", 4, "--delay", 1]
     options = ["--variants", "diloco_int8", "--memory-only", "--json", path]
-    run_script("against_torchft.py", *size, *options)
+    run_script("against_torchft.compare", *size, *options)
     memory = json.loads(path.read_text())["results"]["diloco_int8"]["memory"]
     # Outer parameters and momentum at least.
     assert memory["peak_sizes"] > 2.0
@@ -160,7 +150,7 @@ def test_ours_is_measured_beside_the_plain_traffic_of_its_passes(tmp_path: Path)
     path = tmp_path / "time.json"
     size = ["--width", 64, "-n", 2, "-w", 1, "--sync-every", 8, "--fragments", 4, "--delay", 1]
     options = ["--variants", "plain,diloco_int8", "--time-only", "--json", path]
-    lines = run_script("against_torchft.py", *size, *options)
+    lines = run_script("against_torchft.compare", *size, *options)
     results = json.loads(path.read_text())["results"]
     assert list(results) == ["plain", "diloco_int8"]
     assert not any("memory" in result for result in results.values())
@@ -178,8 +168,8 @@ def test_ours_is_measured_beside_the_plain_traffic_of_its_passes(tmp_path: Path)
 
 def plain_rounds(rank: int, world: int, steps: int) -> list[list[str]]:
     """What the loops are given at each inner step; and that the last one moved what it should."""
-    sys.path.insert(0, str(BENCHMARKS))
-    from plain_traffic import Traffic
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.against_torchft.plain_traffic import Traffic
 
     traffic = Traffic([5000, 3000], sync_every=4, first_sends=[1, 3], delay=1)
     found: list[list[str]] = []
@@ -217,7 +207,7 @@ def test_plain_traffic_is_that_of_the_schedule(workers: Callable[[int], Pool]) -
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_plain_traffic_is_due_when_ours_sends_and_applies(delay: int) -> None:
-    from against_torchft import first_sends
+    from benchmarks.against_torchft.compare import first_sends
 
     args = argparse.Namespace(sync_every=8, fragments=4, delay=delay)
     assert first_sends(args) == [2 - delay, 4 - delay, 6 - delay, 8 - delay]
@@ -225,9 +215,8 @@ def test_plain_traffic_is_due_when_ours_sends_and_applies(delay: int) -> None:
 
 @pytest.mark.parametrize("num_fragments", [1, 3, 4])
 def test_both_sides_cut_the_model_alike(num_fragments: int) -> None:
-    from against_torchft import fragment_modules, fragment_patterns
-    from outer_step import Transformer
-
+    from benchmarks.against_torchft.compare import fragment_modules, fragment_patterns
+    from benchmarks.training.outer_step import Transformer
     from diloco_comm.replica.fragments import make_fragments, trainable_parameters
 
     model = Transformer(16)
@@ -244,8 +233,8 @@ def test_both_sides_cut_the_model_alike(num_fragments: int) -> None:
 
 
 def test_convergence_tunes_before_it_trains_and_repeats_nothing(tmp_path: Path) -> None:
-    from convergence import Run
-    from convergence_tasks import SMOKE
+    from benchmarks.convergence.sweep import Run
+    from benchmarks.convergence.tasks import SMOKE
 
     folder, path = tmp_path / "runs", tmp_path / "table.json"
     rows = "DDP,FedAvg,CO2 clip,Streaming int4 feedback"
@@ -259,7 +248,7 @@ def test_convergence_tunes_before_it_trains_and_repeats_nothing(tmp_path: Path) 
     options = ["-g", 2, "--smoke", "--rows", rows, "--seeds", "0,1", "--folder", folder]
     plot = tmp_path / "table.png"
     written = ["--json", path, "--plot", plot]
-    lines = run_script("convergence.py", "--tasks", "digits", *options, *written)
+    lines = run_script("convergence.sweep", "--tasks", "digits", *options, *written)
     assert plot.stat().st_size > 10_000
     tuned = [line for line in lines if "-tune-" in line]
     trained = [line for line in lines if "-train-" in line]
@@ -275,8 +264,8 @@ def test_convergence_tunes_before_it_trains_and_repeats_nothing(tmp_path: Path) 
 
 
 def test_tuned_choice_is_the_best_candidate_and_never_one_that_diverged() -> None:
-    from convergence import Run, Tuned
-    from convergence_methods import FAMILIES, ROW_OF, ROWS, tuning_row
+    from benchmarks.convergence.methods import FAMILIES, ROW_OF, ROWS, tuning_row
+    from benchmarks.convergence.sweep import Run, Tuned
 
     tuned = Tuned()
     for candidate, loss in enumerate([float("nan"), 2.0, 3.0]):
@@ -290,7 +279,7 @@ def test_tuned_choice_is_the_best_candidate_and_never_one_that_diverged() -> Non
 
 
 def test_every_row_of_convergence_is_a_method_that_exists() -> None:
-    from convergence_methods import ROWS
+    from benchmarks.convergence.methods import ROWS
 
     made = [row.arguments({"lr": 0.5, "clip": 0.1}) for row in ROWS]
     policies = {type(arguments["overlap"]).__name__ for arguments in made}

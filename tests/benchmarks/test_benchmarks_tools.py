@@ -7,19 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the scripts importable, as they are for each other."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+from benchmark_runs import RESULTS
 
 
 def test_synthetic_trace_is_one(tmp_path: Path) -> None:
-    import profile_speed
-
+    from benchmarks.training import profile_speed
     from diloco_comm.tools.profile.report import make_report, read_traces
 
     path = tmp_path / "rank0.json"
@@ -40,7 +32,7 @@ def document_of(step_ms: float, rows: dict[str, float]) -> dict[str, Any]:
 
 
 def test_predictions_stand_beside_what_was_measured() -> None:
-    import plan_against_measured
+    from benchmarks.training import plan_against_measured
 
     # 8 million parameters of 4.0625 bits: 0.325 s at 0.1 Gbit/s, and three messages of 25 ms.
     exchange_s = 8e6 * 4.0625 / 0.1e9 + 3 * 0.025
@@ -54,7 +46,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
 
 def test_recorded_predictions_are_within_a_tenth() -> None:
     """What docs/plan.md quotes."""
-    path = BENCHMARKS / "results/plan-against-measured.json"
+    path = RESULTS / "training/plan-against-measured.json"
     rows = json.loads(path.read_text())["results"]
     assert len({row["gbps"] for row in rows}) >= 4
     for row in rows:

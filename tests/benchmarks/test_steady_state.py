@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmark_runs import ROOT, run_benchmark
 
 
 @pytest.mark.parametrize(("world", "wires"), [(2, "fp32,int8"), (3, "int4")])
 def test_no_allocation_and_no_page_fault(wires: str, world: int, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     options = ["-g", str(world), "--wire", wires, "-w", "15", "-n", "20", "--json", str(path)]
-    command = [sys.executable, str(BENCHMARKS / "steady_state.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = run_benchmark("training.steady_state", *options, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     results: dict[str, dict[str, Any]] = json.loads(path.read_text())["results"]
     assert list(results) == wires.split(",")
@@ -30,19 +28,19 @@ def test_no_allocation_and_no_page_fault(wires: str, world: int, tmp_path: Path)
 
 
 def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import steady_state
+    from benchmarks.training import steady_state
 
     library = steady_state.build_counter(str(tmp_path))
     program = (
-        "import torch, steady_state\n"
+        "import torch\n"
+        "from benchmarks.training import steady_state\n"
         "counts = steady_state.Counts()\n"
         "kept = torch.zeros(1 << 20)\n"
         "once = counts.measure(lambda: torch.ones(1 << 20))\n"
         "none = counts.measure(lambda: kept.add_(1))\n"
         "print(once['large_allocations'], once['caller_faults'], none['large_allocations'])\n"
     )
-    paths = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     changes = {"LD_PRELOAD": library, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **changes}
     done = subprocess.run(

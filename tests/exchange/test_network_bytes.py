@@ -9,22 +9,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_runs import ROOT, command_of
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 MEBI = 1 << 20
-PRIVATE = [sys.executable, str(BENCHMARKS / "private_loopback.py")]
+PRIVATE = command_of("exchange.private_loopback")
 
 
 @pytest.fixture(scope="module")
 def private_loopback() -> list[str]:
     """The words before a command that give it a loopback of its own."""
-    probe = subprocess.run([*PRIVATE, "true"], capture_output=True, text=True, timeout=30)
+    probe = subprocess.run([*PRIVATE, "true"], cwd=ROOT, capture_output=True, text=True, timeout=30)
     if probe.returncode == 77:
         pytest.skip(probe.stdout.strip())
     assert probe.returncode == 0, probe.stderr
@@ -32,7 +30,9 @@ def private_loopback() -> list[str]:
 
 
 def run(words: list[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=110, env=os.environ)
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=110, env=os.environ
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -54,7 +54,7 @@ def test_bits_of_an_element(world: int, private_loopback: list[str], tmp_path: P
         "1",
         "--count-bytes",
     ]
-    script = [sys.executable, str(BENCHMARKS / "exchange.py"), "-g", str(world), *options]
+    script = command_of("exchange.all_reduce", "-g", world, *options)
     run([*private_loopback, *script, "--wire", "int8,int4,e3m0", "--json", str(path)])
     rows: list[dict[str, Any]] = json.loads(path.read_text())["results"]
     assert [row["wire"] for row in rows] == ["fp32", "int8", "int4", "e3m0"]
@@ -68,7 +68,7 @@ def test_bits_of_an_element(world: int, private_loopback: list[str], tmp_path: P
 def test_diloco_sends_150_times_less_than_ddp(private_loopback: list[str], tmp_path: Path) -> None:
     """H = 50 and int8 against DDP: 50 * 32 / 8.07 = 198 by formula, counted here with all else."""
     path = tmp_path / "results.json"
-    script = [sys.executable, str(BENCHMARKS / "training_bytes.py"), "-g", "2"]
+    script = command_of("training.training_bytes", "-g", 2)
     run([*private_loopback, *script, "--sync-every", "50", "--json", str(path)])
     sent = json.loads(path.read_text())["results"]
     # DDP itself is counted right: four bytes a parameter, twice half of them a rank, two ranks.

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmark_runs import run_benchmark
 
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_trace_checks
+    from benchmarks.gpu import trace_checks as gpu_trace_checks
 
     return gpu_trace_checks
-
-
-def run(script: str, *options: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
 def event(name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
@@ -82,7 +74,7 @@ def test_overlap_by_the_engine_s_times(checks) -> None:
 def test_a_trace_of_an_overlapped_run(tmp_path: Path) -> None:
     figures, trace = tmp_path / "trace.json", tmp_path / "events.json.gz"
     options = ["--device", "cpu", "--model", "tiny", "-n", "9", "--sync_every", "4"]
-    done = run("gpu_trace.py", *options, "--json", str(figures), "--trace", str(trace))
+    done = run_benchmark("gpu.trace", *options, "--json", str(figures), "--trace", str(trace))
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(figures.read_text())
     results = document["results"]
@@ -92,7 +84,7 @@ def test_a_trace_of_an_overlapped_run(tmp_path: Path) -> None:
     assert 0 <= results["overlap_fraction"] <= 1
     assert "overlap" in document["summary"]
     # The same from the file alone: the names of its ranges tell how long the exchanges took.
-    again = run("gpu_trace.py", "--read", str(trace))
+    again = run_benchmark("gpu.trace", "--read", str(trace))
     assert again.returncode == 0, again.stdout + again.stderr
     read = json.loads(again.stdout)
     assert read["num_ranges"] == results["num_ranges"] and read["host_waits"] == []
@@ -101,7 +93,7 @@ def test_a_trace_of_an_overlapped_run(tmp_path: Path) -> None:
 
 def test_a_trace_of_one_replica(checks) -> None:
     """It has nothing to hide; with peers, a trace without an exchange proves nothing."""
-    import gpu_trace
+    from benchmarks.gpu import trace as gpu_trace
 
     wait = event("diloco_comm::wait fragment=1 round=1", 350, 400, "user_annotation")
     call = event("cudaEventSynchronize", 150, 160, "cuda_runtime")
@@ -111,7 +103,7 @@ def test_a_trace_of_one_replica(checks) -> None:
 
 
 def test_the_bar_of_the_hidden_part(checks) -> None:
-    import gpu_trace
+    from benchmarks.gpu import trace as gpu_trace
 
     wait = event("diloco_comm::wait fragment=1 round=1", 350, 400, "user_annotation")
     length = event("diloco_comm::exchange fragment=1 round=2 us=400", 600, 600, "user_annotation")
@@ -129,14 +121,14 @@ def test_the_bar_of_the_hidden_part(checks) -> None:
 
 
 def trained(rank: int, world: int) -> list[dict[str, Any]]:
-    import gpu_training
+    from benchmarks.gpu import training as gpu_training
 
     args = argparse.Namespace(device="cpu", model="tiny", iters=24, warmup_iters=2, sync_every=6)
     return [gpu_training.train(args, rank, world, with_diloco) for with_diloco in (False, True)]
 
 
 def test_training_with_and_without_exchange(workers, checks) -> None:
-    import gpu_training
+    from benchmarks.gpu import training as gpu_training
 
     results = workers(2).run(trained)
     alone, eager = ([result[i] for result in results] for i in range(2))
@@ -151,7 +143,7 @@ def test_training_with_and_without_exchange(workers, checks) -> None:
 
 
 def test_operators_for_the_sanitizer(checks, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    import gpu_operators
+    from benchmarks.gpu import operators as gpu_operators
 
     monkeypatch.setattr(sys, "argv", ["gpu_operators.py", "--device", "cpu"])
     assert gpu_operators.main() == 0
@@ -176,19 +168,20 @@ def test_shares_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         sample = tmp_path / "test_sample.py"
         sample.write_text(SAMPLE.format(broken=broken))
         options = ["--logs", str(tmp_path), "--processes", "2", "--mark", "slow", str(sample)]
-        done = run("gpu_tests.py", *options)
+        done = run_benchmark("gpu.run_tests", *options)
         assert done.stdout.splitlines()[-1] == expected, done.stdout
         assert done.returncode == int(broken == 5), done.stdout
         assert ("test_one[cuda-5]" in done.stdout) == (broken == 5)
     log = "a.py::test_x PASSED [ 1%]\na.py::test_y[cuda] FAILED [ 2%]\na.py::test_z"
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_tests
+    from benchmarks.gpu import run_tests as gpu_tests
 
     ended = {"passed": 1, "failed": 1, "ended before its last test": 1}
     assert gpu_tests.outcome(log) == ended
     options += ["--select", "cpu or 3"]
-    done = run("gpu_tests.py", *options)
+    done = run_benchmark("gpu.run_tests", *options)
     assert done.stdout.splitlines()[-1] == "1 passed", done.stdout
-    nothing = run("gpu_tests.py", "--logs", str(tmp_path), "--processes", "1", str(sample))
+    nothing = run_benchmark(
+        "gpu.run_tests", "--logs", str(tmp_path), "--processes", "1", str(sample)
+    )
     assert (nothing.returncode, nothing.stdout) == (1, "nothing\n")
     assert sorted(path.name for path in tmp_path.glob("*.log")) == ["0.log", "1.log"]

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_runs import BENCHMARKS, run_benchmark
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SCRIPT = BENCHMARKS / "gpu_check.sh"
+SCRIPT = BENCHMARKS / "gpu" / "check.sh"
 
 # Every step's program writes down how it was called, and ends as a file of its name says.
 PYTHON = """#!/bin/sh
-name=$(basename "$1")
-case "$name" in gpu_summary.py) exec {python} "$@" ;; esac
-[ "$name" = gpu_facts.py ] && name=$2
+shift  # -m
+name=${{1##*.}}
+[ "$name" = summary ] && exec {python} -m "$@"
+[ "$name" = facts ] && name=$2
 echo "$@" >>{calls}
 for file in "{endings}/$name" "{endings}/$name $2"; do
     [ -f "$file" ] && . "$file"
@@ -124,16 +125,18 @@ def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None
     assert summary.endswith("every step passed, every bar holds\n")
     calls = check.calls.read_text()
     if part == "A":
-        assert "kernels_gpu.py --check --impl cuda --no-compile --wires int8,int4" in calls
-        assert calls.index("kernels_gpu.py") < calls.index("ncu --clock-control none --set full")
+        assert "kernels_gpu --check --impl cuda --no-compile --wires int8,int4" in calls
+        assert calls.index("kernels_gpu") < calls.index("ncu --clock-control none --set full")
     if part == "C":
         assert "--backend nccl --replicas 2" in calls and "--least_overlap 95" in calls
-        assert calls.count("gpu_operators.py") == 2
+        assert calls.count("benchmarks.gpu.operators") == 2
         for tool in ("memcheck", "racecheck"):
             assert f"--tool {tool} --error-exitcode 9" in calls
             assert check.archived(f"{tool}.log") == ""
         for name in ("group", "graphs", "nonfinite", "stopped"):
-            assert calls.index("gpu_training.py") < calls.index(f"tests/gpu/test_gpu_{name}.py")
+            assert calls.index("benchmarks.gpu.training") < calls.index(
+                f"tests/gpu/test_gpu_{name}.py"
+            )
 
 
 def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
@@ -157,15 +160,15 @@ def test_what_a_sanitizer_finds_is_said(tool: str, check: Check) -> None:
     done = check.run("C")
     assert done.returncode == 1 and done.stdout.endswith("not proven: sanitizers\n")
     assert check.archived(f"{tool}.log") == "1 error\n"
-    assert check.calls.read_text().count("gpu_operators.py") == 2
+    assert check.calls.read_text().count("benchmarks.gpu.operators") == 2
 
 
 def test_all_parts_in_turn_add_to_one_archive(check: Check) -> None:
     """A failure in the first stops nothing, and is named at the end."""
-    check.end("kernels_gpu.py --check", "exit 3")
+    check.end("kernels_gpu --check", "exit 3")
     done = check.run("A")
     assert done.returncode == 1 and done.stdout.endswith("not proven: bars\n")
-    (check.endings / "kernels_gpu.py --check").unlink()
+    (check.endings / "kernels_gpu --check").unlink()
     done = check.run("B")
     assert done.returncode == 1 and done.stdout.endswith("not proven: bars\n")
     # The same part again replaces what it said.
@@ -179,13 +182,14 @@ def test_a_step_that_hangs_is_ended_and_the_archive_has_what_was_before(
 ) -> None:
     """The limit is cut to a second here: the part has as much time left."""
     script = SCRIPT.read_text().replace("PART_SECONDS=540", "PART_SECONDS=8")
-    copy = check.folder / "benchmarks" / "gpu_check.sh"
-    copy.parent.mkdir()
+    copy = check.folder / "benchmarks" / "gpu" / "check.sh"
+    copy.parent.mkdir(parents=True)
     copy.write_text(script)
-    (copy.parent / "gpu_summary.py").write_text((BENCHMARKS / "gpu_summary.py").read_text())
+    for name in ("__init__.py", "gpu/summary.py"):
+        (check.folder / "benchmarks" / name).write_text((BENCHMARKS / name).read_text())
     monkeypatch.setitem(globals(), "SCRIPT", copy)
-    check.end("kernels_gpu.py", "trap '' TERM; echo row; sleep 60 & wait; sleep 60")
-    check.end("gpu_tests.py", f"cp {check.out}/all.tgz {check.folder}/then.tgz")
+    check.end("kernels_gpu", "trap '' TERM; echo row; sleep 60 & wait; sleep 60")
+    check.end("run_tests", f"cp {check.out}/all.tgz {check.folder}/then.tgz")
     done = check.run("B")
     assert done.returncode == 1, done.stdout + done.stderr
     steps = {step["step"]: step for step in check.steps()}
@@ -212,7 +216,7 @@ def test_without_cuda_kernels_triton_is_measured(fallback_works: bool, check: Ch
     assert ended["bars"] == 0 and ended["cuda_tests"] is None
     calls = check.calls.read_text()
     assert "-DDILOCO_CUDA=ON -DDILOCO_CUDA_ARCHS=90" in calls
-    assert "kernels_gpu.py --check --impl triton" in calls
+    assert "kernels_gpu --check --impl triton" in calls
     assert "the extension has no CUDA kernels" in done.stdout
 
 
@@ -249,7 +253,7 @@ def test_without_a_device_a_part_ends_early(check: Check) -> None:
 def test_without_ncu_and_with_one_nccl_rank(check: Check) -> None:
     """Neither fails the check; both are said."""
     (check.tools / "ncu").unlink()
-    check.end("gpu_nccl_probe.py", "exit 1")
+    check.end("nccl_probe", "exit 1")
     done = check.run("A")
     assert done.returncode == 0, done.stdout
     assert "ncu is not on PATH" in done.stdout
@@ -262,7 +266,7 @@ def test_without_ncu_and_with_one_nccl_rank(check: Check) -> None:
 def test_an_archive_that_would_be_too_large_leaves_the_traces_out(check: Check) -> None:
     events = check.folder / "events.json.gz"
     events.write_bytes(os.urandom(16 << 20))
-    check.end("gpu_trace.py", 'for last in "$@"; do :; done; cp ' + str(events) + ' "$last"')
+    check.end("trace", 'for last in "$@"; do :; done; cp ' + str(events) + ' "$last"')
     done = check.run("C")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (check.out / "all.tgz").stat().st_size < 1 << 20
@@ -274,7 +278,7 @@ def test_an_archive_that_would_be_too_large_leaves_the_traces_out(check: Check) 
 def test_a_small_trace_is_in_the_archive(check: Check) -> None:
     events = check.folder / "events.json.gz"
     events.write_bytes(gzip.compress(b"{}"))
-    check.end("gpu_trace.py", 'for last in "$@"; do :; done; cp ' + str(events) + ' "$last"')
+    check.end("trace", 'for last in "$@"; do :; done; cp ' + str(events) + ' "$last"')
     assert check.run("C").returncode == 0
     with tarfile.open(check.out / "all.tgz") as archive:
         member = archive.extractfile("./trace-events.json.gz")
@@ -297,8 +301,7 @@ STEP = {"part": "A", "status": 0, "seconds": 3, "limit": 30, "reason": ""}
 def summarised(folder: Path, *steps: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     lines = [json.dumps(STEP | step) for step in steps]
     (folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, str(BENCHMARKS / "gpu_summary.py"), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return run_benchmark("gpu.summary", folder, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -362,12 +365,11 @@ def test_an_import_that_takes_too_long_builds_nothing(check: Check) -> None:
     done = check.run("A")
     assert done.returncode == 0, done.stdout
     assert "build" not in [step["step"] for step in check.steps()]
-    assert "kernels_gpu.py --check --impl cuda" in check.calls.read_text()
+    assert "kernels_gpu --check --impl cuda" in check.calls.read_text()
 
 
 def test_summary_of_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu_summary.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_benchmark("gpu.summary", tmp_path, timeout=60)
     assert done.returncode == 2 and "no steps of a GPU check" in done.stderr
 
 
@@ -378,8 +380,7 @@ def test_summary_of_nothing(tmp_path: Path) -> None:
 def test_an_operator_for_nsight_compute(
     operator: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_profile
+    from benchmarks.gpu import profile as gpu_profile
 
     words = ["gpu_profile.py", operator, "decode", "--device=cpu", "--size=1M"]
     monkeypatch.setattr(sys, "argv", words)
@@ -392,7 +393,6 @@ def test_an_operator_for_nsight_compute(
 def test_facts_without_a_device() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     for option, status in (("--versions", 0), ("--first-call", 1), ("--forked-call", 1)):
-        command = [sys.executable, str(BENCHMARKS / "gpu_facts.py"), option]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        done = run_benchmark("gpu.facts", option, env=environment)
         assert done.returncode == status, done.stdout + done.stderr
         assert status == 0 or "device" in done.stdout

@@ -1,12 +1,10 @@
-"""benchmarks/gpu_names.py: names of torch in sources, and those that are not there."""
+"""benchmarks/gpu/names.py: names of torch in sources, and those that are not there."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_names.py"
+from benchmark_runs import run_benchmark
 
 SOURCE = """
 from __future__ import annotations
@@ -35,9 +33,7 @@ def looked_at(
 ) -> tuple[int, str]:
     text = SOURCE.format(more_import=more_import, member=member, call=call)
     (tmp_path / "source.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=100
-    )
+    done = run_benchmark("gpu.names", tmp_path)
     assert not done.stderr
     return done.returncode, done.stdout
 
@@ -62,7 +58,5 @@ def test_each_kind_of_name_that_is_not(tmp_path: Path) -> None:
 
 
 def test_nothing_to_look_at_is_no_success(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=100
-    )
+    done = run_benchmark("gpu.names", tmp_path)
     assert done.returncode == 1

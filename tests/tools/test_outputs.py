@@ -17,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 import typer
+from benchmark_runs import BENCHMARKS, run_benchmark
 from cli_helpers import check_misuse, run_cli
 from problems import Regression, train_step
 from trace_files import GEMM, NCCL, kernel, launch, write_kineto
@@ -26,7 +27,6 @@ from diloco_comm.tools.app import app
 from diloco_comm.tools.common import outputs
 from diloco_comm.tools.profile.record import Recorder
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PLAN = ["plan", "--params", "1B", "--layers", "12", "--step-time", "1"]
 KERNELS = [launch(0, 1), kernel(NCCL, 5, 20, 7, 1), launch(1, 2), kernel(GEMM, 15, 20, 20, 2)]
 EXCHANGE = ["bench", "exchange", "-g", "2", "-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]
@@ -39,6 +39,7 @@ WRITERS: dict[tuple[str, str], list[str]] = {
     ("bench tune", "--json"): ["bench", "tune", "-g", "2"],
     ("demo", "--out"): ["demo"],
     ("plan", "--plot"): PLAN,
+    ("plan", "--write"): [*PLAN, "--gbps", "1"],
     ("profile report", "--plot"): ["profile", "report", "rank0.json"],
     ("serve", "--snapshot"): ["serve", "--address", "tcp://127.0.0.1:0"],
 }
@@ -212,6 +213,10 @@ def test_tables_are_printed_though_the_plot_is_not_written(blocked: Path, tmp_pa
     path = full(tmp_path / "plot.png")
     reason = f"cannot write --plot {path}: No space left on device"
     check_kept(run_cli(*PLAN, "--plot", path), "Gbit/s needed", reason)
+    config = full(tmp_path / "diloco.json")
+    reason = f"cannot write --write {config}: No space left on device"
+    check_kept(run_cli(*PLAN, "--gbps", "1", "--write", config), "Gbit/s needed", reason)
+    reason = f"cannot write --plot {path}: No space left on device"
     report = ["profile", "report", "rank0.json", "--plot", path]
     check_kept(run_cli(*report), "50.00 %", reason)
     ended = run_cli(*report, "--json")
@@ -303,22 +308,23 @@ def test_training_goes_on_without_its_trace(steps: int, tmp_path: Path) -> None:
 
 
 def scripts_that_write() -> Iterator[tuple[str, str]]:
-    for path in sorted(BENCHMARKS.glob("*.py")):
+    for path in sorted(BENCHMARKS.rglob("*.py")):
         text = path.read_text()
         if path.name != "common.py":
+            name = ".".join(path.relative_to(BENCHMARKS).with_suffix("").parts)
             for call, option in re.findall(r'common\.add_(\w+)\(parser(?:, "(--\w+)")?', text):
-                yield path.name, "--plot" if call == "plot" else option or "--json"
+                yield name, "--plot" if call == "plot" else option or "--json"
 
 
 def test_no_benchmark_writes_a_file_that_is_not_looked_at() -> None:
     found = dict(scripts_that_write())
     assert len(found) > 15
-    for path in BENCHMARKS.glob("*.py"):
+    for path in BENCHMARKS.rglob("*.py"):
         unchecked = re.findall(r'add(?:_argument)?\(\s*"--(json|plot|out|trace)"', path.read_text())
         assert unchecked == [], path.name
 
 
-NEEDED = {"async_server.py": ["apply"], "bars.py": ["--only", "15"]}
+NEEDED = {"asynchronous.server": ["apply"], "bars": ["--only", "15"]}
 
 
 @pytest.mark.parametrize(("script", "option"), list(scripts_that_write()))
@@ -329,9 +335,8 @@ def test_benchmarks_refuse_such_a_place_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [script, *NEEDED.get(script, []), option, str(blocked)])
-    module = importlib.import_module(script.removesuffix(".py"))
+    module = importlib.import_module(f"benchmarks.{script}")
     with pytest.raises(SystemExit) as ended:
         module.main()
     out, err = capfd.readouterr()
@@ -342,19 +347,17 @@ def test_benchmarks_refuse_such_a_place_before_any_work(
 def test_a_benchmark_prints_though_the_disk_is_full(tmp_path: Path) -> None:
     path = full(tmp_path / "x.json")
     for script, words in (
-        ("exchange.py", ["-g", "2", "-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]),
-        ("profile_speed.py", ["--gigabytes", "0.001"]),
+        ("exchange.all_reduce", ["-g", "2", "-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]),
+        ("training.profile_speed", ["--gigabytes", "0.001"]),
     ):
-        command = [sys.executable, str(BENCHMARKS / script), *words, "--json", str(path)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        ended = run_benchmark(script, *words, "--json", path)
         assert ended.returncode == 1
         assert ended.stderr == f"cannot write --json {path}: No space left on device\n"
         assert len(ended.stdout.splitlines()) > 4
 
 
 def test_option_type_of_the_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    common = importlib.import_module("common")
+    common = importlib.import_module("benchmarks.support.common")
     parser = argparse.ArgumentParser()
     common.add_output(parser, "--json")
     assert parser.parse_args([]).json is None

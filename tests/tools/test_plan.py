@@ -186,7 +186,7 @@ def test_settings_reach_their_target_and_are_the_smallest_tried() -> None:
 
 
 def test_memory_counts_outer_state_and_payloads() -> None:
-    """2.5 model sizes for int8 blocking: what benchmarks/against_torchft.py measures."""
+    """2.5 model sizes for int8 blocking: what benchmarks/against_torchft/compare.py measures."""
     size = 4e9
     assert Request(1e9, 24, 0.1).extra_memory_bytes == pytest.approx(2.5 * size, rel=0.01)
     eager = Request(1e9, 24, 0.1, method="eager", wire="int4").extra_memory_bytes

@@ -1,0 +1,6 @@
+def write_report(rows):
+    return []
+
+
+def draw(rows, path):
+    pass

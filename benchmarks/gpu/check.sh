@@ -1,0 +1,164 @@
+#!/usr/bin/env bash
+# Proves on one NVIDIA GPU what tests without one cannot:
+#
+#     benchmarks/gpu_check.sh OUT [A|B|C]
+#
+# in three parts, each at most nine minutes long and complete by itself; without a letter, in turn:
+#
+#     A  CUDA kernels: speed against the bars, Nsight Compute, their tests
+#     B  Triton's kernels: their tests; the table of all operators, with torch.compile
+#     C  NCCL, the engine's tests, profiler traces, training, compute-sanitizer
+#
+# A step that fails or runs into its limit stops nothing. OUT has two files, new after every step:
+# summary.txt, and all.tgz with logs, figures and traces; a part adds to what is there of another
+# part. The exit status is 1 when a step failed or a figure misses its bar; the summary's end says
+# which. The Python that runs is $PYTHON (default: python3); it needs torch with CUDA, numpy, pytest
+# and hypothesis. Where no extension is built yet, cmake, ninja and nvcc; if CUDA's part of it does
+# not build, Triton serves the operators, and what needs CUDA's kernels is left out.
+set -uo pipefail
+usage() {
+    echo "usage: benchmarks/gpu_check.sh OUT [A|B|C]" >&2
+    exit 2
+}
+[ $# -eq 1 ] || [ $# -eq 2 ] || usage
+case "${2:-}" in A | B | C) parts=$2 ;; "") parts="A B C" ;; *) usage ;; esac
+mkdir -p "$1" || exit 2
+out=$(cd "$1" && pwd)
+cd "$(dirname "$0")/../.." || exit 2
+python=${PYTHON:-python3}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+work=$(mktemp -d) || exit 2
+trap 'rm -rf "$work"' EXIT
+[ -f "$out/all.tgz" ] && tar -xzf "$out/all.tgz" -C "$work"
+
+PART_SECONDS=540
+GRACE=2           # for a step that ignores the first signal
+MOST_BYTES=$((15 << 20)) # of the archive; traces are left out of one that would be larger
+begun=$SECONDS    # of the part
+
+# Puts what is known so far where it is found.
+publish() {
+    "$python" -m benchmarks.gpu.summary "$work" >"$work/summary.txt" 2>&1
+    local leave_out=() more
+    for more in none '*.json.gz' '*.ncu-rep'; do
+        leave_out+=("--exclude=$more")
+        # Status 1 is a file that grew while tar read it: the log of a process that still writes.
+        tar -cf "$out/.all.tgz" -I "gzip -1" -C "$work" "${leave_out[@]}" .
+        [ $? -le 1 ] || return
+        [ "$(stat -c %s "$out/.all.tgz")" -le "$MOST_BYTES" ] && break
+    done
+    mv "$out/.all.tgz" "$out/all.tgz"
+    cp "$work/summary.txt" "$out/summary.txt"
+}
+
+# note NAME STATUS SECONDS LIMIT REASON
+note() {
+    printf '{"part": "%s", "step": "%s", "status": %s, "seconds": %s, "limit": %s, "reason": "%s"}\n' \
+        "$part" "$@" >>"$work/steps.jsonl"
+    publish
+}
+
+# step NAME SECONDS COMMAND...: runs it under its own limit and notes how it ended.
+step() {
+    local name=$1 limit=$2 begin=$SECONDS status
+    shift 2
+    local left=$((PART_SECONDS - GRACE - (SECONDS - begun)))
+    [ "$limit" -le "$left" ] || limit=$left
+    if [ "$limit" -lt 1 ]; then
+        skip "$name" "the part's time is over"
+        return 1
+    fi
+    echo "== $part: $name (at most $limit s)"
+    timeout --kill-after="$GRACE" "$limit" "$@" >"$work/$name.log" 2>&1
+    status=$?
+    tail -n 3 "$work/$name.log" | sed 's/^/   /'
+    note "$name" "$status" $((SECONDS - begin)) "$limit" ""
+    return "$status"
+}
+
+skip() {
+    note "$1" null 0 0 "$2"
+}
+
+# prepare BUILD_SECONDS FALLBACK_SECONDS: an extension and a device that answers, or status 1.
+prepare() {
+    # The first import of torch on a machine reads gigabytes from its disk.
+    step versions 30 "$python" -m benchmarks.gpu.facts --versions
+    impl=cuda
+    step extension 15 "$python" -m benchmarks.gpu.facts --extension
+    # An import that took too long says nothing about the extension.
+    if [ $? -eq 1 ]; then
+        # For the device that is here alone: that is what the limit allows.
+        arch=$(timeout 3 nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
+        if ! step build "$1" benchmarks/gpu/build.sh "$python" ON "$arch" ||
+            ! step built_extension 15 "$python" -m benchmarks.gpu.facts --extension; then
+            impl=triton
+            step fallback "$2" benchmarks/gpu/build.sh "$python" OFF
+        fi
+    fi
+    step first_call 20 "$python" -m benchmarks.gpu.facts --first-call
+}
+
+# sources of the operators' tests
+operators=(tests/ops/test_ops_{encode,reduce,outer_step,bounds,examples,digest}.py
+    tests/ops/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py)
+
+part_A() {
+    prepare 120 40 || return
+    step bars 60 "$python" -m benchmarks.operators.kernels_gpu --check --impl "$impl" --no-compile \
+        --wires int8,int4 --json "$work/bars.json"
+    if command -v ncu >/dev/null; then
+        step ncu_send 45 benchmarks/gpu/ncu.sh "$python" send "$impl" "$work" encode reduce
+        step ncu_apply 45 benchmarks/gpu/ncu.sh "$python" apply "$impl" "$work" outer_step decode
+    else
+        skip ncu "ncu is not on PATH"
+    fi
+    step forked_call 15 "$python" -m benchmarks.gpu.facts --forked-call
+    if [ "$impl" = cuda ]; then
+        step cuda_tests 90 "$python" -m benchmarks.gpu.run_tests --processes 12 --select "not triton" \
+            --logs "$work/cuda_tests" "${operators[@]}"
+    else
+        skip cuda_tests "the extension has no CUDA kernels"
+    fi
+}
+
+part_B() {
+    prepare 110 40 || return
+    step triton_tests 110 "$python" -m benchmarks.gpu.run_tests --processes 14 --select triton \
+        --logs "$work/triton_tests" "${operators[@]}"
+    step kernels 168 "$python" -m benchmarks.operators.kernels_gpu --check --jobs 14 \
+        --json "$work/kernels.json"
+}
+
+part_C() {
+    prepare 75 35 || return
+    # Two ranks of NCCL on one GPU are refused unless they seem to be on two hosts. Nobody has shown
+    # that they then work; where they do not, that alone stays unproven.
+    step nccl_two_ranks 18 "$python" -m benchmarks.gpu.nccl_probe
+    if [ $? -eq 0 ]; then ranks=2; else ranks=1; fi
+    export DILOCO_TEST_NCCL_RANKS=$ranks NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
+    step engine_tests 55 "$python" -m benchmarks.gpu.run_tests --processes 3 \
+        --logs "$work/engine_tests" tests/gpu/test_gpu_{engine,streams,sharded}.py
+    step trace 25 "$python" -m benchmarks.gpu.trace --device cuda --least_overlap 95 \
+        --json "$work/trace.json" --trace "$work/trace-events.json.gz"
+    step trace_nccl 20 "$python" -m benchmarks.gpu.trace --device cuda --backend nccl \
+        --replicas "$ranks" --json "$work/trace_nccl.json" --trace "$work/trace_nccl-events.json.gz"
+    step training 30 "$python" -m benchmarks.gpu.training --device cuda --json "$work/training.json"
+    # After all that is timed: these tests stop and kill processes which have the device busy.
+    step group_tests 45 "$python" -m benchmarks.gpu.run_tests --processes 3 \
+        --logs "$work/group_tests" tests/gpu/test_gpu_{group,graphs,nonfinite,stopped}.py
+    sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
+    step sanitizers 105 benchmarks/gpu/sanitize.sh "$sanitizer" "$python" "$work"
+}
+
+# Figures and steps of an earlier run of the same part are not this run's.
+for part in $parts; do
+    [ -f "$work/steps.jsonl" ] && sed -i "/^{\"part\": \"$part\"/d" "$work/steps.jsonl"
+done
+for part in $parts; do
+    begun=$SECONDS
+    "part_$part"
+done
+echo
+"$python" -m benchmarks.gpu.summary "$work"
+exit $?

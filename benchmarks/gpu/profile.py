@@ -1,0 +1,59 @@
+"""Call operators once each between the profiler's start and stop, for Nsight Compute.
+
+python -m benchmarks.gpu.profile encode outer_step reduce decode [--impl cuda] [--device cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import nullcontext
+
+import torch
+
+from benchmarks.operators.kernels_gpu_cases import (
+    Case,
+    Data,
+    decode_case,
+    encode_case,
+    reduce_case,
+    step_case,
+)
+from benchmarks.support import common
+
+OPERATORS = ("encode", "outer_step", "reduce", "decode")
+
+
+def case_of(operator: str, data: Data) -> Case:
+    """Return the operator's int8 case on one tensor."""
+    if operator == "reduce":
+        return reduce_case(data, "int8")
+    make = {"encode": encode_case, "outer_step": step_case, "decode": decode_case}[operator]
+    return make(data, "int8", "one")
+
+
+@torch.no_grad()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("operators", nargs="+", choices=OPERATORS, metavar="OPERATOR")
+    parser.add_argument("--impl", default="")
+    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
+    parser.add_argument("--size", type=common.parse_size, default=256 << 20)
+    args = parser.parse_args()
+    is_gpu = args.device == "cuda"
+    data = Data(args.size, args.device)
+    for operator in args.operators:
+        case = case_of(operator, data)
+        case.run(args.impl)
+        if is_gpu:
+            torch.cuda.synchronize()
+        with torch.cuda.profiler.profile() if is_gpu else nullcontext():
+            case.run(args.impl)
+            if is_gpu:
+                torch.cuda.synchronize()
+        print(f"{case.operator}: {case.traffic_bytes:g} bytes an element")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Profile an overlapped training run: is the exchange hidden, does the host wait for the device?
+
+    python -m benchmarks.gpu.trace --device cuda --json FILE --trace FILE.json.gz
+    python -m benchmarks.gpu.trace --read FILE.json.gz      # the same figures, from a trace alone
+
+Two replicas train on one device, with Eager and the int4 wire; the first is profiled. Ends with
+status 1 when a call that waits for the device falls into one of our ranges, or when less of the
+exchange is hidden than ``--least_overlap``. With ``--backend nccl``
+the replicas are ranks of NCCL; where it takes but one on a device, ``--replicas 1`` profiles what a
+replica without peers enqueues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.models import SIZES, Trainer
+from benchmarks.gpu.trace_checks import (
+    exchange_seconds,
+    host_waits_in_ranges,
+    our_ranges,
+    overlap_fraction,
+)
+from benchmarks.support import common
+from diloco_comm import DiLoCo, Eager, Nesterov
+
+STAGES = {"encode", "wait", "outer_step"}
+
+
+def profiled(args: argparse.Namespace, rank: int, world: int, path: str) -> dict[tuple, float]:
+    """Train, and export the trace of the first replica; seconds of each exchange in it."""
+    device = torch.device(args.device)
+    trainer = Trainer(args.model, device, rank, world)
+    if args.backend == "nccl":
+        # NCCL takes ranks on one GPU only if they seem to be on different hosts.
+        os.environ["NCCL_HOSTID"] = f"diloco-{rank}"
+    options: dict[str, Any] = {"sync_every": args.sync_every, "fragments": 2}
+    options |= {"backend": args.backend}
+    options |= {"wire": "int4", "overlap": Eager(), "outer": Nesterov(lr=0.7, momentum=0.9)}
+    with DiLoCo(trainer.model, trainer.optimizer, **options) as diloco:
+        for _ in range(2 * args.sync_every):
+            trainer.step()
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        dist.barrier()
+        if rank == 0:
+            with profile(activities=activities, acc_events=True) as profiler:
+                for _ in range(args.iters):
+                    trainer.step()
+                trainer.synchronize()
+            profiler.export_chrome_trace(path)
+        else:
+            for _ in range(args.iters):
+                trainer.step()
+            trainer.synchronize()
+        seconds = {(m.fragment, m.round): m.exchange_s for m in diloco.metrics()}
+    return seconds
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """Read a trace's events, compressed or not."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        return json.load(file)["traceEvents"]
+
+
+def judge(
+    events: list[dict[str, Any]],
+    seconds: dict[tuple, float],
+    world: int,
+    least_overlap: float = 0.0,
+) -> dict[str, Any]:
+    """Say what the trace shows; one replica alone has no exchange that could be hidden.
+
+    Args:
+        least_overlap: Percent of the exchange that must be hidden.
+    """
+    waits = host_waits_in_ranges(events)
+    ranges = our_ranges(events)
+    stages = {one.stage for one in ranges}
+    fraction = overlap_fraction(events, seconds)
+    names = f"no host wait in {len(ranges)} ranges" if not waits else f"host waits: {waits[0]}, ..."
+    percent = 100 * fraction
+    is_hidden = world == 1 or percent >= least_overlap  # no number is not enough
+    overlap = f"overlap {percent:.1f} %" if world > 1 else "one replica"
+    hidden = {"name": "hidden part of the exchange (%)", "value": percent, "is": ">="}
+    return {
+        "summary": f"{overlap}; {names}",
+        "overlap_fraction": None if math.isnan(fraction) else fraction,
+        "host_waits": waits,
+        "num_ranges": len(ranges),
+        "bars": [hidden | {"must": least_overlap, "holds": is_hidden}] if least_overlap else [],
+        "is_passed": not waits and stages >= STAGES and is_hidden,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", default="cuda", help="cuda (default) or cpu")
+    add("--backend", default="gloo", choices=["gloo", "nccl"], help="how payloads travel (gloo)")
+    add("--replicas", type=int, default=2, help="processes (2)")
+    add("--model", default="nanogpt", choices=list(SIZES), help="size of the transformer")
+    add("-n", "--iters", type=int, default=24, help="steps profiled")
+    add("--sync_every", type=int, default=8, help="inner steps between two sends of a fragment")
+    add("--least_overlap", type=float, default=0.0, help="percent that must be hidden (0)")
+    add("--read", type=Path, metavar="TRACE", help="train nothing, look at this trace")
+    common.add_output(parser, help="write the figures there")
+    common.add_output(parser, "--trace", help="keep the trace there")
+    args = parser.parse_args()
+    if args.read:
+        events = load(args.read)
+        figures = judge(events, exchange_seconds(events), args.replicas, args.least_overlap)
+        print(json.dumps(figures, indent=2))
+        return 0 if figures["is_passed"] else 1
+    if not common.is_worker():
+        try:
+            common.relaunch(args.replicas, timeout_s=300.0, preload=None)
+        except RuntimeError as error:
+            print(error)
+            return 1
+        return 0
+    rank, world = common.init_workers()
+    report = common.Report("gpu_trace", quiet=rank != 0, device=args.device, model=args.model)
+    figures: dict[str, Any] = {"is_passed": True}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(args.trace or Path(folder) / "trace.json")
+        seconds = profiled(args, rank, world, path)
+        if rank == 0:
+            figures = judge(load(Path(path)), seconds, world, args.least_overlap)
+            report.print(figures["summary"])
+            report.header["summary"] = figures.pop("summary")
+    common.finish(report, figures, args.json)
+    return 0 if figures["is_passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Train two replicas on one device without any communication, and with Eager on the int4 wire.
+
+    python -m benchmarks.gpu.training --device cuda --json FILE
+
+Both share the device, so that what the exchange costs shows as tokens lost. Ends with status 1 when
+the replicas' outer models differ after ``flush()``, or a loss is not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.models import SIZES, Trainer
+from benchmarks.support import common
+from diloco_comm import DiLoCo, Eager, Nesterov
+
+LAST = 20
+
+
+def train(args: argparse.Namespace, rank: int, world: int, with_diloco: bool) -> dict[str, Any]:
+    """Train this replica; its figures."""
+    device = torch.device(args.device)
+    trainer = Trainer(args.model, device, rank, world)
+    diloco = None
+    if with_diloco:
+        diloco = DiLoCo(
+            trainer.model,
+            trainer.optimizer,
+            sync_every=args.sync_every,
+            fragments=4,
+            wire="int4",
+            overlap=Eager(),
+            outer=Nesterov(lr=0.7, momentum=0.9),
+            backend="gloo",
+        )
+    dist.barrier()
+    run = trainer.train(args.iters, args.warmup_iters, diloco)
+    figures: dict[str, Any] = {
+        "tokens_per_s": run.num_tokens / run.seconds,
+        "first_loss": run.losses[0],
+        "last_loss": statistics.fmean(run.losses[-LAST:]),
+        "is_finite": all(math.isfinite(loss) for loss in run.losses),
+    }
+    if diloco is not None:
+        totals = diloco.totals()
+        figures["outer_hash"] = diloco.outer_hash()
+        for name in ("num_syncs", "sent_bytes", "exposed_s", "exchange_s"):
+            figures[name] = getattr(totals, name)
+        diloco.close()
+    return figures
+
+
+def report_on(alone: list[dict[str, Any]], eager: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compare the replicas' figures of both runs."""
+    speeds = [statistics.fmean(r["tokens_per_s"] for r in runs) for runs in (alone, eager)]
+    losses = [statistics.fmean(r["last_loss"] for r in runs) for runs in (alone, eager)]
+    are_equal = len({r["outer_hash"] for r in eager}) == 1
+    is_finite = all(r["is_finite"] for r in [*alone, *eager])
+    share = 100 * speeds[1] / speeds[0]
+    speed = f"{speeds[1]:.0f} tokens/s a replica, {share:.1f} % of that without exchange"
+    return {
+        "summary": f"Eager int4: {speed}; loss {losses[1]:.3f} against {losses[0]:.3f} alone",
+        "alone": alone,
+        "eager_int4": eager,
+        "is_passed": are_equal and is_finite,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", default="cuda", help="cuda (default) or cpu")
+    add("--model", default="nanogpt", choices=list(SIZES), help="size of the transformer")
+    add("-n", "--iters", type=int, default=120, help="steps measured")
+    add("-w", "--warmup_iters", type=int, default=10, help="steps before them")
+    add("--sync_every", type=int, default=20, help="inner steps between two sends of a fragment")
+    common.add_output(parser, help="write the figures there")
+    args = parser.parse_args()
+    if not common.is_worker():
+        try:
+            common.relaunch(2, timeout_s=300.0, preload=None)
+        except RuntimeError as error:
+            print(error)
+            return 1
+        return 0
+    rank, world = common.init_workers()
+    report = common.Report("gpu_training", quiet=rank != 0, device=args.device, model=args.model)
+    gathered: list[list[dict[str, Any]]] = []
+    for with_diloco in (False, True):
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, train(args, rank, world, with_diloco))
+        gathered.append(everyone)
+    figures = report_on(*gathered)
+    report.print(figures["summary"])
+    report.header["summary"] = figures.pop("summary")
+    common.finish(report, figures, args.json)
+    return 0 if figures["is_passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

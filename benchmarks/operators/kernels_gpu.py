@@ -1,0 +1,362 @@
+"""Time each operator on a GPU beside a copy of the device's memory and beside plain PyTorch.
+
+    python -m benchmarks.operators.kernels_gpu --json FILE  # 1 GiB, every wire and implementation
+    python -m benchmarks.operators.kernels_gpu --check      # ends with status 1 below the bars
+    python -m benchmarks.operators.kernels_gpu --jobs 8     # compile Triton's first, in 8 processes
+    python -m benchmarks.operators.kernels_gpu --device cpu --size 1M -n 7    # without a GPU
+
+Every sample times the copy, all implementations and, where there is one, the same work in eager
+PyTorch and under ``torch.compile``, in turns; shares and ratios are taken sample by sample and
+their median is reported. On a GPU the times are those of events, after a write that empties the L2
+cache and a pause of a millisecond, in which the host enqueues all of the operator: what the host
+needs for that is no part of the time, and has a column of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.operators.kernels_gpu_cases import BLOCK, Case, Data, cases, plain_twins
+from benchmarks.support import common
+from diloco_comm import ops
+from diloco_comm.ops.dispatch import default_on_cuda
+from diloco_comm.ops.wire import WIRES
+
+FLUSH_BYTES = 512 << 20
+PAUSE_CYCLES = 2_000_000  # about a millisecond
+# The bars of a default implementation: percent of the copy's bandwidth, of fp32 tensors that are
+# aligned (one, and 300), and of such that are not; times eager PyTorch's and torch.compile's speed;
+# microseconds of the host for an outer step of 300 tensors.
+BAR_SHARES = {
+    "encode": 90.0,
+    "outer_step": 90.0,
+    "decode": 90.0,
+    "merge": 90.0,
+    "reduce of 4": 75.0,
+    "norms": 80.0,
+}
+BAR_MISALIGNED, BAR_EAGER, BAR_COMPILE, BAR_HOST_US = 80.0, 5.0, 1.5, 300.0
+BAR_WIRES = ("", "int8", "int4")
+BAR_RATIOS = ("encode", "outer_step")
+# Bars that arithmetic forbids, with the reason (docs/gpu-kernels.md). A figure below such a bar is
+# reported with the reason and fails no check; a figure above it tells that the reason is wrong.
+PREDICTED_MISSES = {
+    ("reduce of 4", "int8", "share"): "instructions bound it to 56-87 %",
+    ("reduce of 4", "int4", "share"): "instructions bound it to 28-38 %",
+    ("outer_step", "int8", "eager"): "eager PyTorch moves 3.9 times the bytes, not 5 times",
+    ("outer_step", "int4", "eager"): "eager PyTorch moves 4 times the bytes, not 5 times",
+    ("outer_step", "int8", "compile"): "on one tensor the compiled step may move as few bytes",
+    ("outer_step", "int4", "compile"): "on one tensor the compiled step may move as few bytes",
+    ("encode", "int8", "compile"): "on one tensor the compiled code may move as few bytes",
+    ("encode", "int4", "compile"): "on one tensor the compiled code may move as few bytes",
+}
+
+
+class HostClock:
+    """Seconds of a call on the CPU."""
+
+    host_seconds: float | None = None
+
+    def time(self, function: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        function()
+        return time.perf_counter() - begin
+
+
+class DeviceClock:
+    """Seconds between two events around a call, with an empty L2 cache.
+
+    Attributes:
+        host_seconds: Of the last call, on the host, which has nothing to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.host_seconds: float | None = None
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def time(self, function: Callable[[], object]) -> float:
+        self.flush.zero_()
+        # The device is busy until all of the call is enqueued, however many launches it is.
+        torch.cuda._sleep(PAUSE_CYCLES)
+        self.begin.record()
+        began = time.perf_counter()
+        function()
+        self.host_seconds = time.perf_counter() - began
+        self.end.record()
+        self.end.synchronize()
+        return self.begin.elapsed_time(self.end) / 1e3
+
+
+Clock = HostClock | DeviceClock
+Seconds = dict[str, list[float]]
+
+
+def measure(
+    functions: dict[str, Callable[[], object]], clock: Clock, samples: int, warmup: int = 3
+) -> tuple[Seconds, Seconds]:
+    """Time all functions in turn, ``samples`` times: seconds of each, and those of the host."""
+    seconds: Seconds = {name: [] for name in functions}
+    host: Seconds = {name: [] for name in functions}
+    for i in range(warmup + samples):
+        for name, function in functions.items():
+            elapsed = clock.time(function)
+            if i >= warmup:
+                seconds[name].append(elapsed)
+                if clock.host_seconds is not None:
+                    host[name].append(clock.host_seconds)
+    return seconds, host
+
+
+def differing(case: Case, impls: Sequence[str]) -> list[str]:
+    """Name the implementations that write other bytes than the first does."""
+    if not case.is_pure:
+        return []
+    written = []
+    for impl in impls:
+        case.result.view(torch.uint8).fill_(0x5A)
+        case.run(impl)
+        written.append(case.result.view(torch.uint8).clone())
+    return [impl for impl, own in zip(impls, written, strict=True) if not own.equal(written[0])]
+
+
+def time_case(
+    case: Case, impls: Sequence[str], data: Data, clock: Clock, samples: int,
+    twins: dict[str, dict[str, Callable[[], object]]],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return one row of the table for each implementation."""
+    functions: dict[str, Callable[[], object]] = {}
+    functions["copy"] = lambda: data.scratch.copy_(data.payloads["fp32"])
+    functions |= {impl: lambda impl=impl: case.run(impl) for impl in impls}
+    functions |= {kind: known[case.plain] for kind, known in twins.items() if case.plain}
+    wrong = differing(case, impls)
+    seconds, host = measure(functions, clock, samples)
+    copied_bytes = 2 * data.payloads["fp32"].numel()
+    moved_bytes = case.traffic_bytes * data.num_elements
+    rows = []
+    for impl in impls:
+        row = {
+            "operator": case.operator,
+            "wire": case.wire,
+            "layout": case.layout,
+            "impl": impl,
+            "seconds": common.summary(seconds[impl]),
+            "moved_gbps": moved_bytes / common.summary(seconds[impl])["median"] / 1e9,
+            "copy_gbps": copied_bytes / common.summary(seconds["copy"])["median"] / 1e9,
+            "share_percent": 100 * moved_bytes / copied_bytes
+            * common.median_ratio(seconds["copy"], seconds[impl]),
+            "host_us": 1e6 * common.summary(host[impl])["median"] if host[impl] else None,
+            "is_same": impl not in wrong,
+        }  # fmt: skip
+        for kind in ("eager", "compile"):
+            slow = seconds.get(kind)
+            row[f"{kind}_ratio"] = common.median_ratio(slow, seconds[impl]) if slow else None
+        rows.append(row)
+    return rows
+
+
+def compile_ahead(args: argparse.Namespace) -> None:
+    """Compile Triton's kernels into its cache, in processes that run each operator once."""
+    options = ["--wires", ",".join(args.wires), "--device", args.device]
+    command = common.benchmark_command("operators.kernels_gpu", *options)
+    parts = [["--part", f"{i}/{args.jobs}"] for i in range(args.jobs)]
+    started = [subprocess.Popen([*command, *part]) for part in parts]
+    for process in started:
+        process.wait()
+
+
+def run_part(args: argparse.Namespace, impls: Sequence[str]) -> None:
+    """Run every n-th case once; the sizes are others, but not what Triton compiles for them."""
+    first, number = map(int, args.part.split("/"))
+    for case in cases(Data(1 << 20, args.device), args.wires)[first::number]:
+        for impl in impls:
+            case.run(impl)
+
+
+def operator_of(row: dict[str, Any]) -> str:
+    """Name the operator of a row, whose name also tells its options."""
+    words = row["operator"].replace("+", " ").split()
+    has_own_name = words[-1] in ("adam", "delayed")
+    return "_".join(words) if has_own_name else words[0]
+
+
+def faster_ones(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Name the fastest implementation of each operator, over all rows of it.
+
+    Compared are products of times, so that each row counts alike.
+    """
+    logs: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        times = logs.setdefault(operator_of(row), {}).setdefault(row["impl"], [])
+        times.append(math.log(row["seconds"]["median"]))
+    return {
+        operator: min(times, key=lambda impl: statistics.fmean(times[impl]))
+        for operator, times in logs.items()
+    }
+
+
+def default_of(operator: str, device: str, impls: Sequence[str]) -> str:
+    """Name the implementation that is held against the bars: the default, or else the last."""
+    default = default_on_cuda(operator) if device == "cuda" else impls[-1]
+    return default if default in impls else impls[-1]
+
+
+def predicted(row: dict[str, Any], kind: str) -> str:
+    """Return why a figure of this row is predicted to miss its bar; "" if nothing predicts that."""
+    if kind == "compile" and row["layout"] != "one":
+        return ""
+    return PREDICTED_MISSES.get((row["operator"], row["wire"], kind), "")
+
+
+def verdicts(rows: Sequence[dict[str, Any]], defaults: dict[str, str]) -> list[dict[str, Any]]:
+    """Hold the rows of the default implementations against the bars."""
+    found: list[tuple[str, float, str, float, str]] = []
+    for row in rows:
+        name = " ".join(filter(None, (row["operator"], row["wire"], row["layout"])))
+        if not row["is_same"]:
+            found.append((f"{name}, {row['impl']}: same bytes", 0, ">=", 1, ""))
+        if row["impl"] != defaults[operator_of(row)]:
+            continue
+        share = BAR_SHARES.get(row["operator"])
+        if share is not None and row["wire"] in BAR_WIRES:
+            must = min(share, BAR_MISALIGNED) if row["layout"] == "odd" else share
+            what = f"{name}, of the copy's bandwidth (%)"
+            found.append((what, row["share_percent"], ">=", must, predicted(row, "share")))
+        if row["operator"] in BAR_RATIOS:
+            for kind, must in (("eager", BAR_EAGER), ("compile", BAR_COMPILE)):
+                if (ratio := row[f"{kind}_ratio"]) is not None:
+                    what = f"{name}, x faster than {kind}"
+                    found.append((what, ratio, ">=", must, predicted(row, kind)))
+        is_many = (row["operator"], row["layout"]) == ("outer_step", "mixed")
+        if is_many and row["wire"] in BAR_WIRES and row["host_us"] is not None:
+            what = f"{name}, host's time for 300 tensors (us)"
+            found.append((what, row["host_us"], "<=", BAR_HOST_US, ""))
+    return [
+        {"name": name, "value": value, "is": sign, "must": must,
+         "holds": value >= must if sign == ">=" else value <= must, "predicted": reason}
+        for name, value, sign, must, reason in found
+    ]  # fmt: skip
+
+
+def print_row(report: common.Report, row: dict[str, Any]) -> None:
+    numbers = [
+        1e6 * row["seconds"]["median"],
+        *(row[key] for key in ("moved_gbps", "copy_gbps", "share_percent")),
+        *(row[key] for key in ("eager_ratio", "compile_ratio", "host_us")),
+    ]
+    cells = "".join(f"{'-' if x is None else format(x, '.1f'):>10}" for x in numbers)
+    names = f" {row['operator']:>18} {row['wire']:>9} {row['layout']:>6} {row['impl']:>7}"
+    report.print(f"{names}{cells} {'yes' if row['is_same'] else 'NO':>5}")
+
+
+def print_head(report: common.Report) -> None:
+    heads = ["time", "moved", "copy", "share", "eager", "compile", "host"]
+    units = ["(us)", "(GB/s)", "(GB/s)", "(%)", "(x)", "(x)", "(us)"]
+    report.print(
+        f"#{'operator':>18} {'wire':>9} {'tensors':>7} {'impl':>6}"
+        + "".join(f"{head:>10}" for head in heads) + "  same"
+    )  # fmt: skip
+    report.print("#" + " " * 43 + "".join(f"{unit:>10}" for unit in units))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cuda", choices=["cuda", "cpu"])
+    add("--size", type=common.parse_size, default=1 << 30, help="bytes of fp32 parameters")
+    add("-n", "--samples", type=int, default=20, help="timed samples after three of warm-up")
+    add("--wires", default=",".join(("int8", "int4", *(w for w in WIRES if "int" not in w))))
+    add("--impl", default="", help="comma list (default: all that run there)")
+    add("--no-compile", action="store_true", help="leave torch.compile out")
+    add(
+        "-j",
+        "--jobs",
+        type=int,
+        default=0,
+        help="first compile Triton's kernels in so many processes",
+    )
+    add("--part", default="", metavar="I/N", help="only run every N-th case once, from the I-th on")
+    add("--check", action="store_true", help="end with status 1 when a bar does not hold")
+    common.add_output(parser, help="also write the figures to this file")
+    args = parser.parse_args(arguments)
+    args.wires = args.wires.split(",")
+    for wire in args.wires:
+        if wire not in WIRES:
+            parser.error(f"--wires must be of {', '.join(WIRES)}, got {wire!r}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device; --device cpu runs the same script without one")
+    if args.size < 1 << 20:
+        parser.error(f"--size must be at least 1M, got {args.size}")
+    return args
+
+
+def run(args: argparse.Namespace, impls: Sequence[str]) -> bool:
+    """Time everything, print and save it; whether the bars hold."""
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    header: dict[str, Any] = {"size": common.format_size(args.size), "samples": args.samples}
+    header |= {"block": BLOCK, "device": where, "cuda": torch.version.cuda}
+    report = common.Report("kernels", **header, impls=impls)
+    data = Data(args.size, args.device)
+    clock: Clock = DeviceClock() if args.device == "cuda" else HostClock()
+    kinds = ["eager"] if args.no_compile else ["eager", "compile"]
+    twins = {kind: plain_twins(data, kind == "compile") for kind in kinds}
+    print_head(report)
+    rows: list[dict[str, Any]] = []
+    for case in cases(data, args.wires):
+        for row in time_case(case, impls, data, clock, args.samples, twins):
+            rows.append(row)
+            print_row(report, row)
+        # Also what a time limit leaves of it.
+        common.save(report, args.json, {"rows": rows, "bars": None})
+    operators = dict.fromkeys(map(operator_of, rows))
+    defaults = {name: default_of(name, args.device, impls) for name in operators}
+    report.print(f"# default of each operator: {json.dumps(defaults)}")
+    if len(impls) > 1:
+        # For diloco_comm/ops/dispatch.py, from a run on a GPU.
+        report.header["faster"] = faster_ones(rows)
+        report.print(f"# faster one of each operator: {json.dumps(report.header['faster'])}")
+    checks = verdicts(rows, defaults)
+    for check in checks:
+        state = "FAILS"
+        if check["holds"]:
+            state = "holds"
+        elif check["predicted"]:
+            state = f"missed as predicted: {check['predicted']}"
+        figure = f"{check['value']:8.1f} {check['is']} {check['must']:g}"
+        report.print(f"# {check['name']:<52}{figure}  {state}")
+    num_held = sum(check["holds"] for check in checks)
+    num_predicted = sum(bool(check["predicted"]) for check in checks if not check["holds"])
+    report.header["summary"] = f"{num_held} of {len(checks)} bars hold, "
+    report.header["summary"] += f"{num_predicted} are missed as predicted"
+    common.save(report, args.json, {"rows": rows, "bars": checks})
+    return num_held + num_predicted == len(checks)
+
+
+@torch.no_grad()
+def main() -> int:
+    args = parse()
+    known = [impl for impl in ops.available_impls(args.device) if impl != "reference"]
+    impls = args.impl.split(",") if args.impl else known
+    if args.part:
+        run_part(args, impls)
+        return 0
+    if args.jobs:
+        compile_ahead(args)
+    holds = run(args, impls)
+    return int(args.check and not holds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

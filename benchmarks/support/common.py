@@ -1,0 +1,167 @@
+"""What every benchmark shares: the package's tools for measuring, and where the results are.
+
+The benchmarks are run as modules from the checkout: ``python -m benchmarks.ROOM.NAME``, or
+``torchrun ... -m benchmarks.ROOM.NAME``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco_comm.tools.common import outputs, ranks
+from diloco_comm.tools.common.measuring import (
+    interleave,
+    median_ratio,
+    percentile,
+    slowest_of_ranks,
+    summary,
+)
+from diloco_comm.tools.common.reports import (
+    Report,
+    check_output,
+    command_line,
+    commit,
+    machine,
+    versions,
+)
+from diloco_comm.tools.common.sizes import format_size, parse_size
+from diloco_comm.tools.common.workers import (
+    WorkerError,
+    free_port,
+    init_workers,
+    is_worker,
+    leave_workers,
+    run_workers,
+    stoppable,
+)
+
+__all__ = [
+    "RESULTS",
+    "ROOT",
+    "Report",
+    "WorkerError",
+    "add_output",
+    "add_plot",
+    "benchmark_command",
+    "check_default",
+    "command_line",
+    "commit",
+    "finish",
+    "format_size",
+    "free_port",
+    "init_workers",
+    "interleave",
+    "is_worker",
+    "leave_workers",
+    "machine",
+    "median_ratio",
+    "parse_size",
+    "percentile",
+    "relaunch",
+    "run_workers",
+    "same_command",
+    "save",
+    "save_plot",
+    "slowest_of_ranks",
+    "stoppable",
+    "summary",
+    "versions",
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def add_output(
+    parser: argparse.ArgumentParser,
+    option: str = "--json",
+    *,
+    default: Path | None = None,
+    metavar: str = "PATH",
+    help: str = "write figures and output there",
+) -> None:
+    """Add an option of a file to write, a Path or None, which is looked at before any work."""
+
+    def checked(text: str) -> Path | None:
+        path = Path(text) if text else None
+        try:
+            if metavar == "PNG":
+                path = outputs.plot_file(path)
+                outputs.check_plot(option, path)
+            check_output(option, path)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return path
+
+    # Only a default that is text is looked at as well.
+    text = None if default is None else str(default)
+    parser.add_argument(option, type=checked, default=text, metavar=metavar, help=help)
+
+
+def add_plot(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add ``--plot``, the file of a figure."""
+    add_output(parser, "--plot", metavar="PNG", help=help)
+
+
+def check_default(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
+    """Look at the file that is written when an option was left out; end with 2 if it cannot be."""
+    try:
+        check_output(option, path)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def benchmark_command(name: str, *arguments: object) -> list[str]:
+    """Return the command of a benchmark, named as in ``exchange.all_reduce``."""
+    return [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+
+
+def same_command() -> list[str]:
+    """Return the command with which this very benchmark was started."""
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None, "benchmarks are run as modules: python -m benchmarks.ROOM.NAME"
+    return [sys.executable, "-m", spec.name, *sys.argv[1:]]
+
+
+def relaunch(world: int, **options: object) -> None:
+    """Run this very command as `world` local workers (the meaning of ``-g N``)."""
+    options = {"preload": ranks.WITH_OPTIMIZER, **options}
+    try:
+        run_workers(same_command(), world, **options)  # type: ignore[arg-type]
+    except WorkerError as error:
+        # A worker that ended by itself has said why.
+        if error.status in (1, 2):
+            sys.exit(error.status)
+        raise
+
+
+def save(report: Report, path: Path | None, results: object) -> None:
+    """Write what was measured and printed, where a file was asked for; else end with a sentence."""
+    if path is None or report.quiet:
+        return
+    try:
+        report.save(path, results)
+    except OSError as error:
+        sys.exit(str(error))
+
+
+def save_plot(path: Path | None, draw: Callable[[Path], None]) -> None:
+    """Draw into a file, where one was asked for; as the last, or end with a sentence."""
+    if path is None:
+        return
+    try:
+        with outputs.writing("--plot", path):
+            draw(path)
+    except OSError as error:
+        sys.exit(str(error))
+
+
+def finish(report: Report, results: object, path: Path | None) -> None:
+    """Save what was measured, where a file was asked for, and leave the group; on every worker."""
+    try:
+        save(report, path, results)
+    finally:
+        leave_workers()

@@ -1,0 +1,27 @@
+"""Run benchmarks as a user does: as modules, from the checkout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+
+def command_of(name: str, *arguments: object) -> list[str]:
+    """Return the command of a benchmark, named as in ``exchange.all_reduce``."""
+    return [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+
+
+def run_benchmark(
+    name: str, *arguments: object, timeout: float = 100, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark to its end; what it printed and its status."""
+    command = command_of(name, *arguments)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options
+    )
