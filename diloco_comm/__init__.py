@@ -21,6 +21,7 @@ from .base.errors import LeftBehind, NonFiniteError, PeerLeft, ReplicaMismatch, 
 from .exchange.collective import all_reduce, shutdown
 from .methods.outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer
 from .methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
+from .methods.schedules import WarmupCosine
 from .ops.wire import WireFormat
 from .rounds.metrics import SyncMetrics, SyncTotals
 from .training.diloco import DiLoCo
@@ -49,6 +50,7 @@ __all__ = [
     "SyncError",
     "SyncMetrics",
     "SyncTotals",
+    "WarmupCosine",
     "WireFormat",
     "all_reduce",
     "co2",

@@ -21,6 +21,7 @@ from .. import ops
 from ..base.checks import not_negative, number
 from ..base.memory import persistent_like
 from .outer_state import OuterState, Update
+from .schedules import WarmupCosine, from_config
 from .spelling import call_of, class_name
 
 LearningRate = float | Callable[[int], float]
@@ -82,7 +83,7 @@ class OuterOptimizer(ABC):
     def config(self) -> dict[str, Any]:
         """Return class and arguments as JSON types; a function is shown by its name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        shown = {k: name_of(v) if callable(v) else v for k, v in values.items()}
+        shown = {k: _shown(v) for k, v in values.items()}
         return {"name": type(self).__name__, **shown}
 
     def shared_config(self) -> dict[str, Any]:
@@ -360,6 +361,8 @@ def _from_config(config: dict[str, Any]) -> OuterOptimizer:
     unknown = arguments.keys() - {field.name for field in fields(_BY_NAME[name])}  # type: ignore[arg-type]
     if unknown:
         raise ValueError(f"the saved outer {name} has unknown arguments {sorted(unknown)}")
+    if isinstance(arguments.get("lr"), dict):
+        arguments["lr"] = from_config(arguments["lr"])
     return _BY_NAME[name](**arguments)
 
 
@@ -373,6 +376,13 @@ def _fraction(name: str, value: Any) -> float:
     if not 0 <= fraction < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {fraction}")
     return fraction
+
+
+def _shown(value: Any) -> Any:
+    """Return an argument as JSON types; a function other than a schedule by its name."""
+    if isinstance(value, WarmupCosine):
+        return value.config()
+    return name_of(value) if callable(value) else value
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -78,6 +78,26 @@ def help_examples(*path: str) -> dict[str, list[str]]:
     return found
 
 
+def check_arguments(arguments: list[str], place: str) -> None:
+    """The command line would be accepted; nothing is run.
+
+    Args:
+        place: Where the command stands, for the message.
+    """
+    command: Any = typer.main.get_command(app)
+    name, context = "diloco-comm", None
+    usage_error: Any = typer.BadParameter.__base__
+    try:
+        while True:
+            context = command.make_context(name, list(arguments), parent=context)
+            arguments = [*getattr(context, "_protected_args", ()), *context.args]
+            if not hasattr(command, "commands") or not arguments:
+                return
+            name, command, arguments = command.resolve_command(context, arguments)
+    except usage_error as error:
+        raise AssertionError(f"{place}: {error.format_message()}") from None
+
+
 def check_documented(keys: Iterable[str], page: str) -> None:
     """Every key stands in a page of ``docs/``, in backquotes."""
     text = (Path(__file__).parents[2] / "docs" / page).read_text()
