@@ -99,5 +99,5 @@ def draw(done: list[dict[str, Any]], path: Path) -> None:
         panel.set_xlabel("tokens/s, % of training without communication")
         panel.set_title(f"{workers} replicas\n" + link.replace(", ", ",\n", 1), fontsize=9)
         panel.tick_params(axis="y", labelsize=8)
-        plots.legend(panel, fontsize=8, loc="lower right")
+        plots.legend(panel, fontsize=8, loc="lower center")
     plots.save(figure, path)

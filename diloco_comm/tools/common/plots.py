@@ -41,6 +41,7 @@ def tidy(axes: Axes, grid: str | None = "both") -> None:
     """Draw a faint grid along ``grid`` ("x", "y", "both"), and no frame above and at the right."""
     if grid is not None:
         axes.grid(axis=grid, alpha=0.25)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
