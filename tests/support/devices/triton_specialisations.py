@@ -3,7 +3,7 @@
 The specialisations are those of real calls: the operators are called with CPU tensors, and what
 they would launch is recorded instead. Run it without TRITON_INTERPRET:
 
-    python tests/support/triton_specialisations.py [--all] [--json FILE]
+    python tests/support/devices/triton_specialisations.py [--all] [--json FILE]
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from diloco_comm.ops.wire import Layout
 from diloco_comm.replica.fragments import Schedule, make_fragments, trainable_parameters
 
 LR, MOMENTUM = 0.7, 0.9
-TESTS = str(Path(__file__).parent)
 BLOCK = 32
 # Long enough for survivors on a loaded machine to report, short enough for a whole suite.
 REPORT_S = 2.0
