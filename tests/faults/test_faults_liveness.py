@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fault_ends import Address, Fresh, wait_until_stopped
 from fault_replicas import (
     Replica,
     Result,
@@ -22,7 +23,6 @@ from fault_replicas import (
     connect,
     wait_for,
 )
-from test_faults_agreement import Address, Fresh, wait_until_stopped
 from test_faults_group import finish
 
 from diloco_comm import SyncError
