@@ -2,8 +2,8 @@
 #include <torch/extension.h>
 #include <torch/version.h>
 
-#include "codec_bindings.h"
 #include "exchange/bindings.h"
+#include "operators/bindings.h"
 
 namespace {
 

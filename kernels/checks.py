@@ -1,4 +1,4 @@
-"""Argument checks of Triton's operators: the sentences of ``csrc/ops_checks.h``, on any device."""
+"""Argument checks of Triton's operators: the sentences of ``csrc/operators/checks.h``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The operators of ``torch.ops.diloco_comm`` in Triton, with the same arguments and the same bytes.
+"""The operators of ``torch.ops.diloco_comm`` in Triton, with the same bytes.
+
+The arguments are those of the schemas, less ``impl``, and with one ``layout`` for the three numbers
+of a wire's layout (``run_elements``, ``wire``, ``block_size``).
 
 For CUDA tensors, and for CPU tensors when Triton runs as an interpreter (``TRITON_INTERPRET=1``).
 An operator is one launch on the current stream, whatever the number of tensors (norms: two);
@@ -27,7 +30,6 @@ from .checks import (
     check_digest,
     check_flat,
     check_flat_of,
-    check_layout,
     check_residuals,
     check_terms,
 )
@@ -49,9 +51,7 @@ def encode(
     payload: Tensor,
     begin: int,
     end: int,
-    run_elements: int,
-    wire: str,
-    block_size: int,
+    layout: RunLayout,
     stochastic: bool = False,
     rng_key: int = 0,
     residual: Tensor | None = None,
@@ -59,12 +59,11 @@ def encode(
     nonfinite: Tensor | None = None,
 ) -> None:
     """Encode outer - params [+ residual], or params, of elements [begin, end) into the payload."""
-    layout = check_layout(wire, block_size, run_elements)
     device = payload.device
-    tiles = tiles_of("encode", "params", params, device, run_elements)
+    tiles = tiles_of("encode", "params", params, device, layout.run_elements)
     num_elements = tiles.num_elements
     layout.check_range(begin, end, num_elements)
-    layout.check_payload("payload", payload, -(-end // run_elements), device)
+    layout.check_payload("payload", payload, -(-end // layout.run_elements), device)
     if outer is not None:
         check_flat_of("outer", outer, num_elements, device)
     check_residuals(residual, new_residual, num_elements, device)
@@ -84,9 +83,7 @@ def reduce(
     result: Tensor,
     weights: Sequence[float],
     num_elements: int,
-    run_elements: int,
-    wire: str,
-    block_size: int,
+    layout: RunLayout,
     stochastic: bool = False,
     rng_key: int = 0,
     index_begin: int = 0,
@@ -96,8 +93,7 @@ def reduce(
     max_blocks: int = 0,
 ) -> None:
     """Decode one run from each rank, take the weighted sum in rank order, encode it once."""
-    layout = check_layout(wire, block_size, run_elements)
-    device = result.device
+    device, run_elements, block_size = result.device, layout.run_elements, layout.block_size
     if not 0 <= num_elements <= run_elements:
         raise ValueError(
             f"num_elements must lie in [0, run_elements = {run_elements}], got {num_elements}"
@@ -139,9 +135,7 @@ def outer_step(
     coefficients: Sequence[float],
     begin: int,
     end: int,
-    run_elements: int,
-    wire: str,
-    block_size: int,
+    layout: RunLayout,
     optimizer: str,
     lr: float,
     mu: float = 0.0,
@@ -150,7 +144,6 @@ def outer_step(
     verdict: Tensor | None = None,
 ) -> None:
     """Apply sgd, heavy_ball or nesterov to outer, and merge it into the parameters."""
-    layout = check_layout(wire, block_size, run_elements)
     if optimizer not in ("sgd", "heavy_ball", "nesterov"):
         raise ValueError(f"optimizer must be sgd, heavy_ball or nesterov, got {optimizer!r}")
     if optimizer != "sgd" and momentum is None:
@@ -175,9 +168,7 @@ def outer_step_adam(
     coefficients: Sequence[float],
     begin: int,
     end: int,
-    run_elements: int,
-    wire: str,
-    block_size: int,
+    layout: RunLayout,
     lr: float,
     beta1: float,
     beta2: float,
@@ -187,7 +178,6 @@ def outer_step_adam(
     verdict: Tensor | None = None,
 ) -> None:
     """Apply Adam's step number ``step`` (the first is 1) to outer, and merge it."""
-    layout = check_layout(wire, block_size, run_elements)
     if step < 1:
         raise ValueError(f"step counts from 1, got {step}")
     step_size = lr / (1.0 - beta1**step)
@@ -246,9 +236,7 @@ def outer_step_delayed(
     coefficients: Sequence[float],
     begin: int,
     end: int,
-    run_elements: int,
-    wire: str,
-    block_size: int,
+    layout: RunLayout,
     lr: float,
     mu: float = 0.0,
     direct: float = 1.0,
@@ -259,7 +247,6 @@ def outer_step_delayed(
     verdict: Tensor | None = None,
 ) -> None:
     """Add an arrival to what is pending; the last of a period takes the outer step."""
-    layout = check_layout(wire, block_size, run_elements)
     device, num_elements = outer.device, outer.numel()
     if pending is None and not (first and last):
         raise ValueError(
@@ -273,7 +260,7 @@ def outer_step_delayed(
     check_terms(payloads, coefficients, layout, end, device)
     check_count("verdict", verdict, device)
     terms = make_terms(payloads, coefficients)
-    tiles_per_run = -(-run_elements // PROGRAMS["outer_step"][0])
+    tiles_per_run = -(-layout.run_elements // PROGRAMS["outer_step"][0])
     num_programs, where = span_of(tiles_per_run, layout, begin, end)
     launch(
         "outer_step", step_kernels._delayed_kernel, num_programs, device,
@@ -292,14 +279,11 @@ def decode(
     outs: Sequence[Tensor],
     begin: int,
     end: int,
-    run_elements: int,
-    wire: str,
-    block_size: int,
+    layout: RunLayout,
 ) -> None:
     """Write the weighted sum of the decoded payloads into elements [begin, end) of outs."""
-    layout = check_layout(wire, block_size, run_elements)
     device = payloads[0].device if payloads else outs[0].device
-    tiles = tiles_of("decode", "outs", outs, device, run_elements)
+    tiles = tiles_of("decode", "outs", outs, device, layout.run_elements)
     layout.check_range(begin, end, tiles.num_elements)
     check_terms(payloads, coefficients, layout, end, device)
     terms = make_terms(payloads, coefficients)

@@ -3,7 +3,8 @@
 The floor of bar 17, a backend of against_torchft.py. When a fragment is sent, ours reads outer and
 local parameters and writes the payload; when its result is applied, ours reads payload, outer
 parameters and momentum, and writes outer parameters, momentum and local parameters (with alpha 0
-the local ones are not read). The loops are those of csrc/codec/floors.cpp, which do nothing else.
+the local ones are not read). The loops are those of csrc/codec/bench/floors.cpp, which do nothing
+else.
 """
 
 from __future__ import annotations

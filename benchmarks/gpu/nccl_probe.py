@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support import common
-from diloco_comm.tools.common import measuring
+from diloco_comm.tools.common import workers
 
 
 def probe() -> None:
     # A rank whose launcher was ended by a time limit would hold the device.
-    measuring.die_with_launcher()
+    workers.die_with_launcher()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["NCCL_HOSTID"] = f"diloco-{rank}"
     torch.cuda.set_device(0)

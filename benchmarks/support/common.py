@@ -13,26 +13,30 @@ from pathlib import Path
 
 from diloco_comm.tools.common import outputs, ranks
 from diloco_comm.tools.common.measuring import (
+    interleave,
+    median_ratio,
+    percentile,
+    slowest_of_ranks,
+    summary,
+)
+from diloco_comm.tools.common.reports import (
     Report,
-    WorkerError,
     check_output,
     command_line,
     commit,
-    free_port,
-    init_workers,
-    interleave,
-    is_worker,
-    leave_workers,
     machine,
-    median_ratio,
-    percentile,
-    run_workers,
-    slowest_of_ranks,
-    stoppable,
-    summary,
     versions,
 )
 from diloco_comm.tools.common.sizes import format_size, parse_size
+from diloco_comm.tools.common.workers import (
+    WorkerError,
+    free_port,
+    init_workers,
+    is_worker,
+    leave_workers,
+    run_workers,
+    stoppable,
+)
 
 __all__ = [
     "RESULTS",

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "codec/fp_environment.h"
-#include "codec/serial.h"
 #include "wire/codes.h"
 
 namespace diloco::codec {
@@ -389,13 +388,5 @@ Norms norms(const NormsArgs& args, int64_t begin, int64_t end) {
     }
     return {lanes[0], bad};
 }
-
-namespace {
-thread_local bool is_serial = false;
-}  // namespace
-
-SerialScope::SerialScope() : previous_(is_serial) { is_serial = true; }
-SerialScope::~SerialScope() { is_serial = previous_; }
-bool SerialScope::is_active() { return is_serial; }
 
 }  // namespace diloco::codec

@@ -97,8 +97,6 @@ struct Norms {
 };
 
 constexpr int kMaxTerms = 1024;
-// Sums of squares are taken over chunks of this many elements and added in order.
-constexpr int64_t kNormChunk = 65536;
 // Block of the operators that know no wire.
 constexpr int kPlainBlock = 256;
 

@@ -110,6 +110,9 @@ struct NormsSpan {
     double* lanes;
 };
 
+// Sums of squares are taken over chunks of this many elements and added in order.
+constexpr int64_t kNormChunk = 65536;
+// Partial sums of a chunk; element i is added to sum i % kNormLanes.
 constexpr int kNormLanes = 16;
 
 // The two sums of a digest, mod 2^64 (wire/digest.h).

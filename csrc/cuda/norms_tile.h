@@ -6,7 +6,7 @@
 // and reads the next tile before it adds this one up.
 #pragma once
 
-#include "codec/codec.h"
+#include "codec/kernels.h"
 #include "cuda/tiles.h"
 
 namespace diloco::cuda {

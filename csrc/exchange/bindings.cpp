@@ -9,10 +9,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "codec/codec.h"
-#include "exchange/bounded_store.h"
-#include "exchange/engine.h"
-#include "exchange/pages.h"
-#include "exchange/words.h"
+#include "exchange/engine/engine.h"
+#include "exchange/engine/words.h"
+#include "exchange/failure/bounded_store.h"
+#include "exchange/transport/pages.h"
 
 namespace py = pybind11;
 

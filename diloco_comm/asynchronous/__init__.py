@@ -1,6 +1,5 @@
 """Asynchronous Local-SGD: a server owns the shared model, workers come and go.
 
-Equations and settings: docs/asynchronous.md.
-Importing it needs no transport; ``AsyncServer`` and ``AsyncDiLoCo`` need pyzmq, the extra
-``[async]``.
+docs/asynchronous.md has the equations and the settings. This package imports without pyzmq;
+``AsyncServer`` and ``AsyncDiLoCo`` need pyzmq, the extra ``[async]``.
 """

@@ -3,8 +3,9 @@
     run = VirtualRun(coordinator, workers)
     run.until(num_updates=100, on_update=lambda now, worker, outcome: ...)
 
-Who arrives when follows from ``seconds_per_step`` alone; encoding, the rule, staleness, DyLU and
-grace periods are those of a real server. A run is a function of the models, the data and the seeds.
+Only ``seconds_per_step`` and ``latency`` decide which worker arrives when. Encoding, the rule,
+staleness, DyLU and grace periods are those of a real server. A run depends on nothing but the
+models, the data and the seeds.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ OnUpdate = Callable[[float, int, Outcome], None]
 
 @dataclass
 class VirtualWorker:
-    """A worker with a speed of its own.
+    """A worker with its own speed.
 
     Args:
-        local: Its model.
+        local: The worker's model.
         train_step: Takes one inner step on that model.
         seconds_per_step: Virtual seconds of one inner step.
         latency: Virtual seconds between the end of a round and its arrival at the server.
-        begin_round: Called before the first step of a round with the number of its steps.
+        begin_round: Called before the first step of a round with the round's number of steps.
     """
 
     local: LocalModel
@@ -53,7 +54,8 @@ class VirtualRun:
 
     Attributes:
         now: Virtual seconds.
-        num_updates, num_steps: Updates that arrived, refused ones included, and their inner steps.
+        num_updates: Updates that arrived, refused ones included.
+        num_steps: Inner steps of these updates.
     """
 
     def __init__(self, coordinator: Coordinator, workers: list[VirtualWorker]) -> None:
@@ -73,7 +75,7 @@ class VirtualRun:
         return str(index)
 
     def _begin(self, index: int, steps: int) -> None:
-        """Give the worker the present parameters and let it train its round."""
+        """Give a worker the newest parameters and train the worker's round."""
         worker, model = self.workers[index], self.coordinator.model
         worker.version, worker.round_steps = model.version, steps
         for target, source in zip(worker.local.outer, model.read_all(), strict=True):
@@ -94,9 +96,12 @@ class VirtualRun:
         num_steps: int | None = None,
         on_update: OnUpdate | None = None,
     ) -> None:
-        """Go on until so many updates, or inner steps of them, have arrived, or past a time.
+        """Run until one of the limits is reached.
 
         Args:
+            num_updates: Stop when so many updates have arrived since the run was made.
+            seconds: Stop before the first arrival after this virtual time.
+            num_steps: Stop when the updates that arrived have so many inner steps.
             on_update: Called after each arrival with the time, the worker's index and the outcome.
         """
         if num_updates is None and seconds is None and num_steps is None:
@@ -127,18 +132,18 @@ class VirtualRun:
         )
         outcome = self.coordinator.arrive(update, self.now)
         if not outcome.refusal:
-            worker.local.agreed()
+            worker.local.update_applied()
         self.num_updates += 1
         self.num_steps += worker.round_steps
         if on_update is not None:
             on_update(self.now, index, outcome)
 
     def _release(self) -> bool:
-        """Let go on who waits, unless somebody arrives before the window closes."""
+        """Start the workers that wait in a grace period, unless another arrives before its end."""
         closes_at = self.coordinator.grace.closes_at
         if closes_at is None or (self._arrivals and self._arrivals[0][0] <= closes_at):
             return False
-        # With nobody left to wait for the window closes at once.
+        # The grace period ends at once when no worker is training.
         self.now = max(self.now, closes_at) if self._arrivals else self.now
         for name, steps in self.coordinator.released(self.now):
             self._begin(int(name), steps)

@@ -1,4 +1,4 @@
-"""What every room uses: errors, checks of arguments, memory, environment, interrupts, traces.
+"""Shared by all rooms: errors, checks of arguments, memory, environment, interrupts, traces.
 
-Imports nothing of the package but the extension.
+This room imports nothing of the package but the C++ extension.
 """

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 def batch_threads() -> Iterator[None]:
     """Make the threads that are created in this block batch threads (Linux: SCHED_BATCH).
 
-    A batch thread that wakes up waits for its turn; an ordinary one takes the core at once from a
-    thread that computes. Where replicas have few cores, the training thread would otherwise lose
-    its core in the middle of an outer step to an exchange that nobody waits for yet. Both kinds
-    get the same share of a core.
+    A batch thread that wakes up waits for its turn. An ordinary thread that wakes up takes the core
+    at once from a thread that computes. On few cores an exchange in the background would so
+    interrupt the training thread in the middle of an outer step. Both kinds of threads get the same
+    share of a core.
 
-    Nothing changes where the caller's own policy is not the ordinary one, or cannot be set.
+    Nothing changes if the calling thread does not have the ordinary policy, or if the policy cannot
+    be set.
     """
-    # 0: the calling thread; a thread inherits the policy of its creator.
+    # 0 is the calling thread. A new thread inherits the policy of its creator.
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return

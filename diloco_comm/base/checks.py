@@ -1,6 +1,6 @@
-"""Checks of single arguments; what passes comes back as a plain value of Python, which JSON takes.
+"""Checks of single arguments. The functions return plain Python values, which JSON can hold.
 
-This module imports nothing of ours: everything else may import it.
+This module imports nothing of the package, so every other module may import it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-# Beyond it, clocks that count nanoseconds overflow.
+# Larger timeouts overflow clocks that count nanoseconds.
 _MAX_TIMEOUT_S = 10 * 365 * 86400.0
 
 
@@ -19,7 +19,7 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
     """Return an integer of any type, NumPy's too, as int.
 
     Raises:
-        ValueError: If it is none, a bool, or below ``least``.
+        ValueError: If the value is no integer, a bool, or below ``least``.
     """
     found = None
     if not isinstance(value, bool):
@@ -35,7 +35,7 @@ def number(name: str, value: Any, expected: str = "a number") -> float:
     """Return a number of any type, also a tensor of one element, as float.
 
     Raises:
-        TypeError: If it is none, a bool or text.
+        TypeError: If the value is no number, a bool or text.
     """
     if not isinstance(value, (bool, str, bytes)):
         # A tensor of several elements raises RuntimeError.
@@ -48,8 +48,8 @@ def not_negative(name: str, value: Any, expected: str = "a number") -> float:
     """Return a finite ``number`` of 0 or more, such as a weight or a learning rate.
 
     Raises:
-        ValueError: If it is negative or not finite.
-        TypeError: If it is no number.
+        ValueError: If the value is negative or not finite.
+        TypeError: If the value is no number.
     """
     found = number(name, value, expected)
     if not 0 <= found < math.inf:
@@ -61,7 +61,7 @@ def flag(name: str, value: Any) -> bool:
     """Return a bool.
 
     Raises:
-        TypeError: If it is anything else, such as "no".
+        TypeError: If the value is no bool, such as "no".
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -69,7 +69,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
-    """Raise ValueError unless the value is one of those allowed."""
+    """Raise ValueError unless the value is one of the allowed values."""
     if value not in allowed:
         names = ", ".join(map(str, allowed))
         raise ValueError(f"{name} must be one of {names}, got {value!r}")
@@ -79,8 +79,8 @@ def timeout_seconds(timeout: float | timedelta, name: str = "timeout") -> float:
     """Return a timeout in seconds, at most ten years.
 
     Raises:
-        ValueError: If it is not positive, or infinite.
-        TypeError: If it is neither a number nor a timedelta.
+        ValueError: If the timeout is not positive, or infinite.
+        TypeError: If the timeout is neither a number nor a timedelta.
     """
     value = number(name, timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
     if not value > 0:

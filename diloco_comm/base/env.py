@@ -1,20 +1,20 @@
-"""Every environment variable this package reads; an argument always wins over the environment.
+"""All environment variables that this package reads; an argument wins over the environment.
 
 | variable | meaning |
 |---|---|
-| ``DILOCO_COMM_IMPL`` | implementation of the operators on the type of device that has it |
+| ``DILOCO_COMM_IMPL`` | implementation of the operators, on devices that have it |
 | ``DILOCO_COMM_TIMEOUT_S`` | seconds an exchange may take before it fails (default 1800) |
-| ``DILOCO_COMM_JOIN_TIMEOUT_S`` | seconds a change of the group waits for unheard members (60) |
-| ``DILOCO_COMM_SUSPECT_AFTER_S`` | seconds without a sign of life, then a peer is given up (30) |
+| ``DILOCO_COMM_JOIN_TIMEOUT_S`` | seconds a change of the group waits for silent members (60) |
+| ``DILOCO_COMM_SUSPECT_AFTER_S`` | seconds without a beat after which a peer is given up (30) |
 | ``DILOCO_COMM_CHUNK_BYTES`` | bytes of a chunk on the wire (default: by size) |
 | ``DILOCO_COMM_LANES`` | process groups, hence connections, for the chunks (default 1) |
 | ``DILOCO_COMM_REPORT_S`` | seconds a failed exchange waits for the others' reports (default 3) |
 | ``DILOCO_COMM_CONFIG`` | JSON file of arguments for ``DiLoCo``, as ``config=`` |
-| ``DILOCO_COMM_BACKEND_WIRE`` | what large all-reduces of the backend "diloco" travel as (int8) |
-| ``DILOCO_COMM_BACKEND_MIN_BYTES`` | from which size on they do (1048576) |
+| ``DILOCO_COMM_BACKEND_WIRE`` | wire of large all-reduces of the backend "diloco" (int8) |
+| ``DILOCO_COMM_BACKEND_MIN_BYTES`` | least bytes, as fp32, of a large all-reduce (1048576) |
 | ``DILOCO_COMM_NVTX`` | 0 turns NVTX ranges off where the ``nvtx`` package is installed |
 | ``DILOCO_COMM_PROFILE`` | folder for a trace of each rank; set by ``diloco-comm profile run`` |
-| ``DILOCO_COMM_PROFILE_SKIP`` | optimizer steps before the recorded ones (default 10) |
+| ``DILOCO_COMM_PROFILE_SKIP`` | optimizer steps to skip before the recording (default 10) |
 | ``DILOCO_COMM_PROFILE_STEPS`` | optimizer steps to record (default 20) |
 """
 
@@ -26,7 +26,7 @@ PREFIX = "DILOCO_COMM_"
 
 
 def impl() -> str:
-    """Return the implementation asked for, or "" for the default."""
+    """Return the requested implementation of the operators, or "" for the default."""
     return os.environ.get(PREFIX + "IMPL", "")
 
 
@@ -36,22 +36,22 @@ def timeout_s() -> float:
 
 
 def join_timeout_s() -> float:
-    """Return how long a change of the group waits for members of which nothing is heard."""
+    """Return the seconds that a change of the group waits for silent members."""
     return _number("JOIN_TIMEOUT_S", 60.0)
 
 
 def suspect_after_s() -> float:
-    """Return after how long without a sign of life a peer that is waited for is given up."""
+    """Return the seconds without a beat after which a peer is given up."""
     return _number("SUSPECT_AFTER_S", 30.0)
 
 
 def gloo_interface() -> str:
-    """Return the interfaces that gloo was given, by a variable of its own, or ""."""
+    """Return gloo's network interfaces, from gloo's own variable, or ""."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def chunk_bytes() -> int | None:
-    """Return the chunk size in bytes, or None for the table's choice."""
+    """Return the chunk size in bytes, or None to choose by the payload's size."""
     value = int(_number("CHUNK_BYTES", 0))
     return value or None
 
@@ -62,7 +62,7 @@ def lanes() -> int:
 
 
 def report_s() -> float:
-    """Return how long a replica whose exchange failed waits for the reports of the others."""
+    """Return the seconds that a failed exchange waits for the other replicas' reports."""
     return _number("REPORT_S", 3.0)
 
 
@@ -72,12 +72,12 @@ def config_path() -> str:
 
 
 def backend_wire() -> str:
-    """Return what large all-reduces of the backend "diloco" travel as."""
+    """Return the wire format of large all-reduces of the backend "diloco"."""
     return os.environ.get(PREFIX + "BACKEND_WIRE", "int8")
 
 
 def backend_min_bytes() -> int:
-    """Return the least size in bytes, as fp32, of an all-reduce that is quantised."""
+    """Return the least size in bytes, as fp32, of an all-reduce that is encoded."""
     return int(_number("BACKEND_MIN_BYTES", 1 << 20))
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong in an exchange between replicas."""
+"""Errors of an exchange between replicas."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ E = TypeVar("E", bound="SyncError")
 
 
 class SyncError(RuntimeError):
-    """An exchange has no result; outer and local parameters are as before it.
+    """An exchange has no result; outer and local parameters are as before the exchange.
 
-    Where a message was lost, ``__cause__`` has what the transport said of it.
+    If a message was lost, ``__cause__`` is the transport's error.
 
     Attributes:
-        fragment: Index of the fragment, -1 when the exchange was of none.
-        round: Outer round of that fragment, -1 likewise.
-        stage: Where it failed: "header", a step of the exchange, or "vote".
-        seconds: From the start of the exchange to the failure.
+        fragment: Index of the fragment, -1 if the exchange had no fragment.
+        round: Outer round of the fragment, -1 if the exchange had no fragment.
+        stage: Stage that failed: "header", a step of the exchange, or "vote".
+        seconds: Seconds from the start of the exchange to the failure.
         missing: Replicas that the others go on without: dead, hanging, cut off, or gone. Decided
-            once, on the store, and the same on all members. Where the store does not answer, those
-            alone whose connection is lost.
-        survivors: Members that live and reach each other, the same on all; empty where nobody could
-            decide. ``change_group("survivors")`` goes on with them.
+            once, on the store, and the same on all members. If the store does not answer: the
+            replicas whose connection this replica has lost.
+        survivors: Members that live and reach each other, the same on all members; empty if no
+            member could decide. ``change_group("survivors")`` forms a group of the survivors.
         cuts: Pairs of replicas that live and cannot reach each other.
     """
 
-    decision = ""  # the name of what a meeting decided, where one could not form a group
+    decision = ""  # name of the decision of a meeting that formed no group
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class SyncError(RuntimeError):
         self.cuts = tuple((a, b) for a, b in cuts)
 
     def saying(self: E, message: str) -> E:
-        """Return an error of the same kind, with the same attributes, that says something else."""
+        """Return an error of the same class and attributes with another message."""
         other = type(self)(message)
         vars(other).update(vars(self))
         other.__cause__ = self
@@ -61,15 +61,15 @@ class SyncError(RuntimeError):
 
 
 class ReplicaMismatch(SyncError):
-    """The replicas do not agree on what they exchange; the message names values and replicas."""
+    """The replicas' layouts or settings differ; the message names values and replicas."""
 
 
 class PeerLeft(SyncError):
-    """A replica closed its side.
+    """A replica left the group.
 
     Attributes:
-        replicas: Who left.
-        inner_steps: The inner step at which each of them did, -1 when unknown.
+        replicas: The replicas that left.
+        inner_steps: The inner step at which each of these replicas left, -1 if unknown.
     """
 
     replicas: tuple[int, ...] = ()
@@ -77,13 +77,13 @@ class PeerLeft(SyncError):
 
 
 class LeftBehind(SyncError):
-    """The others have decided to go on without this replica, which lives all the same.
+    """The other replicas decided to go on without this replica, although this replica lives.
 
-    It was stopped, slow, or cut off when they asked. It may come back as a newcomer, with
-    ``init="join"``, when they call ``change_group`` with it.
+    This replica was stopped, slow, or cut off when the others formed their group. It may come back
+    as a newcomer, with ``init="join"``, when the others call ``change_group`` with it.
 
     Attributes:
-        went_on_in: The epoch in which they went on; None while they have not begun it.
+        went_on_in: The epoch of the others' group; None while that epoch has not begun.
     """
 
     def __init__(self, message: str, *, went_on_in: int | None = None, **known: Any) -> None:
@@ -94,13 +94,14 @@ class LeftBehind(SyncError):
 class NonFiniteError(SyncError):
     """Some replica's values were NaN, Inf or out of the wire's range; no replica applies the round.
 
-    The group lives, and training may go on with all replicas; ``missing`` is who to leave out of a
-    group that shall go on without such values.
+    The group lives, and training may go on with all replicas. To go on without such values, leave
+    the replicas in ``missing`` out of the group.
+
+    If a replica was reset too often, the round is applied and the error is raised after it.
 
     Attributes:
-        replicas: Whose values, as in ``missing``; all, and nobody is missing, when it is their mean
-            that the wire cannot carry. Where a replica was reset once too often the round is
-            applied, and the error comes after it.
+        replicas: The replicas with such values, as in ``missing``. If only the mean is out of the
+            wire's range, ``replicas`` has all replicas and ``missing`` is empty.
     """
 
     replicas: tuple[int, ...] = ()

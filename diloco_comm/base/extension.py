@@ -1,7 +1,8 @@
-"""Load the C++ extension, or say in one sentence why this Python and torch cannot.
+"""Load the C++ extension, or say in one sentence why this Python and torch cannot load it.
 
-torch's C++ interface changes between its minor versions, so an extension runs with the one that it
-was built for: under another it does not load, or it loads and reads torch's objects wrongly.
+torch's C++ interface changes between its minor versions, so the extension runs only with the minor
+version of torch that it was built for. Under another version it does not load, or it loads and
+misreads torch's objects.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 _NAME = "diloco_comm._C"
-# As module.cpp writes it, with the version behind it.
+# module.cpp writes this text into the extension, followed by the version.
 _MARK = b"diloco_comm is built for torch "
 _COMMAND, _COMMAND_MODULE = "diloco-comm", "diloco_comm.tools.cli"
 
@@ -25,7 +26,7 @@ def load() -> None:
     """Import the extension, which registers ``torch.ops.diloco_comm.*``.
 
     Raises:
-        ImportError: If it is missing, built for another torch, or cannot be loaded.
+        ImportError: If the extension is missing, built for another torch, or cannot be loaded.
     """
     built_for = _built_for()
     if built_for is not None and built_for != minor_version(torch.__version__):
@@ -46,12 +47,13 @@ def load() -> None:
 
 
 def end_command(error: ImportError) -> None:
-    """End the command ``diloco-comm`` with what ``load`` has said; anywhere else do nothing.
+    """End the command ``diloco-comm`` with the message of ``load``; do nothing in other programs.
 
-    The command's own module is in this package, so that it runs after the package is imported.
+    The command's own module is in this package and runs after the package is imported, too late to
+    catch the error.
     """
     program = sys.argv[0] if sys.argv else ""
-    # While the module of ``python -m`` is looked for, that is the program's name.
+    # ``python -m`` names the program "-m" until the module is found.
     is_module = program == "-m" and _COMMAND_MODULE in sys.orig_argv
     if is_module or Path(program).stem == _COMMAND:
         sys.exit(f"{_COMMAND}: {error}")
@@ -63,7 +65,7 @@ def minor_version(version: str) -> str:
 
 
 def _built_for() -> str | None:
-    """Read the minor version of torch from the extension's file; None where it cannot be told."""
+    """Read the minor version of torch from the extension's file; None if the file has none."""
     spec = importlib.util.find_spec(_NAME)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return None
@@ -71,7 +73,7 @@ def _built_for() -> str | None:
         try:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:
-            # An empty file: loading it tells more.
+            # The file is empty: loading the extension gives a better error.
             return None
         with content:
             begin = content.find(_MARK) + len(_MARK)

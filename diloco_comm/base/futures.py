@@ -1,4 +1,4 @@
-"""Wait for exchanges on a thread, and tell a ``torch.futures.Future`` when each has ended."""
+"""Finish exchanges on a thread, and set a ``torch.futures.Future`` when each has ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 
 class Finisher:
-    """Run what ends an exchange, one after the other in the order in which they were started.
+    """Run the functions that end exchanges on one thread, in the order of the calls.
 
-    The order is the same on all ranks, so an end may itself call a collective that nothing else
-    uses. The thread begins with the first call; it ends no later than the process.
+    The order is the same on all ranks. So a function may call a collective, if no other code uses
+    that collective's group. The thread starts with the first call, and ends with the process at the
+    latest.
     """
 
     def __init__(self) -> None:
@@ -22,9 +23,9 @@ class Finisher:
         self._thread: threading.Thread | None = None
 
     def finish(self, end: Callable[[], Any]) -> torch.futures.Future[Any]:
-        """Return a future with the result of ``end()``, or with what it raised.
+        """Return a future with the result or the exception of ``end()``.
 
-        For a reader in C++ the exception is a value like another: give it ``for_native`` of this.
+        C++ code does not see the exception of this future: give C++ code ``for_native(future)``.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
         if self._thread is None:
@@ -34,7 +35,7 @@ class Finisher:
         return future
 
     def close(self) -> None:
-        """Wait for what was given so far and end the thread; idempotent."""
+        """Wait for all functions given so far and end the thread; idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ends.put(None)
@@ -53,7 +54,7 @@ def for_native(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
 def _settle(future: torch.futures.Future[Any], end: Callable[[], Any]) -> None:
     try:
         result = end()
-    # The top of a thread: whoever waits for the future gets it.
+    # The top of a thread: the future raises the error in the thread that waits.
     except Exception as error:
         future.set_exception(error)
     else:

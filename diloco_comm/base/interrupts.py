@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of an outer step: the step happens wholly or not at all."""
+"""Delay Ctrl-C during an outer step, so that the step happens wholly or not at all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 Handler = Callable[[int, FrameType | None], Any]
 
 
-class _Later:
-    """Stands in for the handler of SIGINT: remembers the first, lets the second through."""
+class _Deferred:
+    """A handler of SIGINT that remembers the first signal and handles the second at once."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -26,18 +26,18 @@ class _Later:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Handle a Ctrl-C that comes in this block at its end; a second one breaks in at once.
+def deferred_interrupts() -> Iterator[None]:
+    """Delay a Ctrl-C in this block until the block ends; a second Ctrl-C is handled at once.
 
-    Nothing changes in threads other than the main one, which never get it, and where Python does
-    not handle the signal.
+    Nothing changes outside the main thread, where Python handles no signals, and if Python does not
+    handle SIGINT.
     """
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(handler) or isinstance(handler, _Later):
+    if not is_main or not callable(handler) or isinstance(handler, _Deferred):
         yield
         return
-    later = _Later(handler)
+    later = _Deferred(handler)
     signal.signal(signal.SIGINT, later)
     try:
         yield
@@ -48,11 +48,11 @@ def held_back() -> Iterator[None]:
 
 
 class Uninterruptible:
-    """Blocks of one replica's outer steps that happen wholly or not at all.
+    """Guards sections that Ctrl-C must not split. Never held while waiting for peers.
 
     Attributes:
-        has_begun: Such a block was entered since this was set to False.
-        is_broken: One was left in the middle by an interrupt that could not be held back.
+        has_begun: A section was entered since this attribute was set to False.
+        is_broken: A second Ctrl-C ended a section in the middle.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Uninterruptible:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with held_back():
+        with deferred_interrupts():
             is_inner = self.is_broken
             self.has_begun = self.is_broken = True
             try:
@@ -71,10 +71,10 @@ class Uninterruptible:
             self.is_broken = is_inner
 
     def refuse_if_broken(self) -> None:
-        """Raise RuntimeError if the state is neither that before nor after an outer step."""
+        """Raise RuntimeError if an interrupt has split an outer step."""
         if self.is_broken:
             raise RuntimeError(
-                "an interrupt broke an outer step off in the middle, and what this replica has is "
-                "neither the state before it nor after it: close() this DiLoCo and load a saved "
-                "state into a new one"
+                "an interrupt broke an outer step off in the middle: the state of this replica is "
+                "neither the state before that step nor the state after it; close() this DiLoCo "
+                "and load a saved state into a new one"
             )

@@ -1,4 +1,4 @@
-"""Where this process stands among those that torchrun or srun started."""
+"""The rank of this process among the processes that torchrun or srun started."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 _TORCHRUN = ("RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
-# Where rank 0 of an srun listens unless MASTER_PORT says otherwise: jobs of one node differ.
+# First port for rank 0 under srun if MASTER_PORT is not set; jobs add a part of their number.
 _SLURM_FIRST_PORT = 15000
-# SLURM's steps from this number on are not srun's: batch scripts, interactive shells.
+# Step numbers from here on are no steps of srun, but batch scripts and interactive shells.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
@@ -20,9 +20,9 @@ class Launch:
     """One process of a launch.
 
     Attributes:
-        rank, world_size: Among all processes.
-        local_rank, local_world_size: Among those of this host.
-        master_addr, master_port: Where rank 0 is met.
+        rank, world_size: Rank and number of all processes.
+        local_rank, local_world_size: Rank and number of the processes on this host.
+        master_addr, master_port: Address at which rank 0 listens.
     """
 
     rank: int
@@ -33,7 +33,7 @@ class Launch:
     master_port: int
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that torchrun sets, and ``init_process_group`` reads."""
+        """Return the environment variables that torchrun sets and ``init_process_group`` reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -45,12 +45,12 @@ class Launch:
 
 
 def find(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """Read the launcher's variables; None for a process that nobody launched.
+    """Read the launcher's variables; None for a process that no launcher started.
 
-    torchrun's win over srun's, so that torchrun may run inside an srun task.
+    torchrun's variables win over srun's, so that torchrun may run inside an srun task.
 
     Raises:
-        ValueError: If one of them is not a number, or the first host cannot be told.
+        ValueError: If a variable is not a number, or the first host is not known.
     """
     environ = os.environ if environ is None else environ
     if all(name in environ for name in _TORCHRUN):
@@ -66,10 +66,10 @@ def find(environ: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def refuse_if_forgotten(environ: Mapping[str, str] | None = None) -> None:
-    """Raise if a launcher has started several processes, none of which knows of the others.
+    """Raise if a launcher has started several processes that are in no process group.
 
     Raises:
-        RuntimeError: Saying what to call.
+        RuntimeError: The message says which function to call.
     """
     environ = os.environ if environ is None else environ
     if all(name in environ for name in _TORCHRUN):
@@ -89,7 +89,7 @@ def refuse_if_forgotten(environ: Mapping[str, str] | None = None) -> None:
 
 def _is_task(environ: Mapping[str, str]) -> bool:
     """Whether srun has started this process."""
-    # A batch script and an interactive shell have SLURM_NTASKS too, but are single processes.
+    # A batch script or an interactive shell also has SLURM_NTASKS, but is a single process.
     has_all = all(name in environ for name in (*_SLURM, "SLURM_STEP_ID"))
     return has_all and _number(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
 
@@ -97,7 +97,7 @@ def _is_task(environ: Mapping[str, str]) -> bool:
 def _slurm(environ: Mapping[str, str]) -> Launch:
     job = _number(environ, "SLURM_JOB_ID", 0)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    # Like "4(x2),3": of the first hosts, which is where it is the same for all but the last ones.
+    # A list such as "4(x2),3": only the last hosts may have fewer tasks than the first.
     here = re.match(r"\d+", tasks)
     return Launch(
         _number(environ, "SLURM_PROCID"),
@@ -113,7 +113,7 @@ def first_host(node_list: str) -> str:
     """Return the first host of SLURM's list, such as node07 of ``node[07-09,12],login1``.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the list has no host.
     """
     match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,]*))?", node_list)
     if match is None:

@@ -1,4 +1,4 @@
-"""Buffers that are made once and reused: in host memory, page-locked, or on a device."""
+"""Buffers that are allocated once and reused: in host memory, page-locked, or on a device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _GOLDEN_RATIO = 0x278DDE6E5FD29F05
 
 
 def empty_pages(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Allocate a zeroed CPU tensor that costs no page fault later.
+    """Allocate a zeroed CPU tensor without page faults at its first use.
 
-    64-byte aligned, huge pages advised, every page touched.
+    The memory is 64-byte aligned and advised to use huge pages, and every page has been touched.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -32,16 +32,16 @@ def persistent(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> Tensor:
-    """Allocate a zeroed tensor that will be kept: on a device, or as ``empty_pages`` does."""
+    """Allocate a zeroed tensor for long use: on a device, or by ``empty_pages`` on the CPU."""
     if device.type == "cpu":
         return empty_pages(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def persistent_like(tensor: Tensor) -> Tensor:
-    """Allocate a zeroed tensor of the same shape, dtype and device that will be kept.
+    """Allocate a zeroed tensor for long use with the same shape, dtype and device.
 
-    It is page-locked where the other one is.
+    The new tensor is page-locked if the given tensor is.
     """
     if tensor.device.type == "cpu" and tensor.is_pinned():
         return page_locked(tuple(tensor.shape), tensor.dtype)
@@ -49,7 +49,7 @@ def persistent_like(tensor: Tensor) -> Tensor:
 
 
 def page_locked(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Allocate a zeroed CPU tensor that a device copies to and from without a wait of the host."""
+    """Allocate a zeroed CPU tensor for copies to and from a device that the host need not await."""
     return torch.zeros(shape, dtype=dtype, pin_memory=True, device="cpu")
 
 
@@ -57,21 +57,23 @@ def page_locked(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32
 class Ballot:
     """Counts of bad elements in an exchange on streams.
 
-    A vote is one int64: bad elements of the mean times 2^32, bad elements encoded, and the token of
-    the vote. What an aborted gather leaves behind (zeros, earlier votes) differs from the token,
-    so that only a vote that has come can read as "yes". A rank that has given its group up votes
-    ``GIVEN_UP`` more, and finds the verdict to be "no" whatever has come.
+    A *bad* element is not finite or out of the wire's range. A vote is one int64: the bad elements
+    of the mean times 2^32, plus the bad elements that were encoded, plus the token of the vote. An
+    aborted gather leaves zeros or earlier votes behind, which differ from the token; so only a vote
+    that has arrived can read as "yes". A rank that has given its group up adds ``GIVEN_UP`` to its
+    vote, and its verdict is "no" whatever the others vote.
 
     Attributes:
-        is_no: bool [size], the votes that differ from the token.
-        bad: int64 [1], the elements that this rank has encoded; from the vote on, this rank's vote.
-        bad_mean: int64 [1], the elements that this rank has added up.
+        is_no: bool [size], whether each rank's vote differs from the token.
+        bad: int64 [1], bad elements that this rank has encoded; after the vote, this rank's vote.
+        bad_mean: int64 [1], bad elements of the mean that this rank has computed.
         votes: int64 [size], the vote of every rank.
-        verdict: int64 [1], the number of these: 0 says that the round may be applied.
-        given_up: int64 [1], whether the group was given up: 0 or ``GIVEN_UP``.
-        digest: int64 [2], the sums of the digest of all payloads that are added up.
-        host_bad, host_votes, host_verdict, host_given_up, host_digest: Page-locked copies; those of
-            ``bad`` and ``given_up`` are from before the vote.
+        verdict: int64 [1], the number of votes that differ from the token; with 0 the round may be
+            applied.
+        given_up: int64 [1], 0, or ``GIVEN_UP`` if this rank has given the group up.
+        digest: int64 [2], the sums of the digest of all payloads in the mean.
+        host_bad, host_votes, host_verdict, host_given_up, host_digest: Page-locked copies. The
+            copies of ``bad`` and ``given_up`` are from before the vote.
         token: See ``vote_token``; set when the vote is enqueued.
     """
 
@@ -98,11 +100,11 @@ class Ballot:
         return cls(is_no, *on_device, *hosts)
 
     def numbers(self) -> list[tuple[int, int]]:
-        """Return what every rank has encoded and added up, once all votes are on the host."""
+        """Return every rank's bad elements, encoded and of the mean, from the votes on the host."""
         return [(count & (1 << 32) - 1, count >> 32) for count in self._counts()]
 
     def quitters(self) -> list[int]:
-        """List the ranks that gave their group up before they voted, once all votes are there."""
+        """List the ranks that had given their group up, from the votes on the host."""
         return [rank for rank, count in enumerate(self._counts()) if count < 0]
 
     def _counts(self) -> list[int]:
@@ -112,21 +114,22 @@ class Ballot:
 def vote_token(number: int) -> int:
     """Return the token, in [1, 2^62), of the vote with this number, counted from 1.
 
-    Tokens are multiples of the golden ratio: those of votes less than 2^28 apart differ in both
-    halves of 32 bits, so that a torn vote, one half of which is old, does not read as "yes" either.
+    Tokens are multiples of the golden ratio. Tokens of votes less than 2^28 apart differ in both
+    halves of 32 bits. So a torn vote, one half of which is old, does not read as "yes".
     """
     return number * _GOLDEN_RATIO & (1 << 62) - 1
 
 
 @dataclass(eq=False)
 class Payload:
-    """Encoded bytes: where the operators have them, and where the engine has them.
+    """The encoded bytes of a fragment, on its device for the operators and on the host for sockets.
 
     Attributes:
         tensor: uint8 on the fragment's device.
-        host: The same tensor, or its page-locked twin when the fragment is on a device.
-        bad, bad_host: int64 [1] of bad elements, likewise; None in host memory.
-        ballot: The counts of an exchange on streams, which needs no twins.
+        host: The same tensor, or a page-locked copy if the fragment is on a device.
+        bad, bad_host: int64 [1], the number of bad elements on the device and on the host; None if
+            the fragment is in host memory.
+        ballot: The counts of an exchange on streams, which uses no copies on the host.
     """
 
     tensor: Tensor
@@ -137,7 +140,7 @@ class Payload:
 
     @classmethod
     def make(cls, num_bytes: int, device: torch.device, *, voters: int = 0) -> Payload:
-        """Allocate it. ``voters``: replicas that exchange it on streams; 0: the engine does."""
+        """Allocate a payload that ``voters`` replicas exchange on streams, or with 0 the engine."""
         if voters:
             payload = persistent(num_bytes, torch.uint8, device)
             return cls(payload, payload, ballot=Ballot.make(voters, device))
@@ -153,15 +156,15 @@ class Payload:
 
 
 def device_of(tensors: list[Tensor]) -> torch.device:
-    """Return the device that all tensors are on; the CPU's when there are none."""
+    """Return the device of all tensors; the CPU if the list is empty."""
     return tensors[0].device if tensors else CPU
 
 
 class Reading:
-    """A norm on its way to the host, which waits for it only when it is asked for.
+    """A norm that is copied to the host; only ``norm`` waits for the copy.
 
     Args:
-        squared: fp64, the squared norm first; on any device.
+        squared: fp64 on any device; its first element is the squared norm.
     """
 
     def __init__(self, squared: Tensor) -> None:
@@ -175,7 +178,7 @@ class Reading:
 
     @property
     def is_there(self) -> bool:
-        """Whether ``norm`` will return, now or as soon as the device comes to it."""
+        """Whether ``norm`` returns without a wait for other replicas: always."""
         return True
 
     def norm(self) -> float:
@@ -186,9 +189,9 @@ class Reading:
 
 
 def rounded_norm(squared: float) -> float:
-    """Return the root, rounded to the 24 bits of fp32.
+    """Return the square root, rounded to the 24 bits of fp32.
 
-    The last bits of a sum of squares depend on how it is divided among workers; these are gone.
+    The last bits of a sum of squares depend on its division among workers; rounding removes them.
     """
     norm = math.sqrt(squared)
     if not math.isfinite(norm):
@@ -198,5 +201,5 @@ def rounded_norm(squared: float) -> float:
 
 
 def memory_order(tensor: Tensor) -> Tensor:
-    """View a dense tensor of any shape as 1-D, in the order of its memory."""
+    """View a dense tensor of any shape as 1-D, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -29,10 +29,10 @@ def span(stage: str, fragment: int, round: int) -> Iterator[None]:
 
 
 def exchanged(fragment: int, round: int, seconds: float) -> None:
-    """Note how long an exchange took, in the name of a range that lasts no time.
+    """Record the duration of an exchange, in the name of a range of no length.
 
-    The exchange itself runs on a thread that no profiler sees, and may have ended long before the
-    training thread asks for it.
+    The exchange runs on a thread that no profiler sees, and may have ended long before the training
+    thread asks for the result.
     """
     with _range("exchange", f"fragment={fragment} round={round} us={1e6 * seconds:.0f}"):
         pass

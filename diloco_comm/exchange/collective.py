@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..base import checks
 from ..base.errors import SyncError
-from ..base.interrupts import held_back
+from ..base.interrupts import deferred_interrupts
 from ..ops.dispatch import is_served
 from ..ops.wire import WireFormat, parse
 from .buffers import ExchangeBuffers
@@ -267,7 +267,7 @@ def all_reduce(
             "all_reduce", layout_hash=tensor.numel(), round=engine.num_calls + 1, weight=weight
         )
         # What was started is counted, also when Ctrl-C comes at that moment.
-        with held_back():
+        with deferred_interrupts():
             work = _start(
                 exchange,
                 buffers,

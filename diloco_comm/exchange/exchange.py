@@ -597,7 +597,7 @@ class Exchange:
         return regroup.enter(self, members, store, last_rounds=last_rounds, join=False)
 
     def inject_fault(self, **fault: Any) -> None:
-        """For tests: delay, stop or kill this replica at a stage; see csrc/exchange/faults.h."""
+        """For tests: delay, stop or kill this replica; see csrc/exchange/failure/faults.h."""
         self._engine.inject_fault(**fault)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""DiLoCo inside the trainers that people use; each module needs its trainer and nothing else.
+"""DiLoCo inside trainers such as Hugging Face's and Lightning's; one module for each trainer.
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
     from diloco_comm.integrations.lightning import DiLoCoCallback
@@ -8,5 +8,5 @@
     from diloco_comm.integrations.writers import log_metrics
     from diloco_comm.integrations.launch import replica_per_process
 
-Importing this package imports none of them.
+Importing this package imports no trainer.
 """

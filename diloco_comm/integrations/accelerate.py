@@ -1,10 +1,11 @@
-"""DiLoCo for a training loop of one's own on ``accelerate``::
+"""DiLoCo for a user's own training loop on ``accelerate``::
 
     replicas = replica_per_process()                 # before the Accelerator is made
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     diloco = attach(accelerator, model, optimizer, sync_every=100, **replicas)
 
-The loop stays as it is. Source: accelerate 1.15, ``optimizer.py`` and ``checkpointing.py``.
+The training loop stays as it is.
+Source: accelerate 1.15, ``optimizer.py`` and ``checkpointing.py``.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ def attach(
     make: Make = DiLoCo,
     **arguments: Any,
 ) -> DiLoCo:
-    """Attach to a prepared model and optimizer; checkpoints of the accelerator carry the state.
+    """Attach DiLoCo to a prepared model and optimizer, and save its state with the accelerator's.
 
-    ``accelerator.save_state(folder)`` saves the outer state too and ``load_state(folder)`` goes on
-    from it to the same bytes. Each replica needs a folder of its own, since local parameters
-    differ. With gradient accumulation only the steps that are taken are counted.
+    ``accelerator.save_state(folder)`` saves the outer state too. After ``load_state(folder)``
+    training continues with the same bytes. Each replica needs its own folder, since local
+    parameters differ. With gradient accumulation DiLoCo counts the optimizer's steps.
 
     Args:
         model: As ``accelerator.prepare`` has returned it.
         make: ``DiLoCo`` or a preset such as ``eager_diloco``.
-        arguments: Of ``make``: ``sync_every=100`` and so on.
+        arguments: Arguments of ``make``, such as ``sync_every=100``.
 
     Raises:
         ValueError: Under DeepSpeed, whose optimizer steps inside ``accelerator.backward``; if the
-            prepared model averages gradients over several replicas; if the accelerator knows of
-            one process in a job of several; if the model is not the one that was prepared.
+            prepared model averages gradients over several replicas; if the accelerator knows of one
+            process in a job of several; if the model is not what ``accelerator.prepare`` returned.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError(
@@ -64,11 +65,11 @@ def attach(
 
 
 def _refuse_if_unwrapped(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise for a model around which accelerate has put DDP: here it would not be seen."""
+    """Raise for the model inside accelerate's DDP: the later checks need the DDP around it."""
     is_ddp = accelerator.distributed_type.value.startswith("MULTI_")
     is_known = any(model is known for known in getattr(accelerator, "_models", ()))
     if is_ddp and is_known and not any(wrappers.around(model)):
         raise ValueError(
             "attach() needs the model that accelerator.prepare() has returned, and was given the "
-            "one inside it"
+            "model inside that wrapper"
         )

@@ -1,8 +1,8 @@
 """Attach DiLoCo to a model that a trainer has made, or has loaded from a checkpoint.
 
-The state that a trainer's checkpoint carries is ``DiLoCo.state_dict()``, and the model is saved
-with its local parameters. Where the model is saved with the outer ones, the state is
-``{"diloco": ..., "local": ...}``: local parameters by name, what this worker holds of them.
+If a checkpoint's model has the local parameters, DiLoCo's state in the checkpoint is
+``DiLoCo.state_dict()``. If the model has the outer parameters, the state is
+``{"diloco": ..., "local": ...}``, where "local" has this worker's local parameters by name.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def attach(
 
     Args:
         make: ``DiLoCo`` or a preset; called as ``make(model, optimizer, **arguments)``.
-        saved: The state to go on from. Local parameters are then its own or those that the trainer
-            has loaded: they differ between replicas, and stay.
+        saved: The state to continue from, see above. The local parameters are those in the state,
+            or those that the trainer has loaded. They differ between replicas, and stay so.
 
     Raises:
         ValueError: If the saved local parameters are not those of the model.
     """
     if saved is None:
         return make(model, optimizer, **arguments)
-    # Attaching gives all replicas the weights of the first; that is undone here.
+    # Attaching copies the first replica's weights to all replicas; the code below undoes that.
     loaded = [(tensor, tensor.clone()) for tensor in _local_tensors(model)]
     diloco = make(model, optimizer, **arguments)
     try:
@@ -56,7 +56,7 @@ def attach(
 
 
 def _local_tensors(model: nn.Module) -> list[Tensor]:
-    """Return what attaching may write: trained parameters and buffers, detached."""
+    """Return the tensors that attaching may write: trained parameters and buffers, detached."""
     trained = [param for param in model.parameters() if param.requires_grad]
     return [local(tensor) for tensor in [*trained, *model.buffers()]]
 
@@ -64,15 +64,16 @@ def _local_tensors(model: nn.Module) -> list[Tensor]:
 def state_with_local(diloco: DiLoCo) -> dict[str, Any]:
     """Return the state for a checkpoint whose model has the outer parameters.
 
-    The model must hold the local ones when this is called.
+    The model must hold the local parameters at the call.
     """
     return {"diloco": diloco.state_dict(), "local": parameters_of(diloco)}
 
 
 def savable(state: Any) -> Any:
-    """Return a state for ``torch.save``, which takes no DTensor of which the memory begins amid.
+    """Return a state that ``torch.save`` takes.
 
-    Such ones are copied; anything else stays as it is.
+    ``torch.save`` refuses a DTensor whose local part starts inside its storage; such DTensors are
+    copied.
     """
     if isinstance(state, Mapping):
         return {key: savable(value) for key, value in state.items()}
@@ -82,7 +83,7 @@ def savable(state: Any) -> Any:
 
 
 def parameters_of(diloco: DiLoCo) -> dict[str, Tensor]:
-    """Return what this worker holds of each trained parameter; writing to it writes to them."""
+    """Return views of this worker's parts of the trained parameters, by name."""
     fragments = [part.fragment for part in diloco.parts if isinstance(part, SyncedFragment)]
     return {
         name: tensor
@@ -92,10 +93,10 @@ def parameters_of(diloco: DiLoCo) -> dict[str, Tensor]:
 
 
 def write_parameters(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
-    """Set the trained parameters to what ``parameters_of`` has returned.
+    """Set the trained parameters to values that ``parameters_of`` has returned.
 
     Raises:
-        ValueError: If names or shapes are others; nothing is changed.
+        ValueError: If names or shapes differ; no parameter is changed then.
     """
     tensors = parameters_of(diloco)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Count the steps of a trainer for which its optimizer was not called."""
+"""Count the steps at which a trainer skipped its optimizer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from ..training.diloco import DiLoCo
 
 
 class TrainerSteps:
-    """Keep DiLoCo's inner steps at the trainer's.
+    """Keep DiLoCo's count of inner steps equal to the trainer's count.
 
-    A GradScaler that overflows leaves out an optimizer that is not fused, so that no hook counts
-    the step; the trainer counts it, on its way to the end on which all replicas have agreed.
+    After an overflow a GradScaler does not call an optimizer that is not fused, so no hook counts
+    the step. The trainer counts that step, and all replicas have agreed on a number of steps.
 
     Args:
-        diloco: Of one optimizer: the steps of several are the user's to tell apart.
-        num_steps: What the trainer has counted so far.
+        diloco: A DiLoCo with one optimizer: a trainer does not count the steps of several.
+        num_steps: Steps that the trainer has counted so far.
     """
 
     def __init__(self, diloco: DiLoCo, num_steps: int) -> None:
@@ -25,15 +25,15 @@ class TrainerSteps:
         return 0 if hooks is None else hooks.num_steps
 
     def follow(self, num_steps: int) -> None:
-        """Take the inner steps, as skipped ones, that no hook has taken.
+        """Count the inner steps that no hook has counted, as skipped steps.
 
         Args:
-            num_steps: What the trainer has counted so far, with those that it has skipped.
+            num_steps: Steps that the trainer has counted so far, skipped steps included.
 
         Raises:
             SyncError: As ``DiLoCo.step``.
         """
-        # Without hooks the user counts.
+        # Without hooks (attach=False) the user counts the steps.
         if self._diloco._hooks is None:
             return
         while num_steps - self._num_hooked() > self._missing:

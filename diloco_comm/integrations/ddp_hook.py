@@ -1,13 +1,13 @@
-"""Quantised gradients for ``DistributedDataParallel``, at every step::
+"""A hook of ``DistributedDataParallel`` that sends gradients encoded, at every step::
 
     model = DistributedDataParallel(model)
     model.register_comm_hook(QuantizedAllReduce(wire="int8"), quantized_allreduce_hook)
 
-For workers that are close enough to average at every step, but not close enough for fp32. The
-exchange of a bucket runs while the backward pass of the layers before it goes on.
+For links that are fast enough for an average at every step, but too slow for fp32. The exchange of
+a bucket overlaps with the backward pass of earlier layers.
 """
 
-# DDP compares the hook's annotations with the classes: they must not be strings here.
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
 
 from datetime import timedelta
 
@@ -22,14 +22,14 @@ from ..ops.wire import WireFormat, parse
 
 
 class QuantizedAllReduce:
-    """What the hook keeps from step to step.
+    """The state of the hook.
 
     Args:
-        group: That of the model; default: the world.
-        wire, block_size: What travels, see ``diloco_comm.ops.wire.WIRES``.
-        error_feedback: Add what the last encoding lost to the next one, for each bucket; worth it
-            at 4 bits. One more pass over the gradients, and as much memory as they take.
-        timeout: Of one exchange.
+        group: Process group of the model; the default is the world.
+        wire, block_size: Wire format, see ``diloco_comm.ops.wire.WIRES``.
+        error_feedback: Add the rounding errors of a bucket's encoding to the next encoding; useful
+            at 4 bits. Costs one more pass over the gradients, and as much memory as the gradients.
+        timeout: Timeout of one exchange, in seconds or as a timedelta.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class QuantizedAllReduce:
         self.error_feedback = error_feedback
         self.timeout = timeout
         self.finisher = Finisher()
-        # By the parameters of a bucket: DDP makes other buckets after the first step.
+        # Keys are the parameters of a bucket: DDP makes new buckets after the first step.
         self._residuals: dict[tuple[int, ...], Tensor] = {}
 
     def start(self, bucket: dist.GradBucket) -> AllReduceWork:
-        """Begin to average a bucket, with what was lost of it the last time."""
+        """Start to average a bucket, with the residual of the bucket's last encoding."""
         gradients = bucket.buffer()
         if not self.error_feedback:
             return self._all_reduce(gradients)
@@ -62,8 +62,8 @@ class QuantizedAllReduce:
             residual = self._residuals[key] = torch.zeros_like(gradients)
         gradients.add_(residual)
         work = self._all_reduce(gradients)
-        # In the residual's memory: what was sent, then what was not. A value that is not finite
-        # makes the exchange fail, and must not stay.
+        # ``work.sent`` decodes the payload into the residual's memory; the difference replaces it.
+        # A value that is not finite makes the exchange fail, and must not stay in the residual.
         torch.sub(gradients, work.sent(residual), out=residual)
         torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
         return work
@@ -79,9 +79,9 @@ class QuantizedAllReduce:
 def quantized_allreduce_hook(
     state: QuantizedAllReduce, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients over the group, quantised; bit-identical on all ranks.
+    """Average a bucket of gradients over the group; the result is bit-identical on all ranks.
 
-    A failed exchange (a dead peer, values that are not finite) is an error of ``backward()``.
+    If the exchange fails (a dead peer, values that are not finite), ``backward()`` raises.
     """
     work = state.start(bucket)
     return for_native(state.finisher.finish(work.wait))

@@ -1,4 +1,4 @@
-"""Let a trainer evaluate the outer parameters, save them, and choose among them."""
+"""Let a trainer evaluate the outer parameters, save them, and choose the best."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ CHOICES = ("local", "outer")
 
 
 class Swap:
-    """The outer parameters in the model, between two hooks of a trainer.
+    """Put the outer parameters into the model between two hooks of a trainer.
 
     Args:
-        diloco: Whose outer parameters; under ``shard_group`` all workers enter and leave together.
+        diloco: Owner of the outer parameters; under ``shard_group`` all workers enter and leave
+            together.
     """
 
     def __init__(self, diloco: DiLoCo) -> None:
@@ -27,25 +28,25 @@ class Swap:
 
     @property
     def is_outer(self) -> bool:
-        """Whether the model holds the outer parameters, by whomever they were put there."""
+        """Whether the model holds the outer parameters, by this object or by the user."""
         return self._diloco._is_swapped
 
     @property
     def is_over(self) -> bool:
-        """Whether the training is: its DiLoCo is closed, and may still be looked at."""
+        """Whether the training is over: DiLoCo is closed, and its parameters remain readable."""
         return self._diloco._is_closed
 
     def enter(self) -> None:
-        """Put the outer parameters into the model, if they are not there already."""
+        """Put the outer parameters into the model, unless this object has done so already."""
         if not self.is_entered:
             self._block.enter_context(self._diloco.outer_parameters())
             self.is_entered = True
 
     def leave(self, *, keep: bool = False) -> None:
-        """Put the local parameters back bit by bit, if they are not there already.
+        """Put the local parameters back, bit by bit, if ``enter`` has replaced them.
 
         Args:
-            keep: Leave the model as it is: the trainer has loaded other parameters into it.
+            keep: Leave the model as it is, because the trainer has loaded other parameters.
         """
         if not self.is_entered:
             return
@@ -60,12 +61,12 @@ def share_best(diloco: DiLoCo, step: int | None) -> bool:
     """Give all replicas the same best model; a collective call at the end of training.
 
     Args:
-        step: Of the checkpoint whose outer parameters the trainer has put into the model; None if
-            it has put none.
+        step: Step of the checkpoint from which the trainer has loaded the best model; None if it
+            has loaded none.
 
     Returns:
-        Whether a replica had one. The models are equal then: where they were not, that of the
-        lowest replica which had one is taken, with a warning.
+        Whether a replica has loaded a best model. All models are equal then: if they differed, all
+        replicas take the model of the lowest such replica, with a warning.
 
     Raises:
         SyncError: If the group fails.

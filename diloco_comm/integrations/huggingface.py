@@ -1,12 +1,12 @@
 """DiLoCo for the Hugging Face ``Trainer``::
 
-    replicas = replica_per_process()    # first of all, before TrainingArguments and the Trainer
+    replicas = replica_per_process()    # before TrainingArguments and the Trainer are made
     callback = DiLoCoCallback(sync_every=100, **replicas)
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
 
-The callback attaches to the optimizer that the trainer makes, adds its state to every checkpoint
-that the trainer writes, and goes on from it. Source: transformers 5.23, ``trainer_callback.py``
-and ``trainer.py``.
+The callback attaches DiLoCo to the trainer's optimizer, adds DiLoCo's state to every checkpoint of
+the trainer, and restores the state when training resumes.
+Source: transformers 5.23, ``trainer_callback.py`` and ``trainer.py``.
 """
 
 from __future__ import annotations
@@ -38,33 +38,35 @@ _REMEDY = (
 
 
 class DiLoCoCallback(TrainerCallback):
-    """Make the trainer one replica of several, each of which is a trainer.
+    """Make the trainer one of several replicas, each of which has its own trainer.
 
-    Every replica writes checkpoints of its own, since local parameters differ: give each its own
-    ``output_dir``. A checkpoint of the trainer then holds ``diloco.pt`` too, and
-    ``trainer.train(resume_from_checkpoint=...)`` goes on to the same bytes. At the end of training
-    the replicas share what they have learned since the last outer step, and the model holds the
-    outer parameters.
+    Each replica writes its own checkpoints, since local parameters differ: give each replica its
+    own ``output_dir``. A checkpoint of the trainer then also has ``diloco.pt``, and
+    ``trainer.train(resume_from_checkpoint=...)`` continues with the same bytes. At the end of
+    training the replicas share what they have learned since the last outer step, and the model
+    holds the outer parameters.
 
-    All replicas end at the step at which the first of them would, by ``max_steps`` or by its data.
-    The means of DiLoCo's figures (see ``log_metrics``) go to the trainer's log as ``diloco/...``,
-    each time the trainer logs its loss after an exchange; those of the last one, which comes when
-    the trainer's reporters have ended, to ``trainer.state.log_history`` alone.
+    All replicas end at the same step: the earliest at which a replica's ``max_steps`` or data end.
+    The means of DiLoCo's figures (see ``log_metrics``) go to the trainer's log as ``diloco/...``
+    each time the trainer logs its loss after an exchange. The last exchange comes after the end of
+    the trainer's reporters, so its figures go to ``trainer.state.log_history`` only.
 
-    The trainer tells no callback that training has failed: call ``close()`` then, so that the other
-    replicas do not wait for this one. The next training does it too, and the next evaluation.
+    The trainer does not tell callbacks that training has failed. After a failure call ``close()``,
+    so that the other replicas do not wait for this replica. The next training or evaluation closes
+    the attachment too.
 
     Args:
         make: ``DiLoCo`` or a preset such as ``eager_diloco``.
-        resume_from: The checkpoint's folder, when it is neither
+        resume_from: Folder of the checkpoint, if the folder is neither
             ``TrainingArguments.resume_from_checkpoint`` nor in ``output_dir``.
-        evaluate: "local" (default) or "outer": the trainer evaluates the outer parameters, its
-            checkpoints hold them as the model, and ``load_best_model_at_end`` chooses among them.
-            Training goes on from the local ones, which are in ``diloco.pt`` then.
-        arguments: Of ``make``: ``sync_every=100`` and so on.
+        evaluate: "local" (default) or "outer". With "outer" the trainer evaluates the outer
+            parameters, saves them as the model of its checkpoints, and ``load_best_model_at_end``
+            chooses among these checkpoints. Training continues from the local parameters, which
+            ``diloco.pt`` then holds.
+        arguments: Arguments of ``make``, such as ``sync_every=100``.
 
     Attributes:
-        diloco: The attachment, from the beginning of training on.
+        diloco: The attached DiLoCo; None before training.
     """
 
     def __init__(
@@ -98,14 +100,14 @@ class DiLoCoCallback(TrainerCallback):
         optimizer: Any,
         **kwargs: Any,
     ) -> None:
-        """Attach to the optimizer; weights and optimizer of a checkpoint are loaded by now."""
+        """Attach to the optimizer, after the trainer has loaded weights and optimizer."""
         self._refuse(args)
         self._trainer, self._loop = _calling_trainer()
-        # Callbacks are given the model without what averages its gradients.
+        # The argument ``model`` lacks the DDP around the model; the check below needs the DDP.
         wrapped = model if self._trainer is None else self._trainer.model_wrapped
         refuse_if_spans_replicas(wrapped, self._arguments, _REMEDY)
         refuse_if_alone_in_a_job(args.world_size, self._arguments, _REMEDY)
-        self._let_go()
+        self._detach()
         saved = None
         if state.global_step > 0:
             saved = _load(self._folder_to_resume(args, state) / _file_name(args))
@@ -129,27 +131,27 @@ class DiLoCoCallback(TrainerCallback):
                 "FSDP2 or DDP inside a replica"
             )
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         """Close the attachment of an earlier training, which may have failed at any point."""
         if self._swap is not None:
-            # Whatever has been loaded since then stays.
+            # Parameters that the user has loaded since then stay.
             self._swap.leave(keep=True)
         if self.diloco is not None:
             self.diloco.close()
         self._swap = self._steps = None
 
     def close(self) -> None:
-        """Leave the group, after a training that has failed; idempotent.
+        """Leave the group after a failed training; idempotent.
 
-        The model has its local parameters then, bit by bit, also where the training has failed
-        while it held the outer ones.
+        The model then has its local parameters, bit by bit, even if training failed while the model
+        held the outer parameters.
         """
         if self._swap is not None:
             self._swap.leave()
-        self._let_go()
+        self._detach()
 
     def _is_training(self) -> bool:
-        """Whether the trainer's loop, which has called ``on_train_begin``, still runs."""
+        """Whether the training loop that called ``on_train_begin`` still runs."""
         return self._loop is None or _calling_trainer(self._loop)[0] is self._trainer
 
     def _agree_on_the_end(self, state: TrainerState) -> None:
@@ -193,7 +195,7 @@ class DiLoCoCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Share what is left and leave the group; the model holds outer parameters."""
+        """Share what was learned since the last outer step, and leave the group."""
         if self.diloco is None or self._swap is None:
             return
         step = None
@@ -206,7 +208,7 @@ class DiLoCoCallback(TrainerCallback):
                 self.diloco.flush()
         finally:
             self.diloco.close()
-        # The trainer's reporters have ended: one that is called again begins another file, or run.
+        # The trainer's reporters have ended: a further call would begin another file, or run.
         values = self._figures.take()
         if values:
             state.log_history.append({**values, "epoch": state.epoch, "step": state.global_step})
@@ -217,14 +219,14 @@ class DiLoCoCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Go on from the local parameters."""
+        """Put the local parameters back, before the next step."""
         if self._swap is not None:
             self._swap.leave()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count a step that was skipped; have the outer parameters evaluated and saved."""
+        """Count a skipped step; put the outer parameters into the model if they are needed."""
         if self._steps is not None:
             self._steps.follow(state.global_step)
         self._show_outer(control)
@@ -232,7 +234,7 @@ class DiLoCoCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Have the outer parameters evaluated and saved, if the trainer is about to."""
+        """Put the outer parameters into the model if the trainer will evaluate or save."""
         self._show_outer(control)
 
     def _show_outer(self, control: TrainerControl) -> None:
@@ -243,7 +245,7 @@ class DiLoCoCallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse metrics of local parameters where those of the outer ones were asked for."""
+        """Raise if evaluate="outer" and the evaluation ran on the local parameters."""
         if self.diloco is not None and not self._is_training():
             self.diloco.close()
         elif self._is_outer and self._swap is not None and not self._swap.is_outer:
@@ -265,7 +267,7 @@ class DiLoCoCallback(TrainerCallback):
         logs: dict[str, float],
         **kwargs: Any,
     ) -> None:
-        """Log the figures of the exchanges since the last loss that the trainer has logged."""
+        """Log the figures of the exchanges since the trainer last logged a loss."""
         if "loss" in logs or "train_loss" in logs:
             self._log()
 
@@ -276,12 +278,12 @@ class DiLoCoCallback(TrainerCallback):
 
 
 def _calling_trainer(method: CodeType | None = None) -> tuple[Trainer | None, CodeType | None]:
-    """Return the trainer that is calling a callback, and by which method of its own.
+    """Return the trainer that is calling a callback, and the calling method.
 
-    The arguments of callbacks lack it.
+    Callbacks do not get the trainer as an argument, so this function looks at the call stack.
 
     Args:
-        method: Look for this one, among those that wait for the callback's end.
+        method: Look for a call of this method; None for the innermost method of a trainer.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -300,7 +302,7 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _file_name(args: TrainingArguments) -> str:
-    """Name the file; workers of one replica write to the same folder."""
+    """Return the name of this worker's file: workers of one replica share a folder."""
     return "diloco.pt" if args.world_size == 1 else f"diloco_{args.process_index}.pt"
 
 

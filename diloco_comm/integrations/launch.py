@@ -1,4 +1,4 @@
-"""One replica for each process of a launch, under trainers that would make it one big replica."""
+"""Make each process of a launch a replica, although trainers would join the processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ..base.launch import Launch, find
 
-# What tells trainers that they are several. Other names of these forms (LOCAL_DATA_DIR) are the
-# site's, and TORCHELASTIC_ERROR_FILE is where a worker tells torchrun what it has died of.
+# The variables by which trainers find other processes. Similar names such as LOCAL_DATA_DIR belong
+# to the site, and a failed worker writes its error for torchrun into TORCHELASTIC_ERROR_FILE.
 _TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -19,24 +19,24 @@ _TORCHRUN = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
 )
-# SLURM's to Lightning, and of ``srun --mpi=pmi2`` to accelerate.
+# Lightning reads SLURM's variables; accelerate reads those of ``srun --mpi=pmi2``.
 _SRUN = ("SLURM_NTASKS", "SLURM_PROCID", "PMI_RANK", "PMI_SIZE")
 
 
 def replica_per_process(*, timeout_s: float = 300.0) -> dict[str, Any]:
-    """Make this process a replica of its own, and hide the launch from the trainer.
+    """Make this process its own replica, and hide the launch from the trainer.
 
     Under ``torchrun --nproc-per-node 4`` a trainer takes the four processes for one data-parallel
-    group and averages their gradients at every step. Called first, before a trainer is made, this
-    takes the launcher's variables out of the environment; each process then trains as if it were
-    alone. Where there are GPUs, it sees only that of its local rank, or none if all are hidden.
+    group and averages their gradients at every step. This function, called before a trainer is
+    made, removes the launcher's variables from the environment, so that each process trains alone.
+    Each process sees only the GPU of its local rank, or no GPU if all are hidden.
 
     Args:
         timeout_s: Seconds to wait for the store of rank 0.
 
     Returns:
-        ``store``, ``replica`` and ``num_replicas`` for ``DiLoCo`` and for the callbacks here; empty
-        when nobody launched this process, which is then the only replica.
+        The arguments ``store``, ``replica`` and ``num_replicas`` of ``DiLoCo`` and of the callbacks
+        in this package. Empty if no launcher started this process, the only replica then.
 
     Raises:
         RuntimeError: If ``torch.distributed`` is initialised already.
@@ -66,7 +66,7 @@ def _connect(launch: Launch, timeout_s: float) -> dist.Store:
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )
-    # Workers that torchrun has restarted must not read what their predecessors wrote.
+    # Workers that torchrun has restarted must not read entries of their predecessors.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"replica_per_process/{attempt}", store)
 

@@ -1,11 +1,11 @@
 """DiLoCo for the Lightning ``Trainer``::
 
-    replicas = replica_per_process()    # first of all, before the Trainer
+    replicas = replica_per_process()    # before the Trainer is made
     callback = DiLoCoCallback(sync_every=100, **replicas)
     trainer = Trainer(callbacks=[callback], devices=1)
 
-The callback attaches to the module's optimizers; checkpoints carry its state like that of any
-callback. Source: lightning 2.6, ``callbacks/callback.py`` and ``trainer/trainer.py``.
+The callback attaches DiLoCo to the module's optimizers; checkpoints hold the callback's state.
+Source: lightning 2.6, ``callbacks/callback.py`` and ``trainer/trainer.py``.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ _REMEDY = (
 
 
 class DiLoCoCallback(pl.Callback):
-    """Make the trainer one replica of several, each of which is a trainer.
+    """Make the trainer one of several replicas, each of which has its own trainer.
 
-    Every replica writes checkpoints of its own, since local parameters differ: give each its own
-    ``default_root_dir``. ``trainer.fit(ckpt_path=...)`` goes on to the same bytes. At the end of
-    training the replicas share what they have learned since the last outer step, and the module
-    holds the outer parameters.
+    Each replica writes its own checkpoints, since local parameters differ: give each replica its
+    own ``default_root_dir``. ``trainer.fit(ckpt_path=...)`` continues with the same bytes. At the
+    end of training the replicas share what they have learned since the last outer step, and the
+    module holds the outer parameters.
 
-    All replicas end at the step at which the first of them would, by ``max_steps`` or by its data.
+    All replicas end at the same step: the earliest at which a replica's ``max_steps`` or data end.
     DiLoCo's figures (see ``log_metrics``) go to the trainer's loggers as ``diloco/...``.
 
     Args:
         make: ``DiLoCo`` or a preset such as ``eager_diloco``.
-        evaluate: "local" (default) or "outer": validation runs on the outer parameters, and
-            checkpoints hold them as the module's state. Training goes on from the local ones, which
-            are in the callback's state then.
-        arguments: Of ``make``: ``sync_every=100`` and so on.
+        evaluate: "local" (default) or "outer". With "outer" validation runs on the outer
+            parameters, and checkpoints hold them as the module's state. Training continues from the
+            local parameters, which the callback's state then holds.
+        arguments: Arguments of ``make``, such as ``sync_every=100``.
 
     Attributes:
-        diloco: The attachment, from the beginning of training on.
+        diloco: The attached DiLoCo; None before training.
     """
 
     def __init__(self, make: Make = DiLoCo, *, evaluate: str = "local", **arguments: Any) -> None:
@@ -69,16 +69,16 @@ class DiLoCoCallback(pl.Callback):
 
     # ------------------------------------------------------------------------------- training
 
-    # Weights may only change in the optimizer's own hook, or when a batch has ended: Lightning's
-    # on_before_zero_grad runs between the next forward and its backward.
+    # DiLoCo writes weights in the optimizer's own hook, or at the end of a batch. Lightning's hook
+    # on_before_zero_grad is too late: it runs between the next forward and backward pass.
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Attach to the optimizers; weights and optimizers of a checkpoint are loaded by now."""
+        """Attach to the optimizers, after Lightning has loaded weights and optimizers."""
         self._refuse(trainer)
-        # The strategy has the module together with what averages its gradients.
+        # The strategy's model includes the DDP around the module, if there is one.
         wrapped = trainer.strategy.model
         if isinstance(wrapped, nn.Module):
             refuse_if_spans_replicas(wrapped, self._arguments, _REMEDY)
-        self._let_go()
+        self._detach()
         optimizers = trainer.optimizers
         optimizer = optimizers[0] if len(optimizers) == 1 else optimizers
         saved, self._saved = self._saved, None
@@ -98,14 +98,14 @@ class DiLoCoCallback(pl.Callback):
                     'outer" would save the local parameters: set it to False'
                 )
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         """Close the attachment of an earlier training."""
         if self.diloco is not None:
             self.diloco.close()
         self._swap = self._steps = None
 
     def _agree_on_the_end(self, trainer: pl.Trainer) -> None:
-        """Find the step at which the first replica ends, as Lightning counts steps."""
+        """Let all replicas end at the step at which the first ends, in Lightning's count."""
         assert self.diloco is not None
         steps: float = trainer.max_steps
         if _data_tell_the_steps(trainer):
@@ -126,10 +126,10 @@ class DiLoCoCallback(pl.Callback):
             )
 
     def _refuse_minimum(self, trainer: pl.Trainer, ends_early: bool, end: int) -> None:
-        """Raise, on all replicas, if one of them may not end at the step at which the first does.
+        """Raise on all replicas if Lightning would train one of them beyond the common end.
 
         Args:
-            ends_early: The trainer of this replica is to be stopped at step ``end``.
+            ends_early: The common end stops this replica's trainer early, at step ``end``.
         """
         assert self.diloco is not None
         own = ""
@@ -146,7 +146,7 @@ class DiLoCoCallback(pl.Callback):
             )
 
     def _refuse_other_data(self, trainer: pl.Trainer) -> None:
-        """Raise, on all replicas, if their data end the training at different batches."""
+        """Raise on all replicas if the replicas' data end at different batches."""
         assert self.diloco is not None
         own = f"max_epochs={trainer.max_epochs}"
         if trainer.max_epochs != -1:
@@ -170,56 +170,56 @@ class DiLoCoCallback(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count a step that was skipped; end at the step at which the first replica does."""
+        """Count a skipped step, and stop the trainer at the common end."""
         if self._steps is not None:
             self._steps.follow(trainer.global_step)
         if self.diloco is not None and trainer.global_step >= self._last_step:
             trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Share what is left and leave the group; the module holds the outer parameters."""
+        """Share what was learned since the last outer step, and leave the group."""
         if self.diloco is not None:
             try:
                 self.diloco.flush()
             finally:
-                self._let_go()
+                self._detach()
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Tell the other replicas at once, rather than by a timeout."""
+        """Leave the group at once, so that the other replicas need not wait for a timeout."""
         swap = self._swap
         if swap is not None:
             swap.leave()
-        self._let_go()
-        # Checkpoints of the failure are saved after this, and want the outer parameters too.
+        self._detach()
+        # Lightning saves checkpoints of the failure later, which need the outer parameters too.
         self._swap = swap
 
     # -------------------------------------------------------------------------- outer parameters
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have the outer parameters validated."""
+        """Put the outer parameters into the model for the validation."""
         if self._swap is not None and self._is_outer and not self._swap.is_over:
             self._swap.enter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on from the local parameters."""
+        """Put the local parameters back."""
         if self._swap is not None:
             self._swap.leave()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Have the outer parameters saved as the module's."""
+        """Save the outer parameters as the module's state."""
         if self._swap is None or not self._is_outer:
             return
-        # When a failure has been dealt with, the user may have loaded other parameters.
+        # After a failed training the user may have loaded other parameters.
         if self._swap.is_over and trainer.state.stage is None:
             return
         was_entered = self._swap.is_entered
         self._swap.enter()
         state = trainer.strategy.lightning_module_state_dict()
-        # The module has its local parameters again when this is written.
+        # Copies: the module has its local parameters again when Lightning writes the checkpoint.
         checkpoint["state_dict"] = {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in state.items()
@@ -230,7 +230,7 @@ class DiLoCoCallback(pl.Callback):
     # ------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what Lightning writes into a checkpoint; empty before training."""
+        """Return the callback's state for a checkpoint; empty before training."""
         if self.diloco is None:
             return {}
         if self._swap is None or not self._is_outer:
@@ -239,18 +239,18 @@ class DiLoCoCallback(pl.Callback):
         self._swap.leave()
         state = state_with_local(self.diloco)
         if was_entered:
-            # These are the model's own tensors, which the outer parameters are written to again.
+            # The values are the model's own tensors, and ``enter`` writes to these tensors.
             state["local"] = {name: value.clone() for name, value in state["local"].items()}
             self._swap.enter()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until training begins: there is no optimizer yet."""
+        """Keep the state until training begins, since there is no optimizer yet."""
         self._saved = state_dict or None
 
 
 def _data_tell_the_steps(trainer: pl.Trainer) -> bool:
-    """Whether each batch, or each so many of them, is a step of the optimizer."""
+    """Whether every N batches make one optimizer step, with a constant N."""
     kinds = [type(callback) for callback in trainer.callbacks]
     is_scheduled = any(issubclass(kind, GradientAccumulationScheduler) for kind in kinds)
     return trainer.lightning_module.automatic_optimization and not is_scheduled
@@ -268,6 +268,6 @@ def _forced_steps(trainer: pl.Trainer) -> float:
 
 
 def _log(trainer: pl.Trainer, values: dict[str, float], step: int) -> None:
-    """Write to all loggers: what ``self.log`` takes is lost between two ``log_every_n_steps``."""
+    """Write to all loggers; ``self.log`` would drop values between two ``log_every_n_steps``."""
     for logger in trainer.loggers:
         logger.log_metrics(values, step=step)

@@ -1,13 +1,14 @@
-"""DiLoCo around the loop of torchtitan, by the names of its ``fault_tolerance`` section::
+"""DiLoCo around the training loop of torchtitan, by the names of its ``fault_tolerance`` section::
 
     with semi_sync_training(config.fault_tolerance, model, optimizers, group=replicas) as diloco:
         for step in ...:                       # torchtitan's loop, unchanged
             ...
             optimizers.step()
 
-It takes the place of torchtitan's ``maybe_semi_sync_training``; torchft and its lighthouse are not
-needed. Nothing of torchtitan is imported here: the section is anything with those attributes, or a
-dictionary. Source: torchtitan 0.3.0, ``experiments/torchft/{manager,config/job_config}.py``.
+``semi_sync_training`` replaces torchtitan's ``maybe_semi_sync_training``. It needs neither torchft
+nor torchft's lighthouse. This module does not import torchtitan: the section is any object with
+the attributes below, or a dictionary.
+Source: torchtitan 0.3.0, ``experiments/torchft/{manager,config/job_config}.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _REMEDY = (
     "semi_sync_training(..., store=...)"
 )
 
-# What the section may say, and what torchtitan takes when it says nothing.
+# The names that the section may have, with torchtitan's defaults.
 DEFAULTS: dict[str, Any] = {
     "enable": False,
     "semi_sync_method": None,
@@ -54,24 +55,24 @@ DEFAULTS: dict[str, Any] = {
 def semi_sync_training(
     fault_tolerance: Any, model: nn.Module, optimizers: Any, **arguments: Any
 ) -> Iterator[DiLoCo | None]:
-    """Train one replica of several within the block; nothing happens unless the section asks.
+    """Train one of several replicas within the block, if the section enables it.
 
     Args:
         fault_tolerance: ``config.fault_tolerance`` or a mapping. Without ``enable`` and
-            ``semi_sync_method`` ("diloco" or "local_sgd") the block is entered with None.
-        model: The whole model, or the list of torchtitan's ``model_parts`` if there is one of them.
+            ``semi_sync_method`` ("diloco" or "local_sgd") the block gets None and nothing happens.
+        model: The whole model, or torchtitan's list ``model_parts`` if the list has one model.
         optimizers: An optimizer, several, or torchtitan's ``OptimizersContainer``.
-        arguments: Of ``DiLoCo``, where they say more than the section: ``group``, ``mesh`` or
-            ``store``, ``wire``, ``outer``, ``overlap``. With a ``store`` the section's
-            ``replica_id`` and ``group_size`` are this replica's number and the number of replicas.
+        arguments: Further arguments of ``DiLoCo``, which win over the section: ``group``, ``mesh``
+            or ``store``, ``wire``, ``outer``, ``overlap``. With a ``store``, ``replica_id`` and
+            ``group_size`` of the section are this replica's number and the number of replicas.
 
-    ``sync_steps`` is counted as torchtitan does: among all fragments, one of which is sent every
-    ``sync_steps / num_fragments`` steps, hence each one every ``sync_steps`` steps.
-    ``should_quantize`` is the wire int8, without it fp32. The fault tolerance of the section
-    (``min_replica_size``, ``process_group``) has no counterpart: see ``change_group``.
+    ``sync_steps`` has torchtitan's meaning: each fragment is sent every ``sync_steps`` steps, so
+    some fragment is sent every ``sync_steps / num_fragments`` steps. ``should_quantize`` selects
+    the wire int8 instead of fp32. The names for fault tolerance (``min_replica_size``,
+    ``process_group``) have no effect: see ``change_group``.
 
     Raises:
-        ValueError: If the section says what cannot be, or gradients of the model are averaged over
+        ValueError: If a value of the section is invalid, or the model's gradients are averaged over
             several replicas.
     """
     section = _read(fault_tolerance)
@@ -89,7 +90,7 @@ def diloco_arguments(fault_tolerance: Any) -> dict[str, Any]:
     """Translate the section into arguments of ``DiLoCo``.
 
     Raises:
-        ValueError: If the section says what cannot be.
+        ValueError: If a value of the section is invalid.
     """
     section = _read(fault_tolerance)
     method = str(section["semi_sync_method"]).lower()
@@ -115,7 +116,7 @@ def _overlap(delay: int, alpha: float) -> Overlap:
 
 
 def _fragments(section: Mapping[str, Any]) -> Any:
-    """Return a number, or a list of name patterns for each fragment: a module is all below it."""
+    """Return a number, or lists of name patterns; a module's pattern matches all below it."""
     modules = section["module_fqns_per_model_fragment"]
     if not modules:
         return section["num_fragments"]
@@ -123,7 +124,7 @@ def _fragments(section: Mapping[str, Any]) -> Any:
 
 
 def _place(section: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Say where this replica stands, with a store that does not."""
+    """Return this replica's number, and the number of replicas, if a store is given."""
     if arguments.get("store") is None:
         return {}
     return {"replica": section["replica_id"], "num_replicas": section["group_size"]}
@@ -155,7 +156,7 @@ def _whole(model: Any) -> nn.Module:
 
 
 def _optimizers(optimizers: Any) -> Any:
-    """Return what ``OptimizersContainer`` holds: its own ``step`` has no hook of its own."""
+    """Return the optimizers inside an ``OptimizersContainer``, whose own ``step`` has no hooks."""
     inner: Sequence[Optimizer] | None = getattr(optimizers, "optimizers", None)
     if inner is None:
         return list(optimizers) if _is_several(optimizers) else optimizers

@@ -1,4 +1,4 @@
-"""Refuse what trains twice: replicas whose gradients a trainer averages at every step."""
+"""Refuse to exchange between replicas whose gradients a trainer already averages at every step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def refuse_if_spans_replicas(model: nn.Module, arguments: Mapping[str, Any], rem
     With a store this is a collective call of the workers whose gradients are averaged.
 
     Args:
-        model: As the trainer has wrapped it.
-        arguments: Of ``DiLoCo``.
-        remedy: What to write instead.
+        model: The model, wrapped by the trainer.
+        arguments: Arguments of ``DiLoCo``.
+        remedy: What to write instead, for the error.
 
     Raises:
-        ValueError: Naming the ranks, and with the remedy.
+        ValueError: The message names the ranks and the remedy.
     """
     for wrapper in wrappers.around(model):
         ranks = _several_replicas(wrapper, arguments)
@@ -39,18 +39,18 @@ def refuse_if_spans_replicas(model: nn.Module, arguments: Mapping[str, Any], rem
 
 
 def refuse_if_alone_in_a_job(num_processes: int, arguments: Mapping[str, Any], remedy: str) -> None:
-    """Raise if a trainer that knows of one process is to be one of several replicas.
+    """Raise if the trainer knows of one process, in a job of several.
 
-    Such a trainer gives all replicas the same data and the same folder. On a CPU, transformers and
-    accelerate are like that under torchrun, unless they are told to use the CPU.
+    Such a trainer gives all replicas the same data and the same folder. On a CPU this happens to
+    transformers and accelerate under torchrun, unless they are told to use the CPU.
 
     Args:
-        num_processes: That the trainer knows of.
-        arguments: Of ``DiLoCo``; whoever names the replicas there knows what they are.
-        remedy: What to write instead.
+        num_processes: Number of processes that the trainer knows of.
+        arguments: Arguments of ``DiLoCo``. If they name the replicas the check is skipped.
+        remedy: What to write instead, for the error.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The message names the remedy.
     """
     named = ("group", "mesh", "store", "num_replicas")
     if any(arguments.get(name) is not None for name in named) or not dist.is_initialized():
@@ -65,7 +65,7 @@ def refuse_if_alone_in_a_job(num_processes: int, arguments: Mapping[str, Any], r
 
 
 def _several_replicas(wrapper: Wrapper, arguments: Mapping[str, Any]) -> list[int]:
-    """Return the ranks of the wrapper that are different replicas; [] if they are one."""
+    """Return the wrapper's ranks that are different replicas; [] if all are one replica."""
     if arguments.get("store") is None:
         names = ("group", "mesh", "store", "num_replicas")
         group = handshake.replica_group(*(arguments.get(name) for name in names))
@@ -74,7 +74,7 @@ def _several_replicas(wrapper: Wrapper, arguments: Mapping[str, Any]) -> list[in
         return shared if len(shared) > 1 else []
     given = arguments.get("timeout")
     seconds = timeout_seconds(env.timeout_s() if given is None else given)
-    # The workers that hold DTensors compare this themselves.
+    # Workers that hold DTensors compare their replicas elsewhere.
     for group in wrapper.groups:
         replicas = WorkerMessages(group, seconds).gather(arguments.get("replica"))
         if len(set(replicas)) > 1:

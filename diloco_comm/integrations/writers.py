@@ -1,11 +1,11 @@
-"""Show what each outer step cost in TensorBoard, Weights & Biases, or wherever numbers go::
+"""Write the figures of each exchange to TensorBoard, Weights & Biases, or any function::
 
     log_metrics(diloco, SummaryWriter())         # TensorBoard
     log_metrics(diloco, wandb.init(...))         # Weights & Biases
     log_metrics(diloco, lambda values, step: print(step, values))
 
-None of them is imported here: what is asked for is a method ``add_scalar(tag, value, step)`` or
-``log(values, step=...)``, or a function.
+This module imports neither of them. A writer has a method ``add_scalar(tag, value, step)`` or
+``log(values, step=...)``, or is a function.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ _POSITION = ("round", "fragment", "inner_step")
 
 
 def log_metrics(diloco: DiLoCo, writer: Any, *, prefix: str = "diloco") -> None:
-    """Write the figures of every exchange, applied or skipped, from now on.
+    """Write the figures of every later exchange, applied or skipped.
 
-    Tags are ``<prefix>/<figure>``, with several fragments ``<prefix>/<figure>/fragment_<i>``; the
-    figures are those of ``SyncMetrics``, seconds and bytes; the step is the inner step at which
-    the result was applied. Figures that were not measured are left out. On one replica is enough.
+    The figures are those of ``SyncMetrics``, in seconds and bytes, without the figures that were
+    not measured. A tag is ``<prefix>/<figure>``, with several fragments
+    ``<prefix>/<figure>/fragment_<i>``. The step is the inner step at which the result was applied.
+    One replica is enough.
 
     Args:
         writer: A TensorBoard ``SummaryWriter``, a W&B run (or the module ``wandb`` after its
             ``init``), or a function of a dictionary and the step.
+        prefix: First part of the tags.
 
     Raises:
-        TypeError: If the writer is none of these.
+        TypeError: If the writer is of another kind.
     """
     write = _function_of(writer)
     num_fragments = len(diloco.parts)
@@ -48,10 +50,10 @@ def log_metrics(diloco: DiLoCo, writer: Any, *, prefix: str = "diloco") -> None:
 
 
 class Figures:
-    """The means of the figures of all exchanges, until they are taken.
+    """Means of the figures of all exchanges since the last ``take``.
 
     Args:
-        diloco: Whose exchanges; there are no figures without it.
+        diloco: Its exchanges give the figures; None gives no figures.
     """
 
     def __init__(self, diloco: DiLoCo | None = None) -> None:
@@ -64,7 +66,7 @@ class Figures:
             self._values.setdefault(tag, []).append(value)
 
     def take(self) -> dict[str, float]:
-        """Return the means by tag, and forget them; empty if nothing was exchanged since."""
+        """Return the means by tag, and start anew; empty if there was no exchange."""
         means = {tag: sum(values) / len(values) for tag, values in self._values.items()}
         self._values = {}
         return means
@@ -72,7 +74,7 @@ class Figures:
 
 def _figures(metrics: SyncMetrics) -> dict[str, float]:
     found = {field.name: getattr(metrics, field.name) for field in fields(metrics)}
-    # Of a list, the number of its entries.
+    # A tuple counts by its number of entries.
     values = {k: float(len(v) if isinstance(v, tuple) else v) for k, v in found.items()}
     return {k: v for k, v in values.items() if k not in _POSITION and not math.isnan(v)}
 

@@ -1,25 +1,27 @@
 """Load the C++ extension and call its operators, by default in the fastest implementation.
 
-The schemas are those of ``torch.ops.diloco_comm.*`` (``csrc/ops.cpp``), with the same names and
-keyword arguments; the numeric definition is ``docs/wire-formats.md``. A *fragment* is a list of
-tensors, virtually concatenated to N elements; ``begin`` and ``end`` count in it. All operators work
-in place on buffers of the caller and allocate nothing.
+Each function has the name and the arguments, in the same order, of its schema in
+``torch.ops.diloco_comm.*`` (``csrc/operators/schemas.h``); the numeric definition is
+``docs/wire-formats.md``. A *fragment* is a list of tensors, virtually concatenated to N elements;
+``begin`` and ``end`` count in it. All operators work in place on buffers of the caller and allocate
+nothing.
 
 ``impl`` is "" for the default (the environment's, else the operator's on the tensors' device) or
 the name of one implementation, which then runs or raises: nothing is ever replaced in silence.
+
+The bodies say one thing: the tensors whose device chooses the implementation (``dispatch.run``).
+``locals()`` there are the arguments by name.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..base import extension
 from . import triton as ops_triton
-from .dispatch import IMPLEMENTATIONS, available_impls, resolve_impl
+from .dispatch import IMPLEMENTATIONS, OPERATORS, available_impls, resolve_impl, run
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -38,27 +40,9 @@ __all__ = [
 ]
 
 extension.load()
-ops_triton.register()
+ops_triton.register(OPERATORS)
 
 from .. import _C  # noqa: E402
-
-
-def _call(name: str, like: Sequence[Tensor], impl: str, *args: object, **kwargs: object) -> None:
-    """Run one operator on the device of the first tensor of ``like``.
-
-    Without autograd: the operators write parameters in place.
-    """
-    device = like[0].device.type if like else "cpu"
-    # Triton's kernels know whether they are interpreted, and then take CPU tensors too.
-    if impl != "triton" or device != "cpu":
-        impl = resolve_impl(impl, device, name)
-    with torch.no_grad():
-        if impl == "reference":
-            getattr(importlib.import_module("diloco_comm.ops.reference"), name)(*args, **kwargs)
-        elif impl == "triton":
-            getattr(torch.ops.diloco_comm_triton, name)(*args, **kwargs)
-        else:
-            getattr(torch.ops.diloco_comm, name)(*args, **kwargs, impl=impl)
 
 
 def encode(
@@ -97,24 +81,7 @@ def encode(
     Raises:
         ValueError, TypeError: If sizes, dtypes or names do not fit.
     """
-    _call(
-        "encode",
-        [payload],
-        impl,
-        outer,
-        list(params),
-        payload,
-        begin,
-        end,
-        run_elements,
-        wire,
-        block_size,
-        stochastic=stochastic,
-        rng_key=rng_key,
-        residual=residual,
-        new_residual=new_residual,
-        nonfinite=nonfinite,
-    )
+    run("encode", [payload], locals())
 
 
 def reduce(
@@ -150,25 +117,7 @@ def reduce(
 
     The other arguments and the errors are those of ``encode``.
     """
-    _call(
-        "reduce",
-        [result],
-        impl,
-        received,
-        result,
-        list(weights),
-        num_elements,
-        run_elements,
-        wire,
-        block_size,
-        stochastic=stochastic,
-        rng_key=rng_key,
-        index_begin=index_begin,
-        residual=residual,
-        new_residual=new_residual,
-        nonfinite=nonfinite,
-        max_blocks=max_blocks,
-    )
+    run("reduce", [result], locals())
 
 
 def outer_step(
@@ -203,27 +152,7 @@ def outer_step(
 
     The other arguments and the errors are those of ``encode``.
     """
-    _call(
-        "outer_step",
-        [outer],
-        impl,
-        outer,
-        momentum,
-        list(params),
-        list(payloads),
-        list(coefficients),
-        begin,
-        end,
-        run_elements,
-        wire,
-        block_size,
-        optimizer,
-        lr,
-        mu=mu,
-        alpha=alpha,
-        clip=clip,
-        verdict=verdict,
-    )
+    run("outer_step", [outer], locals())
 
 
 def outer_step_adam(
@@ -249,29 +178,7 @@ def outer_step_adam(
     impl: str = "",
 ) -> None:
     """Step Adam as the outer optimizer; ``step`` counts from 1. Else as ``outer_step``."""
-    _call(
-        "outer_step_adam",
-        [outer],
-        impl,
-        outer,
-        exp_avg,
-        exp_avg_sq,
-        list(params),
-        list(payloads),
-        list(coefficients),
-        begin,
-        end,
-        run_elements,
-        wire,
-        block_size,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        step,
-        alpha=alpha,
-        verdict=verdict,
-    )
+    run("outer_step_adam", [outer], locals())
 
 
 def outer_step_delayed(
@@ -309,29 +216,7 @@ def outer_step_delayed(
 
     The other arguments and the errors are those of ``outer_step``.
     """
-    _call(
-        "outer_step_delayed",
-        [outer],
-        impl,
-        outer,
-        momentum,
-        pending,
-        list(payloads),
-        list(coefficients),
-        begin,
-        end,
-        run_elements,
-        wire,
-        block_size,
-        lr,
-        mu=mu,
-        direct=direct,
-        ahead=ahead,
-        behind=behind,
-        first=first,
-        last=last,
-        verdict=verdict,
-    )
+    run("outer_step_delayed", [outer], locals())
 
 
 def decode(
@@ -353,24 +238,12 @@ def decode(
 
     The other arguments and the errors are those of ``outer_step``.
     """
-    _call(
-        "decode",
-        payloads or outs,
-        impl,
-        list(payloads),
-        list(coefficients),
-        list(outs),
-        begin,
-        end,
-        run_elements,
-        wire,
-        block_size,
-    )
+    run("decode", payloads or outs, locals())
 
 
 def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0, *, impl: str = "") -> None:
     """Set params to alpha * params + (1 - alpha) * outer (1-D fp32 [N]), in the params' dtypes."""
-    _call("merge", [outer], impl, outer, list(params), alpha)
+    run("merge", [outer], locals())
 
 
 def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: str = "") -> None:
@@ -379,7 +252,7 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: 
     Without ``outer`` the norm is that of the params. Bad elements (NaN, Inf, above 2^126) are
     counted and left out of the norm. The order of summation is fixed, whatever the threads.
     """
-    _call("norms", [out], impl, outer, list(params), out)
+    run("norms", [out], locals())
 
 
 def digest(
@@ -400,7 +273,7 @@ def digest(
     Raises:
         ValueError, TypeError: As ``encode``.
     """
-    _call("digest", [tensor], impl, tensor, sums, first_word, max_blocks=max_blocks)
+    run("digest", [tensor], locals())
 
 
 def finish_digest(product: int, sum: int, num_bytes: int) -> int:

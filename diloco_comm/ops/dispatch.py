@@ -1,8 +1,19 @@
-"""Which implementations of the operators there are, which of them run here, and the default."""
+"""Choose the implementation of an operator and run it: the one place where Python does either.
+
+A name given as ``impl`` comes first, then the environment's (``DILOCO_COMM_IMPL``), then the
+default: ``DEFAULT_ON_CUDA`` for CUDA tensors, and on the CPU the fastest that the extension finds
+the processor able to run. Which registered kernel serves a device is torch's own dispatch.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from ..base import env
 from . import triton as ops_triton
@@ -13,9 +24,9 @@ from . import triton as ops_triton
 IMPLEMENTATIONS = {
     "cpu": {
         "reference": "diloco_comm.ops.reference",
-        "scalar": "csrc/codec/kernels_scalar.cpp",
-        "avx2": "csrc/codec/kernels_avx2.cpp",
-        "avx512": "csrc/codec/kernels_avx512.cpp",
+        "scalar": "csrc/codec/scalar/kernels.cpp",
+        "avx2": "csrc/codec/simd/kernels_avx2.cpp",
+        "avx512": "csrc/codec/simd/kernels_avx512.cpp",
     },
     "cuda": {
         "triton": "diloco_comm.kernels.operators",
@@ -35,6 +46,44 @@ DEFAULT_ON_CUDA = {
     "norms": "cuda",
     "digest": "cuda",
 }
+OPERATORS = tuple(DEFAULT_ON_CUDA)
+
+
+def run(operator: str, like: Sequence[Tensor], arguments: dict[str, Any]) -> None:
+    """Run one operator in the implementation for the device of the first tensor of ``like``.
+
+    Autograd is off: the operators write parameters in place.
+
+    Args:
+        like: Tensors of the call; with none, the device is the CPU.
+        arguments: All arguments of the schema by name, in its order; ``impl`` is the last.
+
+    Raises:
+        ValueError, TypeError: As ``resolve_impl``, and what the operator raises.
+    """
+    *values, impl = arguments.values()
+    for position in _lists(operator):
+        values[position] = list(values[position])
+    device = like[0].device.type if like else "cpu"
+    # Triton's kernels know whether they are interpreted, and then take CPU tensors too.
+    if impl != "triton" or device != "cpu":
+        impl = resolve_impl(impl, device, operator)
+    with torch.no_grad():
+        if impl == "reference":
+            reference = importlib.import_module("diloco_comm.ops.reference")
+            getattr(reference, operator)(*values)
+        elif impl == "triton":
+            getattr(torch.ops.diloco_comm_triton, operator)(*values, impl)
+        else:
+            getattr(torch.ops.diloco_comm, operator)(*values, impl)
+
+
+@functools.cache
+def _lists(operator: str) -> tuple[int, ...]:
+    """Return which arguments torch takes as lists alone, where callers may have any sequence."""
+    schema = getattr(torch.ops.diloco_comm, operator).default._schema
+    types = [argument.type for argument in schema.arguments]
+    return tuple(i for i, kind in enumerate(types) if isinstance(kind, torch.ListType))
 
 
 def available_impls(device: str = "cpu") -> tuple[str, ...]:
@@ -45,9 +94,14 @@ def available_impls(device: str = "cpu") -> tuple[str, ...]:
     CPU tensors when ``TRITON_INTERPRET=1``, is for tests: it is never a default and is not listed.
     """
     if device == "cpu":
-        return ("reference", *torch.ops.diloco_comm._cpu_impls())
+        return _available_on_cpu()
     there = {"cuda": ops_triton.has_cuda_kernels(), "triton": ops_triton.is_installed()}
     return tuple(name for name in IMPLEMENTATIONS["cuda"] if there[name])
+
+
+@functools.cache
+def _available_on_cpu() -> tuple[str, ...]:
+    return ("reference", *torch.ops.diloco_comm._cpu_impls())
 
 
 def default_on_cuda(operator: str) -> str:

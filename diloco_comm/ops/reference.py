@@ -4,8 +4,8 @@ The functions have the names and arguments of ``torch.ops.diloco_comm.*`` (less 
 the same bytes. All arithmetic is IEEE fp32, one rounding for each operation, sub-normals kept.
 ``all_reduce`` is what a whole exchange must leave behind, computed in one process.
 
-Imports torch, the sizes of ``wire.py``, the bits of ``reference_codec.py`` and the digest of
-``reference_digest.py``, nothing else.
+Imports torch, the sizes of ``wire.py``, the bits of ``reference_codec.py``, the digest of
+``reference_digest.py`` and the access to tensors of ``reference_fragment.py``, nothing else.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .reference_codec import HUGE, SMALLEST_SCALE, decode_run, encode_run
 from .reference_digest import digest as digest
+from .reference_fragment import fp32, gather, runs_of, scatter, total_elements
 from .wire import STAGE_ENCODE, STAGE_REDUCE, Layout, WireFormat, rng_key
 
 NORM_TILE = 65536
@@ -44,44 +45,6 @@ def _exact(function: _F) -> _F:
     return wrapper  # type: ignore[return-value]
 
 
-def _fp32(number: float) -> Tensor:
-    return torch.tensor(number, dtype=torch.float32)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """View a dense tensor as one dimension, in the order of its memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _gather(tensors: Sequence[Tensor], begin: int, end: int) -> Tensor:
-    """Return elements [begin, end) of the concatenation as fp32."""
-    if not tensors:
-        return torch.empty(0)
-    return torch.cat([_flat(tensor).float() for tensor in tensors])[begin:end]
-
-
-def _scatter(values: Tensor, tensors: Sequence[Tensor], begin: int) -> None:
-    """Write values into elements begin, begin + 1, ... of the concatenation, rounded to nearest."""
-    offset = 0
-    for tensor in tensors:
-        first = max(begin, offset)
-        last = min(begin + values.numel(), offset + tensor.numel())
-        if first < last:
-            part = values[first - begin : last - begin]
-            _flat(tensor)[first - offset : last - offset] = part.to(tensor.dtype)
-        offset += tensor.numel()
-
-
-def _num_elements(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
-
-
-def _runs(begin: int, end: int, run_elements: int) -> list[tuple[int, int, int]]:
-    """Return (run index, first element, end) of the runs that cover [begin, end)."""
-    firsts = range(begin, end, run_elements)
-    return [(i // run_elements, i, min(i + run_elements, end)) for i in firsts]
-
-
 def _combine(
     payloads: Sequence[Tensor],
     coefficients: Sequence[float],
@@ -95,7 +58,7 @@ def _combine(
     total = torch.empty(0)
     for i, (payload, coefficient) in enumerate(zip(payloads, coefficients, strict=True)):
         run = payload[run_idx * run_bytes : (run_idx + 1) * run_bytes]
-        term = _fp32(coefficient) * decode_run(run, run_elements, wire, count)
+        term = fp32(coefficient) * decode_run(run, run_elements, wire, count)
         total = term if i == 0 else total + term
     return total
 
@@ -120,8 +83,8 @@ def encode(
     form = WireFormat(wire, block_size)
     run_bytes = form.run_bytes(run_elements)
     bad = 0
-    for run_idx, first, last in _runs(begin, end, run_elements):
-        x = _gather(params, first, last)
+    for run_idx, first, last in runs_of(begin, end, run_elements):
+        x = gather(params, first, last)
         if outer is not None:
             x = outer[first:last] - x
         if residual is not None:
@@ -170,8 +133,8 @@ def _merged(outer: Tensor, params: Sequence[Tensor], begin: int, alpha: float) -
     """Return alpha * params + (1 - alpha) * outer, fp32, for elements begin, begin + 1, ..."""
     if alpha == 0:
         return outer
-    local = _gather(params, begin, begin + outer.numel())
-    return _fp32(alpha) * local + _fp32(1 - alpha) * outer
+    local = gather(params, begin, begin + outer.numel())
+    return fp32(alpha) * local + fp32(1 - alpha) * outer
 
 
 @_exact
@@ -197,18 +160,18 @@ def outer_step(
     if verdict is not None and verdict.item() != 0:
         return
     form = WireFormat(wire, block_size)
-    for run_idx, first, last in _runs(begin, end, run_elements):
+    for run_idx, first, last in runs_of(begin, end, run_elements):
         g = _combine(payloads, coefficients, run_idx, run_elements, form, last - first)
         step = g
         if optimizer != "sgd":
             assert momentum is not None
-            m = _fp32(mu) * momentum[first:last] + g
-            m = torch.minimum(torch.maximum(m, _fp32(-clip)), _fp32(clip))
+            m = fp32(mu) * momentum[first:last] + g
+            m = torch.minimum(torch.maximum(m, fp32(-clip)), fp32(clip))
             momentum[first:last] = m
-            step = m if optimizer == "heavy_ball" else g + _fp32(mu) * m
-        new = outer[first:last] - _fp32(lr) * step
+            step = m if optimizer == "heavy_ball" else g + fp32(mu) * m
+        new = outer[first:last] - fp32(lr) * step
         outer[first:last] = new
-        _scatter(_merged(new, params, first, alpha), params, first)
+        scatter(_merged(new, params, first, alpha), params, first)
 
 
 @_exact
@@ -236,19 +199,19 @@ def outer_step_adam(
     if verdict is not None and verdict.item() != 0:
         return
     form = WireFormat(wire, block_size)
-    step_size = _fp32(lr / (1 - beta1**step))
-    correction = _fp32(math.sqrt(1 - beta2**step))
-    for run_idx, first, last in _runs(begin, end, run_elements):
+    step_size = fp32(lr / (1 - beta1**step))
+    correction = fp32(math.sqrt(1 - beta2**step))
+    for run_idx, first, last in runs_of(begin, end, run_elements):
         g = _combine(payloads, coefficients, run_idx, run_elements, form, last - first)
-        m = _fp32(beta1) * exp_avg[first:last] + _fp32(1 - beta1) * g
-        v = _fp32(beta2) * exp_avg_sq[first:last] + (_fp32(1 - beta2) * g) * g
+        m = fp32(beta1) * exp_avg[first:last] + fp32(1 - beta1) * g
+        v = fp32(beta2) * exp_avg_sq[first:last] + (fp32(1 - beta2) * g) * g
         exp_avg[first:last] = m
         exp_avg_sq[first:last] = v
         # torch's fp32 square root is not the IEEE one; fp64's, rounded once more, is.
         root = v.double().sqrt().float()
-        new = outer[first:last] - (step_size * m) / (root / correction + _fp32(eps))
+        new = outer[first:last] - (step_size * m) / (root / correction + fp32(eps))
         outer[first:last] = new
-        _scatter(_merged(new, params, first, alpha), params, first)
+        scatter(_merged(new, params, first, alpha), params, first)
 
 
 @_exact
@@ -276,7 +239,7 @@ def outer_step_delayed(
     if verdict is not None and verdict.item() != 0:
         return
     form = WireFormat(wire, block_size)
-    for run_idx, start, stop in _runs(begin, end, run_elements):
+    for run_idx, start, stop in runs_of(begin, end, run_elements):
         d = _combine(payloads, coefficients, run_idx, run_elements, form, stop - start)
         if not first:
             assert pending is not None
@@ -285,15 +248,15 @@ def outer_step_delayed(
             assert pending is not None
             pending[start:stop] = d
             continue
-        step = _fp32(direct) * d
+        step = fp32(direct) * d
         if momentum is not None:
             old = momentum[start:stop].clone()
-            m = _fp32(mu) * old + d
+            m = fp32(mu) * old + d
             momentum[start:stop] = m
-            step = step + _fp32(ahead) * m
-            if _fp32(behind) != 0:
-                step = step + _fp32(behind) * old
-        outer[start:stop] = outer[start:stop] - _fp32(lr) * step
+            step = step + fp32(ahead) * m
+            if fp32(behind) != 0:
+                step = step + fp32(behind) * old
+        outer[start:stop] = outer[start:stop] - fp32(lr) * step
 
 
 @_exact
@@ -309,15 +272,15 @@ def decode(
 ) -> None:
     """Write the weighted sum of the decoded payloads into elements [begin, end) of outs."""
     form = WireFormat(wire, block_size)
-    for run_idx, first, last in _runs(begin, end, run_elements):
+    for run_idx, first, last in runs_of(begin, end, run_elements):
         total = _combine(payloads, coefficients, run_idx, run_elements, form, last - first)
-        _scatter(total, outs, first)
+        scatter(total, outs, first)
 
 
 @_exact
 def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0) -> None:
     """Set params to alpha * params + (1 - alpha) * outer."""
-    _scatter(_merged(outer, params, 0, alpha), params, 0)
+    scatter(_merged(outer, params, 0, alpha), params, 0)
 
 
 @_exact
@@ -329,7 +292,7 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
     sixteenth element, then the upper half is added to the lower half until one is left. Bad
     elements count as zero.
     """
-    x = _gather(params, 0, _num_elements(params))
+    x = gather(params, 0, total_elements(params))
     if outer is not None:
         x = outer - x
     bad = ~(x.abs() <= HUGE)
@@ -352,7 +315,7 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
 def normalised(weights: Sequence[float]) -> list[float]:
     """Return weights over their sum (fp64, in rank order), each rounded once to fp32."""
     total = sum(float(weight) for weight in weights)
-    return [_fp32(float(weight) / total).item() for weight in weights]
+    return [fp32(float(weight) / total).item() for weight in weights]
 
 
 def all_reduce(

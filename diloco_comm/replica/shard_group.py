@@ -1,8 +1,8 @@
 """Workers of one replica that hold the same parameters (DDP, ZeRO-1/2) and share its outer state.
 
 Worker s of S owns the s-th range of each fragment's elements: it exchanges that with worker s of
-the other replicas, keeps outer parameters and momentum for that range alone, and gives the parameters that it has
-written to the other workers of its replica.
+the other replicas, keeps outer parameters and momentum for that range alone, and gives the
+parameters that it has written to the other workers of its replica.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pwd
@@ -12,57 +11,21 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from async_helpers import PLAIN, Flat, attach, status, wait_until
+from async_disk import SIZE, Disk, train
+from async_helpers import PLAIN, attach, status, wait_until
 from async_processes import Child
 from cli_helpers import run_cli
 
 from diloco_comm.asynchronous.model.rules import Buffered
-from diloco_comm.asynchronous.protocol.payloads import spool
 from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
 
-# A snapshot of 400 kB, and as much for each update in the journal.
-SIZE = 100_001
 UPDATE_BYTES = 4 * SIZE
-
-
-class Disk:
-    """A small file system of its own."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self._filler = root, root / "filler"
-
-    @property
-    def free_bytes(self) -> int:
-        found = os.statvfs(self.root)
-        return found.f_bavail * found.f_frsize
-
-    def fill(self, leave: int = 0) -> None:
-        """Leave so many bytes, give or take a page."""
-        with self._filler.open("wb") as file:
-            file.write(bytes(max(0, self.free_bytes - leave)))
-
-    def empty(self) -> None:
-        self._filler.unlink()
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    root = tmp_path / "disk"
-    root.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(root)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
-    yield Disk(root)
-    subprocess.run(["umount", "-l", str(root)], check=True)
 
 
 class Hosted:
@@ -108,12 +71,6 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Hosted]]:
     for one in hosted:
         one.process.kill()
         one.process.wait()
-
-
-def train(model: Flat, worker: AsyncDiLoCo, updates: int) -> None:
-    for _ in range(updates):
-        model.descend(torch.full((SIZE,), 0.5))
-        worker.step()
 
 
 @contextmanager
@@ -349,86 +306,3 @@ def test_the_status_of_a_server_that_keeps_nothing() -> None:
         assert json.loads(json.dumps(status(server)))["storage"] is None
         shown = run_cli("serve", "--status", "--address", server.address)
         assert "nothing is kept on disk" in shown.out
-
-
-def test_an_update_that_needs_a_file_gets_one_elsewhere(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
-    folder, spooled = disk.root / "state", []
-    monkeypatch.setattr(
-        "diloco_comm.asynchronous.server.state.spool",
-        lambda *arguments: spooled.append(arguments) or spool(*arguments),
-    )
-    server = AsyncServer(PLAIN, snapshot=folder, parameters=[torch.ones(SIZE)], sync_every=1)
-    with server:
-        model, worker = attach(server.address, "a", size=SIZE)
-        train(model, worker, 1)
-        disk.fill()
-        train(model, worker, 1)
-        assert [place for place, _ in spooled] == [folder, folder, None]
-        disk.empty()
-        wait_until(lambda: not status(server)["storage"]["problem"], 60)
-        worker.close()
-    assert torch.equal(server.parameters()[0], model.values())
-
-
-def test_an_update_waits_for_room_on_a_full_disk(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Neither beside the snapshot nor in the folder of temporary files is any room."""
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
-    monkeypatch.setattr("diloco_comm.asynchronous.worker.link.PATIENCE_S", 0.0)
-    monkeypatch.setattr(tempfile, "tempdir", str(disk.root))
-    folder = disk.root / "state"
-    with AsyncServer(PLAIN, snapshot=folder, parameters=[torch.ones(SIZE)], sync_every=1) as server:
-        model, worker = attach(server.address, "a", size=SIZE)
-        train(model, worker, 1)
-        disk.fill()
-        thread = threading.Thread(target=train, args=(model, worker, 1))
-        thread.start()
-        wait_until(lambda: status(server)["problem"] != "", 60)
-        said = status(server)["problem"]
-        assert f"waits for room in {folder} or {disk.root}: No space left on device" in said
-        wait_until(lambda: "has had no room for update 2 of worker a" in caplog.text, 60)
-        disk.empty()
-        thread.join()
-        assert status(server)["updates"] == 2 and status(server)["problem"] == ""
-        assert status(server)["refused"] == {}
-        worker.close()
-    assert torch.equal(server.parameters()[0], model.values())
-
-
-@pytest.mark.parametrize("call", ["pwrite", "fsync", "preadv"])
-def test_a_file_that_fails_costs_one_update(
-    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The disk fails for one update of a worker: neither the model nor other workers see it."""
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
-    is_broken = [False]
-
-    def fail(*arguments: object) -> int:
-        if is_broken[0]:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(*arguments)  # type: ignore[arg-type]
-
-    real = getattr(os, call)
-    monkeypatch.setattr(f"diloco_comm.asynchronous.protocol.payloads.os.{call}", fail)
-    with AsyncServer(PLAIN, parameters=[torch.ones(SIZE)], sync_every=1) as server:
-        model, worker = attach(server.address, "a", size=SIZE)
-        other_model, other = attach(server.address, "b", size=SIZE)
-        train(model, worker, 1)
-        is_broken[0] = True
-        train(model, worker, 1)
-        is_broken[0] = False
-        said = status(server)
-        assert said["updates"] == 1 and said["refused"] == {"disk": 1}
-        assert "update 2 of worker a is lost" in said["problem"]
-        assert "Input/output error" in said["problem"] and "update 2 of worker a" in caplog.text
-        train(other_model, other, 1)
-        train(model, worker, 1)
-        assert status(server)["updates"] == 3 and status(server)["problem"] == ""
-        assert status(server)["payload_bytes"] == 0
-        worker.close()
-        other.close()
-    assert torch.equal(server.parameters()[0], torch.full((SIZE,), 1 - 1.5))

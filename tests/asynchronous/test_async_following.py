@@ -174,7 +174,7 @@ def test_rules_that_cannot_be_followed_are_fetched_whole(
             model.descend(noise(index, 7))
             worker.step()
             assert torch.equal(model.values(), shared(server))
-        assert caplog.text.count("cannot be followed") == 1
+        assert caplog.text.count("does not allow fetch='updates'") == 1
         worker.close()
 
 

@@ -29,7 +29,7 @@ from diloco_comm import Adam, HeavyBall
 from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, SharedModel, layout_of
 from diloco_comm.asynchronous.protocol.messages import Kind, Message
-from diloco_comm.asynchronous.protocol.payloads import Spooled, read_back, spool
+from diloco_comm.asynchronous.protocol.payloads import PayloadFile, payload_files, read_back
 from diloco_comm.asynchronous.server.decisions.coordinator import encode
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.methods.outer import make_outer
@@ -148,7 +148,7 @@ def test_updates_in_a_file_do_what_those_in_memory_do(name: str) -> None:
     for wire in ("fp32", "int8", "fp32", "bf16"):
         layout = layout_of(SIZE, WireFormat(wire))
         payload = encode(torch.randn(SIZE, generator=generator), layout)
-        (file,) = spool(None, [layout.payload_bytes])
+        (file,) = payload_files(None, [layout.payload_bytes])
         file.write(0, payload[:5].numpy().data)
         file.write(5, payload[5:].numpy().data)
         assert torch.equal(file[:], payload) and torch.equal(file[7:99], payload[7:99])
@@ -174,7 +174,7 @@ def test_payloads_are_written_out_before_they_are_read_back(
 
         return run
 
-    files = spool(None, [1 << 20, 3 << 20])
+    files = payload_files(None, [1 << 20, 3 << 20])
     for file in files:
         file.write(0, bytes(file.nbytes))
     for name in ("fsync", "posix_fadvise", "preadv"):
@@ -208,14 +208,14 @@ def test_updates_larger_than_the_budget_go_through_a_file(
 
     roomy = run(tmp_path / "roomy")
     shutil.rmtree(tmp_path / "copy")
-    spooled = []
+    made = []
     monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
     monkeypatch.setattr(
-        "diloco_comm.asynchronous.server.state.spool",
-        lambda folder, sizes: spooled.append(sizes) or spool(folder, sizes),
+        "diloco_comm.asynchronous.server.state.payload_files",
+        lambda folder, sizes: made.append(sizes) or payload_files(folder, sizes),
     )
     tight = run(tmp_path / "tight")
-    assert len(spooled) == 4
+    assert len(made) == 4
     assert torch.equal(tight[0], roomy[0]) and torch.equal(tight[1], roomy[0])
 
 
@@ -224,10 +224,10 @@ class Spool:
 
     error: int | None = None
 
-    def __call__(self, folder: Path | None, sizes: list[int]) -> list[Spooled]:
+    def __call__(self, folder: Path | None, sizes: list[int]) -> list[PayloadFile]:
         if self.error is not None:
             raise OSError(self.error, os.strerror(self.error))
-        return spool(folder, sizes)
+        return payload_files(folder, sizes)
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Spool:
     """No memory for updates: each goes to a file."""
     made = Spool()
     monkeypatch.setattr("diloco_comm.asynchronous.server.state.SMALL_BYTES", 0)
-    monkeypatch.setattr("diloco_comm.asynchronous.server.state.spool", made)
+    monkeypatch.setattr("diloco_comm.asynchronous.server.state.payload_files", made)
     return made
 
 

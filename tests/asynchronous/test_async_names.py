@@ -201,7 +201,7 @@ def test_an_update_that_was_applied_is_not_sent_again_under_another_name() -> No
             timeout=15.0,
             on_round=lambda metrics: rounds.append((metrics.staleness, metrics.refusal)),
         )
-        tell, lost = server._receiver._tell, []
+        tell, lost = server._receiver._send_outcome, []
 
         def tell_the_second_time(session: Session, outcome: Outcome) -> None:
             if lost:
@@ -210,7 +210,7 @@ def test_an_update_that_was_applied_is_not_sent_again_under_another_name() -> No
                 lost.append(outcome)
                 relay.cut(shut=True)
 
-        server._receiver._tell = tell_the_second_time
+        server._receiver._send_outcome = tell_the_second_time
         model.descend(torch.ones(SIZE))
         thread = threading.Thread(target=worker.step)
         thread.start()

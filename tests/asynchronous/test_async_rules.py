@@ -12,7 +12,7 @@ from torch import Tensor
 from diloco_comm import SGD, Adam, HeavyBall, Nesterov
 from diloco_comm.asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
 from diloco_comm.asynchronous.model.shared import RUN_ELEMENTS, SharedModel, layout_of
-from diloco_comm.asynchronous.protocol.payloads import Spooled
+from diloco_comm.asynchronous.protocol.payloads import PayloadFile
 from diloco_comm.asynchronous.server.decisions.coordinator import (
     Coordinator,
     Outcome,
@@ -251,7 +251,7 @@ def test_what_workers_start_from_is_kept_once_for_each_version_in_files() -> Non
 
     for name in names:
         start(name)
-    assert len(coordinator.starts) == 1
+    assert len(coordinator.versions) == 1
     for index, name in enumerate(names[:4] * 2):
         gs = [torch.rand(size, generator=torch.Generator().manual_seed(index)) for size in sizes]
         payloads = [encode(g, layout) for g, layout in zip(gs, layouts, strict=True)]
@@ -265,12 +265,12 @@ def test_what_workers_start_from_is_kept_once_for_each_version_in_files() -> Non
         assert all(map(torch.equal, model.read_all(), thetas))
         start(name)
     # Eight of them still train from the first version, four from those after the last updates.
-    assert len(coordinator.starts) == 5
-    kept = [payload for flats in coordinator.starts._kept.values() for payload in flats]
-    assert all(isinstance(payload, Spooled) for payload in kept)
+    assert len(coordinator.versions) == 5
+    kept = [payload for flats in coordinator.versions._kept.values() for payload in flats]
+    assert all(isinstance(payload, PayloadFile) for payload in kept)
     for name in names:
         coordinator.leave(name)
-    assert len(coordinator.starts) == 0
+    assert len(coordinator.versions) == 0
 
 
 def test_compensation_without_room_for_files(
@@ -279,7 +279,7 @@ def test_compensation_without_room_for_files(
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diloco_comm.asynchronous.model.versions.spool", no_room)
+    monkeypatch.setattr("diloco_comm.asynchronous.model.versions.payload_files", no_room)
     test_delay_compensation()
     assert "there is no room for a file" in caplog.text
 
@@ -338,11 +338,11 @@ def test_an_old_version_stays_readable_while_updates_arrive(rule: ServerRule, wi
         runs = [model.read(version, 0, run) for run in range(layout.num_runs)]
         assert torch.equal(torch.cat(runs), truth[version - 1])
     assert torch.equal(model.read_all()[0], truth[-1])
-    model.let_go(3)
+    model.release(3)
     assert released == [0]
-    model.let_go(1)
+    model.release(1)
     assert released == [0, 1, 2, 3] and model.oldest_read == 4
-    model.let_go(4)
+    model.release(4)
     assert released == list(range(7)) and model.is_folded
     assert torch.equal(model.read_all()[0], truth[-1])
 

@@ -26,7 +26,7 @@ def test_everything_is_asked_for_once_and_never_too_much(batch: int, window: int
         on_their_way = sum(sizes[p.fragment] for p in runs.asked)
         assert on_their_way <= window or len(runs.asked) == 1
         assert {p for p, count in runs.ask_again() if count == 1} == set(runs.asked)
-        runs.came(rng.choice(list(runs.asked)))
+        runs.received(rng.choice(list(runs.asked)))
     assert asked == wanted
 
 

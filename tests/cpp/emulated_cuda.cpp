@@ -1,5 +1,5 @@
 // The CUDA operators without a GPU: the code of every tile, with the lanes of a warp run one after
-// the other. Linked with ops_cuda.cpp in place of csrc/cuda/*.cu, for tests.
+// the other. Linked with operators/cuda.cpp in place of csrc/cuda/*.cu, for tests.
 #include <algorithm>
 #include <cstring>
 #include <vector>

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "check.h"
-#include "exchange/engine.h"
-#include "exchange/pages.h"
+#include "exchange/engine/engine.h"
+#include "exchange/transport/pages.h"
 #include "hanging_store.h"
 #include "loopback_backend.h"
 

@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "check.h"
-#include "exchange/bounded_store.h"
+#include "exchange/failure/bounded_store.h"
 #include "hanging_store.h"
 
 using namespace std::chrono_literals;

@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "engine_world.h"
-#include "exchange/operators.h"
+#include "exchange/engine/operator_calls.h"
 
 using namespace std::chrono_literals;
 using diloco::Engine;

@@ -4,9 +4,9 @@
 #include <thread>
 
 #include "check.h"
-#include "exchange/bounded_store.h"
-#include "exchange/pulse.h"
-#include "exchange/reach.h"
+#include "exchange/failure/bounded_store.h"
+#include "exchange/failure/pulse.h"
+#include "exchange/failure/reach.h"
 #include "hanging_store.h"
 
 using namespace std::chrono_literals;

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "check.h"
-#include "exchange/schedule.h"
+#include "exchange/engine/schedule.h"
 
 using diloco::Action;
 using diloco::make_schedule;

@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "engine_world.h"
-#include "exchange/control.h"
+#include "exchange/engine/control.h"
 
 using namespace std::chrono_literals;
 using diloco::Engine;

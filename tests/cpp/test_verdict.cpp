@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "check.h"
-#include "exchange/verdict.h"
+#include "exchange/failure/verdict.h"
 
 using diloco::Cuts;
 using diloco::Report;

@@ -228,3 +228,34 @@ def test_a_slow_store_is_asked_again_before_another_one() -> None:
     slow = waiting.store_advice(dist.DistStoreError("late"))
     assert slow.startswith("call again; if the store stays silent")
     assert waiting.store_advice(dist.DistNetworkError("broken")) == waiting.ANOTHER_STORE
+
+
+# ------------------------------------------------------------- left behind while waiting for others
+
+
+def wait_for_those_that_went_on(rank: int, world: int, address: Address, setup: Setup) -> Any:
+    """Replicas 0 and 1 go on alone while replica 2 waits for both at a meeting of all three."""
+    limits = {"join_timeout": 1800.0, "suspect_after": 6.0}
+    replica = Replica(address, rank, range(world), setup, **limits)
+    replica.train_to(H)
+    if rank < 2:
+        replica.store.wait(["waits"])
+        replica.diloco.change_group([0, 1])
+        replica.train_to(2 * H)
+        replica.store.wait(["told"])
+        return replica.diloco.epoch
+    replica.store.set("waits", "")
+    with pytest.raises(LeftBehind) as caught:
+        replica.diloco.change_group(range(world))
+    replica.store.set("told", "")
+    return caught.value
+
+
+def test_who_waits_for_a_group_that_went_on_is_told_so(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(3, init_group=False)
+    setup = Setup("int8", 1, H, timeout=1800.0)
+    results: list[Any] = pool.run(wait_for_those_that_went_on, pool.store, setup, timeout=40)
+    epoch, error = results[0], results[2]
+    assert results[1] == epoch and error.went_on_in == epoch
+    assert error.missing == (2,) and error.survivors == (0, 1)
+    assert f"replicas [0, 1] went on in epoch {epoch} without replica 2" in str(error), error

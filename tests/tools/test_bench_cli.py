@@ -21,7 +21,7 @@ from diloco_comm import DiLoCo
 from diloco_comm.tools.bench import exchange as bench_exchange
 from diloco_comm.tools.bench import outer_step as bench_outer_step
 from diloco_comm.tools.bench import tune as bench_tune
-from diloco_comm.tools.common import measuring
+from diloco_comm.tools.common import reports, workers
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TOP = {"date", "commit", "machine", "versions", "command", "results", "output"}
@@ -94,7 +94,7 @@ def test_exchange(world: int, launcher: str, ranks: Callable[[int], Pool], tmp_p
     pool, path = ranks(world), tmp_path / "results.json"
     words = ["exchange", "-b", "64K", "-e", "128K", "-n", "2", "-w", "1", "-c", "1"]
     words += ["--wire", "int8,int4", "--json", str(path), "--min-gbps", "1e-9"]
-    results = pool.run(run_rank, measuring.free_port(), words, launcher)
+    results = pool.run(run_rank, workers.free_port(), words, launcher)
     assert [status for status, _ in results] == [None] * world
     output = results[0][1]
     assert all(not text for _, text in results[1:])
@@ -192,7 +192,7 @@ def test_examples_of_the_help_run(
         output = ended.out + capfd.readouterr().out
     else:
         assert re.fullmatch(r"torchrun --nproc-per-node 2 -m diloco_comm\.tools\.cli", launcher)
-        (status, output), _ = ranks(2).run(run_rank, measuring.free_port(), words, "torchrun")
+        (status, output), _ = ranks(2).run(run_rank, workers.free_port(), words, "torchrun")
         assert not status
     assert output.startswith(f"# {command}: diloco_comm")
     assert any(not row.startswith("#") for row in output.splitlines())
@@ -231,7 +231,7 @@ def test_outer_step(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     words = ["outer-step", "--params", "1e4", "--layers", "4", "--step-time", "0.001", "-n", "2"]
     words += ["--sync-every", "4", "--fragments", "2", "--policy", "streaming"]
     words += ["--json", str(path)]
-    (_, output), _ = pool.run(run_rank, measuring.free_port(), words, "torchrun")
+    (_, output), _ = pool.run(run_rank, workers.free_port(), words, "torchrun")
     result = check_document(path, output, "outer-step")["results"]
     inner = {"median", "p10", "p90", "samples"}
     assert result.keys() == keys_documented("outer-step") - inner
@@ -252,7 +252,7 @@ def test_tune_writes_a_config_that_diloco_reads(
     pool, path, config = ranks(2), tmp_path / "tune.json", tmp_path / "config.json"
     words = ["tune", "-b", "256K", "-n", "3", "--lanes", "1,2", "--emulate-link", "0.2,5"]
     words += ["-o", str(config), "--json", str(path)]
-    (_, output), _ = pool.run(run_rank, measuring.free_port(), words, "torchrun")
+    (_, output), _ = pool.run(run_rank, workers.free_port(), words, "torchrun")
     document = check_document(path, output, "tune")
     chosen = document["config"]
     assert json.loads(config.read_text()) == {**chosen, "block_size": 256}
@@ -306,8 +306,8 @@ def test_a_candidate_must_beat_the_default(
             by_chunk = {None: times[0], 1 << 20: times[1] if iters > 2 else 0.1}
             return [[by_chunk[candidate.chunk_bytes]] * 3 for candidate in candidates]
 
-    monkeypatch.setattr(measuring, "machine", lambda: {k: 0 for k in MACHINE})
-    report = measuring.Report("tune", quiet=True)
+    monkeypatch.setattr(reports, "machine", lambda: {k: 0 for k in MACHINE})
+    report = reports.Report("tune", quiet=True)
     chosen = bench_tune._choose(report, Bench(), "int8")  # type: ignore[arg-type]
     assert chosen["config"]["chunk_bytes"] == (None, 1 << 20)[expected]
 

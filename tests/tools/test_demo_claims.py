@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco_comm.tools.demo.events import Finished
-from diloco_comm.tools.demo.results import Point, Results, RowResult
+from diloco_comm.tools.demo.report.results import Point, Results, RowResult
 from diloco_comm.tools.demo.settings import BASELINE, REFERENCE, ROWS, SMALL, TINY, Row, Settings
 
 SETTINGS = Settings(num_replicas=2, sync_every=50)

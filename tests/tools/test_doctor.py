@@ -16,7 +16,7 @@ from cli_helpers import check_documented, check_misuse, check_schema, examples, 
 from workers import Pool
 
 from diloco_comm import __version__, ops
-from diloco_comm.tools.common import measuring
+from diloco_comm.tools.common import workers
 from diloco_comm.tools.doctor import command as doctor_command
 from diloco_comm.tools.doctor import facts as doctor
 from diloco_comm.tools.doctor import job as doctor_job
@@ -282,7 +282,7 @@ def test_example_under_torchrun_speaks_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     (line,) = [line for line in doctor_command.EXAMPLES.splitlines() if "torchrun" in line]
-    port = str(measuring.free_port())
+    port = str(workers.free_port())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port", port]
     command = [*launcher, *line.split()[1:], "--json", "--megabytes", "0.1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)

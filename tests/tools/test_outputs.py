@@ -39,6 +39,7 @@ WRITERS: dict[tuple[str, str], list[str]] = {
     ("bench tune", "--json"): ["bench", "tune", "-g", "2"],
     ("demo", "--out"): ["demo"],
     ("plan", "--plot"): PLAN,
+    ("plan", "--write"): [*PLAN, "--gbps", "1"],
     ("profile report", "--plot"): ["profile", "report", "rank0.json"],
     ("serve", "--snapshot"): ["serve", "--address", "tcp://127.0.0.1:0"],
 }
@@ -212,6 +213,10 @@ def test_tables_are_printed_though_the_plot_is_not_written(blocked: Path, tmp_pa
     path = full(tmp_path / "plot.png")
     reason = f"cannot write --plot {path}: No space left on device"
     check_kept(run_cli(*PLAN, "--plot", path), "Gbit/s needed", reason)
+    config = full(tmp_path / "diloco.json")
+    reason = f"cannot write --write {config}: No space left on device"
+    check_kept(run_cli(*PLAN, "--gbps", "1", "--write", config), "Gbit/s needed", reason)
+    reason = f"cannot write --plot {path}: No space left on device"
     report = ["profile", "report", "rank0.json", "--plot", path]
     check_kept(run_cli(*report), "50.00 %", reason)
     ended = run_cli(*report, "--json")

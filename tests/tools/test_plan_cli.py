@@ -8,13 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
 
+import diloco_comm
 from diloco_comm.tools.common.sizes import parse_count
 from diloco_comm.tools.plan import command as plan_command
 from diloco_comm.tools.plan import model as plan_model
+from diloco_comm.tools.plan.settings import Setting, choose
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
+SETTING = {
+    "method": str,
+    "delay": int,
+    "wire": str,
+    "sync_every": int,
+    "fragment_layers": int,
+    "utilisation": float,
+}
 GBPS = {key: (float, None) for key in ("0.5", "0.8", "0.9", "0.95", "0.99")}
 SCHEMA: dict[str, Any] = {
     "schema": int,
@@ -50,16 +61,8 @@ SCHEMA: dict[str, Any] = {
             "lost_s_per_day": float,
             "bytes_per_day": float,
             "target": float,
-            "settings": [
-                {
-                    "method": str,
-                    "delay": int,
-                    "wire": str,
-                    "sync_every": int,
-                    "fragment_layers": int,
-                    "utilisation": float,
-                }
-            ],
+            "settings": [SETTING],
+            "chosen": ({"setting": SETTING, "config": {...: object}, "line": str}, None),
         },
         None,
     ),
@@ -116,6 +119,76 @@ def test_link_agrees_with_the_totals() -> None:
     assert link["bytes_per_day"] == pytest.approx(plan["bytes_per_day"] * link["utilisation"])
     assert link["utilisation"] <= link["layer_utilisation"]
     assert all(setting["utilisation"] >= 0.5 for setting in link["settings"])
+
+
+# ------------------------------------------------------------------------ settings for a link
+
+
+@pytest.mark.parametrize(
+    ("gbps", "others", "written"),
+    [
+        (100, [], 'DiLoCo(model, optimizer, sync_every=20, wire="int8")'),
+        (3, [], 'fragments="layers:3", overlap=Streaming(delay=5, alpha=0.5))'),
+        (3, ["--block-size", 64], "Streaming(delay=5, alpha=0.5), block_size=64)"),
+    ],
+)
+def test_the_line_and_the_file_make_the_same_settings(
+    gbps: float, others: list[object], written: str, tmp_path: Path
+) -> None:
+    """Both are used as they were printed and written."""
+    path = tmp_path / "new" / "diloco.json"
+    ended = run_cli("plan", *SMALL, "--gbps", gbps, *others, "--write", path)
+    assert (ended.status, ended.err) == (0, "")
+    lines = [line.strip() for line in ended.out.splitlines()]
+    (imported,) = [line for line in lines if line.startswith("from ")]
+    (line,) = [line for line in lines if line.startswith("diloco = ")]
+    assert line.endswith(written)
+    configs = []
+    for program in (
+        f"{imported}\n{line}",
+        f"diloco = DiLoCo(model, optimizer, config={str(path)!r})",
+    ):
+        layers = [torch.nn.Linear(2, 2) for _ in range(24)]
+        names: dict[str, Any] = {
+            "DiLoCo": diloco_comm.DiLoCo,
+            "model": torch.nn.Sequential(*layers),
+        }
+        names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+        exec(program, names)
+        configs.append(names["diloco"].config())
+        names["diloco"].close()
+    assert configs[0] == configs[1]
+    assert configs[0].items() >= json.loads(path.read_text()).items()
+    assert lines[-1] == f"{path} holds the same: DiLoCo(model, optimizer, config={str(path)!r})"
+
+
+def setting(method: str, delay: int, wire: str, sync_every: int) -> Setting:
+    return Setting(method, delay, wire, sync_every, 3, 0.96)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], None),
+        ([setting("dp", 0, "int8", 1), setting("eager", 0, "int8", 10)], None),
+        ([setting("streaming", 1, "int8", 10), setting("diloco", 0, "int8", 100)], 1),
+        ([setting("diloco", 0, "int8", 200), setting("streaming", 5, "int8", 100)], 1),
+        ([setting("diloco", 0, "int4", 10), setting("streaming", 5, "int8", 100)], 1),
+        ([setting("diloco", 0, "int8", 500), setting("streaming", 5, "int4", 200)], 1),
+        ([setting("diloco", 0, "fp32", 10)], None),
+    ],
+)
+def test_the_plainest_setting_is_chosen(settings: list[Setting], expected: int | None) -> None:
+    assert choose(settings) == (None if expected is None else settings[expected])
+
+
+def test_a_link_for_which_there_is_no_setting_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "diloco.json"
+    ended = run_cli("plan", *SMALL, "--gbps", 0.001, "--write", path)
+    assert ended.status == 1 and not path.exists()
+    assert "No setting of DiLoCo or Streaming that was tried reaches 95%." in ended.out
+    sentence = f"nothing is written to {path}: no setting that was tried reaches --target"
+    assert ended.err == f"diloco-comm: {sentence}\n"
 
 
 def test_published_tables_as_json() -> None:
@@ -223,6 +296,7 @@ def test_size_comes_from_a_model_config(
         ([*SMALL, "--params", "7X"], "must be a number such as 25e6, 350M, 7B or 1.5T, got '7X'"),
         ([*SMALL, "--params", "B"], "must be a number such as 25e6, 350M, 7B or 1.5T, got 'B'"),
         ([*SMALL, "--plot", f"{__file__}/x.png"], "cannot write --plot"),
+        ([*SMALL, "--write", "x.json"], "--write needs --gbps: the bandwidth of the link"),
         (["--safetensors", "/no/such", "--step-time", 1], "cannot read /no/such: No such file"),
     ],
 )

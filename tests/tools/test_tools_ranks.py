@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from diloco_comm.tools.common import measuring
-from diloco_comm.tools.common.measuring import WorkerError, run_workers
+from diloco_comm.tools.common import workers
+from diloco_comm.tools.common.workers import WorkerError, run_workers
 
 SCRIPT = """
 import json, os, sys, time
@@ -76,7 +76,7 @@ def test_ranks_of_a_module_that_are_late_are_killed(
     # An hour is over as soon as the rank has begun.
     begun = tmp_path / "0.json"
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: 3600.0 * begun.exists())
-    monkeypatch.setattr(measuring, "time", clock)
+    monkeypatch.setattr(workers, "time", clock)
     with pytest.raises(WorkerError, match="did not end in time") as caught:
         run_workers(words, 1, preload=(), timeout_s=3000)
     assert caught.value.status is None

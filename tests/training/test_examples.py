@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco_comm.tools.common import ranks
-from diloco_comm.tools.common.measuring import run_workers
+from diloco_comm.tools.common.workers import run_workers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

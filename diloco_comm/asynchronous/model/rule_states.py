@@ -1,4 +1,4 @@
-"""What a rule keeps for a fragment, and what one arrival does to it."""
+"""The state that a rule keeps for a fragment, and how one arrival changes the state."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from ... import ops
 from ...base.memory import empty_pages
 from ...methods.outer import FromTorch, OuterOptimizer, OuterState, Update
 from ...ops.wire import Layout, WireFormat
-from ..protocol.payloads import Payload, Spooled, pieces
+from ..protocol.payloads import Payload, PayloadFile, pieces
 
 _FP32 = WireFormat("fp32")
 
 
 class RuleState(ABC):
-    """A fragment's shared parameters and what its rule keeps beside them.
+    """A fragment's shared parameters, and the buffers that the rule keeps beside them.
+
+    An *arrival* is an update that has arrived. A rule takes an outer step every ``period`` of them.
 
     Attributes:
-        outer: fp32 [num_elements], the model of the last outer step.
-        num_arrivals: Of this fragment so far.
+        outer: fp32 [num_elements], the parameters after the last outer step.
+        num_arrivals: Arrivals of this fragment so far.
     """
 
     def __init__(self, outer: Tensor, period: int, optimizer: OuterOptimizer) -> None:
@@ -35,9 +37,9 @@ class RuleState(ABC):
         return self.num_arrivals % self.period
 
     def arrive(self, payload: Payload, layout: Layout, weight: float, impl: str = "") -> None:
-        """Add weight * decode(payload), and take the outer step if it is the period's last."""
-        for part, its_layout, begin, end in pieces(payload, layout):
-            self._add(part, its_layout, weight, begin, end, impl)
+        """Add weight * decode(payload); the last arrival of a period takes the outer step."""
+        for piece, piece_layout, begin, end in pieces(payload, layout):
+            self._add(piece, piece_layout, weight, begin, end, impl)
         self._added(impl)
         self.num_arrivals += 1
 
@@ -45,11 +47,11 @@ class RuleState(ABC):
     def _add(
         self, payload: Tensor, layout: Layout, weight: float, begin: int, end: int, impl: str
     ) -> None:
-        """Take in elements [begin, end) of an arrival."""
+        """Add elements [begin, end) of an arrival."""
 
     @abstractmethod
     def _added(self, impl: str) -> None:
-        """Do what needs the whole arrival."""
+        """Do the work that needs all elements of the arrival."""
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +61,7 @@ class RuleState(ABC):
     def visible(self, begin: int = 0, end: int | None = None) -> Tensor:
         """Return elements [begin, end) of the shared model as workers see it, fp32.
 
-        It may be a view of ``outer``.
+        The result may be a view of ``outer``.
         """
         return self.outer[begin:end]
 
@@ -68,7 +70,7 @@ class RuleState(ABC):
         """Return the buffers beside ``outer`` that must be saved, fp32 [num_elements]."""
 
     def scalars(self) -> dict[str, Any]:
-        """Return what else must be saved, as JSON types."""
+        """Return the numbers that must be saved, as JSON types."""
         return {"num_arrivals": self.num_arrivals}
 
     def load(self, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
@@ -105,7 +107,7 @@ class FusedState(RuleState):
         self.pending = None if period == 1 else empty_pages(outer.shape, torch.float32)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments of another state that does the same, but for the optimizer."""
+        """Return the arguments of an equal state, without the optimizer."""
         return {
             "period": self.period,
             "mu": self._mu,
@@ -118,11 +120,11 @@ class FusedState(RuleState):
 
     @property
     def hides(self) -> bool:
-        """What workers see is not always ``outer``."""
+        """Workers sometimes see other parameters than ``outer``."""
         return self._follows and self.pending is not None
 
     def lr_at(self, num_arrivals: int) -> float:
-        """Return the learning rate that holds after so many arrivals."""
+        """Return the learning rate after this number of arrivals."""
         lr = self.optimizer.lr
         return float(lr(num_arrivals // self.period) if callable(lr) else lr)
 
@@ -145,7 +147,7 @@ class FusedState(RuleState):
         num_arrivals: int,
         impl: str = "",
     ) -> None:
-        """Take in the runs of elements [begin, end) of the arrival after so many."""
+        """Add the runs of elements [begin, end) of the arrival that follows ``num_arrivals``."""
         ops.outer_step_delayed(
             self.outer,
             self.momentum,
@@ -186,7 +188,7 @@ class FusedState(RuleState):
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def view(self, begin: int, end: int) -> FusedState:
-        """Return elements [begin, end), not copied."""
+        """Return a state of elements [begin, end) that shares memory with this one."""
         part = FusedState.__new__(FusedState)
         part.__dict__.update(self.__dict__)
         part.outer = self.outer[begin:end]
@@ -203,22 +205,22 @@ class FusedState(RuleState):
 
 
 class PlainState(RuleState):
-    """Any other outer optimizer: arrivals are added up, then it takes a step on their sum."""
+    """Any other outer optimizer: a step on the sum of a period's arrivals."""
 
     def __init__(self, outer: Tensor, period: int, optimizer: OuterOptimizer) -> None:
         super().__init__(outer, period, optimizer)
         self._state: OuterState = optimizer.make_state(outer)
         self.pending: Tensor | None = None
         if period > 1:
-            # The sum is handed to the optimizer as a payload of the fp32 wire.
+            # The optimizer gets the sum as a payload of the fp32 wire.
             count, block = outer.numel(), _FP32.block_size
             self._layout = Layout(count, 1, max(block, -(-count // block) * block), _FP32)
             self._payload = empty_pages((self._layout.payload_bytes,), torch.uint8)
             self.pending = self._payload.view(torch.float32)[:count]
 
     def arrive(self, payload: Payload, layout: Layout, weight: float, impl: str = "") -> None:
-        # What an optimizer of torch does with a part of the parameters is not known.
-        if isinstance(payload, Spooled) and isinstance(self.optimizer, FromTorch):
+        # An optimizer of torch may need all parameters at once: it gets no single runs.
+        if isinstance(payload, PayloadFile) and isinstance(self.optimizer, FromTorch):
             payload = payload[:]
         super().arrive(payload, layout, weight, impl)
 
@@ -257,7 +259,7 @@ class PlainState(RuleState):
 
     @property
     def num_bytes(self) -> int:
-        # An optimizer of torch wants a gradient.
+        # An optimizer of torch needs a gradient as large as the parameters.
         is_torch = isinstance(self.optimizer, FromTorch)
         return super().num_bytes + is_torch * self.outer.nbytes
 
@@ -270,7 +272,7 @@ class PlainState(RuleState):
         return own if self.pending is None else {"pending": self.pending, **own}
 
     def scalars(self) -> dict[str, Any]:
-        # Tensors here are such as Adam's step count of one element.
+        # Tensors of one element, such as Adam's step count, become numbers.
         extra = {
             k: v.item() if isinstance(v, Tensor) else v for k, v in self._state.extra().items()
         }

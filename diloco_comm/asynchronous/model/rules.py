@@ -1,10 +1,10 @@
-"""Server rules: what one arriving pseudo-gradient does to the shared model.
+"""Server rules: how one arriving pseudo-gradient changes the shared model.
 
 A rule collects ``period`` arrivals (N), each with weight 1/N, and takes an outer step with the
-N-th. Between the steps the shared model is either left alone (``Buffered``) or follows the
-arrivals (``DelayedNesterov``, arXiv 2401.09135, Algorithm 3). The sum of what has arrived is kept
-apart from the model of the last step, so that after N arrivals the bytes are those of a
-synchronous step on the mean in the same order.
+N-th. Between two outer steps the shared model either stays (``Buffered``) or follows the arrivals
+(``DelayedNesterov``, arXiv 2401.09135, Algorithm 3). The rule keeps the sum of the arrivals apart
+from the model of the last outer step. So after N arrivals the bytes equal those of a synchronous
+step on the mean, taken in the same order.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from .rule_states import FusedState, PlainState, RuleState
 
 @dataclass(kw_only=True)
 class ServerRule(ABC):
-    """Base of the rules: what is common to all of them.
+    """Base of the rules: their common arguments.
 
     Args:
-        discount: Exponent of the polynomial discount: an arrival counts (1 + staleness) to the
-            power of minus this; 0 for none, 0.5 in arXiv 2401.09135.
-        max_staleness: An arrival that is staler is refused and changes nothing; None for no bound.
-        compensation: lambda of delay compensation, g + lambda*g*g*(theta_now - theta_then); the
-            server then keeps what its workers started from, in files.
+        discount: Exponent d of the polynomial discount: an arrival has the factor
+            (1 + staleness)^-d. 0 for no discount; 0.5 in arXiv 2401.09135.
+        max_staleness: A staler arrival is refused and changes nothing; None for no bound.
+        compensation: lambda of delay compensation, g + lambda*g*g*(theta_now - theta_then). With a
+            lambda other than 0 the server keeps, in files, the parameters that its workers train
+            from.
     """
 
     discount: float = 0.0
@@ -59,10 +60,10 @@ class ServerRule(ABC):
 
     @abstractmethod
     def make_state(self, outer: Tensor) -> RuleState:
-        """Allocate what the rule keeps for a fragment; ``outer`` is 1-D fp32, and kept."""
+        """Allocate the rule's state of a fragment, which keeps ``outer``, 1-D fp32."""
 
     def weight(self, staleness: int) -> float:
-        """Return the factor of an arrival, its share of the outer step included."""
+        """Return the factor of an arrival, including its share 1/N of the outer step."""
         return (1.0 + staleness) ** -self.discount / self.arrivals
 
     def config(self) -> dict[str, Any]:
@@ -117,12 +118,12 @@ class Immediate(ServerRule):
 
 @dataclass(kw_only=True)
 class DelayedNesterov(ServerRule):
-    """Descend every arrival at once, and use and update the momentum with every N-th only.
+    """Descend every arrival at once; use and update the momentum with every N-th arrival only.
 
     Args:
-        lr, momentum: Of Nesterov, as in ``diloco_comm.Nesterov``.
+        lr, momentum: As in ``diloco_comm.Nesterov``.
         period: N; the number of workers is a natural choice.
-        activation: c, how much of the momentum the arrivals in between take, in [0, 1/N].
+        activation: c in [0, 1/N], the share of the momentum that the other arrivals use.
     """
 
     lr: LearningRate = 0.7

@@ -1,9 +1,10 @@
 """The shared model of a server: fragments, versions, and updates applied in order of arrival.
 
-A version is the number of updates applied. A worker may read one version at leisure, run by run,
-while later updates arrive: as long as somebody reads an older version the payloads of the updates
-since are kept instead of copies of the model, and what a later reader sees is computed run by run.
-No clock, no transport, no workers' names: those are ``coordinator.py``'s and ``server.py``'s.
+A *version* is the number of updates applied. Workers read a version run by run while later updates
+arrive. As long as a worker reads an older version, the model keeps the payloads of the later
+updates instead of a copy of itself, and computes later versions run by run when they are read.
+An update is *folded* once the buffers contain it.
+Clocks, sockets and names of workers are in ``coordinator.py`` and ``server.py``.
 """
 
 from __future__ import annotations
@@ -23,20 +24,26 @@ from ..protocol.payloads import Payload
 from .rule_states import FusedState, RuleState
 from .rules import ServerRule
 
-# Elements of a run: what travels in one message, 1 MiB of fp32.
+# Elements of a run, the largest range that travels in one message: 1 MiB of fp32.
 RUN_ELEMENTS = 1 << 18
 _UNIT = 1024  # a multiple of every block size
 
 
 def layout_of(num_elements: int, wire: WireFormat) -> Layout:
-    """Cut a fragment into the runs that server and workers exchange."""
+    """Return how a fragment is divided into the runs that server and workers exchange."""
     run = min(RUN_ELEMENTS, max(_UNIT, -(-num_elements // _UNIT) * _UNIT))
     return Layout(num_elements, max(1, -(-num_elements // run)), run, wire)
 
 
 @dataclass
 class Applied:
-    """An update that is applied, or will be as soon as nobody reads an older version."""
+    """An update that is folded into the buffers, or will be once no older version is read.
+
+    Attributes:
+        payloads, layouts: The encoded pseudo-gradient of each fragment.
+        weight: Factor of the pseudo-gradient.
+        release: Called when the model needs the payloads no more.
+    """
 
     payloads: Sequence[Payload]
     layouts: Sequence[Layout]
@@ -53,13 +60,13 @@ class SharedModel:
 
     Args:
         sizes: Elements of each fragment.
-        rule: What an arrival does.
-        outers: The parameters themselves, fp32 [num_elements] each, which are kept.
+        rule: How an arrival changes the model.
+        outers: The parameters, fp32 [num_elements] each; the model keeps these tensors.
         impl: Force an implementation of the operators.
 
     Attributes:
         version: Updates applied so far.
-        is_initialised: The parameters have been given.
+        is_initialised: The parameters have been set.
     """
 
     def __init__(
@@ -82,6 +89,8 @@ class SharedModel:
         self.version = 0
         # The log holds the updates after version ``_logged``; the buffers are at ``_folded``.
         self._folded = self._logged = 0
+        # An update could be read only in part: the buffers are at no version.
+        self._is_broken = False
         self._log: deque[Applied] = deque()
         self._readers: Counter[int] = Counter()
         self._pins: Counter[int] = Counter()
@@ -93,7 +102,7 @@ class SharedModel:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the parameters and of what the rule keeps."""
+        """Bytes of the parameters and of the rule's buffers."""
         return sum(state.num_bytes for state in self.states)
 
     def initialise(self, flats: Sequence[Tensor]) -> None:
@@ -118,8 +127,9 @@ class SharedModel:
         """Apply one update and return the new version.
 
         Args:
-            payloads: One for each fragment; they belong to the model until ``release`` is called.
+            payloads: One for each fragment; the model owns them until it calls ``release``.
             weight: Factor of the pseudo-gradient.
+            release: Called when the model needs the payloads no more.
         """
         assert self.is_initialised
         self._log.append(Applied(payloads, layouts, weight, release))
@@ -128,19 +138,29 @@ class SharedModel:
         return self.version
 
     def _fold(self) -> None:
-        """Bring the buffers to the oldest version that is read, or to the newest."""
+        """Apply updates to the buffers, up to the oldest version that is read, or to the newest."""
         target = min(self._readers, default=self.version)
-        while self._folded < target:
-            update = self._log[self._folded - self._logged]
+        while self._folded < target and not self._is_broken:
+            self._apply_to_buffers(self._log[self._folded - self._logged])
+            self._folded += 1
+        self._forget(self.version if self._kept_from is None else self._kept_from)
+
+    def _apply_to_buffers(self, update: Applied) -> None:
+        try:
             for state, payload, layout in zip(
                 self.states, update.payloads, update.layouts, strict=True
             ):
                 state.arrive(payload, layout, update.weight, self.impl)
-            self._folded += 1
-        self._forget(self.version if self._kept_from is None else self._kept_from)
+        except OSError as error:
+            self._is_broken = True
+            raise OSError(
+                f"the update to version {self._folded + 1} cannot be read from its file: "
+                f"{error.strerror or error}; the model in memory holds a part of the update and is "
+                "given up"
+            ) from error
 
     def _forget(self, version: int) -> None:
-        """Give the payloads up that led to this version, if nobody needs them."""
+        """Release the payloads of updates up to this version that are folded and not pinned."""
         last = min(version, self._folded, *self._pins)
         while self._logged < last:
             self._log.popleft().release()
@@ -150,15 +170,15 @@ class SharedModel:
 
     @property
     def oldest_read(self) -> int | None:
-        """The oldest version that somebody reads."""
+        """The oldest version that a worker reads; None if no version is read."""
         return min(self._readers, default=None)
 
     def hold(self) -> int:
-        """Keep the present version readable and return its number; end with ``let_go``."""
+        """Keep the present version readable and return its number; end with ``release``."""
         self._readers[self.version] += 1
         return self.version
 
-    def let_go(self, version: int) -> None:
+    def release(self, version: int) -> None:
         """End one ``hold`` of the version."""
         assert self._readers[version] > 0
         self._readers[version] -= 1
@@ -167,7 +187,7 @@ class SharedModel:
         self._fold()
 
     def read(self, version: int, fragment: int, run: int) -> Tensor:
-        """Return a run of a version that is held, fp32, to be read until it is let go."""
+        """Return a run of a version that is held, fp32, valid until the version is released."""
         assert self._readers[version] > 0
         if version == self._folded:
             return self.states[fragment].visible(*self._run_range(fragment, run))
@@ -182,18 +202,17 @@ class SharedModel:
         part = self.states[fragment].part(begin, end)
         first = self._folded - self._logged
         for update in islice(self._log, first, version - self._logged):
-            theirs = update.layouts[fragment]
-            payload = update.payloads[fragment]
-            run_bytes = theirs.run_bytes
-            only = Layout(end - begin, 1, theirs.run_elements, theirs.wire)
-            part.arrive(payload[run * run_bytes : (run + 1) * run_bytes], only, update.weight)
+            layout, payload = update.layouts[fragment], update.payloads[fragment]
+            run_bytes = layout.run_bytes
+            one_run = Layout(end - begin, 1, layout.run_elements, layout.wire)
+            part.arrive(payload[run * run_bytes : (run + 1) * run_bytes], one_run, update.weight)
         return part
 
     def read_buffer(self, version: int, fragment: int, run: int, index: int) -> Tensor:
         """Return a run of one of the buffers of a version that is held, as ``read`` does.
 
         Args:
-            index: 0 for the parameters of the last outer step, then those of ``RuleState.tensors``.
+            index: 0 for the parameters of the last outer step, from 1 on ``RuleState.tensors``.
         """
         begin, end = self._run_range(fragment, run)
         if version == self._folded:
@@ -214,34 +233,34 @@ class SharedModel:
                 for f, n in enumerate(self.sizes)
             ]
         finally:
-            self.let_go(version)
+            self.release(version)
 
     # --------------------------------------------------------------------------------- followers
 
     @property
     def can_be_followed(self) -> bool:
-        """Who has the buffers of a version can apply the updates since."""
+        """Whether a worker that has the buffers of a version can apply the later updates."""
         return not self.rule.compensation and all(isinstance(s, FusedState) for s in self.states)
 
     def keep_from(self, version: int | None) -> None:
-        """Keep the payloads of the updates since a version where there is room; None for none."""
+        """Keep the payloads of updates after a version while memory allows; None keeps none."""
         self._kept_from = version
         self._forget(self.version if version is None else version)
 
     def forget_oldest(self) -> bool:
-        """Give one more update up of those that are only kept for followers."""
+        """Release the oldest update that is only kept for followers; False if there is none."""
         before = self._logged
         self._forget(before + 1)
         return self._logged > before
 
     def updates_since(self, version: int) -> list[Applied] | None:
-        """Return the updates that lead from a version to the newest; None if some are gone."""
+        """Return the updates from a version to the newest; None if one has been released."""
         if not self._logged <= version <= self.version:
             return None
         return list(islice(self._log, version - self._logged, None))
 
     def pin(self, version: int) -> None:
-        """Keep the updates since a version whatever it costs; end with ``unpin``."""
+        """Keep the updates after a version, even if memory is short; end with ``unpin``."""
         assert self._logged <= version
         self._pins[version] += 1
 
@@ -265,7 +284,7 @@ class SharedModel:
         return self._folded == self.version
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return everything to be saved, fp32, under names of the form ``0/momentum``."""
+        """Return the tensors to save, fp32, under names of the form ``0/momentum``."""
         named = {}
         for index, state in enumerate(self.states):
             named[f"{index}/outer"] = state.outer
@@ -276,7 +295,7 @@ class SharedModel:
         return {"version": self.version, "states": [state.scalars() for state in self.states]}
 
     def load(self, tensors: dict[str, Tensor], scalars: dict) -> None:
-        """Take over what ``tensors`` and ``scalars`` gave; the tensors may be the own ones."""
+        """Restore what ``tensors`` and ``scalars`` returned; tensors may be the model's own."""
         assert self.is_folded and not self._readers
         for index, state in enumerate(self.states):
             prefix = f"{index}/"

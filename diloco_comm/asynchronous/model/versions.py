@@ -1,7 +1,8 @@
-"""What workers train from, for rules that compare it with what there is when they are done.
+"""Versions that workers train from, kept for rules with delay compensation.
 
-One copy of the parameters for each version that some worker trains from, in a file without a name:
-the server's memory does not grow with the number of workers.
+Delay compensation compares the parameters that a worker trained from with the newest parameters.
+Each kept version is one copy of the parameters in a file without a name, so the server's memory
+does not grow with the number of workers.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from torch import Tensor
 
 from ...base.memory import empty_pages
 from ...ops.wire import Layout, WireFormat
-from ..protocol.payloads import Payload, spool, write_run
+from ..protocol.payloads import Payload, payload_files, write_run
 from .shared import SharedModel, decode
 
 logger = logging.getLogger(__name__)
 
 
 def make_room(sizes: Sequence[int]) -> list[Payload]:
-    """Return room for so many bytes each, in a file; in memory where there is none for a file."""
+    """Return room for payloads of these sizes, in a file, or in memory if the disk is full."""
     try:
-        return list(spool(None, sizes))
+        return list(payload_files(None, sizes))
     except OSError as error:
         logger.warning("there is no room for a file of %d bytes: %s", sum(sizes), error.strerror)
         return [empty_pages((size,), torch.uint8) for size in sizes]
 
 
-class Starts:
-    """Versions of a model, kept for as long as somebody trains from them."""
+class KeptVersions:
+    """Versions of a model, each kept as long as a worker trains from it."""
 
     def __init__(self, model: SharedModel) -> None:
         self._model = model
@@ -55,7 +56,7 @@ class Starts:
                         write_run(flats[fragment], run * layout.run_bytes, _bytes(values))
                 self._kept[version] = flats
         finally:
-            model.let_go(version)
+            model.release(version)
         self._users[version] += 1
         return version
 
@@ -71,8 +72,8 @@ class Starts:
         """Return g + factor*g*g*(theta_now - theta_then), encoded in fp32, in a file.
 
         Args:
-            payloads, layouts: g, laid out by ``layout_of``.
-            started: Version of theta_then, which is kept.
+            payloads, layouts: g, with layouts of ``layout_of``.
+            started: The kept version whose parameters are theta_then.
         """
         results = make_room([layout.payload_bytes for layout in self._layouts])
         version = self._model.hold()
@@ -86,15 +87,15 @@ class Starts:
                     g += factor * g * g * (now - kept.view(torch.float32))
                     write_run(results[fragment], run * step, _bytes(g))
         finally:
-            self._model.let_go(version)
+            self._model.release(version)
         return results, self._layouts
 
 
 def _decode(payload: Payload, layout: Layout, run: int) -> Tensor:
     begin, end = layout.run_range(run)
     size = layout.run_bytes
-    only = Layout(end - begin, 1, layout.run_elements, layout.wire)
-    return decode(payload[run * size : (run + 1) * size], only)
+    one_run = Layout(end - begin, 1, layout.run_elements, layout.wire)
+    return decode(payload[run * size : (run + 1) * size], one_run)
 
 
 def _bytes(values: Tensor) -> memoryview:

@@ -1,7 +1,7 @@
-"""Which connections of a server live: ZeroMQ's own thread knows, however long nobody speaks.
+"""Which connections of a server are alive, by ZeroMQ's heartbeats.
 
-That thread answers and sends heartbeats by itself, so a worker whose training thread is busy for
-hours is alive, and one that was killed, was stopped, or has no power or no network is not.
+ZeroMQ's own thread sends and answers heartbeats. So a worker whose training thread is busy for
+hours counts as alive. A worker that was killed or stopped, or that lost power or network, does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MIN_S, _MAX_S = 0.1, 86400
 _PLACE = "inproc://connections"
 _EVENT = struct.Struct("=HI")
 _ACCEPTED, _ENDED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
-# As plain integers: flags of the enum's type cost more than a small message.
+# Plain integers: operations on zmq's enum flags cost more than a small message.
 NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 
 
@@ -25,8 +25,8 @@ def check_lost_after(value: float) -> float:
     """Return the seconds of silence after which a peer counts as gone.
 
     Raises:
-        ValueError: If they are too few for heartbeats, or too many.
-        TypeError: If they are no number.
+        ValueError: If the value is too small for heartbeats, or too large.
+        TypeError: If the value is not a number.
     """
     seconds = number("lost_after", value)
     if not _MIN_S <= seconds <= _MAX_S:
@@ -35,9 +35,9 @@ def check_lost_after(value: float) -> float:
 
 
 def beat(socket: zmq.Socket, lost_after: float) -> None:
-    """Let a connection of the socket end after ``lost_after`` seconds of silence of the peer.
+    """End each connection of a socket whose peer has been silent for ``lost_after`` seconds.
 
-    To be called before the socket is bound or connected.
+    Call this function before the socket is bound or connected.
     """
     milliseconds = round(1000 * lost_after)
     # The silence may begin right after a heartbeat was answered.
@@ -46,9 +46,9 @@ def beat(socket: zmq.Socket, lost_after: float) -> None:
 
 
 class Connections:
-    """Watch the connections of a socket that is going to listen.
+    """Watch the connections of a socket that will listen.
 
-    A connection has the number of its file descriptor, which a later connection may get again.
+    The number of a connection is its file descriptor, so a later connection may reuse the number.
     """
 
     def __init__(self, socket: zmq.Socket) -> None:
@@ -56,7 +56,7 @@ class Connections:
         socket.monitor(_PLACE, _ACCEPTED | _ENDED)
         self._events = socket.context.socket(zmq.PAIR)
         self._events.linger = 0
-        # ZeroMQ's thread would wait for room, and serve nobody.
+        # No limit: at a full queue ZeroMQ's thread would wait, and serve no connection.
         self._events.rcvhwm = 0
         self._events.connect(_PLACE)
         self._alive: set[int] = set()
@@ -64,8 +64,8 @@ class Connections:
     def ended(self) -> Iterator[int]:
         """Yield each connection that ended since the last call.
 
-        What ended before a message came is known when that message is here: a number that is used
-        again never stands for both.
+        The end of a connection is reported before the first message of a later connection of the
+        same number, so a number never stands for two connections at a time.
         """
         while (event := self._next()) is not None:
             kind, number = event
@@ -93,7 +93,7 @@ class Connections:
 
 
 def connection_of(frame: zmq.Frame) -> int:
-    """Return the number of the connection that a frame came by; -1 if that ended at once."""
+    """Return the number of a frame's connection; -1 if the connection has already ended."""
     try:
         return int(frame.get(int(zmq.SRCFD)))
     except zmq.ZMQError:

@@ -1,7 +1,7 @@
-"""Tell payloads that no encoder makes: infinities, NaN, codes out of range.
+"""Find payloads that no encoder makes: infinities, NaN, codes out of range.
 
-Only the bytes are looked at, nothing is decoded: the scales, and of the codes those patterns that
-stand for no sent value.
+The functions look at bytes and decode nothing. They check the scales, and the codes for bit
+patterns that an encoder never writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def find_run_garbage(run: Tensor, layout: Layout, count: int) -> str:
     offset = wire.code_offset(layout.run_elements)
     if wire.has_scales:
         num_blocks = -(-count // wire.block_size)
-        # The bits of positive finite bf16 numbers are in their order, as integers.
+        # Read as integers, the bits of positive finite bf16 numbers sort like the numbers.
         bits = run[: SCALE_BYTES * num_blocks].numpy().view(np.int16)
         if bits.min() <= 0 or bits.max() > _HUGE_BITS:
             return "a scale is not a finite positive number"

@@ -1,6 +1,6 @@
-"""CURVE keys: who may talk to a server, and encryption of everything that is said.
+"""CURVE keys: which workers may talk to a server; all messages are encrypted.
 
-A folder of keys looks like this; files ending in ``.key_secret`` never leave their machine:
+A folder of keys looks like this. A file that ends in ``.key_secret`` stays on its machine:
 
     keys/server.key  keys/server.key_secret  keys/worker.key  keys/worker.key_secret
     keys/allowed/worker.key        the workers that the server lets in
@@ -21,16 +21,16 @@ SERVER, WORKER, ALLOWED = "server", "worker", "allowed"
 
 
 def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
-    """Make a pair of keys for the server, if it has none, and one for each worker; allow those.
+    """Make a pair of keys for each worker and allow these workers; make the server's if missing.
 
     Args:
-        workers: Names of files; one called "worker" by default.
+        workers: Names of the workers' files; a single "worker" by default.
 
     Returns:
         The files written.
 
     Raises:
-        ValueError: If a worker has keys already, or a name is no plain file name.
+        ValueError: If a worker already has keys, or a name is not a plain file name.
     """
     _need_curve()
     names = [WORKER] if workers is None else workers
@@ -54,7 +54,11 @@ def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
 
 
 def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> ThreadAuthenticator:
-    """Let in only who has one of the allowed keys; call ``stop`` on the result in the end."""
+    """Accept only workers with one of the allowed keys.
+
+    Returns:
+        The thread that checks the keys; the caller ends it with ``stop``.
+    """
     public, secret = _load(folder / f"{SERVER}.key_secret")
     if secret is None:
         raise ValueError(f"{folder / SERVER}.key_secret holds no secret key")
@@ -69,7 +73,7 @@ def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> Th
 
 
 def protect_worker(socket: zmq.Socket, folder: Path, name: str = WORKER) -> None:
-    """Use a worker's keys, and accept no other server than the one of ``server.key``."""
+    """Use a worker's keys, and accept only the server whose public key is in ``server.key``."""
     public, secret = _load(folder / f"{name}.key_secret")
     if secret is None:
         raise ValueError(f"{folder / name}.key_secret holds no secret key")

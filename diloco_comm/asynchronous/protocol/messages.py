@@ -4,9 +4,9 @@ A message is one frame or two. The first is a header of 32 bytes, little endian:
 
     magic "DCAS", protocol u16, kind u16, number u64, version u64, fragment u16, count u16, run u32
 
-and the second, for the kinds that have one, either JSON of at most ``MAX_JSON`` bytes, an object
-with the keys of ``_FIELDS`` and no others, or the bytes of runs: as many consecutive ones of a
-fragment as ``MAX_BODY`` holds.
+Some kinds have a second frame. It is either JSON of at most ``MAX_JSON`` bytes, an object with
+exactly the keys of ``_FIELDS``, or the bytes of consecutive runs of a fragment, at most
+``MAX_BODY``.
 """
 
 from __future__ import annotations
@@ -27,49 +27,55 @@ MAX_NAME = 64
 MAX_FRAGMENTS = 4096
 # Updates in one answer: as many as 64 KiB of JSON hold.
 MAX_UPDATES = 64
-# No run is longer: RUN_ELEMENTS of fp32.
+# Bytes of the longest run: RUN_ELEMENTS of fp32.
 MAX_BODY = 1 << 20
-# What may be asked for at a time.
+# Bytes of runs that one request may ask for.
 MAX_BATCH = 3 * MAX_BODY
 NAME_TAKEN = 1
-# After these refusals the server expects the same sequence number again.
+# Refusals that use up no sequence number: the next update has the same number.
 UNCOUNTED = ("out of order", "from the future")
-# Numbers stay such that they survive JSON and arithmetic in 64 bits.
+# Numbers below this bound survive JSON and arithmetic in 64 bits.
 MAX_NUMBER = 1 << 62
 
 
 class Kind(IntEnum):
-    """What a message says; ``number`` is the update's sequence number where there is one."""
+    """What a message says. "I" is the sender, "you" the receiver of the message.
+
+    ``number`` is the sequence number of an update where a kind says nothing else. "JSON" and
+    "bytes" name the second frame of the kinds that have one.
+    """
 
     # From a worker.
-    # JSON: name and model; ``number`` tells workers of one name apart, fragment 1 says that
-    # another name would do, and ``run`` comes back with the answer.
+    # JSON: the worker's name and model. ``number`` tells workers of one name apart. Fragment 1:
+    # the server may ask for another name. The answer repeats ``run``.
     HELLO = 1
-    PUSH = 2  # JSON: a round is done, ask me for its update; fragment 1 says that I follow
+    PUSH = 2  # JSON: my round is done, ask for the update; fragment 1: I follow the versions
     RUN = 3  # bytes: runs of the update
-    PULL = 4  # which parameters do I go on from?
+    PULL = 4  # tell me the version to train from, I fetch its parameters
     GET = 5  # send me ``count`` runs of this version
-    DONE = 6  # I have all of this version, have I?
+    DONE = 6  # I have all runs of this version; confirm that the version was kept
     LEAVE = 7
     STATUS = 8
-    FOLLOW = 9  # PULL by who holds all of this version (number 1), or wants to (number 0)
+    # As PULL, from a worker that holds all buffers of this version (number 1), or that wants all
+    # buffers (number 0).
+    FOLLOW = 9
     GET_UPDATE = 10  # send me ``count`` runs of the update that made version ``number``
     # From the server.
-    # JSON; fragment 1: another worker of this name came since, and may have sent some. ``history``
-    # tells this process of the server from others, and ``began`` is the version that it came back
-    # with, -1 if it kept nothing.
+    # JSON. Fragment 1: another worker of this name came since, and may have sent updates. The field
+    # ``history`` tells this server process from others. The field ``began`` is the version that the
+    # process restored, -1 if the process restored nothing.
     WELCOME = 32
     WANT = 33  # send me ``count`` runs of the update
-    OUTCOME = 34  # JSON: what became of the update
-    READY = 35  # JSON: go on from this version
+    OUTCOME = 34  # JSON: the update was applied or refused
+    READY = 35  # JSON: train from this version, ask for its parameters
     DATA = 36  # bytes: runs of the version
-    GONE = 37  # this version is kept no more, ask again
-    UNKNOWN = 38  # say HELLO first
-    REFUSED = 39  # JSON: one sentence; number ``NAME_TAKEN``: the name is a live worker's
+    GONE = 37  # this version is not kept any more, ask for another
+    UNKNOWN = 38  # I do not know you, say HELLO first
+    REFUSED = 39  # JSON: one sentence; number ``NAME_TAKEN``: a live worker has your name
     REPORT = 40  # JSON: the status
-    WAIT = 41  # heard you; the answer will come
-    STATE = 42  # JSON: go on from this version, here is all of it
-    UPDATES = 43  # JSON: go on from this version, these updates lead to it
+    WAIT = 41  # I have your message, the answer comes later
+    STATE = 42  # JSON: train from this version, ask for all of its buffers
+    UPDATES = 43  # JSON: train from this version, ask for the updates that lead to it
     KEPT = 44  # the version was kept until you had all of it
 
 
@@ -78,9 +84,9 @@ class Message:
     """One parsed message.
 
     Attributes:
-        meta: The checked JSON object; empty for the kinds without one.
-        body: The bytes of runs; empty likewise.
-        count: Of runs that are asked for.
+        meta: The checked JSON object; empty for the kinds without JSON.
+        body: The bytes of runs; empty for the kinds without runs.
+        count: Number of runs that the sender asks for.
     """
 
     kind: Kind
@@ -126,7 +132,7 @@ def _is_sizes(value: object) -> bool:
 
 
 def _is_count_or_none(value: object) -> bool:
-    """Tell a count, or -1 where there is none."""
+    """Return whether a value is a count, or -1 for none."""
     return value == -1 or _is_count(value)
 
 
@@ -139,7 +145,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_rule(value: object) -> bool:
-    """Tell the arguments of ``FusedState`` by name."""
+    """Return whether a value has the arguments of ``FusedState``, by name."""
     return (
         isinstance(value, dict)
         and value.keys() == {"period", "mu", "direct", "ahead", "behind", "between", "follows"}
@@ -152,7 +158,7 @@ def _is_rule(value: object) -> bool:
 
 
 def _is_updates(value: object) -> bool:
-    """Tell a list of (wire, block size, weight, learning rate)."""
+    """Return whether a value is a list of (wire, block size, weight, learning rate)."""
     return (
         isinstance(value, list)
         and len(value) <= MAX_UPDATES

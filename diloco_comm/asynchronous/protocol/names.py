@@ -1,4 +1,4 @@
-"""Names of workers: those that users give, and those after host and rank."""
+"""Names of workers: given by the user, or made from host and rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_name(name: str) -> str:
     """Return a name.
 
     Raises:
-        ValueError: If it is too long, empty, or not to be printed.
+        ValueError: If the name is too long, empty, or not printable.
     """
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():
         raise ValueError(f"name must have 1 to {MAX_NAME} printable characters, got {name!r}")
@@ -50,7 +50,7 @@ def _rank() -> int | None:
 
 
 def alternatives(name: str) -> Iterator[str]:
-    """Yield the name, and others for workers of the same one: node7-rank0-2, node7-rank0-3, ..."""
+    """Yield the name, then names to use if another worker has it: node7-rank0-2, -3, ..."""
     yield name
     for number in range(2, _MAX_ALIKE):
         yield f"{name}-{number}"
@@ -60,19 +60,20 @@ class Identity:
     """A worker as its server knows the worker: a name, and the number of the next update.
 
     Args:
-        name: Its name, or None for one after its host.
+        name: The worker's name, or None for a name made from the host.
         sizes, layout: Elements of the fragments and hash of the model.
 
     Attributes:
         next_seq: Number of the update that comes next, or is on its way.
-        newest: Newest version that the server has told of; -1 if none.
-        begun: Name and number under which a part of that update has been sent; None if none has.
+        newest: Newest version that the server has told this worker of; -1 if none.
+        begun: Name and number under which runs of update ``next_seq`` have been sent; None while no
+            run has been sent.
     """
 
     def __init__(self, name: str | None, sizes: list[int], layout: int) -> None:
         own = alternatives(default_name()) if name is None else iter([check_name(name)])
         self.name, self._others, self._may_change = next(own), own, name is None
-        # Tells this worker from a live one, or a successor, of the same name.
+        # Tells this worker from another live worker of the same name, and from a successor.
         self._instance = secrets.randbelow(MAX_NUMBER - 1) + 1
         self._model = {"sizes": sizes, "layout": layout}
         self.next_seq, self.newest = 1, -1
@@ -86,20 +87,20 @@ class Identity:
         return Message(Kind.HELLO, *place, meta={"worker": self.name, **self._model})
 
     def is_answer(self, message: Message) -> bool:
-        """Whether the server speaks of the present name, not of one before."""
+        """Whether a message answers a HELLO with the present name, not with an earlier one."""
         return message.run == self._num_changes
 
     @property
     def is_in_doubt(self) -> bool:
-        """A part of the update was sent, and the server can no longer tell what became of it."""
+        """Runs of the update were sent, and the server cannot tell whether it was applied."""
         return self.begun not in (None, (self.name, self.next_seq))
 
     def begin(self) -> None:
-        """Note that a part of the update is sent, under the present name and number."""
+        """Note that runs of the update are sent, under the present name and number."""
         self.begun = (self.name, self.next_seq)
 
     def take_another_name(self) -> bool:
-        """Take the next name; False if the user has given the present one."""
+        """Take the next name; False if the user has given the present name."""
         name = next(self._others, None)
         if name is None:
             return False
@@ -109,19 +110,19 @@ class Identity:
         return True
 
     def count_on(self, welcome: Message) -> bool:
-        """Number the next update by the newest one that the server knows.
+        """Number the next update after the newest update that the server knows.
 
         Returns:
-            False if the server knows less than it has told this worker. The worker's count is the
-            server's from here on, so what is sent next is taken as new, and nothing of it has been
-            applied: a server that had applied it would know its number.
+            False if the server knows less than it has told this worker. From here on the worker
+            counts from the server's number. So the server takes the next update as new, and no part
+            of that update has been applied: otherwise the server would know its number.
         """
         last, history = welcome.number, welcome.meta["history"]
         is_older = self._history not in (None, history) and welcome.meta["began"] < self.newest
-        # The newest one may be this worker's own update, whose outcome was not heard.
+        # The newest update may be this worker's own, whose outcome never arrived here.
         own = self.next_seq if self.begun == (self.name, self.next_seq) else self.next_seq - 1
         if self._is_new or welcome.fragment or last > own:
-            # The others are those of a predecessor, or of a worker that had the name meanwhile.
+            # The other updates came from a predecessor, or from another worker of this name.
             self.next_seq = last + 1
         elif last < self.next_seq - 1:
             is_older = True

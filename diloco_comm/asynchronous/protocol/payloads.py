@@ -1,4 +1,4 @@
-"""Payloads in a file, for updates that the memory set aside for them does not hold."""
+"""Payloads in files, for updates that do not fit into the memory budget for payloads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ...ops.wire import Layout
 _COPY_BYTES = 1 << 20
 
 
-class Spooled:
-    """Bytes of a file, read like a 1-D uint8 tensor: ``spooled[begin:end]`` is a copy in memory."""
+class PayloadFile:
+    """Bytes of a file, read like a 1-D uint8 tensor: ``file[begin:end]`` is a copy in memory."""
 
     def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
         self._file, self._offset, self.nbytes = file, offset, nbytes
@@ -33,10 +33,10 @@ class Spooled:
             done += count
         return part
 
-    def split(self, sizes: Sequence[int]) -> list[Spooled]:
-        """Cut it into payloads of these sizes."""
+    def split(self, sizes: Sequence[int]) -> list[PayloadFile]:
+        """Divide the file into payloads of these sizes."""
         offsets = [self._offset + sum(sizes[:index]) for index in range(len(sizes))]
-        return [Spooled(self._file, *at) for at in zip(offsets, sizes, strict=True)]
+        return [PayloadFile(self._file, *at) for at in zip(offsets, sizes, strict=True)]
 
     def write(self, begin: int, body: memoryview | bytes) -> None:
         """Set the bytes from ``begin`` on."""
@@ -45,24 +45,26 @@ class Spooled:
             done += os.pwrite(self._file.fileno(), view[done:], self._offset + begin + done)
 
     def write_out(self) -> None:
-        """Have all of the file on the disk, and no longer in memory where the system allows that.
+        """Write the file to the disk, and drop the file from the page cache where possible.
 
         Raises:
-            OSError: If the disk has not taken what was written.
+            OSError: If the disk has not taken all bytes.
         """
         number = self._file.fileno()
         os.fsync(number)
         os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-Payload = Tensor | Spooled
+Payload = Tensor | PayloadFile
 
 
-def spool(folder: Path | None, sizes: Sequence[int]) -> list[Spooled]:
-    """Return room for payloads of these sizes in one file, which has no name and ends with them.
+def payload_files(folder: Path | None, sizes: Sequence[int]) -> list[PayloadFile]:
+    """Return room for payloads of these sizes in one file without a name.
+
+    The file is removed with the last payload.
 
     Args:
-        folder: Where; None for the folder of temporary files.
+        folder: Folder of the file; None for the folder of temporary files.
 
     Raises:
         OSError: If there is no room.
@@ -71,22 +73,22 @@ def spool(folder: Path | None, sizes: Sequence[int]) -> list[Spooled]:
     total = sum(sizes)
     if total:
         os.posix_fallocate(file.fileno(), 0, total)
-    return Spooled(file, 0, total).split(sizes)
+    return PayloadFile(file, 0, total).split(sizes)
 
 
 def write_run(payload: Payload, begin: int, body: memoryview | bytes) -> None:
     """Set the bytes of a payload from ``begin`` on."""
-    if isinstance(payload, Spooled):
+    if isinstance(payload, PayloadFile):
         payload.write(begin, body)
     else:
         payload[begin : begin + len(body)].numpy().data[:] = body
 
 
 def pieces(payload: Payload, layout: Layout) -> Iterator[tuple[Tensor, Layout, int, int]]:
-    """Cut a payload into what may be in memory at a time: all of it, or its runs if it is spooled.
+    """Yield a payload in memory whole, and a payload in a file run by run.
 
     Yields:
-        The bytes, how they are laid out, and the first and last element plus one.
+        The bytes, their layout, the first element, and the last element plus one.
     """
     if isinstance(payload, Tensor):
         yield payload, layout, 0, layout.num_elements
@@ -100,7 +102,7 @@ def pieces(payload: Payload, layout: Layout) -> Iterator[tuple[Tensor, Layout, i
 
 
 def blocks(payload: Payload) -> Iterator[Tensor]:
-    """Cut a payload into pieces to be copied."""
+    """Yield the bytes of a payload in blocks that fit into memory."""
     if isinstance(payload, Tensor):
         yield payload
         return
@@ -109,17 +111,17 @@ def blocks(payload: Payload) -> Iterator[Tensor]:
 
 
 def read_back(payloads: Sequence[Payload]) -> None:
-    """Write out what is in files, and read it from there, so that an error of the disk comes here.
+    """Write payload files to the disk and read them back, so that disk errors are raised here.
 
-    What the system keeps in memory all the same is not read from the disk (tmpfs has none), and a
-    disk may still fail after that.
+    Bytes that the system keeps in memory are not read from the disk (tmpfs has no disk). A disk may
+    still fail after this call.
 
     Raises:
         OSError: If a file cannot be written or read.
     """
-    spooled = [payload for payload in payloads if isinstance(payload, Spooled)]
-    for payload in spooled:
+    files = [payload for payload in payloads if isinstance(payload, PayloadFile)]
+    for payload in files:
         payload.write_out()
-    for payload in spooled:
+    for payload in files:
         for _ in blocks(payload):
             pass

@@ -1,4 +1,7 @@
-"""Runs on their way: asked for some at a time, so many bytes ahead, and again if they get lost."""
+"""A window of runs: the receiver asks for a limited number of bytes ahead, and again after a loss.
+
+A *run* is a range of a fragment's elements that travels as a whole, see ``layout_of``.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from typing import NamedTuple
 from ...ops.wire import Layout
 from .messages import MAX_BATCH, MAX_BODY
 
-# What is asked for at a time, and what may be on its way at most.
+# Bytes of runs in one request, and bytes on their way at most.
 BATCH_BYTES, WINDOW_BYTES = MAX_BATCH, 2 * MAX_BATCH
 
 
 class Position(NamedTuple):
-    """A run: of the parameters (number 0), of a buffer (from 1), or of the update of a version."""
+    """A run of the parameters (number 0), of a buffer (from 1), or of the update of a version."""
 
     number: int
     fragment: int
@@ -21,15 +24,16 @@ class Position(NamedTuple):
 
 
 class Window:
-    """What one side wants from the other.
+    """The runs that one side still needs from the other.
 
     Args:
         wanted: Runs in the order in which they are asked for.
-        size_of: Bytes of a run.
-        batch_bytes, window_bytes: Asked for at a time, and on their way at most; one run always is.
+        size_of: Returns the bytes of a run.
+        batch_bytes: Bytes asked for at a time; a single run may be larger.
+        window_bytes: Bytes on their way at most; a single run may be larger.
 
     Attributes:
-        asked: Runs that were asked for and are not here yet.
+        asked: Runs that were asked for and have not arrived, with their bytes.
     """
 
     def __init__(
@@ -48,18 +52,18 @@ class Window:
 
     @property
     def is_empty(self) -> bool:
-        """Everything is here."""
+        """Every run has arrived."""
         return not self._wanted and not self.asked
 
     def ask(self) -> list[tuple[Position, int]]:
-        """Return what to ask for now: first runs, and how many follow one another."""
+        """Return the requests to send now: first run, and number of consecutive runs."""
         requests = []
         while self._wanted and self._has_room():
             requests += list(_consecutive(self._next_batch()))
         return requests
 
     def _has_room(self) -> bool:
-        # Whole batches: few questions.
+        # Wait for room for a whole batch: fewer requests.
         needed = max(self._batch_bytes, self._size_of(self._wanted[-1]))
         return not self.asked or self._asked_bytes + needed <= self._window_bytes
 
@@ -77,11 +81,11 @@ class Window:
         return batch
 
     def ask_again(self) -> list[tuple[Position, int]]:
-        """Return what was asked for and has not come."""
+        """Return a request for each run that was asked for and has not arrived."""
         return [(position, 1) for position in self.asked]
 
-    def came(self, position: Position) -> None:
-        """A run that was asked for is here."""
+    def received(self, position: Position) -> None:
+        """Note that a run has arrived."""
         self._asked_bytes -= self.asked.pop(position)
 
 
@@ -97,12 +101,12 @@ def _consecutive(positions: list[Position]) -> Iterator[tuple[Position, int]]:
 
 
 def bodies(layout: Layout, run: int, count: int) -> Iterator[tuple[int, int]]:
-    """Cut runs into what one message holds: first runs, and how many."""
+    """Divide runs among messages: yield first run and number of runs of each."""
     most = max(1, MAX_BODY // layout.run_bytes)
     for first in range(run, run + count, most):
         yield first, min(most, run + count - first)
 
 
 def is_within(layout: Layout, run: int, count: int) -> bool:
-    """Tell whether there are such runs, and no more of them than may be asked for at a time."""
+    """Return whether these runs exist and fit into one request."""
     return count >= 1 and run + count <= layout.num_runs and count * layout.run_bytes <= MAX_BATCH

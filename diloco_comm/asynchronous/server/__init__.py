@@ -1,19 +1,14 @@
-"""The server of asynchronous training: ``AsyncServer`` and what it is made of."""
+"""The server of asynchronous training: ``AsyncServer`` and its parts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...base.lazy import lazy_names
+
 if TYPE_CHECKING:
     from .server import AsyncServer
 
 __all__ = ["AsyncServer"]
-
-
-def __getattr__(name: str) -> object:
-    # On first use: the server needs pyzmq, the decisions and the storage do not.
-    if name in __all__:
-        from . import server
-
-        return getattr(server, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# The server needs pyzmq; the decisions and the storage in this package do not.
+__getattr__ = lazy_names(__name__, ".server", *__all__)

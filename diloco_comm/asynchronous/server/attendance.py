@@ -1,4 +1,4 @@
-"""Workers that come to a server, that say goodbye, and that are gone without a word."""
+"""Workers that attach to a server, leave it, or are lost."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class Attendance:
-    """Let workers in, and deal with their going.
+    """Admit workers, and drop those that left or are lost.
 
     Args:
-        state: What the server knows.
-        connections: Of the server's socket.
-        send: Sends a message to a connection; False if it could not.
-        forget_update: Drops what a worker has begun to send.
+        state: The server's state.
+        connections: Connections of the server's socket.
+        send: Sends a message to a connection; returns False if that fails.
+        forget_update: Drops the update that a worker has begun to send.
         max_parameters: Larger models are refused.
         lost_after: Seconds within which a connection ends whose peer is gone.
     """
@@ -45,7 +45,7 @@ class Attendance:
     # ---------------------------------------------------------------------------------- coming
 
     def greet(self, peer: bytes, connection: int, message: Message) -> None:
-        """Let a worker in that gives its name and the sizes of its model."""
+        """Admit a worker that said HELLO, if its model fits and its name is free."""
         self._collect_ended()
         if not self._connections.is_alive(connection):
             return
@@ -81,7 +81,7 @@ class Attendance:
         self._send(peer, Message(Kind.WELCOME, *place, meta=meta))
 
     def _may_have(self, peer: bytes, message: Message) -> bool:
-        """Return whether a worker may have its name; answer the worker if not."""
+        """Return whether a worker may use its name; send an answer if not."""
         worker, instance = message.meta["worker"], message.number
         older = self.state.sessions.of(worker)
         if older is None or older.peer == peer or older.peer in self._ended:
@@ -90,7 +90,7 @@ class Attendance:
             return True
         if older.contested is None or older.contested[0] != instance:
             older.contested = (instance, time.monotonic())
-        # The successor of a worker whose host lost power waits until the old connection has ended.
+        # A worker whose host lost power may come back: its old connection ends after a while.
         patience_s = 0.0 if message.fragment else self._lost_after + 1
         if time.monotonic() - older.contested[1] < patience_s:
             self._send(peer, Message(Kind.WAIT))
@@ -103,12 +103,12 @@ class Attendance:
         return False
 
     def _make_way(self, peer: bytes, connection: int, worker: str) -> None:
-        """Drop the sessions whose place a new one takes."""
+        """Drop the sessions that a new session replaces."""
         sessions = self.state.sessions
         same = sessions.get(peer)
         if same is not None and (same.worker, same.connection) == (worker, connection):
             return
-        # The peer was another worker before, or the connection's number was an older connection's.
+        # The peer had another worker before, or the connection's number had an older connection.
         for old in (same, sessions.on(connection), sessions.superfluous()):
             if old is not None:
                 self.lose(old.peer)
@@ -116,21 +116,21 @@ class Attendance:
         if older is not None and older.peer in self._ended:
             self.lose(older.peer)
         elif older is not None:
-            # The same worker by a new connection, before the old one is known to have ended.
+            # The same worker on a new connection; the end of the old one is not known yet.
             sessions.drop(older.peer)
-            older.let_go(self.state.coordinator)
+            older.release(self.state.coordinator)
         # A successor of the same name may send other bytes under the same number.
         self._forget_update(worker)
 
     # ----------------------------------------------------------------------------------- going
 
     def leave(self, session: Session, message: Message) -> None:
-        """A worker says goodbye."""
+        """Drop a worker that said LEAVE."""
         logger.info("worker %s has left", session.worker)
         self._end(session.peer)
 
     def lose(self, peer: bytes) -> None:
-        """Drop a connection that ended although its worker had not said goodbye."""
+        """Drop a worker whose connection ended without a LEAVE."""
         session = self._end(peer)
         if session is not None:
             self.state.status.lost += 1
@@ -139,21 +139,22 @@ class Attendance:
             )
 
     def _end(self, peer: bytes) -> Session | None:
-        """Drop a session, and its worker too if the worker has no other session."""
+        """Drop a session, and its worker if the worker has no other session."""
         session, coordinator = self.state.sessions.drop(peer), self.state.coordinator
         if session is None:
             return None
-        session.let_go(coordinator)
+        session.release(coordinator)
         if self.state.sessions.of(session.worker) is None:
             self._forget_update(session.worker)
             if coordinator is not None:
                 coordinator.leave(session.worker)
         return session
 
-    def look(self) -> None:
-        """Deal with the connections that have ended; to be called several times a second.
+    def drop_ended(self) -> None:
+        """Drop the workers of ended connections; called several times a second.
 
-        What ended since the last call waits for the next: its last messages are read before.
+        A connection that ended since the last call is dropped by the next call, so that the
+        connection's last messages are read first.
         """
         ended, self._ended = self._ended, []
         for peer in ended:

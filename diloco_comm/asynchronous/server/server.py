@@ -1,8 +1,8 @@
 """The server: one thread, one ROUTER socket, one shared model.
 
-Everything large is asked for run by run by the side that receives it, so no peer can make the
-other hold what it did not ask for. Requests are repeated until they are answered and answering
-one twice changes nothing, so lost connections and restarts need no special case.
+The receiving side asks for large data run by run, so no peer can make the other hold bytes that the
+other did not ask for. A request is repeated until it is answered, and a second answer changes
+nothing, so lost connections and restarts need no special case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..protocol.connections import NOBLOCK, check_lost_after, connection_of, rec
 from ..protocol.keys import is_loopback
 from ..protocol.messages import Kind, Message, ProtocolError, pack, parse
 from .attendance import Attendance
-from .door import Door
+from .listener import Listener
 from .sessions import Session
 from .state import ServerState
 from .transfer.receiving import Receiver
@@ -34,28 +34,29 @@ class AsyncServer:
     """Own the outer parameters; workers attach with ``AsyncDiLoCo``.
 
     Args:
-        rule: What an arriving update does.
+        rule: How an arriving update changes the model.
         address: ``tcp://host:port``; port 0 picks a free one, see ``address`` afterwards.
         sync_every, dylu, min_steps, grace: See ``Coordinator``.
-        parameters: Initial parameters, fp32 [num_elements] for each fragment; without them, and
-            without a snapshot, those of the first worker are taken.
-        snapshot: Folder of the snapshot and the journal; None keeps nothing.
+        parameters: Initial parameters, fp32 [num_elements] for each fragment. Without parameters
+            and without a snapshot, the first worker sends its own.
+        snapshot: Folder of the snapshot and the journal; None keeps nothing on disk.
         snapshot_every: Updates between two snapshots.
         keys: Folder of CURVE keys (``diloco-comm serve keygen``).
         insecure: Allow an address that other machines reach, without keys.
-        model_sizes: Memory of the server in fp32 models: of the rule's buffers, and of updates
-            that are on their way. One update always fits.
-        lost_after: Seconds after which a worker that was stopped, or has no power or no network,
-            counts as gone; one that was killed does at once. One that trains is never gone.
+        model_sizes: Memory of the server in fp32 models, for the rule's buffers and for updates on
+            their way. One update always fits.
+        lost_after: Seconds of silence after which a worker that was stopped, or lost power or
+            network, counts as lost. A worker that was killed counts as lost at once, and a worker
+            that trains never does.
         max_parameters: Larger models are refused.
         impl: Force an implementation of the operators.
 
     Raises:
-        ValueError: For arguments that cannot be, and for an address that is open to the network
-            without keys.
-        OSError: If the address cannot be listened on, or the snapshot folder cannot be written or
-            belongs to another server. A folder that cannot be written later on does not end the
-            server: see its status.
+        ValueError: For invalid arguments, and for an address that is open to the network without
+            keys.
+        OSError: If the socket cannot listen on the address, or the snapshot folder cannot be
+            written or belongs to another server. If the folder cannot be written later, the server
+            goes on and its status says so.
     """
 
     def __init__(
@@ -97,22 +98,30 @@ class AsyncServer:
             model_sizes=model_sizes,
             impl=impl,
         )
-        # A server that cannot have its address has changed nothing on the disk.
-        door = Door(address, keys, lost_after)
-        # An open socket among garbage would keep the garbage collector waiting for ever.
-        self._close_door = weakref.finalize(self, door.close)
-        self._close_door.atexit = False
+        # Listen first: a server whose address is taken changes nothing on the disk.
+        listener = Listener(address, keys, lost_after)
+        # Without this the garbage collector would wait for an open socket for ever.
+        self._close_listener = weakref.finalize(self, listener.close)
+        self._close_listener.atexit = False
         try:
             self.state.begin(parameters)
         except BaseException:
-            self._close_door()
+            self._close_listener()
             raise
-        self._socket = door.socket
+        self._socket = listener.socket
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._connect_parts(listener, max_parameters, lost_after)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._has_served = False
+
+    def _connect_parts(self, listener: Listener, max_parameters: int, lost_after: float) -> None:
+        """Make the parts that handle messages, and say which part handles which kind."""
         self._receiver = Receiver(self.state, self._send)
         self._attendance = Attendance(
             self.state,
-            door.connections,
+            listener.connections,
             self._send,
             self._receiver.forget,
             max_parameters=max_parameters,
@@ -121,7 +130,7 @@ class AsyncServer:
         self._sender = Sender(self.state, self._send, self._receiver.admit_waiting)
         self._handlers = {
             Kind.PUSH: self._receiver.push,
-            Kind.RUN: self._receiver.run_came,
+            Kind.RUN: self._receiver.receive_run,
             Kind.PULL: self._sender.pull,
             Kind.FOLLOW: self._sender.pull,
             Kind.GET: self._sender.get,
@@ -129,13 +138,9 @@ class AsyncServer:
             Kind.DONE: self._sender.done,
             Kind.LEAVE: self._leave,
         }
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._has_served = False
 
     def parameters(self) -> list[Tensor]:
-        """Return copies of the shared parameters; only while the server does not run."""
+        """Return copies of the shared parameters; the server must not be running."""
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("the server runs: stop() it first, or attach a worker")
         if self.state.coordinator is None:
@@ -179,17 +184,17 @@ class AsyncServer:
         try:
             self.state.end()
         finally:
-            self._close_door()
+            self._close_listener()
 
     def stop_soon(self) -> None:
-        """Make ``serve`` return; also from a signal handler."""
+        """Make ``serve`` return; may be called from a signal handler."""
         self._stop.set()
 
     def stop(self) -> None:
-        """End ``serve``; a server that runs in its own thread has ended when this returns.
+        """End ``serve``, and wait for the server's own thread if ``start`` made one.
 
         Raises:
-            BaseException: What ended the server's thread, if something did.
+            BaseException: The error that ended the server's thread, if there was one.
         """
         self._stop.set()
         if self._thread is None and not self._has_served:
@@ -208,7 +213,7 @@ class AsyncServer:
         self.stop()
 
     def _turn(self) -> None:
-        """Deal with what has come, at most some messages, and let go on who may."""
+        """Handle up to 65 messages, then start the workers whose grace period has ended."""
         timeout, coordinator = _POLL_MS, self.state.coordinator
         closes_at = None if coordinator is None else coordinator.grace.closes_at
         if closes_at is not None:
@@ -219,7 +224,7 @@ class AsyncServer:
                 break
             self._receive(frames)
             timeout = 0
-        self._sender.release()
+        self._sender.start_released()
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         peer = frames[0].bytes
@@ -245,7 +250,7 @@ class AsyncServer:
         try:
             self._socket.send_multipart([peer, *frames], NOBLOCK, copy=len(frames) < 2)
         except zmq.ZMQError as error:
-            # The peer is gone, or does not read: it will ask again if it comes back.
+            # The peer is gone or does not read. A peer that comes back asks again.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             if error.errno == zmq.EHOSTUNREACH:
@@ -266,7 +271,7 @@ class AsyncServer:
 
     def _housekeeping(self) -> None:
         now = time.monotonic()
-        self._attendance.look()
+        self._attendance.drop_ended()
         self._receiver.drop_stalled(now)
         self._sender.evict(now, is_memory_short=self._receiver.is_anyone_waiting)
         self.state.keep_for_followers()

@@ -1,4 +1,4 @@
-"""Who is connected to a server."""
+"""The workers that are connected to a server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..protocol.messages import MAX_UPDATES, Kind
 from .decisions.coordinator import Coordinator
 
 MAX_SESSIONS = 20_000
+# ``Session.follows`` of a worker that wants to follow and holds no version yet.
 NOTHING = -1
 
 
@@ -20,17 +21,18 @@ class Session:
 
     Attributes:
         peer: ZeroMQ's name of the connection.
-        connection: Its number, see ``Connections``.
-        instance: A random number of the worker's own; 0 if it says none.
-        contested: By which instance its name is wanted as well, and since when.
-        follows: Version that it holds all of and follows by updates; ``NOTHING`` if it wants to;
-            None if it wants parameters.
-        token: Number of its question, which the answer repeats.
-        held: Version that is kept for it to go on from, since ``held_at``.
-        answer: How it gets there: READY, STATE or UPDATES; the last since version ``base``.
-        is_reading: It has been told so, and fetches.
-        steps: Inner steps of its next round.
-        evictions: How often a slow download was cut off.
+        connection: Number of the connection, see ``Connections``.
+        instance: Random number of the worker's process; 0 if the worker sent none.
+        contested: Instance of another worker that wants the same name, and since when.
+        follows: Version whose buffers the worker holds and keeps up to date by updates. ``NOTHING``
+            if the worker wants to hold one; None if it fetches parameters.
+        token: Number of the worker's last question, which the answer repeats.
+        held: Version that is kept for the worker's next round, since ``held_at``.
+        answer: How the worker gets version ``held``: READY (parameters), STATE (all buffers) or
+            UPDATES (the updates since version ``base``).
+        is_reading: The worker has the answer and fetches the version.
+        steps: Inner steps of the worker's next round.
+        evictions: How often a slow download of the worker was ended.
     """
 
     peer: bytes
@@ -53,14 +55,14 @@ class Session:
     _layouts: dict[WireFormat, list[Layout]] = field(default_factory=dict, repr=False)
 
     def layouts(self, wire: WireFormat) -> list[Layout]:
-        """Return how its fragments are laid out on a wire."""
+        """Return the layouts of the worker's fragments on a wire."""
         if wire not in self._layouts:
             self._layouts[wire] = [layout_of(size, wire) for size in self.sizes]
         return self._layouts[wire]
 
     def hold(self, coordinator: Coordinator, steps: int) -> None:
-        """Keep the present version for this worker, or the updates that lead there."""
-        self.let_go(coordinator)
+        """Keep the newest version for this worker, or the updates that lead to that version."""
+        self.release(coordinator)
         model = coordinator.model
         self.answer = how_to_follow(model, self.follows)
         if self.answer == Kind.UPDATES:
@@ -71,19 +73,19 @@ class Session:
             self.held = model.hold()
         self.held_at, self.steps = time.monotonic(), steps
 
-    def let_go(self, coordinator: Coordinator | None) -> None:
-        """Keep nothing for it any more; idempotent."""
+    def release(self, coordinator: Coordinator | None) -> None:
+        """Keep no version for this worker any more; idempotent."""
         held, self.held, self.is_reading = self.held, None, False
         if held is None or coordinator is None:
             return
         if self.answer == Kind.UPDATES:
             coordinator.model.unpin(self.base)
         else:
-            coordinator.model.let_go(held)
+            coordinator.model.release(held)
 
 
 def how_to_follow(model: SharedModel, follows: int | None) -> Kind:
-    """Say how a worker gets to the newest version: by parameters, all buffers, or updates."""
+    """Return how a worker gets the newest version: READY, STATE or UPDATES, see ``Session``."""
     if follows is None or not model.can_be_followed:
         return Kind.READY
     if follows == NOTHING:
@@ -91,7 +93,7 @@ def how_to_follow(model: SharedModel, follows: int | None) -> Kind:
     updates = model.updates_since(follows)
     if updates is None or len(updates) > MAX_UPDATES:
         return Kind.READY
-    # One of them is likely to be the worker's own, which it has.
+    # Without the first: one of the updates is likely to be the worker's own.
     is_less = sum(update.num_bytes for update in updates[1:]) <= 4 * model.num_elements
     return Kind.UPDATES if is_less else Kind.READY
 
@@ -128,13 +130,13 @@ class Sessions:
         self._by_connection[session.connection] = session
 
     def superfluous(self) -> Session | None:
-        """Return the oldest session that holds nothing if there are ``MAX_SESSIONS``."""
+        """Return the oldest session without a held version, if there are ``MAX_SESSIONS``."""
         if len(self._by_peer) < MAX_SESSIONS:
             return None
         return next((session for session in self.all() if session.held is None), None)
 
     def drop(self, peer: bytes) -> Session | None:
-        """Forget a connection; its worker may have another one."""
+        """Forget the session of a connection; its worker may have another session."""
         session = self._by_peer.pop(peer, None)
         if session is None:
             return None
@@ -144,6 +146,6 @@ class Sessions:
             del self._by_connection[session.connection]
         return session
 
-    def let_go_all(self, coordinator: Coordinator | None) -> None:
+    def release_all(self, coordinator: Coordinator | None) -> None:
         for session in self.all():
-            session.let_go(coordinator)
+            session.release(coordinator)

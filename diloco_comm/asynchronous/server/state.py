@@ -1,4 +1,4 @@
-"""What a server knows: the model, its workers, the memory for updates, and all of it on disk."""
+"""A server's state: the model, the workers, the memory for updates, the snapshots on disk."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ...ops.wire import WireFormat
 from ..model.rules import ServerRule
 from ..model.shared import SharedModel
 from ..protocol.messages import MAX_NUMBER, UNCOUNTED, ProtocolError
-from ..protocol.payloads import Payload, Spooled, spool
+from ..protocol.payloads import Payload, PayloadFile, payload_files
 from ..protocol.window import WINDOW_BYTES
 from .decisions.coordinator import Coordinator, Outcome, Update
 from .sessions import NOTHING, Sessions
 from .status import Status
-from .storage.journal import Keeper
+from .storage.keeper import Keeper
 from .uploads import PayloadMemory
 
 logger = logging.getLogger(__name__)
 
 MAX_READERS = 8
-# What a process with sockets and threads takes beside its tensors.
+# Memory of a process with sockets and threads, without its tensors.
 OVERHEAD_BYTES = 32 * 2**20
-# Updates on their way get at least this much, and replies twice as much: beside a small model the
-# process itself is large.
+# Least memory for updates on their way; answers get twice as much. A smaller bound would save
+# nothing, since the process itself is larger.
 SMALL_BYTES = 8 * 2**20
-# Beside what a rule keeps, in models: what is on its way to workers, and what comes from them.
+# Least room beside the rule's buffers, in models, for data on its way to and from workers.
 MIN_ROOM = 0.5
-# An update for which the disk has no room waits so long for the next attempt.
-SPOOL_RETRY_S = 1.0
+# Seconds between two attempts to make a file for an update on a full disk.
+FILE_RETRY_S = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -48,12 +48,13 @@ class ServerState:
         numbers: The further arguments of ``Coordinator``.
 
     Attributes:
-        coordinator: None until there are parameters.
-        max_readers: Workers that fetch parameters at a time.
-        history: A random number, by which workers know that the server was restarted.
+        coordinator: None until the server has parameters.
+        max_readers: Number of workers that may fetch parameters at the same time.
+        history: A random number that tells workers whether the server was restarted.
         problem: One sentence while an update waits for room on a disk, else "".
-        began: Version that was on disk when the server began; -1 if there was none.
-        keeper: Writes it to disk, once it has begun; None if it is not kept.
+        began: Version that the server restored from disk; -1 if it restored none.
+        keeper: Writes snapshots and the journal; None before ``begin``, and without a snapshot
+            folder.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class ServerState:
         self._model_sizes, self._folder = model_sizes, folder
         self.coordinator: Coordinator | None = None
         self.layout: int | None = None
-        self.memory = PayloadMemory(0, self._spool)
+        self.memory = PayloadMemory(0, self._make_files)
         self.max_readers = MAX_READERS
         self.history, self.began = secrets.randbelow(MAX_NUMBER), -1
         self.sessions = Sessions()
         self.status = Status()
-        self.problem, self._spool_at = "", 0.0
-        self._lost_file = ""  # of the last update that the disk cost, until the next one has a file
+        self.problem, self._retry_at = "", 0.0
+        self._lost_file = ""  # the last update that a disk error cost, until another gets a file
         self._snapshot_every = snapshot_every
         self.keeper: Keeper | None = None
 
@@ -102,32 +103,32 @@ class ServerState:
         return 0 if self.coordinator is None else self.coordinator.model.version
 
     def forget_oldest(self) -> bool:
-        """Give up an update that is only kept for followers; False if there is none."""
+        """Release an update that is only kept for followers; False if there is none."""
         return self.coordinator is not None and self.model.forget_oldest()
 
     def keep_for_followers(self) -> None:
-        """Keep the updates that workers which follow have not seen, as long as there is room."""
+        """Keep the updates that following workers have not fetched, while memory allows."""
         if self.coordinator is None:
             return
         versions = [s.follows for s in self.sessions.all() if s.follows is not None]
         versions = [version for version in versions if version != NOTHING]
         self.model.keep_from(min(versions, default=None))
 
-    def _spool(self, sizes: list[int]) -> list[Spooled] | None:
+    def _make_files(self, sizes: list[int]) -> list[PayloadFile] | None:
         """Make room for an update in a file, beside the snapshot if there is room.
 
         Returns:
-            None while the disk is full: ``problem`` says so, and a later call tries again.
+            None while the disk is full; ``problem`` then says so, and a later call tries again.
 
         Raises:
-            OSError: If there can be no file whatever room there is.
+            OSError: If a file cannot be made for another reason than a full disk.
         """
-        if self.problem and time.monotonic() < self._spool_at:
+        if self.problem and time.monotonic() < self._retry_at:
             return None
         errors = []
         for folder in dict.fromkeys((self._folder, None)):
             try:
-                files = spool(folder, sizes)
+                files = payload_files(folder, sizes)
             except OSError as error:
                 errors.append(error)
             else:
@@ -140,7 +141,7 @@ class ServerState:
         return None
 
     def _wait_for_room(self, num_bytes: int, error: OSError) -> None:
-        is_new, self._spool_at = not self.problem, time.monotonic() + SPOOL_RETRY_S
+        is_new, self._retry_at = not self.problem, time.monotonic() + FILE_RETRY_S
         places = dict.fromkeys((self._folder or tempfile.gettempdir(), tempfile.gettempdir()))
         self.problem = (
             f"an update of {num_bytes:,} bytes waits for room in {' or '.join(map(str, places))}: "
@@ -149,8 +150,8 @@ class ServerState:
         if is_new:
             logger.error("%s; the server goes on, and tries again", self.problem)
 
-    def tell_of_lost_file(self, worker: str, seq: int, error: OSError) -> None:
-        """Log, and say in the status, that the disk cost an update."""
+    def report_lost_file(self, worker: str, seq: int, error: OSError) -> None:
+        """Say in the log and in the status that a disk error cost an update."""
         self._lost_file = (
             f"update {seq} of worker {worker} is lost, because its file cannot be written or read: "
             f"{error.strerror or error}"
@@ -192,7 +193,7 @@ class ServerState:
         self.coordinator = Coordinator(model, **self.numbers)
         self.layout = layout
         model_bytes = 4 * model.num_elements
-        # A reader has one window of runs on their way; all together take a quarter of a model.
+        # Each reader has one window of runs on its way; all readers take a quarter of a model.
         window = min(WINDOW_BYTES, max(1, model_bytes))
         quarter = max(model_bytes // 4, 2 * SMALL_BYTES)
         self.max_readers = min(MAX_READERS, max(1, quarter // window))
@@ -229,7 +230,7 @@ class ServerState:
         logger.info("restored version %d", self.began)
 
     def _tensors_for(self, header: dict[str, Any]) -> dict[str, Tensor]:
-        """Make the buffers that a snapshot is read into: there is no room for copies."""
+        """Make the model, and return its buffers: the snapshot is read into them, not copied."""
         if header["rule"] != self.rule.config():
             raise ValueError(
                 f"the snapshot was made with the rule {header['rule']}, this one is "
@@ -238,7 +239,7 @@ class ServerState:
         self.open_model(header["sizes"], header["layout"])
         return self.model.tensors()
 
-    def _replay(self, record: dict[str, Any], body: Spooled) -> None:
+    def _replay(self, record: dict[str, Any], body: PayloadFile) -> None:
         assert self.coordinator is not None
         outcome = Outcome(**record["outcome"])
         if outcome.refusal:
@@ -261,7 +262,8 @@ class ServerState:
         self.coordinator.leave(record["worker"])
 
     def save(self) -> None:
-        if self.keeper is None or self.coordinator is None:
+        """Write a snapshot, unless the buffers do not hold the newest version."""
+        if self.keeper is None or self.coordinator is None or not self.model.is_folded:
             return
         model = self.coordinator.model
         header = {
@@ -274,19 +276,17 @@ class ServerState:
         self.keeper.save(model.version, header, model.tensors())
 
     def save_if_due(self) -> None:
-        """Write a snapshot if it is time to and nobody reads an old version."""
-        if self.keeper is None or self.coordinator is None:
-            return
-        if self.keeper.is_due(self.version) and self.model.is_folded:
+        """Write a snapshot if one is due and no older version is being read."""
+        if self.keeper is not None and self.keeper.is_due(self.version):
             self.save()
 
     def end(self) -> None:
-        """Let go of all workers and write the last snapshot.
+        """Release what all workers hold, and write the last snapshot.
 
         Raises:
             OSError: If neither the snapshot nor the journal holds all updates.
         """
-        self.sessions.let_go_all(self.coordinator)
+        self.sessions.release_all(self.coordinator)
         keeper = self.keeper
         if keeper is None:
             return
@@ -310,7 +310,7 @@ class ServerState:
         outcome: Outcome,
         payloads: Sequence[Payload],
     ) -> None:
-        """Write an update down before its worker learns of it."""
+        """Write an update to the journal, before its worker gets the outcome."""
         if self.keeper is None or outcome.refusal in UNCOUNTED:
             return
         record = {
@@ -323,7 +323,7 @@ class ServerState:
 
 
 def _sizes_of(rule: ServerRule) -> float:
-    """Return how many models a rule keeps, the model included."""
+    """Return the memory of a rule in models, the parameters included."""
     return SharedModel([1], rule).buffer_bytes / 4
 
 

@@ -1,4 +1,4 @@
-"""What a server tells about itself."""
+"""The status that a server reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Status:
     lost: int = 0
 
     def count_refusal(self, kind: str) -> None:
-        """Count what never became an update: "garbage", "layout", "size" or "stalled"."""
+        """Count a message or upload that never became an update, such as "garbage" or "stalled"."""
         self.refused[kind] += 1
 
     def report(
@@ -38,7 +38,7 @@ class Status:
         memory: PayloadMemory,
         rule: ServerRule,
     ) -> dict[str, Any]:
-        """Return everything as JSON types, small enough for one message."""
+        """Return the status as JSON types, small enough for one message."""
         report: dict[str, Any] = {
             "schema": 1,
             "uptime_s": round(time.monotonic() - self.started_at, 3),
@@ -65,7 +65,7 @@ class Status:
         staleness: Counter[str] = Counter()
         for value, number in counts.staleness.items():
             staleness[str(value) if value < MAX_STALENESS else f"{MAX_STALENESS}+"] += number
-        # All connected workers, and the newest of the others.
+        # All connected workers, and the newest of the workers that are not connected.
         order = sorted(coordinator.members, key=lambda name: sessions.of(name) is not None)
         shown = set(order[-MAX_WORKERS:])
         workers = {

@@ -1,4 +1,4 @@
-"""Updates that are on their way to the server, run by run, within a budget of memory."""
+"""Updates on their way to the server, run by run, within a memory budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...base.memory import empty_pages
 from ...ops.wire import Layout
 from ..protocol.garbage import find_run_garbage
 from ..protocol.messages import MAX_BODY
-from ..protocol.payloads import Payload, Spooled, read_back, write_run
+from ..protocol.payloads import Payload, PayloadFile, read_back, write_run
 from ..protocol.window import Position, Window
 
 
@@ -22,10 +22,10 @@ class Upload:
     """One update, complete or not.
 
     Attributes:
-        is_start: The worker's parameters, not an update.
-        window: Its runs that are not here yet.
-        last_seen: When its last run came.
-        garbage: What is wrong with the runs that came, "" if nothing is.
+        is_start: The upload is a worker's parameters, not an update.
+        window: The runs that have not arrived.
+        last_seen: When the last run arrived.
+        garbage: What is wrong with the runs that arrived, "" if nothing is.
     """
 
     worker: str
@@ -54,7 +54,7 @@ class Upload:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the journal keeps of an update beside its payload."""
+        """The fields of an update that the journal keeps beside the payload."""
         wire = self.layouts[0].wire
         return {
             "wire": wire.name,
@@ -64,7 +64,7 @@ class Upload:
         }
 
     def put(self, fragment: int, run: int, body: memoryview | bytes, now: float) -> str:
-        """Take in runs; returns what is wrong with them, or ""."""
+        """Store runs; return what is wrong with their size or place, or ""."""
         layout = self.layouts[fragment]
         size = layout.run_bytes
         count = len(body) // size
@@ -76,15 +76,15 @@ class Upload:
         write_run(self.payloads[fragment], run * size, body)
         for position in runs:
             begin, end = layout.run_range(position.run)
-            # Looked at while it is in the cache, and while others are on their way.
-            here = self.payloads[fragment][position.run * size : (position.run + 1) * size]
-            self.garbage = self.garbage or find_run_garbage(here, layout, end - begin)
-            self.window.came(position)
+            # Checked now: the run is in the cache, and other runs are still on their way.
+            content = self.payloads[fragment][position.run * size : (position.run + 1) * size]
+            self.garbage = self.garbage or find_run_garbage(content, layout, end - begin)
+            self.window.received(position)
         self.last_seen = now
         return ""
 
     def read_through(self) -> None:
-        """Have an error of the disk before the update is applied; see ``read_back``.
+        """Meet errors of the disk before the update is applied; see ``read_back``.
 
         Raises:
             OSError: If a file cannot be written or read.
@@ -93,48 +93,51 @@ class Upload:
 
 
 class PayloadMemory:
-    """Buffers for payloads, at most so many bytes in use.
+    """Buffers for payloads, within a memory budget.
 
-    An update that is larger than all of it goes to a file, one at a time.
+    An update that is larger than the budget goes to a file, one such update at a time.
 
     Args:
-        budget_bytes: Of memory.
-        spool: Makes room in a file for payloads of these sizes; None while there is none.
+        budget_bytes: Bytes of memory that payloads may use.
+        make_files: Makes room in a file for payloads of these sizes; returns None while the disk is
+            full.
 
     Attributes:
-        used_bytes: Held by uploads and by updates that are not folded into the model yet.
+        used_bytes: Bytes of uploads, and of updates that are not folded into the model yet.
     """
 
     def __init__(
-        self, budget_bytes: int, spool: Callable[[list[int]], list[Spooled] | None] | None = None
+        self,
+        budget_bytes: int,
+        make_files: Callable[[list[int]], list[PayloadFile] | None] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self._spool = spool
+        self._make_files = make_files
         self._free: dict[int, list[Tensor]] = {}
         self._free_bytes = 0
         self._lent: set[int] = set()
 
     def lend(self, payloads: Iterable[Payload]) -> None:
-        """Never use these buffers again: their bytes may be on their way when they come back."""
+        """Never reuse these buffers: ZeroMQ may still send their bytes after ``give_back``."""
         self._lent.update(id(payload) for payload in payloads)
 
-    def take(self, sizes: Iterable[int], *, may_spool: bool = True) -> list[Payload] | None:
-        """Return room for payloads of these sizes, or None while there is none.
+    def take(self, sizes: Iterable[int], *, may_use_file: bool = True) -> list[Payload] | None:
+        """Return room for payloads of these sizes, or None while there is no room.
 
         Args:
-            may_spool: False for bytes that must be in memory, whatever the budget.
+            may_use_file: False for payloads that must be in memory, whatever the budget.
 
         Raises:
-            OSError: If what needs a file cannot have one.
+            OSError: If the payloads need a file and no file can be made.
         """
         sizes = list(sizes)
         needed = sum(sizes)
         if self.used_bytes and self.used_bytes + needed > self.budget_bytes:
             return None
         payloads: list[Payload]
-        if needed > self.budget_bytes and may_spool and self._spool is not None:
-            files = self._spool(sizes)
+        if needed > self.budget_bytes and may_use_file and self._make_files is not None:
+            files = self._make_files(sizes)
             if files is None:
                 return None
             payloads = list(files)
@@ -147,7 +150,7 @@ class PayloadMemory:
         if self._free.get(size):
             self._free_bytes -= size
             return self._free[size].pop()
-        # Buffers of another wire's sizes make room.
+        # Free buffers of other sizes make room.
         if self._free_bytes and self.used_bytes + self._free_bytes + size > self.budget_bytes:
             self._free.clear()
             self._free_bytes = 0

@@ -1,19 +1,14 @@
-"""The workers of asynchronous training: ``AsyncDiLoCo`` and what it is made of."""
+"""The workers of asynchronous training: ``AsyncDiLoCo`` and its parts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...base.lazy import lazy_names
+
 if TYPE_CHECKING:
     from .worker import AsyncDiLoCo
 
 __all__ = ["AsyncDiLoCo"]
-
-
-def __getattr__(name: str) -> object:
-    # On first use: the worker needs pyzmq, the other modules of this package do not.
-    if name in __all__:
-        from . import worker
-
-        return getattr(worker, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# The worker needs pyzmq; the other modules of this package do not.
+__getattr__ = lazy_names(__name__, ".worker", *__all__)

@@ -13,19 +13,20 @@ from ..protocol.window import Position, Window
 
 
 class Download:
-    """The newest parameters on their way.
+    """Fetch the newest parameters of the server, run by run.
 
-    The server sends them from where they lie, so it is asked in the end whether they were kept as
-    they are until all of them were here.
+    The server sends the parameters from its own buffers. So the worker asks in the end whether the
+    server kept the version unchanged until the last run was sent.
 
     Args:
-        send: Sends a message to the server, or does not: what is missing is asked for again.
+        send: Sends a message to the server. A lost message does no harm: missing runs are asked for
+            again.
         outer: fp32 [num_elements] for each fragment, written.
 
     Attributes:
-        version: That is on its way, or None.
-        steps: Inner steps of the round that starts from it.
-        is_complete: It is here.
+        version: The version that is on its way, or None.
+        steps: Inner steps of the round that starts from this version.
+        is_complete: All runs of the version have arrived.
     """
 
     _question = Kind.GET
@@ -39,7 +40,7 @@ class Download:
         self._window = Window([], self._size_of)
 
     def ask(self) -> None:
-        """Ask for a version, or again for what of one has not come."""
+        """Ask for a version, or ask again for the runs that have not arrived."""
         if self.version is None:
             self._send(self._first_question())
         elif self._window.is_empty:
@@ -51,7 +52,7 @@ class Download:
         return Message(Kind.PULL)
 
     def receive(self, message: Message) -> None:
-        """Act upon what the server says."""
+        """Handle a message of the server."""
         if message.kind == Kind.READY and self.version != message.version:
             self._begin(message, self._all_runs([0]))
         elif message.kind == Kind.GONE and message.version == self.version:
@@ -74,7 +75,7 @@ class Download:
         self._get(self._window.ask())
 
     def _arrived(self) -> None:
-        """Every run is here."""
+        """Ask the server to confirm the version: every run has arrived."""
         assert self.version is not None
         self._send(Message(Kind.DONE, 0, self.version))
 
@@ -95,11 +96,11 @@ class Download:
             self._send(Message(self._question, number, self.version, fragment, run, count=count))
 
     def _take(self, position: Position, body: memoryview | bytes) -> None:
-        """Put a run where it belongs, if it has the right size."""
+        """Write a run to its place in ``outer``, if the run has the right size."""
         self._put(self.outer[position.fragment], position, body)
 
     def _put(self, flat: Tensor, position: Position, body: memoryview | bytes) -> None:
         begin, end = self.layouts[position.fragment].run_range(position.run)
         if len(body) == 4 * (end - begin):
             flat.numpy().data.cast("B")[4 * begin : 4 * end] = body
-            self._window.came(position)
+            self._window.received(position)

@@ -1,8 +1,8 @@
-"""A worker that holds all that the server holds, and follows it by the updates of all workers.
+"""A worker that holds the server's buffers, and keeps them up to date by all workers' updates.
 
-Encoded updates are smaller than parameters, and the worker has its own: with few workers there is
-less to fetch, and what comes out is the same to the last bit, since both apply the same operators
-to the same bytes in the same order.
+Such a worker *follows* the server. Encoded updates are smaller than parameters, and a worker has
+its own update already, so with few workers there is less to fetch. The result equals the server's
+buffers to the last bit: both apply the same operators to the same bytes in the same order.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from .downloads import Download
 
 logger = logging.getLogger(__name__)
 
-# After updates that the server had given up, parameters are fetched so many times before all
-# buffers are fetched again.
+# If the server has released updates that the worker needs, the worker fetches parameters in this
+# many rounds before it fetches all buffers again.
 REST_ROUNDS = 8
 
 
 class Follower:
-    """The server's buffers as of some version.
+    """A copy of the server's buffers at one version.
 
     Args:
-        outer: What the worker's rounds start from, fp32 [num_elements] for each fragment, written.
+        outer: The parameters that the worker's rounds start from, fp32 [num_elements] for each
+            fragment, written.
         impl: Force an implementation of the operators.
 
     Attributes:
-        version: Of the buffers; None if they are not whole.
-        ahead: Runs (fragment, run) that are at a newer version already, and at which.
-        own: Version that the worker's own last update made, its payloads and layouts.
+        version: Version of the buffers; None if they are incomplete.
+        ahead: Runs (fragment, run) that have a newer version already, and their versions.
+        own: The version that the worker's last update made, and that update's payloads and layouts.
     """
 
     def __init__(self, outer: list[Tensor], impl: str = "") -> None:
@@ -54,12 +55,12 @@ class Follower:
         self._spare: dict[int, list[Tensor]] = {}
 
     def begin(self) -> int:
-        """Return a number by which the answers to one pursuit are known from older ones."""
+        """Return a number that tells the answers to one pursuit from answers to older ones."""
         self._pursuits += 1
         return self._pursuits
 
     def question(self, token: int) -> Message:
-        """Return how the worker asks for what to go on from."""
+        """Return the message by which the worker asks for the newest version."""
         if self.version is not None:
             return Message(Kind.FOLLOW, 1, self.version, 0, token)
         if self._rest or self.is_refused:
@@ -67,14 +68,14 @@ class Follower:
         return Message(Kind.FOLLOW, run=token)
 
     def make(self, rule: dict[str, Any]) -> None:
-        """Make buffers to be filled."""
+        """Allocate the buffers of a rule; their content comes later."""
         self.lose()
         if not self.states or self.states[0].config() != rule:
             numbers = dict(rule)
             period = numbers.pop("period")
             outers = self.outer
             if rule["follows"] and period > 1:
-                # What workers see is computed from it, and kept beside it.
+                # Workers train from other parameters than the rule's ``outer``: two buffers.
                 outers = [empty_pages(flat.shape, torch.float32) for flat in outers]
             self.states = [FusedState(outer, period, SGD(), **numbers) for outer in outers]
 
@@ -84,7 +85,7 @@ class Follower:
         return spare.pop() if spare else empty_pages((size,), torch.uint8)
 
     def give_back(self, payloads: Sequence[Tensor]) -> None:
-        """Use buffers again."""
+        """Keep payload buffers for later use."""
         for payload in payloads:
             self._spare.setdefault(payload.nbytes, []).append(payload)
 
@@ -93,14 +94,14 @@ class Follower:
         return [state.outer, *state.tensors().values()]
 
     def filled(self, version: int) -> None:
-        """All buffers are those of this version."""
+        """Note that all buffers have this version."""
         self.version = version
         self.ahead.clear()
         for state in self.states:
             state.num_arrivals = version
 
     def lose(self) -> None:
-        """The buffers are those of no version any more."""
+        """Note that the buffers have no version any more."""
         self.version = None
         self.ahead.clear()
 
@@ -111,7 +112,7 @@ class Follower:
     def apply(
         self, place: tuple[int, int], payload: Tensor, layout: Layout, weight: float, lr: float
     ) -> None:
-        """Do with a run what the server did with it when the next update came."""
+        """Apply the next update to one run, as the server did."""
         (fragment, run), version = place, self.version_of(*place)
         state = self.states[fragment]
         state.optimizer.lr = lr
@@ -119,7 +120,7 @@ class Follower:
         self.ahead[place] = version + 1
 
     def show(self, lr: float) -> None:
-        """Write what workers see of the version into ``outer``."""
+        """Write the parameters that workers train from into ``outer``."""
         for state, outer in zip(self.states, self.outer, strict=True):
             state.optimizer.lr = lr
             if state.hides:
@@ -129,10 +130,12 @@ class Follower:
                     outer[begin:end] = state.visible(begin, end)
 
     def missed(self, question: Message) -> None:
-        """The server answered with parameters: what is held is not what it says any more."""
+        """Drop the buffers: the server answered with parameters instead of updates or buffers."""
         if question.kind == Kind.FOLLOW and question.number == 0:
             self.is_refused = True
-            logger.warning("the server's rule cannot be followed: parameters are fetched whole")
+            logger.warning(
+                "the server's rule does not allow fetch='updates': this worker fetches parameters"
+            )
         elif question.kind == Kind.FOLLOW:
             self._rest = REST_ROUNDS
         else:
@@ -141,9 +144,9 @@ class Follower:
 
 
 class Pursuit(Download):
-    """The way of a follower to the newest version: updates, or all buffers, or parameters.
+    """Bring a follower to the newest version, by updates, by all buffers, or by parameters.
 
-    Updates are applied run by run as they come, all of them to a run while it is in the cache.
+    Updates are applied run by run as they arrive, all updates to one run while it is in the cache.
     """
 
     def __init__(self, send: Callable[[Message], bool], follower: Follower) -> None:
@@ -157,7 +160,7 @@ class Pursuit(Download):
         self._base = 0
         self._payloads: dict[int, tuple[Sequence[Tensor], Sequence[Layout]]] = {}
         self._lent: list[Tensor] = []
-        # Runs that have not come, by update.
+        # Runs (fragment, run) that have not arrived, by update.
         self._missing: dict[int, set[tuple[int, int]]] = {}
 
     def _first_question(self) -> Message:
@@ -187,10 +190,10 @@ class Pursuit(Download):
             self.follower.show(self._lr)
 
     def _catch_up(self, message: Message) -> None:
-        """Ask for what the worker has not of the updates."""
+        """Ask for the runs of the updates that the worker does not have."""
         base, rows = self.follower.version, message.meta["updates"]
         if base is None or base + len(rows) != message.version:
-            return  # An answer to an older question.
+            return  # This answers an older question.
         self._answer, self._question, self._lr = Kind.UPDATES, Kind.GET_UPDATE, message.meta["lr"]
         self._drop()
         self._base, self._rows = base, rows
@@ -217,7 +220,7 @@ class Pursuit(Download):
         return [(fragment, run) for _, fragment, run in self._all_runs([0])]
 
     def _drop(self) -> None:
-        """Forget what came of updates that were cut off, or are applied."""
+        """Forget the payloads of updates that are applied, or that the server stopped sending."""
         self.follower.give_back(self._lent)
         self._lent = []
         self._payloads.clear()
@@ -225,7 +228,7 @@ class Pursuit(Download):
 
     def _arrived(self) -> None:
         super()._arrived()
-        # Nobody changes an update, so what came is what it was.
+        # An update never changes, so the server need not confirm its runs.
         self.is_complete = self._answer == Kind.UPDATES
 
     def _size_of(self, position: Position) -> int:
@@ -243,7 +246,7 @@ class Pursuit(Download):
             self._take_update(position, body)
 
     def _take_update(self, position: Position, body: memoryview | bytes) -> None:
-        """Take in consecutive runs of an update."""
+        """Store consecutive runs of an update."""
         number, fragment, first = position
         buffers, layouts = self._payloads[number]
         size = layouts[fragment].run_bytes
@@ -252,12 +255,12 @@ class Pursuit(Download):
             return
         buffers[fragment].numpy().data[first * size : first * size + len(body)] = body
         for run in runs:
-            self._window.came(run)
+            self._window.received(run)
             self._missing[number].discard((fragment, run.run))
             self._apply((fragment, run.run))
 
     def _apply(self, place: tuple[int, int]) -> None:
-        """Apply the updates whose run is here, in their order."""
+        """Apply the updates whose run has arrived, in order."""
         while (number := self.follower.version_of(*place) + 1) in self._payloads:
             if place in self._missing.get(number, ()):
                 return

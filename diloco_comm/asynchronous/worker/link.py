@@ -34,9 +34,9 @@ from .downloads import Download
 logger = logging.getLogger(__name__)
 
 RETRY_S, BLOCKED_S = 1.0, 0.02
-# A worker that has waited so long for the server to have room for its update says so, once.
+# Seconds after which a worker logs, once, that the server has no room for its update.
 PATIENCE_S = 30.0
-# A connection to a server without power or network is given up after so long, and made again.
+# Seconds of silence after which the connection is closed and made again.
 LOST_AFTER_S = 40.0
 
 
@@ -46,34 +46,35 @@ def _close(socket: zmq.Socket, context: zmq.Context) -> None:
 
 
 class ServerLost(SyncError):
-    """The server did not answer in time, or came back with less than it had told this worker of.
+    """The server did not answer in time, or was restarted from an older state.
 
-    The worker's parameters are as training left them.
+    An older state lacks updates or versions that the server had told this worker of. The worker's
+    parameters are as training left them.
 
     Attributes:
-        went_back_to: Version that the server came back with; None if it did not answer.
+        went_back_to: Version that the server restored; None if the server did not answer.
     """
 
     went_back_to: int | None = None
 
 
 class ServerRefused(SyncError):
-    """The server refused a worker, in one sentence."""
+    """The server refused a worker; the message has the server's reason."""
 
 
 class Link:
-    """Talk to one server; blocking, for one thread.
+    """Talk to one server. Calls block; only one thread may use a link.
 
     Args:
         address: ``tcp://host:port``.
-        worker: The worker's name; None for one after its host and rank.
+        worker: The worker's name; None for a name made from host and rank.
         sizes, layout: Elements of the fragments and hash of the model.
         timeout: Seconds without any answer after which ``ServerLost`` is raised.
         keys, key_name: Folder of CURVE keys and name of the worker's pair in it.
 
     Attributes:
-        sent_bytes, received_bytes: Of payloads and headers, repeated ones included.
-        identity: What the server knows the worker by.
+        sent_bytes, received_bytes: Bytes of payloads and headers, with repetitions.
+        identity: The worker's name and sequence numbers.
         needs_start: The server has no parameters yet.
     """
 
@@ -96,12 +97,12 @@ class Link:
         self._is_blocked = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        # An open socket among garbage would keep the garbage collector waiting for ever.
+        # Without this the garbage collector would wait for an open socket for ever.
         self._end = weakref.finalize(self, _close, self._socket, self._context)
         self._end.atexit = False
         self._socket.linger = 300
         self._socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
-        # Only to a server that is there: what is sent to none would be sent to its successor.
+        # Queue no message without a connection: a restarted server would get old messages.
         self._socket.immediate = True
         beat(self._socket, max(0.1, min(LOST_AFTER_S, timeout / 3)))
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 1_000
@@ -119,13 +120,13 @@ class Link:
         return self.identity.name
 
     def close(self) -> None:
-        """Close the connection, without a word; idempotent."""
+        """Close the connection without a LEAVE; idempotent."""
         self._end()
 
     # --------------------------------------------------------------------------------- messages
 
     def send(self, message: Message) -> bool:
-        """Send if the server is there and reads; whoever asks repeats itself."""
+        """Send a message if the server is connected and reads; callers repeat their requests."""
         frames = pack(message)
         try:
             self._socket.send_multipart(frames, NOBLOCK, copy=len(frames) < 2)
@@ -137,7 +138,7 @@ class Link:
         return True
 
     def _next(self, seconds: float) -> Message | None:
-        """Return the next message, or None if none comes within so many seconds."""
+        """Return the next message, or None if none arrives within this time."""
         frames = receive(self._socket, max(0, int(1000 * seconds)))
         if frames is None:
             return None
@@ -147,12 +148,17 @@ class Link:
         except ProtocolError:
             return None
 
-    def _converse(self, ask: Callable[[], None], what: str) -> Iterator[Message]:
-        """Yield what the server says; ask again whenever it is silent for a while.
+    def _converse(self, ask: Callable[[], None], stage: str) -> Iterator[Message]:
+        """Yield the messages of the server, and ask again whenever the server is silent.
+
+        Args:
+            ask: Sends the request.
+            stage: Name of the conversation, for errors.
 
         Raises:
-            ServerLost: If it is silent for ``timeout``, or has lost what it had told of.
-            ServerRefused: If it refuses this worker.
+            ServerLost: If the server is silent for ``timeout``, or was restarted from an older
+                state.
+            ServerRefused: If the server refuses this worker.
         """
         began = heard_at = time.monotonic()
         ask()
@@ -161,7 +167,7 @@ class Link:
             wait_s, before = BLOCKED_S if self._is_blocked else RETRY_S, time.monotonic()
             message = self._next(wait_s)
             now = time.monotonic()
-            # A process that was stopped does not take its own absence for the server's.
+            # A time in which this process was stopped does not count as the server's silence.
             absence_s = now - before - wait_s
             if absence_s > RETRY_S:
                 heard_at += absence_s
@@ -173,7 +179,7 @@ class Link:
                     raise ServerRefused(
                         f"the server {self.address} refused worker {self.worker}: "
                         f"{message.meta['reason']}",
-                        stage=what,
+                        stage=stage,
                         seconds=now - began,
                     )
                 if message.kind == Kind.UNKNOWN:
@@ -181,14 +187,14 @@ class Link:
                 elif message.kind == Kind.WELCOME:
                     if not self.identity.is_answer(message):
                         continue
-                    self._welcomed(message, what)
-                    if what != "hello":
+                    self._welcomed(message, stage)
+                    if stage != "hello":
                         ask()
                         asked_at = now
                     yield message
                 else:
                     yield message
-                # An answer that leads on has been acted upon.
+                # The caller has answered these kinds with its next request.
                 if message.kind in (Kind.DATA, Kind.WANT):
                     asked_at = now
             if now - asked_at < RETRY_S and not self._is_blocked:
@@ -196,8 +202,8 @@ class Link:
             if now - heard_at > self.timeout:
                 raise ServerLost(
                     f"the server {self.address} has not answered for {now - heard_at:.1f} s "
-                    f"({what}); the parameters are as training left them",
-                    stage=what,
+                    f"({stage}); the parameters are as training left them",
+                    stage=stage,
                     seconds=now - began,
                 )
             ask()
@@ -211,12 +217,13 @@ class Link:
             self._say_hello()
         return is_other
 
-    def _welcomed(self, message: Message, what: str) -> None:
+    def _welcomed(self, message: Message, stage: str) -> None:
+        """Take over the server's numbers, and raise if the server has lost some."""
         identity, began = self.identity, max(0, message.meta["began"])
         told = f"was told of {identity.next_seq - 1} and of version {identity.newest}"
         is_older = not identity.count_on(message)
         self.needs_start = message.meta["needs_start"]
-        if self.needs_start and what in ("push", "pull"):
+        if self.needs_start and stage in ("push", "pull"):
             sentence = (
                 f"the server {self.address} was restarted without its snapshot and has no "
                 "parameters: a worker that attaches anew gives it some"
@@ -230,7 +237,7 @@ class Link:
             )
         else:
             return
-        error = ServerLost(sentence, stage=what)
+        error = ServerLost(sentence, stage=stage)
         error.went_back_to = began
         raise error
 
@@ -313,7 +320,7 @@ class Link:
         raise AssertionError
 
     def _give_up(self, message: Message) -> Message:
-        """Give up an update whose fate the server can no longer tell."""
+        """Give up an update of which the server cannot tell whether it was applied."""
         assert self.identity.begun is not None
         (name, seq), self.identity.begun = self.identity.begun, None
         reason = (
@@ -337,12 +344,12 @@ class Link:
         """Fetch the newest parameters into ``outer``, fp32 [num_elements] for each fragment.
 
         Returns:
-            Their version, and the inner steps of the round to train from them.
+            The version of the parameters, and the inner steps of the round.
         """
         return self.fetch(Download(self.send, outer))
 
     def fetch(self, download: Download) -> tuple[int, int]:
-        """Go on until a download is complete and return its version and the inner steps."""
+        """Complete a download; return its version and the inner steps of the round."""
         for message in self._converse(download.ask, "pull"):
             download.receive(message)
             if download.is_complete:
@@ -362,7 +369,7 @@ def read_status(
     """Return the status of a server.
 
     Raises:
-        ServerLost: If it does not answer in time.
+        ServerLost: If the server does not answer in time.
     """
     link = Link(address, "status", [1], 0, timeout=timeout, keys=keys, key_name=key_name)
     try:

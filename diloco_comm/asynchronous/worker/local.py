@@ -1,4 +1,4 @@
-"""A worker's model: what it starts a round from, what it sends, what encoding lost."""
+"""A worker's model: the shared parameters, the payloads to send, the residuals of encoding."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from ..model.shared import layout_of
 
 
 class LocalModel:
-    """The parameters of a worker by fragment, and the shared ones that its round started from.
+    """The parameters of a worker by fragment, and the shared parameters its round started from.
 
     Args:
-        model, optimizers: Which parameters are exchanged, as in ``DiLoCo``.
+        model, optimizers: Define which parameters are exchanged, as in ``DiLoCo``.
         fragments: As in ``DiLoCo``.
-        wire: Format of what is sent.
-        error_feedback: Add what the last encoding lost to the next one.
-        rounding, seed: As in ``DiLoCo``; ``name`` tells the workers' random numbers apart.
+        wire: Format of the payloads.
+        error_feedback: Add the rounding errors of one encoding to the next.
+        rounding, seed: As in ``DiLoCo``.
+        name: Name of the worker; workers of different names draw different random numbers.
         impl: Force an implementation of the operators.
 
     Attributes:
-        outer: fp32 [num_elements] for each fragment.
+        outer: The shared parameters, fp32 [num_elements] for each fragment.
+        payloads, layouts: The encoded pseudo-gradient of each fragment.
     """
 
     def __init__(
@@ -65,19 +67,19 @@ class LocalModel:
         ]
 
     def rename(self, name: str) -> None:
-        """Set the name, by which the workers' random numbers differ."""
+        """Set the worker's name, from which the random numbers of rounding are made."""
         digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
         self._replica = int.from_bytes(digest, "little")
 
     @property
     def layout_hash(self) -> int:
-        """Hash names, shapes and dtypes to 62 bits, alike for all workers of one model."""
+        """Hash of names, shapes and dtypes in 62 bits, the same on all workers of one model."""
         text = json.dumps(describe_parameters(self.fragments))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 2
 
     def encode(self, seq: int) -> bool:
-        """Write what was learned since the start of the round into the payloads.
+        """Encode the pseudo-gradient of the round into the payloads.
 
         Args:
             seq: Number of the update, for stochastic rounding.
@@ -108,7 +110,7 @@ class LocalModel:
         return not bad.item()
 
     def encode_parameters(self) -> tuple[list[Tensor], list[Layout]]:
-        """Return the parameters themselves, in fp32: what the first worker gives the server."""
+        """Return the parameters in fp32, which the first worker sends to the server."""
         payloads, layouts = [], []
         for fragment in self.fragments:
             layout = layout_of(fragment.num_elements, WireFormat("fp32"))
@@ -124,8 +126,8 @@ class LocalModel:
             layouts.append(layout)
         return payloads, layouts
 
-    def agreed(self) -> None:
-        """The update was applied: what its encoding lost is owed to the next one."""
+    def update_applied(self) -> None:
+        """Note that the server applied the update: its residual belongs to the next encoding."""
         for residual in self.residuals:
             residual.turn(0)
 

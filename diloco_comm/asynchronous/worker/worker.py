@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RoundMetrics:
-    """What one round of a worker came to.
+    """The figures of one round of a worker.
 
     Attributes:
         seq: Number of the update.
-        started_from, version: Versions of the shared model: what the round began with, and after
-            the update.
-        staleness: Updates of others in between; -1 if it was refused.
-        refusal, reason: "" or why the server refused the update.
+        started_from: Version of the shared model that the round started from.
+        version: Version of the shared model after the update.
+        staleness: Versions made between the two by other updates; -1 if the update was refused.
+        refusal, reason: Why the server refused the update; "" if it was applied.
         steps: Inner steps of the round.
-        train_s, encode_s, push_s, pull_s: Seconds of its stages.
-        sent_bytes, received_bytes: Of the stages.
+        train_s, encode_s, push_s, pull_s: Seconds of the round's stages.
+        sent_bytes, received_bytes: Bytes that the worker sent and received in the round.
     """
 
     seq: int
@@ -58,39 +58,41 @@ class RoundMetrics:
 
 
 class AsyncDiLoCo:
-    """Train on, send what was learned when a round is done, and go on from the newest model.
+    """Send an update after each round of inner steps, and continue from the server's newest model.
 
     Args:
-        model, optimizer: As in ``DiLoCo``; parameters are written in place only.
+        model, optimizer: As in ``DiLoCo``; parameters are written in place.
         server: ``tcp://host:port`` of a ``diloco-comm serve`` or an ``AsyncServer``.
-        name: Of this worker, unique; after a restart the same name continues its count of
-            updates. By default that of its host with its rank (node7-rank3) or, where no launcher
-            gave it one, its process (node7-pid4242); where a live worker has that name, with a
-            number: node7-rank3-2.
-        fragments: As in ``DiLoCo``, alike for all workers.
+        name: Name of this worker, unique. After a restart the same name continues the count of
+            updates. The default is made from the host and the rank (node7-rank3), or from the host
+            and the process where no launcher gave a rank (node7-pid4242). If a live worker has the
+            default name, a number is added: node7-rank3-2.
+        fragments: As in ``DiLoCo``, the same on all workers.
         wire, block_size, rounding, seed, error_feedback: As in ``DiLoCo``; each worker may have
-            its own.
-        fetch: What a round goes on from is always the server's newest parameters, exactly.
-            "parameters" (default) fetches them; "updates" keeps the rule's buffers here too and
-            fetches the other workers' encoded updates, which is less with few workers.
-        timeout: Seconds that the server may be silent before ``ServerLost`` is raised; the
-            default is the environment's or 1800.
+            other values.
+        fetch: How the worker gets the server's newest parameters, which are exact either way.
+            "parameters" (default) fetches the parameters. "updates" keeps a copy of the rule's
+            buffers on the worker and fetches the other workers' encoded updates, which are fewer
+            bytes with few workers.
+        timeout: Seconds of the server's silence after which ``ServerLost`` is raised. The default
+            is ``DILOCO_COMM_TIMEOUT_S``, or 1800.
         keys, key_name: Folder of CURVE keys, and the name of this worker's pair.
-        on_nonfinite: "raise" (default) or "skip" a round whose values are not finite; a skipped
-            round is thrown away, and training goes on from the newest shared model.
+        on_nonfinite: "raise" (default) or "skip" a round whose values are not finite. The worker
+            throws a skipped round away and continues from the newest shared model.
         on_round: Called with ``RoundMetrics`` after every round.
         impl: Force an implementation of the operators.
-        attach: False leaves it to the user to call ``step()`` after each optimizer step; anything
-            that has ``param_groups`` will do as an optimizer then.
+        attach: With False the user calls ``step()`` after each optimizer step, and the optimizer
+            may be any object with ``param_groups``.
 
-    The server says how many inner steps a round has. If it cannot be reached at the end of a
-    round, ``step`` waits; after ``timeout`` it raises, with the parameters as training left them,
-    and the next call tries again with the same update. So does the call after the one that raises
-    because the server came back without what it had told this worker of.
+    The server decides how many inner steps a round has. If the server is silent at the end of a
+    round, ``step`` waits. After ``timeout``, ``step`` raises ``ServerLost`` and leaves the
+    parameters as they are; the next call sends the same update again. ``step`` also raises
+    ``ServerLost`` if the server was restarted from an older state; the next call then sends the
+    update to the restarted server.
 
     Raises:
-        ValueError, TypeError: For arguments that cannot be.
-        ServerRefused: If the server does not take this worker: its model differs.
+        ValueError, TypeError: For invalid arguments.
+        ServerRefused: If the server refuses this worker, because its model differs.
         ServerLost: If no server answers.
     """
 
@@ -166,7 +168,7 @@ class AsyncDiLoCo:
         self._begin_round()
 
     def _begin_round(self) -> None:
-        """Fetch the newest parameters, write them, and start to count."""
+        """Fetch the newest parameters, write them into the model, and start to count steps."""
         if self._follower is None:
             self.version, self.round_steps = self._link.pull(self._local.outer)
         else:
@@ -182,12 +184,12 @@ class AsyncDiLoCo:
 
     @property
     def name(self) -> str:
-        """The worker's name; a default name changes if another worker takes the name meanwhile."""
+        """The worker's name; a default name changes if another worker takes it."""
         return self._link.worker
 
     @property
     def seq(self) -> int:
-        """Number of the newest update whose outcome is known."""
+        """Sequence number of the newest update whose outcome the worker knows."""
         return self._link.identity.next_seq - 1
 
     @property
@@ -196,11 +198,11 @@ class AsyncDiLoCo:
         return max(0, self.round_steps - self.round_step)
 
     def step(self) -> None:
-        """Count one inner step, and at the end of a round exchange.
+        """Count one inner step; at the end of a round send the update and fetch the parameters.
 
         Raises:
-            ServerLost: The server was silent for ``timeout``, or came back with less than it had
-                told this worker of; the next step tries again.
+            ServerLost: The server was silent for ``timeout``, or was restarted from an older state;
+                the next step tries again.
             NonFiniteError: This worker's values are not finite; nothing was sent.
         """
         self.inner_step += 1
@@ -209,7 +211,7 @@ class AsyncDiLoCo:
             self._end_round()
 
     def flush(self) -> None:
-        """End the round now, if a step has been taken in it."""
+        """End the round now, if it has had at least one step."""
         if self.round_step:
             self._end_round()
 
@@ -222,7 +224,7 @@ class AsyncDiLoCo:
             raise
 
     def _go_back(self, version: int) -> None:
-        """Forget all versions after this one, which the server has forgotten."""
+        """Forget the versions after this one, which a restarted server has lost."""
         self.version = min(self.version, version)
         if self._follower is not None:
             self._follower.lose()
@@ -231,7 +233,7 @@ class AsyncDiLoCo:
     def _exchange(self) -> None:
         times = [time.monotonic()]
         if not self._is_encoded:
-            # Whatever is repeated after a failure, it is this update and no other.
+            # From here on the update is fixed: after a failure the same bytes are sent again.
             self._trained = (self.round_step, times[0] - self._began_at)
             if self._follower is not None:
                 self._follower.own = None
@@ -251,7 +253,7 @@ class AsyncDiLoCo:
         with span("pull", 0, self.seq):
             self._begin_round()
         times.append(time.monotonic())
-        self._tell(started_from, outcome.version, outcome.meta, traffic, times)
+        self._report_round(started_from, outcome.version, outcome.meta, traffic, times)
 
     def _push(self):  # type: ignore[no-untyped-def]
         steps, seconds = self._trained
@@ -267,22 +269,22 @@ class AsyncDiLoCo:
         if outcome.meta["refusal"]:
             logger.warning("%s", outcome.meta["reason"])
         else:
-            self._local.agreed()
+            self._local.update_applied()
             if self._follower is not None:
                 self._follower.own = (outcome.version, self._local.payloads, self._local.layouts)
         return outcome
 
     def _drop(self) -> None:
-        """Deal with values that are not finite: they are never sent."""
+        """Raise, or drop the round: values that are not finite are never sent."""
         if self.on_nonfinite == "raise":
             raise NonFiniteError(
                 f"worker {self.name}: the parameters of round {self.seq + 1} are not finite; "
                 "nothing was sent"
             )
-        logger.warning("round %d is not finite and is thrown away", self.seq + 1)
+        logger.warning("the values of round %d are not finite: it is thrown away", self.seq + 1)
         self._begin_round()
 
-    def _tell(
+    def _report_round(
         self,
         started_from: int,
         version: int,
@@ -315,7 +317,7 @@ class AsyncDiLoCo:
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """Put the shared parameters that the round began with into the model, to evaluate them."""
+        """Put the shared parameters that the round started from into the model, for evaluation."""
         kept = [t.clone() for fragment in self._local.fragments for t in fragment.tensors()]
         self._local.write()
         try:
@@ -326,7 +328,7 @@ class AsyncDiLoCo:
                 tensor.copy_(value)
 
     def close(self) -> None:
-        """Tell the server, and take the hooks off; what the open round learned is not sent."""
+        """Leave the server and remove the hooks; the open round is not sent."""
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None

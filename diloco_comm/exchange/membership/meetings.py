@@ -130,6 +130,8 @@ class Meeting:
         self._proposal = ""
         self._known_answers: set[str] = set()
         self._runs_since: float | None = None
+        self._next_glance = 0.0
+        self._left_since: float | None = None
         self._has_warned = False
 
     # ------------------------------------------------------------------------- the fate
@@ -200,6 +202,7 @@ class Meeting:
 
     def give_up_if_time(self) -> None:
         """Let the meeting fail for all when somebody is not waited for any longer."""
+        self._refuse_if_long_left_behind()
         reasons = self.attendance.given_up()
         if not reasons and not self.attendance.is_over:
             return
@@ -218,10 +221,33 @@ class Meeting:
         survivors = [r for r in self.members if r not in missing and r not in newcomers]
         return {"why": why, "missing": list(missing), "survivors": survivors, "cuts": list(cuts)}
 
-    def _refuse_if_left_behind(self, missing: set[int]) -> None:
+    def _refuse_if_long_left_behind(self) -> None:
+        """Raise when another group has begun for some time, and none of its members comes here.
+
+        Members of that group may come all the same: a change that takes this replica back.
+        """
+        now = self.attendance.time.total
+        if now < self._next_glance:
+            return
+        self._next_glance = now + BEAT_S
+        members = self._group_without_this_replica()[1]
+        if not members or self.attendance.heard & set(members):
+            self._left_since = None
+            return
+        if self._left_since is None:
+            self._left_since = now
+        if now - self._left_since >= self.attendance.limits.silence / 3:
+            self._refuse_if_left_behind(set(members))
+
+    def _group_without_this_replica(self) -> tuple[int, list[int]]:
+        """Return a later epoch that has begun without this replica, and its members; else 0."""
         epoch, members = current_group(self.store)
         is_later = 0 < self.hello["epoch"] < epoch and self.replica not in members
-        if is_later and missing & set(members):
+        return (epoch, members) if is_later else (0, [])
+
+    def _refuse_if_left_behind(self, missing: set[int]) -> None:
+        epoch, members = self._group_without_this_replica()
+        if missing & set(members):
             raise LeftBehind(
                 f"the group of replicas {list(members)} went on in epoch {epoch} without replica "
                 f"{self.replica}, which {WAY_BACK}",

@@ -1,4 +1,4 @@
-"""What the members of an epoch have decided about a failure; see ``csrc/exchange/verdict.h``.
+"""What the members have decided about a failure; see ``csrc/exchange/failure/verdict.h``.
 
 The engines put their verdict on the store when an epoch breaks. When the group that follows from it
 cannot be formed, because another replica has died meanwhile, that is a further verdict: the newest

@@ -47,7 +47,7 @@ def one_sentence(command: Command) -> Command:
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         from ...base.errors import SyncError
-        from ..common.measuring import WorkerError
+        from ..common.workers import WorkerError
 
         try:
             command(*args, **kwargs)
@@ -97,10 +97,10 @@ def exchange(
 
         torchrun --nproc-per-node 2 -m diloco_comm.tools.cli bench exchange -b 64M -e 64M
     """
-    from ..common import measuring
+    from ..common import reports
     from . import exchange as bench
 
-    measuring.check_output("--json", json_path)
+    reports.check_output("--json", json_path)
     settings = bench.Settings(
         min_bytes=parse_size(min_bytes),
         max_bytes=parse_size(max_bytes),
@@ -154,10 +154,10 @@ def ops(
     import torch
 
     from ... import ops as operators
-    from ..common import measuring
+    from ..common import reports
     from . import operators as bench
 
-    measuring.check_output("--json", json_path)
+    reports.check_output("--json", json_path)
     size_bytes = parse_size(size)
     for name, value, least in (
         ("--size", size_bytes, 16384),
@@ -170,7 +170,7 @@ def ops(
     torch.set_num_threads(threads)
     data = bench.Data(size_bytes, resolved)
     table = bench.rows(data, bars_only=False)
-    report = measuring.Report("ops", size=format_size(size_bytes), threads=threads)
+    report = reports.Report("ops", size=format_size(size_bytes), threads=threads)
     seconds = bench.measure(data, table, rounds=rounds)
     rows = bench.report_rows(report, table, seconds, data.num_elements, resolved)
     if json_path is not None:
@@ -202,11 +202,11 @@ def outer_step(
 
     diloco-comm bench outer-step -g 2 --params 25e6 --policy eager --emulate-link 1,10
     """
-    from ..common import measuring, ranks
+    from ..common import ranks, reports
     from . import exchange as bench_exchange
     from . import outer_step as bench
 
-    measuring.check_output("--json", json_path)
+    reports.check_output("--json", json_path)
     settings = bench.Settings(
         num_params=int(parse_count("--params", params)),
         num_layers=layers,
@@ -259,7 +259,7 @@ def tune(
 
     DILOCO_COMM_CONFIG=tuned.json python train.py
     """
-    from ..common import measuring
+    from ..common import reports
     from . import exchange as bench_exchange
     from . import tune as bench
 
@@ -277,7 +277,7 @@ def tune(
     if not out.parent.is_dir():
         raise ValueError(f"--out must be in a folder that exists, got {out}")
     for option, path in (("--out", out), ("--json", json_path)):
-        measuring.check_output(option, path)
+        reports.check_output(option, path)
     if not _in_group(nprocs, "gloo"):
         return
     report = _report("tune", wire=f"{wire}, block {block_size}", size=size, settings=settings)
@@ -297,10 +297,10 @@ def tune(
 
 def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
     """Join the group as a worker; a launcher starts the workers, waits, and is none itself."""
-    from ..common import measuring
+    from ..common import workers
 
-    if measuring.is_worker():
-        measuring.init_workers(backend=_registered(backend))
+    if workers.is_worker():
+        workers.init_workers(backend=_registered(backend))
         return True
     if nprocs < 1:
         raise ValueError(
@@ -308,7 +308,7 @@ def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
         )
     words = [sys.executable, "-m", "diloco_comm.tools.cli", *sys.argv[1:]]
     # Forked ranks are not tried with NCCL.
-    measuring.run_workers(words, nprocs, preload=None if backend == "nccl" else preload)
+    workers.run_workers(words, nprocs, preload=None if backend == "nccl" else preload)
     return False
 
 
@@ -321,12 +321,12 @@ def _registered(backend: str) -> str:
 def _report(title: str, *, settings: Any, **header: object) -> Any:
     import torch.distributed as dist
 
-    from ..common import measuring
+    from ..common import reports
     from . import exchange as bench_exchange
 
     link = bench_exchange.describe_link(settings.link)
     world = dist.get_world_size()
-    return measuring.Report(title, quiet=dist.get_rank() != 0, workers=world, link=link, **header)
+    return reports.Report(title, quiet=dist.get_rank() != 0, workers=world, link=link, **header)
 
 
 def _save(report: Any, path: Path | None, results: Any, **more: object) -> bool:
@@ -359,9 +359,9 @@ def _write_config(report: Any, out: Path, config: dict[str, Any]) -> bool:
 
 
 def _leave() -> None:
-    from ..common import measuring
+    from ..common import workers
 
-    measuring.leave_workers()
+    workers.leave_workers()
 
 
 def _slower_than(

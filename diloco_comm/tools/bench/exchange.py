@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ...exchange.exchange import Exchange
 from ...ops.wire import BLOCK_SIZES, WIRES
-from ..common import measuring
+from ..common import measuring, reports
 from . import methods
 
 DTYPES = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16}
@@ -319,7 +319,7 @@ def transmitted_bytes() -> int:
 # ------------------------------------------------------------------------------------- the table
 
 
-def run(report: measuring.Report, settings: Settings, chosen: list[Any]) -> list[Row]:
+def run(report: reports.Report, settings: Settings, chosen: list[Any]) -> list[Row]:
     """Measure all sizes and print a line for each; a collective call."""
     against = "vs fp32" if settings.link else f"vs {settings.backend}"
     report.print("#")

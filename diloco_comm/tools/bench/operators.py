@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ... import ops
 from ...ops.wire import WIRES, Layout, WireFormat
-from ..common import measuring
+from ..common import measuring, reports
 
 Run = Callable[[], object]
 Seconds = dict[str, list[float]]
@@ -190,7 +190,7 @@ def rows(data: Data, *, bars_only: bool) -> list[Row]:
 
 
 def floors(data: Data) -> dict[str, Run]:
-    """The plain loops of csrc/codec/floors.cpp, each with and without non-temporal stores."""
+    """The plain loops of csrc/codec/bench/floors.cpp, each with and without non-temporal stores."""
     outer, params, momentum = data.outer, data.params, data.momentum
     arguments = {
         "memcpy": [outer, data.rest],
@@ -238,7 +238,7 @@ def measure(data: Data, table: Sequence[Row], *, rounds: int) -> Seconds:
 
 
 def report_rows(
-    report: measuring.Report, table: Sequence[Row], seconds: Seconds, num_elements: int, impl: str
+    report: reports.Report, table: Sequence[Row], seconds: Seconds, num_elements: int, impl: str
 ) -> list[dict[str, Any]]:
     """Print a line for each operator and return the figures."""
     heads = ["time", "fp32", "moved", "memcpy", "roofline"]

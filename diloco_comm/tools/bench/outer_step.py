@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Overlap, Streaming
-from ..common import measuring
+from ..common import measuring, reports
 
 POLICIES = ("blocking", "streaming", "delayed", "eager", "co2")
 
@@ -157,7 +157,7 @@ def _summary(figures: list[dict[str, float]], settings: Settings) -> dict[str, A
     }
 
 
-def print_table(report: measuring.Report, result: dict[str, Any]) -> None:
+def print_table(report: reports.Report, result: dict[str, Any]) -> None:
     """Print what a round costs the loop."""
     report.print("#")
     report.print(f"#{'':>20} {'median':>10} {'p10':>10} {'p90':>10}   (ms a round)")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...exchange.exchange import Exchange
 from ...ops.wire import WIRES
-from ..common import measuring
+from ..common import measuring, reports
 from ..common.sizes import format_size
 from . import exchange as bench_exchange
 from . import methods
@@ -73,7 +73,7 @@ class Settings:
             raise ValueError(f"--lanes must be at least 1, got {min(self.lanes)}")
 
 
-def run(report: measuring.Report, settings: Settings) -> dict[str, Any]:
+def run(report: reports.Report, settings: Settings) -> dict[str, Any]:
     """Measure and choose; a collective call.
 
     Returns:
@@ -110,7 +110,7 @@ def _fitting(found: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
     return min(found, key=lambda choice: choice["seconds"])
 
 
-def _choose(report: measuring.Report, bench: _Bench, wire: str) -> dict[str, Any]:
+def _choose(report: reports.Report, bench: _Bench, wire: str) -> dict[str, Any]:
     """Find the best setting for a wire."""
     settings = bench.settings
     default = Candidate(wire)

@@ -1,1 +1,1 @@
-"""What the commands share: exit statuses, printing, output files, measuring."""
+"""What the commands share: exit statuses, printing, output files, ranks, times, reports."""

@@ -2,37 +2,35 @@
 
     python -m diloco_comm.tools.common.ranks FD WORLD MODULES [-m] PROGRAM ARGUMENTS...
 
-Importing torch takes seconds of a core, and so does the end of an interpreter that has: for eight
-ranks on two cores longer than a short measurement. The ranks are forked before anything runs, so
-every device is as untouched as in a fresh process. MODULES, a comma list, are imported for all. If
-a rank fails, its number and exit status are written to the file descriptor FD, and the others are
-killed.
+Importing torch takes seconds of a core, and so does ending an interpreter that has imported torch.
+For eight ranks on two cores the imports take longer than a short measurement. The ranks are forked
+before the program runs, so every device is as untouched as in a fresh process. MODULES is a comma
+list of modules to import before the fork. If a rank fails, this process writes the rank's number
+and exit status to the file descriptor FD and kills the other ranks.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import multiprocessing
 import os
 import runpy
-import signal
 import sys
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-# What torch loads with the first optimizer takes as long as all the rest of it.
+from .workers import die_with_launcher
+
+# Modules that torch imports with the first optimizer: they take as long as the rest of torch.
 WITH_OPTIMIZER = ("torch._dynamo",)
-_ALWAYS = ("torch.distributed.nn", "diloco_comm.tools.common.measuring")
-_PR_SET_PDEATHSIG = 1
+_ALWAYS = ("torch.distributed.nn", "diloco_comm.tools.common.reports")
 
 
 def main() -> int:
-    """Fork the ranks, which run the program, and wait for them; the exit status."""
+    """Fork the ranks, which run the program, wait for them, and return the exit status."""
     report, world, modules, *program = sys.argv[1:]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_launcher()
     for name in (*_ALWAYS, *filter(None, modules.split(","))):
         importlib.import_module(name)
     context = multiprocessing.get_context("fork")
@@ -53,7 +51,7 @@ def _run(program: list[str], rank: int, report: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     is_module = program[0] == "-m"
     sys.argv = program[1:] if is_module else program
-    # As Python does it: the folder of a script, the current one for a module.
+    # As Python sets it: the folder of a script, or the current folder for a module.
     sys.path[0] = os.getcwd() if is_module else str(Path(program[0]).resolve().parent)
     if is_module:
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -62,7 +60,7 @@ def _run(program: list[str], rank: int, report: int) -> None:
 
 
 def _first_that_fails(ranks: list[ForkProcess]) -> int | None:
-    """Wait for all, or for the first that fails, and kill the others then."""
+    """Wait until all ranks end; after the first failure kill the others and return its rank."""
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     while running:
         for sentinel in wait(list(running)):
@@ -77,5 +75,5 @@ def _first_that_fails(ranks: list[ForkProcess]) -> int | None:
 
 
 if __name__ == "__main__":
-    # Nothing here needs the end of an interpreter.
+    # No exit handler is needed, and ending the interpreter takes seconds.
     os._exit(main())

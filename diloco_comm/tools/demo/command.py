@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ..common import outputs
-from .display import open_display, print_results
-from .results import Results
+from .report.display import open_display, print_results
+from .report.results import Results
 from .run import ReplicaError, run_demo
 from .settings import Settings
 
@@ -54,7 +54,7 @@ def _write_plot(console: Console, results: Results, path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         console.print("plot:    none; for one, pip install 'diloco_comm\\[plot]'")
         return
-    from .plot import plot_results
+    from .report.plot import plot_results
 
     with outputs.writing("--out", path):
         plot_results(results, path)

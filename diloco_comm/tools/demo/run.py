@@ -15,7 +15,7 @@ from typing import Protocol
 from ..common.store import open_store
 from .data import load_corpus
 from .events import Failed
-from .results import Results, RowResult
+from .report.results import Results, RowResult
 from .settings import ROWS, Row, Settings
 from .worker import worker_main
 

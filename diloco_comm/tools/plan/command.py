@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..common.exits import in_options, misuse
-from ..common.outputs import check_plot, plot_file
+from ..common.exits import fail, in_options, misuse
+from ..common.outputs import check_file, check_plot, plot_file, writing
 from ..common.printing import save_plot
 from ..common.sizes import parse_count
 
@@ -22,6 +22,7 @@ EXAMPLES = """Examples:
 diloco-comm plan --params 1B --layers 24 --step-time 0.1
 diloco-comm plan --params 100e9 --layers 108 --step-time 4.9 --method streaming --bits 13.4 --json
 diloco-comm plan --params 7B --layers 32 --step-time 2 --gbps 1 --rtt-ms 50 --plot plan.png
+diloco-comm plan --params 350M --layers 24 --step-time 0.5 --gbps 1 --write diloco.json
 diloco-comm plan --published
 """
 
@@ -67,6 +68,10 @@ def plan(
     published: Annotated[
         bool, typer.Option("--published", help="Compare with the papers' tables instead.")
     ] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Write the settings chosen for --gbps into this JSON file."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw utilisation into this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -81,11 +86,14 @@ def plan(
         misuse("--step-time is missing: the seconds of an inner step without communication")
     if fragment_layers is None:
         fragment_layers = min(3, size[1]) if method == "streaming" else 0
+    if write is not None and gbps is None:
+        misuse("--write needs --gbps: the bandwidth of the link that the settings are for")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         misuse("--plot needs matplotlib, which is not installed: pip install 'diloco_comm[plot]'")
     plot = plot_file(plot)
     try:
         check_plot("--plot", plot)
+        check_file("--write", write)
         request = Request(
             *size,
             step_time,
@@ -104,6 +112,21 @@ def plan(
     except ValueError as error:
         misuse(in_options(str(error), ("block_size",)))
     _show(made, plot, as_json)
+    if write is not None:
+        _write(made["link"], write, as_json)
+
+
+def _write(link: dict[str, Any], path: Path, as_json: bool) -> None:
+    """Write the arguments that were chosen for a link as a file for ``DiLoCo(config=...)``."""
+    if link["chosen"] is None:
+        fail(f"nothing is written to {path}: no setting that was tried reaches --target")
+    try:
+        with writing("--write", path):
+            path.write_text(json.dumps(link["chosen"]["config"], indent=1) + "\n")
+    except OSError as error:
+        fail(str(error))
+    if not as_json:
+        print(f"\n{path} holds the same: DiLoCo(model, optimizer, config={str(path)!r})")
 
 
 def _show(made: dict[str, Any], plot: Path | None, as_json: bool) -> None:

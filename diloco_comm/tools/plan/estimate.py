@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...ops.wire import WIRES, WireFormat
+from .settings import Setting, as_arguments, choose
 from .simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
 
 METHODS = ("dp", "diloco", "streaming", "delayed", "eager", "co2")
@@ -138,18 +139,6 @@ class Request:
         return self.params * (4 + 4 + 2 * (rounds + 1) * payload)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The most frequent exchange of one method and wire that reaches the target on a link."""
-
-    method: str
-    delay: int
-    wire: str
-    sync_every: int
-    fragment_layers: int
-    utilisation: float
-
-
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {value!r}")
@@ -207,6 +196,8 @@ def make_plan(request: Request, gbps: float | None = None, target: float = 0.95)
 def _on_link(request: Request, gbps: float, target: float) -> dict[str, Any]:
     link = np.array([gbps])
     share = float(request.utilisation(link, "step")[0])
+    settings = find_settings(request, gbps, target)
+    chosen = choose(settings)
     return {
         "gbps": gbps,
         "rtt_ms": request.rtt_ms,
@@ -215,7 +206,8 @@ def _on_link(request: Request, gbps: float, target: float) -> dict[str, Any]:
         "lost_s_per_day": (1 - share) * DAY_S,
         "bytes_per_day": request.bytes_per_day(share),
         "target": target,
-        "settings": [asdict(setting) for setting in find_settings(request, gbps, target)],
+        "settings": [asdict(setting) for setting in settings],
+        "chosen": None if chosen is None else as_arguments(chosen, request.block_size),
     }
 
 

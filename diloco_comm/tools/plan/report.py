@@ -49,6 +49,7 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
             highlight=False,
         )
         print_whole(console, _settings(link, request))
+        _print_chosen(console, link)
 
 
 def _headline(plan: dict[str, Any]) -> str:
@@ -107,6 +108,18 @@ def _settings(link: dict[str, Any], request: dict[str, Any]) -> Table:
         cells = (found.get((method, delay, wire)) for wire in WIRES_TRIED)
         table.add_row(name, *("-" if h is None else str(h) for h in cells))
     return table
+
+
+def _print_chosen(console: Console, link: dict[str, Any]) -> None:
+    if link["chosen"] is None:
+        words = f"No setting of DiLoCo or Streaming that was tried reaches {link['target']:.0%}."
+        console.print(words, highlight=False)
+        return
+    imported = "DiLoCo, Streaming" if "overlap" in link["chosen"]["config"] else "DiLoCo"
+    share = link["chosen"]["setting"]["utilisation"]
+    console.print(f"Chosen for this link (utilisation {share:.1%}):\n", highlight=False)
+    for line in (f"from diloco_comm import {imported}", link["chosen"]["line"]):
+        console.print(f"    {line}", markup=False, highlight=False)
 
 
 def print_published(console: Console, title: str, entries: Sequence[dict[str, Any]]) -> None:

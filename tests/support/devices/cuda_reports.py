@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_comm.tools.common.measuring import Report
+from diloco_comm.tools.common.reports import Report
 
 REPORTS = Path(__file__).resolve().parents[3] / "build/cuda"
 WANTED = ("sm_80", "sm_90", "sm_100", "sm_120")

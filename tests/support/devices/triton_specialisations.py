@@ -28,8 +28,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from diloco_comm.kernels import launching, operators
+from diloco_comm.kernels.checks import check_layout
 from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
-from diloco_comm.tools.common import measuring
+from diloco_comm.tools.common.reports import Report as MeasuredReport
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -91,7 +92,7 @@ class Cases:
     def __init__(self, wire: str, block_size: int) -> None:
         layout = Layout.plan(N, 1, 1, WireFormat(wire, block_size))
         self.name = f"{wire}/{block_size}"
-        self.form = (layout.run_elements, wire, block_size)
+        self.form = (check_layout(wire, block_size, layout.run_elements),)
         self.payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
         self.outer, self.momentum, self.second = torch.zeros(3, N)
         self.count = torch.zeros(1, dtype=torch.int64)
@@ -402,7 +403,7 @@ def main() -> int:
     faulty = [report for report in reports if report.faults]
     print(f"{len(reports)} kernels compiled, {len(faulty)} at fault")
     if arguments.json:
-        saved = measuring.Report("Triton kernels, compiled", quiet=True, triton=triton.__version__)
+        saved = MeasuredReport("Triton kernels, compiled", quiet=True, triton=triton.__version__)
         saved.save(arguments.json, _table(reports))
     return 1 if faulty or not reports else 0
 

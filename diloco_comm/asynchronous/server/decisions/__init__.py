@@ -1,1 +1,1 @@
-"""When an update is applied and what a worker does next; pure code on any clock."""
+"""Decide when an update is applied and what a worker does next; pure code on any clock."""

@@ -1,7 +1,7 @@
-"""What a server decides: which update is applied, and when a worker goes on for how long.
+"""A server's decisions: which update is applied, when a worker starts its next round, how long.
 
-The same code serves sockets (``server.py``) and the virtual clock (``virtual.py``): times are
-arguments, and payloads are what travels.
+The server (``server.py``) and the virtual clock (``virtual.py``) use the same code: times and
+encoded payloads are arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from .... import ops
 from ....ops.wire import Layout
 from ...model.shared import SharedModel
-from ...model.versions import Starts
+from ...model.versions import KeptVersions
 from ...protocol.garbage import find_garbage
 from ...protocol.messages import UNCOUNTED
 from ...protocol.payloads import Payload
@@ -26,15 +26,15 @@ from .scheduling import GracePeriod, Speeds
 
 @dataclass(frozen=True)
 class Update:
-    """What a worker sends after a round.
+    """An update: what a worker has learned in a round, encoded.
 
     Attributes:
-        worker: Its name, the same for as long as it lives.
-        seq: 1 for its first update, then one more each.
-        version: Of the parameters that it started from.
+        worker: Name of the worker, the same in all of its updates.
+        seq: Sequence number: 1 for the worker's first update, then one more each.
+        version: Version of the parameters that the round started from.
         steps, seconds: Inner steps of the round and how long they took.
         payloads, layouts: The encoded pseudo-gradient of each fragment.
-        garbage: What is wrong with the payloads, "" if nothing is; None if nobody has looked.
+        garbage: What is wrong with the payloads, "" if nothing is; None if they are not checked.
     """
 
     worker: str
@@ -49,14 +49,16 @@ class Update:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an update.
+    """Whether an update was applied, and why not.
 
     Attributes:
-        version: Of the shared model afterwards.
-        staleness: Updates of others that came between; -1 if the update was refused unseen.
+        seq: Sequence number of the update.
+        version: Version of the shared model afterwards.
+        staleness: Versions made since the update's worker fetched its parameters; -1 if the update
+            was refused.
         refusal: "" if it was applied, else "stale", "non-finite", "disk", "out of order" or "from
             the future".
-        reason: One sentence for the worker, if it was refused.
+        reason: One sentence for the worker if the update was refused, else "".
     """
 
     seq: int
@@ -68,14 +70,14 @@ class Outcome:
 
 @dataclass
 class Member:
-    """What is known of a worker; it outlives its connections.
+    """A worker as the server remembers it, also while the worker is not connected.
 
     Attributes:
-        last: Outcome of its newest update.
-        num_applied: Of its updates.
-        is_training: It holds parameters and has not sent its update yet.
-        started: Version that it trains from, if the rule wants to know.
-        instance: A random number of the newest worker of this name, if it has one.
+        last: Outcome of the worker's newest update.
+        num_applied: Number of the worker's updates that were applied.
+        is_training: The worker has parameters and has not sent its update yet.
+        started: Version that the worker trains from, kept for delay compensation; else None.
+        instance: Random number of the newest process with this name; 0 if it sent none.
     """
 
     last: Outcome = field(default_factory=lambda: Outcome(0, 0, -1))
@@ -87,7 +89,7 @@ class Member:
 
 @dataclass
 class Counts:
-    """What has happened, for the status."""
+    """Counters for the status."""
 
     staleness: Counter[int] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -95,15 +97,15 @@ class Counts:
 
 
 class Coordinator:
-    """Apply updates once and in order, and say who trains next for how many steps.
+    """Apply each update once and in order, and decide when workers train and for how many steps.
 
     Args:
         model: The shared model.
         sync_every: Inner steps of a round (H); with DyLU those of the fastest worker.
-        dylu: Give slower workers fewer steps, by their measured speeds.
-        min_steps: Never fewer than this.
-        grace: Seconds of the grace period.
-        check: Look for values that are not finite.
+        dylu: Dynamic local updates: give slower workers fewer steps, by their measured speeds.
+        min_steps: Least inner steps of a round under DyLU.
+        grace: Seconds of the grace period, see ``GracePeriod``.
+        check: Refuse updates with values that are not finite.
     """
 
     def __init__(
@@ -127,14 +129,14 @@ class Coordinator:
         self.members: dict[str, Member] = {}
         self.speeds = Speeds()
         self.counts = Counts()
-        self.starts = Starts(model)
+        self.versions = KeptVersions(model)
 
     def join(self, worker: str) -> Member:
-        """Take a worker in, or back."""
+        """Return the member of this name, new or known."""
         return self.members.setdefault(worker, Member())
 
     def leave(self, worker: str) -> None:
-        """Wait no longer for a worker; what it sent stays, and it may come back."""
+        """Stop waiting for a worker. Its applied updates stay, and it may come back."""
         self.grace.leave(worker)
         self.speeds.forget(worker)
         if worker in self.members:
@@ -143,13 +145,13 @@ class Coordinator:
 
     def _forget_start(self, member: Member) -> None:
         if member.started is not None:
-            self.starts.drop(member.started)
+            self.versions.drop(member.started)
             member.started = None
 
     # -------------------------------------------------------------------------------- updates
 
     def outcome_of(self, worker: str, seq: int) -> Outcome | None:
-        """Return what became of an update that was sent before, or None for a new one."""
+        """Return the outcome of an update that was sent before, or None for a new update."""
         last = self.join(worker).last
         if seq > last.seq:
             return None
@@ -178,7 +180,7 @@ class Coordinator:
         return Outcome(seq, self.model.version, -1, refusal, f"update {seq} was refused: {reason}")
 
     def lose(self, worker: str, seq: int, reason: str, now: float) -> Outcome:
-        """Refuse an update whose payload was lost on the way; the worker goes on with its next."""
+        """Refuse an update whose payload was lost; the worker continues with its next update."""
         outcome = self._refused(seq, "disk", reason)
         self.finish(worker, outcome, now)
         return outcome
@@ -186,10 +188,10 @@ class Coordinator:
     def arrive(
         self, update: Update, now: float, release: Callable[[], None] = lambda: None
     ) -> Outcome:
-        """Deal with a whole update: apply it once, or refuse it.
+        """Apply a complete update once, or refuse the update.
 
         Args:
-            now: Seconds on any clock that never turns back.
+            now: Seconds on any monotonic clock.
             release: Called when the payloads are needed no more.
         """
         again = self.outcome_of(update.worker, update.seq)
@@ -208,7 +210,7 @@ class Coordinator:
         return outcome
 
     def finish(self, worker: str, outcome: Outcome, now: float) -> None:
-        """Write down what became of a worker's update; the worker waits to go on."""
+        """Note the outcome of a worker's update; the worker then waits for its next round."""
         member = self.join(worker)
         if outcome.refusal not in UNCOUNTED:
             member.last = outcome
@@ -231,7 +233,7 @@ class Coordinator:
         started = self.join(update.worker).started
         if started is not None:
             factor = self.model.rule.compensation
-            payloads, layouts = self.starts.compensate(payloads, layouts, started, factor)
+            payloads, layouts = self.versions.compensate(payloads, layouts, started, factor)
             release()
             version = self.model.apply(payloads, layouts, weight)
         else:
@@ -243,18 +245,18 @@ class Coordinator:
     # ------------------------------------------------------------------------------ going on
 
     def released(self, now: float) -> list[tuple[str, int]]:
-        """Return the workers that go on now and the inner steps of their rounds."""
+        """Return the workers whose grace period has ended, with the inner steps of their rounds."""
         is_anyone_training = any(member.is_training for member in self.members.values())
         names = self.grace.release(now, is_anyone_training=is_anyone_training)
         return [(str(name), self.start(str(name))) for name in names]
 
     def start(self, worker: str) -> int:
-        """Let one worker go on from the present version and return its inner steps."""
+        """Start a worker's round from the newest version, and return the round's inner steps."""
         member = self.join(worker)
         member.is_training = True
         if self.model.rule.compensation:
             self._forget_start(member)
-            member.started = self.starts.keep()
+            member.started = self.versions.keep()
         return self.speeds.steps(
             worker, self.sync_every, minimum=self.min_steps, use_dylu=self.dylu
         )
@@ -262,7 +264,7 @@ class Coordinator:
     # ---------------------------------------------------------------------------------- saving
 
     def ledger(self) -> dict[str, Any]:
-        """Return who sent what, as JSON types."""
+        """Return the newest outcome of each worker, as JSON types."""
         return {
             name: {
                 "seq": m.last.seq,
@@ -277,7 +279,7 @@ class Coordinator:
         }
 
     def load_ledger(self, ledger: dict[str, Any]) -> None:
-        """Take over what ``ledger`` gave."""
+        """Restore what ``ledger`` returned."""
         for name, row in ledger.items():
             last = Outcome(
                 int(row["seq"]),

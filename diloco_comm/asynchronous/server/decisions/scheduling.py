@@ -1,6 +1,6 @@
-"""Who trains how long on what: DyLU, grace periods, shard sampling, learning rate of a shard.
+"""How long a worker trains, and on which data: DyLU, grace periods, shard sampling and schedules.
 
-All of it is arXiv 2401.09135's, and none of it reads a clock: times are arguments.
+The methods are those of arXiv 2401.09135. The code reads no clock: times are arguments.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ def dylu_steps(
     """Return the inner steps of a worker's next round: floor(speed / fastest * sync_every) (Eq. 6).
 
     Args:
-        speed: Of this worker in inner steps per second; None if it is not known yet.
-        speeds: Of all workers that are known.
+        speed: This worker's inner steps per second; None if not measured yet.
+        speeds: Speeds of all workers that have been measured.
         sync_every: Steps of the fastest worker (H).
-        minimum: Never fewer than this.
+        minimum: Least number of steps.
     """
     if minimum < 1:
         raise ValueError(f"minimum must be at least 1, got {minimum}")
     fastest = max(speeds, default=0.0)
     if speed is None or fastest <= 0:
         return max(minimum, sync_every)
-    # Speeds are measured or computed by a division: a quotient of equals may miss 1 by a rounding.
+    # Speeds come from divisions: the quotient of two equal speeds may be just below 1.
     return max(minimum, min(sync_every, math.floor(speed / fastest * sync_every * (1 + 1e-12))))
 
 
 class GracePeriod:
-    """Let workers that finish shortly after one another go on from the same model (Alg. 2, 4).
+    """Let workers that finish shortly after one another continue from the same model (Alg. 2, 4).
 
-    The first arrival opens a window of ``seconds``; who arrives in it, its end included, waits for
-    its end. It ends at once when nobody is left to wait for.
+    The first arrival opens a window of ``seconds``. Workers that arrive up to the window's end wait
+    for that end. The window closes early when no worker is training any more.
 
     Args:
-        seconds: 0 lets every worker go on at once.
+        seconds: Length of the window; with 0 every worker continues at once.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -54,7 +54,7 @@ class GracePeriod:
         return None if self._opened_at is None else self._opened_at + self.seconds
 
     def arrive(self, worker: Hashable, now: float) -> None:
-        """Note that the worker's update is dealt with and that it waits to go on."""
+        """Note that a worker's update is finished and that the worker waits."""
         if worker not in self._arrived:
             self._arrived.append(worker)
         if self._opened_at is None:
@@ -65,14 +65,14 @@ class GracePeriod:
         return worker in self._arrived
 
     def leave(self, worker: Hashable) -> None:
-        """Forget a worker that waits no more."""
+        """Forget a worker that has stopped waiting."""
         if worker in self._arrived:
             self._arrived.remove(worker)
         if not self._arrived:
             self._opened_at = None
 
     def release(self, now: float, *, is_anyone_training: bool) -> list[Hashable]:
-        """Return who goes on now, in the order of arrival; nobody while the window is open."""
+        """Return the workers that continue now, by arrival; none while the window is open."""
         closes_at = self.closes_at
         if closes_at is None or (now < closes_at and is_anyone_training):
             return []
@@ -81,11 +81,11 @@ class GracePeriod:
 
 
 class ShardSampler:
-    """Choose the shard that a worker trains on next: those that are behind are likelier (Eq. 2).
+    """Choose the shard that a worker trains on next; shards that are behind are likelier (Eq. 2).
 
     Args:
         sizes: Data points of each shard.
-        seed: Of the draws.
+        seed: Seed of the random draws.
     """
 
     def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
@@ -115,7 +115,7 @@ class ShardSampler:
         return self._random.choices(range(len(self.sizes)), self.probabilities())[0]
 
     def learn(self, shard: int, num_points: int) -> None:
-        """Note that so many data points of the shard have been learned."""
+        """Note that ``num_points`` data points of a shard have been learned."""
         self.learned[shard] += num_points
 
 
@@ -125,8 +125,8 @@ class ShardSchedule:
 
     Args:
         peak, floor: Largest and last rate. The floor is positive, since a shard may be trained
-            for more than ``total`` steps in the end.
-        warmup, total: Steps.
+            for more than ``total`` steps.
+        warmup, total: Steps of the warm-up, and steps until the last rate.
     """
 
     peak: float
@@ -162,7 +162,7 @@ class Speeds:
     by_worker: dict[Hashable, float] = field(default_factory=dict)
 
     def measure(self, worker: Hashable, steps: int, seconds: float) -> None:
-        """Keep the speed of a worker's last round; rounds that took no time say nothing."""
+        """Keep the speed of a worker's last round; a round of no duration is ignored."""
         if steps > 0 and 0 < seconds < math.inf:
             self.by_worker[worker] = steps / seconds
 

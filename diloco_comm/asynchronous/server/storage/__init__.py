@@ -1,1 +1,1 @@
-"""What the server keeps on disk: snapshots, the journal of updates, the lock of the folder."""
+"""The server's files: snapshots, the journal of updates, the lock of the folder."""

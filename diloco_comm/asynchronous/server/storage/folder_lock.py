@@ -1,4 +1,4 @@
-"""One server for a snapshot folder: two would remove each other's journals."""
+"""The lock of a snapshot folder: two servers would remove each other's journals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# What it is when a file system has no locks.
+# Error numbers of file systems without locks.
 _WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
@@ -23,11 +23,11 @@ class FolderInUse(OSError):
 class FolderLock:
     """Hold a folder until ``release``, or until the process ends.
 
-    The lock is the kernel's, on the file ``lock``, which stays in the folder; in the file stands
-    who holds the folder. Where the file cannot even be made nothing else can, and there is no lock.
+    The kernel locks the file ``lock``, which stays in the folder and names the process that holds
+    the folder. If the file cannot be made there is no lock; no other file can be made there either.
 
     Raises:
-        FolderInUse: If another holds the folder.
+        FolderInUse: If another server holds the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class FolderLock:
         self._sign()
 
     def _sign(self) -> None:
-        """Write who holds the folder, for the sentence that another server ends with."""
+        """Write the name of this process into the lock, for the error of another server."""
         assert self._file is not None
         name = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
         try:
@@ -65,13 +65,13 @@ class FolderLock:
     def release(self) -> None:
         """Let another server have the folder; idempotent."""
         if self._file is not None and self._end.alive:
-            # A child that was forked meanwhile has the lock too, as long as it is only closed here.
+            # Closing is not enough: a forked child would keep the lock.
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._end()
 
 
 def _open(path: Path) -> int | None:
-    """Open a file, made if need be; None if that cannot be done."""
+    """Open a file, and make it if it is missing; None if that fails."""
     for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
         try:
             return os.open(path, flags | os.O_CLOEXEC, 0o644)

@@ -1,10 +1,10 @@
-"""What a server keeps on disk: a snapshot, and a journal of the updates since.
+"""The files of a server: a snapshot, and a journal of the updates since the snapshot.
 
-A snapshot is written beside the old one and renamed over it. The journal, named after the version
-of its snapshot, gets every update before its worker is told of it: a server that was killed comes
-back with exactly the updates that its workers know to be applied. Both are a JSON header of known
-length and raw bytes. Whatever fails, the folder holds a snapshot and the journal that belongs to
-it.
+A snapshot is written beside the old one and renamed over it. The journal is named after the version
+of its snapshot. It gets every update before the update's worker gets the outcome, so a server that
+was killed restores exactly the updates that its workers know to be applied. Snapshot and records of
+the journal are a JSON header of known length, followed by raw bytes. After any failure the folder
+still holds a snapshot and the journal that belongs to the snapshot.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ...protocol.payloads import Payload, Spooled, blocks
+from ...protocol.payloads import Payload, PayloadFile, blocks
 from .folder_lock import FolderLock
 
 _MAGIC = b"DCASv1\0\0"
-_LENGTH = struct.Struct("<QII")  # bytes that follow the header, of the header, its CRC-32
+_LENGTH = struct.Struct("<QII")  # bytes after the header, bytes of the header, its CRC-32
 _MAX_HEADER = 1 << 24
 
 
@@ -43,7 +43,7 @@ def _write_record(file: BinaryIO, header: dict[str, Any], payloads: Sequence[Pay
 
 
 def _write(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Write all data: a file without a buffer takes at most 2 GiB, and less on a full disk."""
+    """Write all data: one call of ``write`` takes at most 2 GiB, and less on a full disk."""
     view = memoryview(data)
     while view.nbytes:
         view = view[file.write(view) :]
@@ -51,7 +51,7 @@ def _write(file: BinaryIO, data: bytes | memoryview) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Say which file an OSError is about."""
+    """Name the file in each OSError."""
     try:
         yield
     except OSError as error:
@@ -115,7 +115,7 @@ class Storage:
 
     @contextmanager
     def _writing_scratch(self) -> Iterator[BinaryIO]:
-        """Open the file that a snapshot is written to, and leave none if that fails."""
+        """Open the file that a snapshot is written to, and remove the file after a failure."""
         try:
             with _naming(self._scratch), self._scratch.open("wb") as file:
                 yield file
@@ -127,7 +127,7 @@ class Storage:
             raise
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether the file system has room for so many bytes; True where that is not known."""
+        """Whether the file system has room for this many bytes; True if that is unknown."""
         with suppress(OSError):
             found = os.statvfs(self.folder)
             free = found.f_bavail if os.geteuid() else found.f_bfree
@@ -135,10 +135,10 @@ class Storage:
         return True
 
     def save(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Write a snapshot in the place of the old one, wholly or not at all.
+        """Replace the old snapshot by a new one, wholly or not at all.
 
         Raises:
-            OSError: If it cannot be written; it names the file.
+            OSError: If the snapshot cannot be written; the error names the file.
         """
         shapes = {name: tensor.numel() for name, tensor in tensors.items()}
         with self._writing_scratch() as file:
@@ -151,12 +151,12 @@ class Storage:
         """Begin the journal of the snapshot of this version, and remove all others.
 
         Raises:
-            OSError: If it cannot be written; there is no journal then.
+            OSError: If the journal cannot be written; the folder then has no journal.
         """
         try:
             self._open_journal(version, "wb")
         finally:
-            # The others belong to snapshots that are no more.
+            # The other journals belong to snapshots that have been replaced.
             for path in self.folder.glob("journal-*"):
                 if path != self._journal_path(version):
                     with suppress(OSError):
@@ -172,7 +172,7 @@ class Storage:
         """Read the snapshot and return its header and tensors.
 
         Args:
-            make: Called with the header; returns the fp32 tensors to be filled, by name.
+            make: Called with the header; returns the fp32 tensors to fill, by name.
         """
         with self._path.open("rb") as file:
             found = _read_header(file) if file.read(len(_MAGIC)) == _MAGIC else None
@@ -191,8 +191,8 @@ class Storage:
         """Write an update to the journal, and hand the bytes to the operating system.
 
         Raises:
-            OSError: If it cannot be written. The journal ends with the update before, and takes no
-                further one: between them there would be a gap.
+            OSError: If the record cannot be written. The journal then ends with the update before
+                and takes no further update, since the journal would have a gap.
         """
         journal = self._journal
         assert journal is not None
@@ -201,16 +201,16 @@ class Storage:
             with _naming(Path(journal.name)):
                 _write_record(journal, header, payloads)
         except OSError:
-            # If that fails as well, the torn record is cut off before the journal is used again.
+            # If this fails too, ``continue_journal`` cuts the torn record off.
             with suppress(OSError):
                 os.ftruncate(journal.fileno(), whole)
             self.close()
             raise
 
-    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], Spooled]]:
+    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
         """Yield the updates in the journal of this version; ``continue_journal`` comes next.
 
-        Payloads stay in the file until they are asked for, and are valid until the next.
+        Payloads stay in the file, and are valid until the next update is yielded.
         """
         path = self._journal_path(version)
         self._whole = 0
@@ -223,16 +223,16 @@ class Storage:
                 begin = file.tell()
                 if begin + size > length:
                     break
-                yield header, Spooled(file, begin, size)
+                yield header, PayloadFile(file, begin, size)
                 self._whole = file.seek(begin + size)
 
     def continue_journal(self, version: int) -> None:
         """Append to the journal that was replayed.
 
-        A record that was not written whole is cut off: its worker was told nothing yet.
+        A record that was not written whole is cut off: its worker never got the outcome.
 
         Raises:
-            OSError: If it cannot be written; there is no journal then.
+            OSError: If the journal cannot be written; the server then writes no journal.
         """
         path = self._journal_path(version)
         if path.exists() and path.stat().st_size > self._whole:
@@ -247,6 +247,6 @@ class Storage:
             self._journal = None
 
     def release(self) -> None:
-        """Let another server have the folder; nothing is written any more."""
+        """Close the journal and unlock the folder; nothing is written after this call."""
         self.close()
         self._lock.release()

@@ -1,4 +1,4 @@
-"""Updates on their way to the server: asked for run by run, applied when whole, told to workers."""
+"""Updates on their way to the server: fetched run by run, applied when complete, then answered."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..sessions import Session
 from ..state import ServerState
 from ..uploads import Upload
 
-# Who neither sends nor fetches for so long while memory is kept for it loses that memory.
+# Seconds after which a silent worker loses the memory that the server keeps for it.
 STALL_S = 20.0
 
 Send = Callable[[bytes, Message], bool]
 
 
 class Receiver:
-    """Take in what workers send.
+    """Receive the updates of workers.
 
     Args:
-        state: What the server knows.
-        send: Sends a message to a connection; False if it could not.
+        state: The server's state.
+        send: Sends a message to a connection; returns False if that fails.
     """
 
     def __init__(self, state: ServerState, send: Send) -> None:
@@ -40,22 +40,22 @@ class Receiver:
         return bool(self._queue)
 
     def forget(self, worker: str) -> None:
-        """Drop what a worker has begun to send, or waits to send."""
+        """Drop the update that a worker has begun to send, or waits to send."""
         self._drop_upload(worker)
         self._queue.pop(worker, None)
 
     def drop_stalled(self, now: float) -> None:
-        """Take the memory back from who has not sent for long."""
+        """Drop the uploads whose worker has been silent for ``STALL_S``, to free their memory."""
         for upload in list(self._uploads.values()):
             if now - upload.last_seen > STALL_S:
                 self._drop_upload(upload.worker)
                 self.state.status.count_refusal("stalled")
 
     def push(self, session: Session, message: Message) -> None:
-        """A worker has an update, or says so again."""
+        """Answer a worker that has an update, or that repeats its PUSH."""
         worker, meta = session.worker, message.meta
         if message.fragment and session.follows != message.version:
-            # A server that was restarted learns here who follows it.
+            # After a restart the server learns here which workers follow the versions.
             session.follows = message.version
             self.state.keep_for_followers()
         upload = self._uploads.get(worker)
@@ -64,7 +64,7 @@ class Receiver:
             return
         if meta["is_start"]:
             if self.state.coordinator is not None:
-                self._tell(session, Outcome(message.number, self.state.version, 0))
+                self._send_outcome(session, Outcome(message.number, self.state.version, 0))
             elif any(u.is_start for u in self._uploads.values()):
                 self._send(session.peer, Message(Kind.WAIT))
             else:
@@ -80,7 +80,7 @@ class Receiver:
                 self._refuse(session, message, known)
                 return
         if known is not None:
-            self._tell(session, known)
+            self._send_outcome(session, known)
         elif not self._admit(session, message):
             self._queue[worker] = message
             self._send(session.peer, Message(Kind.WAIT))
@@ -89,13 +89,13 @@ class Receiver:
         assert self.state.coordinator is not None
         self.state.coordinator.finish(session.worker, outcome, time.monotonic())
         self.state.log_update(session.worker, message.version, message.meta, outcome, [])
-        self._tell(session, outcome)
+        self._send_outcome(session, outcome)
 
     def _admit(self, session: Session, message: Message) -> bool:
-        """Ask for an update if there is room for it.
+        """Ask for the runs of an update if there is room; return whether there is.
 
         Raises:
-            ProtocolError: If this one is never taken.
+            ProtocolError: If the server can never take this update.
         """
         meta = message.meta
         try:
@@ -108,8 +108,8 @@ class Receiver:
         self._drop_upload(session.worker)
         sizes = [layout.payload_bytes for layout in layouts]
         try:
-            # Where there are no parameters yet there is nothing else in memory.
-            payloads = self.state.memory.take(sizes, may_spool=not meta["is_start"])
+            # Parameters to start from fit into memory: the server has no model yet.
+            payloads = self.state.memory.take(sizes, may_use_file=not meta["is_start"])
             # Updates that are kept for followers make room.
             while payloads is None and self.state.forget_oldest():
                 payloads = self.state.memory.take(sizes)
@@ -140,12 +140,12 @@ class Receiver:
         for (_, fragment, run), count in requests:
             self._send(session.peer, Message(Kind.WANT, upload.seq, 0, fragment, run, count=count))
 
-    def run_came(self, session: Session, message: Message) -> None:
+    def receive_run(self, session: Session, message: Message) -> None:
         upload = self._uploads.get(session.worker)
         if upload is None or upload.seq != message.number:
             return
         if Position(0, message.fragment, message.run) not in upload.window.asked:
-            return  # It was asked for twice.
+            return  # This run was asked for twice, and has arrived before.
         try:
             wrong = upload.put(message.fragment, message.run, message.body, time.monotonic())
             if upload.window.is_empty:
@@ -163,14 +163,14 @@ class Receiver:
             self._complete(session, upload)
 
     def _lose(self, session: Session, upload: Upload, error: OSError) -> None:
-        """Refuse an update whose file cannot be written or read; nothing of it is applied."""
+        """Refuse an update whose file cannot be written or read; no part of it is applied."""
         assert self.state.coordinator is not None
         self._drop_upload(upload.worker)
-        self.state.tell_of_lost_file(upload.worker, upload.seq, error)
+        self.state.report_lost_file(upload.worker, upload.seq, error)
         reason = f"its file on the server cannot be written or read: {error.strerror or error}"
         outcome = self.state.coordinator.lose(upload.worker, upload.seq, reason, time.monotonic())
         self.state.log_update(upload.worker, upload.version, upload.meta, outcome, [])
-        self._tell(session, outcome)
+        self._send_outcome(session, outcome)
         self.admit_waiting()
 
     def _complete(self, session: Session, upload: Upload) -> None:
@@ -194,9 +194,9 @@ class Receiver:
                 update, time.monotonic(), lambda: self.state.memory.give_back(upload.payloads)
             )
         self.state.status.apply_s += time.perf_counter() - begin
-        # The buffers are untouched until the next update is asked for, whoever has them.
+        # Released payloads keep their bytes until the server asks for the next update.
         self.state.log_update(upload.worker, upload.version, upload.meta, outcome, upload.payloads)
-        self._tell(session, outcome)
+        self._send_outcome(session, outcome)
         self.admit_waiting()
 
     def _take_start(self, session: Session, upload: Upload) -> None:
@@ -214,15 +214,15 @@ class Receiver:
             pairs.clear()
             upload.payloads.clear()
             self.state.open_model(session.sizes, session.layout, outers)
-            # Who came before there was a model is greeted again, and refused if its own differs.
+            # Workers with another model must say HELLO again, and are then refused.
             for other in self.state.sessions.all():
                 if (other.sizes, other.layout) != (session.sizes, session.layout):
                     self.state.sessions.drop(other.peer)
             self.state.save()
         self.state.memory.give_back(upload.payloads)
-        self._tell(session, Outcome(upload.seq, self.state.version, 0))
+        self._send_outcome(session, Outcome(upload.seq, self.state.version, 0))
 
-    def _tell(self, session: Session, outcome: Outcome) -> None:
+    def _send_outcome(self, session: Session, outcome: Outcome) -> None:
         meta = {
             "staleness": outcome.staleness,
             "refusal": outcome.refusal,
@@ -236,7 +236,7 @@ class Receiver:
             self.state.memory.give_back(upload.payloads)
 
     def admit_waiting(self) -> None:
-        """Ask for updates that wait, as long as there is room; what is refused is its worker's."""
+        """Ask for the updates that wait, while there is room; a refusal goes to its own worker."""
         if not self._queue:
             self.state.problem = ""
         for worker, message in list(self._queue.items()):

@@ -1,4 +1,4 @@
-"""Parameters on their way to workers: a version is held while somebody reads it, run by run."""
+"""Parameters on their way to workers: a version is held while a worker reads it, run by run."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..state import ServerState
 from .receiving import STALL_S, Send
 
 _FP32 = WireFormat("fp32")
-# A whole download may keep others waiting for so long, if memory is short, this many times.
+# While memory is short, a download longer than this is ended, at most this many times a worker.
 PATIENCE_S, MAX_EVICTIONS = 30.0, 2
-# Who reads an older version may end within so long before a newer one is begun: what the buffers do
-# not hold yet costs a pass over them for each of its readers.
+# Seconds that a new reader waits for readers of an older version to end. While an older version is
+# read, the server computes the newer one anew for each reader.
 TURN_S = 0.1
-# A reader that asks for nothing for so long makes room for others that wait, as often.
+# A reader that asks for nothing this long is ended too, if others wait, at most as many times.
 PAUSE_S = 3.0
 
 
 class Sender:
-    """Let workers fetch what they go on from.
+    """Let workers fetch the version that their next round starts from.
 
     Args:
-        state: What the server knows.
-        send: Sends a message to a connection; False if it could not.
+        state: The server's state.
+        send: Sends a message to a connection; returns False if that fails.
         on_room: Called when memory may have become free.
     """
 
@@ -39,7 +39,7 @@ class Sender:
         self.state, self._send, self._on_room = state, send, on_room
 
     def pull(self, session: Session, message: Message) -> None:
-        """A worker asks what to go on from; who waits in a grace period goes on waiting."""
+        """Answer a worker's PULL or FOLLOW, unless the worker waits in a grace period."""
         coordinator, follows = self.state.coordinator, None
         session.token = message.run
         if message.kind == Kind.FOLLOW:
@@ -47,7 +47,7 @@ class Sender:
         if coordinator is None:
             self._send(session.peer, Message(Kind.UNKNOWN))
             return
-        # Who waits gets it when it is let go.
+        # A worker that waits in a grace period gets the answer at the end of the period.
         is_other, session.follows = session.follows != follows, follows
         if session.held is not None:
             if is_other:
@@ -59,7 +59,8 @@ class Sender:
         if session.held is None or not session.is_reading:
             self._send(session.peer, Message(Kind.WAIT))
 
-    def release(self) -> None:
+    def start_released(self) -> None:
+        """Send a version to the workers whose grace period has ended."""
         if self.state.coordinator is None:
             return
         for worker, steps in self.state.coordinator.released(time.monotonic()):
@@ -72,20 +73,20 @@ class Sender:
         assert session.held is not None
         if session.is_reading or self._is_its_turn(session):
             session.is_reading = True
-            meta = self._how(session)
+            meta = self._answer_fields(session)
             self._send(
                 session.peer, Message(session.answer, 0, session.held, 0, session.token, meta=meta)
             )
 
     def _is_its_turn(self, session: Session) -> bool:
-        """Tell whether a worker may begin to read what is held for it."""
+        """Return whether a worker may begin to read the version that is held for it."""
         oldest, is_new = self.state.model.oldest_read, session.answer != Kind.UPDATES
         if is_new and oldest != session.held and time.monotonic() - session.held_at < TURN_S:
             return False
         return sum(s.is_reading for s in self.state.sessions.all()) < self.state.max_readers
 
-    def _how(self, session: Session) -> dict[str, Any]:
-        """Return what the worker must know to get to the version that is held for it."""
+    def _answer_fields(self, session: Session) -> dict[str, Any]:
+        """Return the JSON fields by which a worker gets the version that is held for it."""
         meta: dict[str, Any] = {"steps": session.steps}
         model, held = self.state.model, session.held
         state = model.states[0]
@@ -105,10 +106,10 @@ class Sender:
         return {**meta, "updates": rows}
 
     def get(self, session: Session, message: Message) -> None:
-        """A worker asks for runs of the version that is held for it, or of an update."""
+        """Send a worker runs of the version that is held for it, or runs of an update."""
         is_update = message.kind == Kind.GET_UPDATE
         fits = session.held == message.version and session.is_reading
-        # Parameters are readable beside the buffers, not beside updates.
+        # A worker that was answered UPDATES may ask for updates only, others for runs only.
         if not fits or is_update != (session.answer == Kind.UPDATES):
             self._send(session.peer, Message(Kind.GONE, 0, message.version))
             return
@@ -122,12 +123,12 @@ class Sender:
             body = self._read(message, run, count).numpy().data.cast("B")
             place = (message.number, message.version, message.fragment, run)
             if not self._send(session.peer, Message(Kind.DATA, *place, body=body)):
-                # What was held for a worker that is gone can be read no more; one that only does
-                # not read asks again.
+                # The worker is gone, and its version is released; or it does not read, and asks
+                # again.
                 return
 
     def _layout(self, session: Session, message: Message) -> Layout:
-        """Return how the fragment lies that is asked for."""
+        """Return the layout of the fragment that a worker asks for."""
         model, number, fragment = self.state.model, message.number, message.fragment
         layouts: Sequence[Layout] = session.layouts(_FP32)
         if message.kind == Kind.GET_UPDATE:
@@ -151,30 +152,31 @@ class Sender:
         return model.read_buffer(message.version, fragment, run, number - 1)
 
     def done(self, session: Session, message: Message) -> None:
-        """A worker has all of a version; it learns whether what it has is one."""
+        """Tell a worker that has all runs of a version whether the version was kept until now."""
         if session.held != message.version or not session.is_reading:
             self._send(session.peer, Message(Kind.GONE, 0, message.version))
             return
         session.follows = None if session.answer == Kind.READY else session.held
-        session.let_go(self.state.coordinator)
+        session.release(self.state.coordinator)
         self._send(session.peer, Message(Kind.KEPT, 0, message.version))
         self.state.keep_for_followers()
         self.after_reading()
 
     def after_reading(self) -> None:
+        """Let waiting workers read, and waiting updates in, after a reader has ended."""
         for session in self.state.sessions.all():
             if session.held is not None and not session.is_reading:
                 self._ready(session)
         self._on_room()
 
     def _lend_updates(self, session: Session) -> None:
-        """Updates are sent from where they lie, and the worker may still wait for their bytes."""
+        """Keep the buffers of updates that may still be on their way to a worker from reuse."""
         if session.answer == Kind.UPDATES:
             for update in self.state.model.updates_since(session.base) or []:
                 self.state.memory.lend(update.payloads)
 
     def evict(self, now: float, *, is_memory_short: bool) -> None:
-        """End the reading of those that hold others up."""
+        """End the downloads of workers that are silent, or slow while others wait."""
         holders = [session for session in self.state.sessions.all() if session.held is not None]
         is_full = any(not session.is_reading for session in holders)
         for session in holders:
@@ -186,4 +188,4 @@ class Sender:
             if silent_s > STALL_S or is_slow:
                 session.evictions += is_slow
                 self._lend_updates(session)
-                session.let_go(self.state.coordinator)
+                session.release(self.state.coordinator)

@@ -1,9 +1,0 @@
-#include "codec/vec_avx512.h"
-// The vector type comes first: the kernels are written over it.
-#include "codec/simd_kernels.h"
-
-namespace diloco::codec {
-
-const Kernels kAvx512Kernels{"avx512", encode, decode, outer_step, merge, norms, digest};
-
-}  // namespace diloco::codec

@@ -1,0 +1,304 @@
+// Encoding over a Vec (vec_avx2.h or vec_avx512.h, included before). A block's input is read once,
+// into the first-level cache, while its largest magnitude is found; then it is scaled, rounded and
+// packed from there.
+#pragma once
+
+#include "codec/simd/inputs.h"
+#include "codec/simd/round.h"
+
+namespace diloco::codec {
+namespace {
+
+template <Format kFormat>
+DILOCO_INLINE void store_codes(uint8_t* codes, int64_t i, Vec::I code) {
+    constexpr int kBits = wire::code_bits(kFormat);
+    if constexpr (kBits == 32) {
+        Vec::store(reinterpret_cast<float*>(codes) + i, Vec::as_float(code));
+    } else if constexpr (kBits == 16) {
+        Vec::store_u16(reinterpret_cast<uint16_t*>(codes) + i, code);
+    } else if constexpr (kBits == 8) {
+        Vec::store_bytes(codes + i, code);
+    } else {
+        Vec::store_nibbles(codes + i / 2, Vec::and_(code, Vec::set(0xF)));
+    }
+}
+
+DILOCO_INLINE void store_residual(const EncodeSpan& span, int64_t i, Vec::F value) {
+    if (span.residual_dtype != DType::kFp32) {
+        Vec::store_bf16(static_cast<uint16_t*>(span.new_residual) + i, value);
+    } else if (span.streams_residual) {
+        Vec::stream(static_cast<float*>(span.new_residual) + i, value);
+    } else {
+        Vec::store(static_cast<float*>(span.new_residual) + i, value);
+    }
+}
+
+// Writes codes, whose bytes are a multiple of 16.
+DILOCO_INLINE void write_codes(const EncodeSpan& span, uint8_t* target, const uint8_t* packed,
+                               int64_t bytes) {
+    constexpr int64_t kLine = 64;
+    if (!span.streams_codes) {
+        __builtin_memcpy(target, packed, static_cast<size_t>(bytes));
+    } else if (bytes % kLine == 0 && reinterpret_cast<uintptr_t>(target) % kLine == 0) {
+        for (int64_t i = 0; i < bytes; i += kLine) Vec::stream_line(target + i, packed + i);
+    } else {
+        for (int64_t i = 0; i < bytes; i += 16) {
+            _mm_stream_si128(reinterpret_cast<__m128i*>(target + i),
+                             _mm_load_si128(reinterpret_cast<const __m128i*>(packed + i)));
+        }
+    }
+}
+
+// A block is worked on by units of so many elements: long ones unless the block is short. Random
+// bits are made one unit ahead, so that the long chain of Philox rounds overlaps with all else.
+constexpr int kLongUnit = 128;
+constexpr int kShortUnit = 32;
+
+// What the encoder keeps in the first-level cache: x of two blocks, their codes and random bytes.
+//
+// A load waits for an earlier store to an address with the same 12 low bits, until both are known
+// to differ. So what is stored moves on together with what is loaded, at the same 12 bits, where no
+// load comes after it for 4 KiB. Elsewhere, and that is where the stack happens to be, an encoder
+// can lose a third of its speed.
+class Scratch {
+  public:
+    explicit Scratch(const EncodeSpan& span) : block_bytes_(4 * span.block_size) {
+        // Of two inputs, the one that is behind.
+        const uintptr_t params = low_bits(span.params), outer = low_bits(span.outer);
+        const bool is_outer_behind =
+            span.outer != nullptr && ((params - outer) & kMask) < kPage / 2;
+        begin_ = (is_outer_behind ? outer : params) & ~uintptr_t{63};
+    }
+    float* x(int64_t block) {
+        const uintptr_t at = (begin_ + static_cast<uintptr_t>(block * block_bytes_)) & kMask;
+        return reinterpret_cast<float*>(x_[block & 1] + at);
+    }
+    uint8_t* packed() { return packed_ + ((begin_ - 512) & kMask); }
+    // Of even and of odd units; fill_random() may write kLongUnit bytes.
+    uint8_t* random(int parity) { return random_ + ((begin_ - 1024) & kMask) + parity * kLongUnit; }
+
+  private:
+    static constexpr uintptr_t kPage = 4096, kMask = kPage - 1;
+    static constexpr size_t kBlockBytes = wire::kMaxBlockSize * sizeof(float);
+    static uintptr_t low_bits(const void* pointer) {
+        return reinterpret_cast<uintptr_t>(pointer) & kMask;
+    }
+
+    const int64_t block_bytes_;
+    uintptr_t begin_;
+    alignas(kPage) uint8_t x_[2][kPage + kBlockBytes];
+    alignas(kPage) uint8_t packed_[kPage + kBlockBytes];
+    alignas(kPage) uint8_t random_[kPage + 2 * kLongUnit];
+};
+
+struct BlockScale {
+    Vec::F scale;
+    Vec::F inverse;
+};
+
+// Turns one vector of x into codes at packed + j, and what is lost into the new residual at i.
+template <Format kFormat, bool kIsStochastic, bool kHasNewResidual>
+DILOCO_INLINE void quantise(const EncodeSpan& span, const BlockScale& factors, Vec::F x,
+                            const uint8_t* random, uint8_t* packed, int j, int64_t i) {
+    using Round = Rounding<kFormat, kIsStochastic>;
+    const Vec::F y = wire::has_scales(kFormat) ? Vec::mul(x, factors.inverse) : x;
+    Vec::I r = Vec::set(0);
+    if constexpr (kIsStochastic) r = Vec::load_random(random);
+    const Vec::I code = Round::code(y, r);
+    store_codes<kFormat>(packed, j, code);
+    if constexpr (kHasNewResidual) {
+        Vec::F decoded = Round::value(code);
+        if constexpr (wire::has_scales(kFormat)) decoded = Vec::mul(decoded, factors.scale);
+        store_residual(span, i, Vec::sub(x, decoded));
+    }
+}
+
+// A block that holds a bad element: rare, so element by element.
+template <Format kFormat, bool kIsStochastic>
+[[gnu::noinline, gnu::cold]] int64_t encode_bad_block(const EncodeSpan& span, int64_t block,
+                                                      const float* x) {
+    const int64_t begin = block * span.block_size;
+    int64_t num_bad = 0;
+    _mm_sfence();  // what was streamed for this block is overwritten
+    for (int j = 0; j < span.block_size; ++j) {
+        uint32_t code = 0;
+        bool is_bad = wire::is_bad(x[j]);
+        if constexpr (!wire::has_scales(kFormat)) {
+            constexpr int kBytes = wire::code_bits(kFormat) / 8;
+            const uint64_t element = span.element + static_cast<uint64_t>(begin + j);
+            if (!is_bad) {
+                code = kIsStochastic ? wire::encode_stochastic<kFormat>(
+                                           x[j], wire::random16(element, span.key))
+                                     : wire::encode_nearest<kFormat>(x[j]);
+            }
+            is_bad = is_bad || wire::is_code_bad<kFormat>(code);
+            if (is_bad) code = 0;
+            __builtin_memcpy(span.codes + (begin + j) * kBytes, &code, kBytes);
+        }
+        num_bad += is_bad;
+        if (span.new_residual == nullptr) continue;
+        const float rest = x[j] - wire::code_value<kFormat>(code);
+        if (span.residual_dtype == DType::kFp32) {
+            static_cast<float*>(span.new_residual)[begin + j] = rest;
+        } else {
+            static_cast<uint16_t*>(span.new_residual)[begin + j] = wire::bf16_nearest(rest);
+        }
+    }
+    if constexpr (wire::has_scales(kFormat)) {
+        __builtin_memset(span.codes + wire::code_bytes(kFormat, begin), 0,
+                         static_cast<size_t>(wire::code_bytes(kFormat, span.block_size)));
+    }
+    return num_bad;
+}
+
+// The largest magnitude with which no element of a block can be bad.
+constexpr uint32_t good_limit(Format format) {
+    return format == Format::kFp16 ? 0x477FE000u /* 65504 */ : wire::kLargestGoodBits;
+}
+
+// Writes the block's scale.
+template <Format kFormat>
+DILOCO_INLINE BlockScale write_scale(const EncodeSpan& span, int64_t block, uint32_t largest,
+                                     bool is_good) {
+    if constexpr (!wire::has_scales(kFormat)) return {Vec::set(1.0f), Vec::set(1.0f)};
+    const uint16_t bits = is_good ? wire::scale_of(wire::bits_float(largest), wire::qmax(kFormat))
+                                  : wire::kSmallestScale;
+    __builtin_memcpy(span.scales + 2 * block, &bits, sizeof(bits));
+    const float scale = wire::scale_value(bits);
+    return {Vec::set(scale), Vec::set(1.0f / scale)};
+}
+
+template <Format kFormat, bool kIsStochastic, bool kHasNewResidual, class Input, int kUnit>
+int64_t encode_units(const EncodeSpan& argument) {
+    // A copy that nobody else sees: stores of bytes cannot change it, so its members stay in
+    // registers.
+    const EncodeSpan span = argument;
+    Scratch scratch(span);
+    uint8_t* const packed = scratch.packed();
+    uint8_t* const random[2] = {scratch.random(0), scratch.random(1)};
+    const PhiloxKeys keys(span.key);
+    const int size = span.block_size;
+    if constexpr (kIsStochastic) fill_random(span.element, keys, kUnit, random[0]);
+    constexpr int64_t kUnitBytes = wire::code_bytes(kFormat, kUnit);
+    int parity = 0;
+    int64_t num_bad = 0;
+    uint32_t largest = load_block<Input>(argument, 0, scratch.x(0));
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        const int64_t begin = block * size;
+        // After the last block it is loaded once more, in vain.
+        const Input next(span, block + 1 < span.num_blocks ? block + 1 : block);
+        const float* current = scratch.x(block);
+        float* following = scratch.x(block + 1);
+        const bool is_good = largest <= good_limit(kFormat);
+        const BlockScale factors = write_scale<kFormat>(span, block, largest, is_good);
+        uint8_t* codes = span.codes + wire::code_bytes(kFormat, begin);
+        Vec::I maxima = Vec::set(0);
+        for (int j = 0; j < size; j += kUnit) {
+            if constexpr (kIsStochastic) {
+                fill_random(span.element + static_cast<uint64_t>(begin + j + kUnit), keys, kUnit,
+                            random[parity ^ 1]);
+            }
+            maxima = Vec::max(maxima, load_unit<kUnit>(next, j, following));
+            for (int n = j; n < j + kUnit; n += Vec::kWidth) {
+                quantise<kFormat, kIsStochastic, kHasNewResidual>(
+                    span, factors, Vec::load(current + n),
+                    random[kIsStochastic ? parity : 0] + (kIsStochastic ? n - j : 0), packed, n,
+                    begin + n);
+            }
+            // Even traffic is faster than a burst after the block.
+            if (span.streams_codes && is_good) {
+                const int64_t done = wire::code_bytes(kFormat, j);
+                write_codes(span, codes + done, packed + done, kUnitBytes);
+            }
+            parity ^= 1;
+        }
+        if (!is_good) {
+            num_bad += encode_bad_block<kFormat, kIsStochastic>(argument, block, current);
+        } else if (!span.streams_codes) {
+            write_codes(span, codes, packed, wire::code_bytes(kFormat, size));
+        }
+        largest = Vec::largest(maxima);
+    }
+    return num_bad;
+}
+
+template <Format kFormat, bool kIsStochastic, bool kHasNewResidual, class Input>
+int64_t encode_blocks(const EncodeSpan& span) {
+    return span.block_size < kLongUnit
+               ? encode_units<kFormat, kIsStochastic, kHasNewResidual, Input, kShortUnit>(span)
+               : encode_units<kFormat, kIsStochastic, kHasNewResidual, Input, kLongUnit>(span);
+}
+
+// The sum of any number of payloads, block after block.
+template <Format kFormat, bool kIsStochastic, bool kHasNewResidual>
+int64_t encode_sum(const EncodeSpan& argument) {
+    const EncodeSpan span = argument;
+    alignas(64) float x[wire::kMaxBlockSize];
+    alignas(64) uint8_t packed[wire::kMaxBlockSize * sizeof(float)];
+    alignas(64) uint8_t random[kIsStochastic ? kLongUnit : 1];
+    const PhiloxKeys keys(span.key);
+    const int size = span.block_size, unit = size < kLongUnit ? kShortUnit : kLongUnit;
+    int64_t num_bad = 0;
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        const int64_t begin = block * size;
+        const uint32_t largest = load_sum<kFormat>(argument, block, x);
+        const bool is_good = largest <= good_limit(kFormat);
+        const BlockScale factors = write_scale<kFormat>(span, block, largest, is_good);
+        uint8_t* codes = span.codes + wire::code_bytes(kFormat, begin);
+        for (int j = 0; j < size; j += unit) {
+            if constexpr (kIsStochastic) {
+                fill_random(span.element + static_cast<uint64_t>(begin + j), keys, unit, random);
+            }
+            for (int n = j; n < j + unit; n += Vec::kWidth) {
+                quantise<kFormat, kIsStochastic, kHasNewResidual>(
+                    span, factors, Vec::load(x + n), random + (kIsStochastic ? n - j : 0), packed,
+                    n, begin + n);
+            }
+        }
+        if (is_good) {
+            write_codes(span, codes, packed, wire::code_bytes(kFormat, size));
+        } else {
+            num_bad += encode_bad_block<kFormat, kIsStochastic>(argument, block, x);
+        }
+    }
+    return num_bad;
+}
+
+template <Format kFormat, bool kIsStochastic>
+int64_t encode_format(const EncodeSpan& span) {
+    const bool has_new = span.new_residual != nullptr;
+    if (span.num_terms == 3 && !has_new) {
+        return encode_blocks<kFormat, kIsStochastic, false, SumInput<kFormat, 3>>(span);
+    }
+    if (span.num_terms == 4 && !has_new) {
+        return encode_blocks<kFormat, kIsStochastic, false, SumInput<kFormat, 4>>(span);
+    }
+    if (span.num_terms > 0) {
+        return has_new ? encode_sum<kFormat, kIsStochastic, true>(span)
+                       : encode_sum<kFormat, kIsStochastic, false>(span);
+    }
+    if (span.outer == nullptr && span.param_dtype == DType::kFp32 && span.residual == nullptr &&
+        !has_new) {
+        return encode_blocks<kFormat, kIsStochastic, false, TensorInput>(span);
+    }
+    if (span.outer != nullptr && span.param_dtype == DType::kFp32) {
+        if (span.residual == nullptr && !has_new) {
+            return encode_blocks<kFormat, kIsStochastic, false,
+                                 DifferenceInput<DType::kFp32, false>>(span);
+        }
+        if (span.residual != nullptr && has_new && span.residual_dtype == DType::kFp32) {
+            return encode_blocks<kFormat, kIsStochastic, true, DifferenceInput<DType::kFp32, true>>(
+                span);
+        }
+    }
+    if (span.outer != nullptr && span.param_dtype == DType::kBf16 && span.residual == nullptr &&
+        !has_new) {
+        return encode_blocks<kFormat, kIsStochastic, false, DifferenceInput<DType::kBf16, false>>(
+            span);
+    }
+    return has_new ? encode_blocks<kFormat, kIsStochastic, true, AnyInput>(span)
+                   : encode_blocks<kFormat, kIsStochastic, false, AnyInput>(span);
+}
+
+}  // namespace
+}  // namespace diloco::codec

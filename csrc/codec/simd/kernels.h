@@ -1,0 +1,53 @@
+// The kernels of one instruction set, instantiated over its Vec (included before):
+// kernels_avx2.cpp, kernels_avx512.cpp.
+#pragma once
+
+#include "codec/simd/digest.h"
+#include "codec/simd/encode.h"
+#include "codec/simd/step.h"
+
+namespace diloco::codec {
+namespace {
+
+template <Format kFormat>
+int64_t encode_rounding(const EncodeSpan& span) {
+    // The stores below may be non-temporal; they must be seen by whoever is told that the work is
+    // done.
+    const int64_t num_bad = span.is_stochastic && kFormat != Format::kFp32
+                                ? encode_format<kFormat, true>(span)
+                                : encode_format<kFormat, false>(span);
+    _mm_sfence();
+    return num_bad;
+}
+
+// One entry a format, in the order of the enumeration.
+template <class Result, class Span>
+using ByFormat = Result (*[wire::kNumFormats])(const Span&);
+
+#define DILOCO_BY_FORMAT(function)                                                    \
+    {function<Format::kFp32>,    function<Format::kBf16>,    function<Format::kFp16>, \
+     function<Format::kFp8E4m3>, function<Format::kFp8E5m2>, function<Format::kInt8>, \
+     function<Format::kInt4>,    function<Format::kE3m0>}
+constexpr ByFormat<int64_t, EncodeSpan> kEncode = DILOCO_BY_FORMAT(encode_rounding);
+constexpr ByFormat<void, DecodeSpan> kDecode = DILOCO_BY_FORMAT(decode_format);
+constexpr ByFormat<void, StepSpan> kStep = DILOCO_BY_FORMAT(step_format);
+#undef DILOCO_BY_FORMAT
+
+int64_t encode(const EncodeSpan& span) { return kEncode[static_cast<int>(span.format)](span); }
+void decode(const DecodeSpan& span) { kDecode[static_cast<int>(span.format)](span); }
+void outer_step(const StepSpan& span) { kStep[static_cast<int>(span.format)](span); }
+
+void merge(const MergeSpan& span) {
+    if (span.param_dtype == DType::kFp32) return merge_params<DType::kFp32>(span);
+    if (span.param_dtype == DType::kBf16) return merge_params<DType::kBf16>(span);
+    merge_params<DType::kFp16>(span);
+}
+
+int64_t norms(const NormsSpan& span) {
+    if (span.param_dtype == DType::kFp32) return norms_params<DType::kFp32>(span);
+    if (span.param_dtype == DType::kBf16) return norms_params<DType::kBf16>(span);
+    return norms_params<DType::kFp16>(span);
+}
+
+}  // namespace
+}  // namespace diloco::codec

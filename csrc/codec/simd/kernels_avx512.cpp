@@ -1,0 +1,9 @@
+#include "codec/simd/vec_avx512.h"
+// The vector type comes first: the kernels are written over it.
+#include "codec/simd/kernels.h"
+
+namespace diloco::codec {
+
+const Kernels kAvx512Kernels{"avx512", encode, decode, outer_step, merge, norms, digest};
+
+}  // namespace diloco::codec

@@ -1,0 +1,89 @@
+#include "exchange/device/own_stream.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <dlfcn.h>
+
+#include <map>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+namespace diloco {
+namespace {
+
+// Work of a stream that has no priority over others: CUDA has none below that of torch's default
+// stream, which is the training's.
+constexpr int kLeastPriority = 0;
+
+// The driver's cuStreamCreateWithPriority; null without CUDA's driver, also under ROCm.
+using CreateStream = int (*)(void** stream, unsigned flags, int priority);
+
+CreateStream find_in_driver() {
+    void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    if (driver == nullptr) return nullptr;
+    return reinterpret_cast<CreateStream>(dlsym(driver, "cuStreamCreateWithPriority"));
+}
+
+std::optional<c10::Stream> create_in_driver(c10::Device device) {
+    if (device.type() != c10::DeviceType::CUDA) return std::nullopt;
+    static const CreateStream create = find_in_driver();
+    if (create == nullptr) return std::nullopt;
+    const c10::DeviceGuard guard(device);
+    // The driver needs the device's context to be this thread's, as which an event makes it.
+    c10::Event event(device.type());
+    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    // One that does not wait for the default stream, nor that one for it.
+    constexpr unsigned kNonBlocking = 1;
+    void* stream = nullptr;
+    const int status = create(&stream, kNonBlocking, kLeastPriority);
+    if (status != 0) {
+        TORCH_WARN_ONCE("cuStreamCreateWithPriority failed with status ", status,
+                        ": copies run on streams of torch's pool");
+        return std::nullopt;
+    }
+    // Of a stream that is not torch's the id is its address.
+    return c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(stream));
+}
+
+struct FreeStreams {
+    std::mutex mutex;
+    std::map<c10::DeviceIndex, std::vector<c10::Stream>> of_device;
+};
+
+// Only devices of one type have streams in a process. Never destroyed: owners may outlive it.
+FreeStreams& free_streams() {
+    static auto* all = new FreeStreams;
+    return *all;
+}
+
+c10::Stream take(c10::Device device) {
+    const c10::impl::VirtualGuardImpl impl(device.type());
+    if (!device.has_index()) device = impl.getDevice();
+    FreeStreams& all = free_streams();
+    {
+        std::lock_guard<std::mutex> lock(all.mutex);
+        auto& streams = all.of_device[device.index()];
+        if (!streams.empty()) {
+            const c10::Stream stream = streams.back();
+            streams.pop_back();
+            return stream;
+        }
+    }
+    if (const auto stream = create_in_driver(device)) return *stream;
+    return impl.getNewStream(device, kLeastPriority);
+}
+
+}  // namespace
+
+OwnStream::OwnStream(c10::Device device) : stream_(take(device)) {}
+
+OwnStream::~OwnStream() {
+    FreeStreams& all = free_streams();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.of_device[stream_.device_index()].push_back(stream_);
+}
+
+}  // namespace diloco

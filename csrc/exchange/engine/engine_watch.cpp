@@ -1,0 +1,332 @@
+// How an engine looks after its peers: the watcher's thread, and what is said of a failure.
+#include <pthread.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "exchange/engine/engine.h"
+#include "exchange/engine/words.h"
+
+namespace diloco {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How often the watcher looks at the store; it leaves jobs alone that are shorter than this.
+constexpr milliseconds kWatchPeriod{250};
+
+double in_seconds(milliseconds time) { return std::chrono::duration<double>(time).count(); }
+
+std::vector<int64_t> without(std::vector<int64_t> values, int64_t value) {
+    values.erase(std::remove(values.begin(), values.end(), value), values.end());
+    return values;
+}
+
+std::string departures_of(const std::vector<Departure>& left) {
+    std::vector<int64_t> replicas;
+    std::vector<int64_t> steps;
+    for (const Departure& gone : left) {
+        replicas.push_back(gone.replica);
+        steps.push_back(gone.inner_step);
+    }
+    return "replica " + list_of(replicas) + " closed its DiLoCo and left, at inner step " +
+           list_of(steps);
+}
+
+// What the members said of themselves, without what follows from it.
+std::string findings_of(const Verdict& verdict, int64_t replica, double patience_s) {
+    std::vector<std::string> parts;
+    if (!verdict.left.empty()) parts.push_back(departures_of(verdict.left));
+    if (!verdict.silent.empty()) {
+        parts.push_back(replicas_of(verdict.silent) + " did not report within " +
+                        rounded(patience_s) + " s");
+    }
+    if (!verdict.cuts.empty()) parts.push_back(cuts_of(verdict.cuts));
+    if (!verdict.left_out.empty()) {
+        parts.push_back(replicas_of(verdict.survivors) + " left " + replicas_of(verdict.left_out) +
+                        " out of the group");
+    }
+    if (parts.empty()) parts.push_back("all other replicas live and have reported");
+    const auto idle = without(verdict.idle, replica);
+    if (!idle.empty()) {
+        parts.push_back(replicas_of(idle) + (idle.size() == 1 ? " is" : " are") +
+                        " in no exchange");
+    }
+    std::string text;
+    for (const std::string& part : parts) text += (text.empty() ? "" : "; ") + part;
+    return text;
+}
+
+// What follows for this replica, if that is not plain from the findings.
+std::string conclusion_of(const Verdict& verdict, int64_t replica, int64_t next_epoch) {
+    const auto& missing = verdict.missing;
+    if (std::find(missing.begin(), missing.end(), replica) != missing.end()) {
+        const std::string self = "without replica " + std::to_string(replica);
+        const std::string way_back =
+            ": replica " + std::to_string(replica) +
+            " may come back as a newcomer: close this DiLoCo, then make a new one with "
+            "init=\"join\"";
+        if (next_epoch < 0) return "; the others have decided to go on " + self + way_back;
+        return "; the group went on " + self + " in epoch " + std::to_string(next_epoch) + way_back;
+    }
+    return verdict.cuts.empty() ? "" : "; the others go on without " + replicas_of(missing);
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------ the watcher
+
+// Looks for news of the peers, and tells them that we live. While a job runs, a failure elsewhere
+// ends it, and so does a peer that is silent or cannot be reached, or that left before its header:
+// the wait for a third peer would not notice. Between jobs, a failure is answered with a report of
+// our own, so that nobody takes a replica in training for dead. Exchanges on streams are looked
+// after as jobs are, but it is the caller's thread that ends them. A replica without peers beats
+// too: newcomers wait for a replica that lives.
+void Engine::watch() {
+    pthread_setname_np(pthread_self(), "diloco-watch");
+    Memory memory;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!is_finished_) {
+        // Its own clock, whatever comes and goes: jobs never have to wake it.
+        watch_changed_.wait_for(lock, kWatchPeriod, [this] { return is_finished_; });
+        if (is_finished_ || !board_) continue;
+        const Sight seen = sight();
+        // A replica that has sealed lives, and may be asked whether it does.
+        const bool is_asked = num_members_ > 1 && (session_ != nullptr || is_sealed_);
+        // The store may take its time: meanwhile the session can end, and close its groups.
+        lock.unlock();
+        listener_.drain();
+        seen.pulse->beat();
+        seen.board->send();
+        const Finding finding = is_asked ? look(seen, memory) : Finding();
+        lock.lock();
+        if (!session_ || epoch_ != seen.epoch) continue;
+        if (is_busy_) {
+            act_on(finding, seen);
+        } else if (are_streams_under_way_ && streams_since_ == seen.since) {
+            streams_trouble_ = finding.trouble;
+        }
+    }
+}
+
+// Holds the mutex.
+void Engine::act_on(const Finding& finding, const Sight& seen) {
+    if (running_since_ == seen.since) {
+        std::lock_guard<std::mutex> lock(running_->mutex);
+        running_->waiting = finding.waiting;
+    }
+    if (finding.trouble.empty()) return;
+    if (finding.is_at_header && !session_->is_waiting_for_headers()) return;
+    if (abort_reason_.empty()) abort_reason_ = finding.trouble;
+    session_->abort();
+}
+
+// Holds the mutex.
+Engine::Sight Engine::sight() const {
+    Sight seen;
+    seen.epoch = epoch_;
+    seen.board = board_;
+    seen.pulse = pulse_;
+    seen.ways = ways_;
+    seen.is_idle = !is_busy_;
+    seen.is_running = is_busy_ && Clock::now() - running_since_ >= kWatchPeriod;
+    if (!is_busy_ && are_streams_under_way_ && session_) {
+        seen.is_on_streams = Clock::now() - streams_since_ >= kWatchPeriod;
+        seen.since = streams_since_;
+    }
+    if (!seen.is_running || !session_) return seen;
+    seen.since = running_since_;
+    // Of the header the engine thread writes other fields meanwhile.
+    seen.subject = subject_of(running_->header);
+    seen.is_at_header = session_->is_waiting_for_headers();
+    seen.num_messages = session_->num_messages();
+    const int rank = session_->awaited_rank();
+    if (rank >= 0) seen.awaited = session_->membership().replicas[static_cast<size_t>(rank)];
+    return seen;
+}
+
+Engine::Finding Engine::look(const Sight& seen, Memory& memory) {
+    if (memory.epoch != seen.epoch) {
+        memory = Memory();
+        memory.epoch = seen.epoch;
+    }
+    if (!seen.is_idle && !seen.is_running) return {};
+    if (seen.board->is_failed()) {
+        // A job is ended before the failure is answered. One that cannot end yet, because it waits
+        // for this replica's own values, must not be taken for dead.
+        const bool was_ended = !abort_reason().empty();
+        if ((seen.is_idle || was_ended) && !memory.has_answered) {
+            memory.has_answered = true;
+            seen.board->report_presence(seen.is_idle && !seen.is_on_streams);
+            const Ways::Results results = seen.ways->try_all();
+            seen.board->report_reach(results.reached, results.unreached);
+        }
+        const bool is_asked = !was_ended && (!seen.is_idle || seen.is_on_streams);
+        const std::string reported = is_asked ? seen.board->first_failure() : "";
+        return {reported.empty() ? "another replica has reported a failure" : reported, false, ""};
+    }
+    if (seen.is_idle && !seen.is_on_streams) return {};
+    if (seen.is_at_header && seen.board->is_left()) return {"another replica has left", true, ""};
+    return look_at_peers(seen, memory);
+}
+
+// While nothing comes: who is silent, and who cannot be reached.
+Engine::Finding Engine::look_at_peers(const Sight& seen, Memory& memory) {
+    if (memory.since != seen.since || memory.num_messages != seen.num_messages) {
+        memory.since = seen.since;
+        memory.num_messages = seen.num_messages;
+        seen.pulse->forgive();
+        seen.ways->forgive();
+    }
+    seen.pulse->look();
+    seen.ways->look();
+    Finding finding;
+    if (seen.awaited >= 0) {
+        const std::string heard =
+            seen.pulse->is_answered()
+                ? "last heard of " + rounded(seen.pulse->seconds_silent(seen.awaited)) + " s ago"
+                : "the store does not answer";
+        finding.waiting = "replica " + std::to_string(seen.awaited) + " to begin " + seen.subject +
+                          " (" + heard + ")";
+    } else {
+        finding.waiting = "the payloads and votes of " + seen.subject;
+    }
+    const std::string limit = rounded(in_seconds(options_.suspect_after)) + " s";
+    const auto silent = seen.pulse->suspects();
+    const auto lost = seen.ways->lost();
+    if (!silent.empty()) {
+        finding.trouble = "nothing was heard of " + replicas_of(silent) + " for " + limit;
+    } else if (!lost.empty()) {
+        finding.trouble = replicas_of(lost) + " could not be reached for " + limit;
+    }
+    return finding;
+}
+
+// ----------------------------------------------------------------- exchanges on streams
+
+void Engine::watch_streams(bool are_under_way) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    are_streams_under_way_ = are_under_way;
+    streams_since_ = Clock::now();
+    streams_trouble_.clear();
+}
+
+std::string Engine::streams_trouble() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return streams_trouble_;
+}
+
+void Engine::give_up(const JobPtr& job) {
+    check_process();
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        TORCH_CHECK(!is_closing_, "this DiLoCo is closed");
+        queue_.push_back(job);
+    }
+    changed_.notify_all();
+}
+
+// ------------------------------------------------------------------------------- a failure
+
+void Engine::fail_epoch(const Job& job, Failure& failure, const Loss& loss) {
+    const std::string where = subject_of(job.header) + " failed at " + failure.stage + " after " +
+                              rounded(failure.seconds) + " s";
+    std::shared_ptr<Session> dead;
+    bool is_closing, is_sealed;
+    int64_t leave_step;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        dead = std::move(session_);
+        session_.reset();
+        dead_reason_ = where;
+        is_closing = is_closing_;
+        is_sealed = is_sealed_;
+        leave_step = leave_step_;
+    }
+    dead.reset();
+    // One that closes must not be counted on.
+    if (is_closing) board_->report_departure(leave_step);
+    board_->report_failure(failure.message.empty() ? where : failure.message, loss.waited_in_vain);
+    if (is_closing) {
+        failure.message = where + ": this DiLoCo was closed";
+    } else if (is_sealed) {
+        // Nobody is to blame, and who seals waits for this thread alone.
+        failure.message = where + ": " + kSealed;
+    } else {
+        blame(failure, where, loss);
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    dead_failure_ = failure;
+    dead_reason_ = failure.message;
+}
+
+// Completes the failure with what the members agree on.
+void Engine::blame(Failure& failure, const std::string& where, const Loss& loss) {
+    const auto begin = Clock::now();
+    const Ways::Results results = ways_->try_all();
+    board_->report_reach(results.reached, results.unreached);
+    const auto spent = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
+    const std::optional<Verdict> verdict = board_->agree(spent);
+    if (!verdict) {
+        blame_alone(failure, where, loss, results);
+        return;
+    }
+    failure.missing = verdict->missing;
+    failure.survivors = verdict->survivors;
+    failure.cuts = verdict->cuts;
+    const std::string cause = failure.message.empty() ? "" : " (" + failure.message + ")";
+    if (!verdict->left.empty() && failure.stage == "header") {
+        failure.kind = "PeerLeft";
+        failure.replicas.clear();
+        failure.inner_steps.clear();
+        for (const Departure& gone : verdict->left) {
+            failure.replicas.push_back(gone.replica);
+            failure.inner_steps.push_back(gone.inner_step);
+        }
+    }
+    const auto& missing = failure.missing;
+    if (std::find(missing.begin(), missing.end(), options_.replica) != missing.end()) {
+        failure.kind = "LeftBehind";
+        failure.went_on_in = board_->successor().epoch;
+    }
+    failure.message =
+        where + cause + ": " +
+        findings_of(*verdict, options_.replica, in_seconds(options_.report_patience)) +
+        conclusion_of(*verdict, options_.replica, failure.went_on_in);
+}
+
+// Without the store nobody is missing who may only be unable to say so.
+void Engine::blame_alone(Failure& failure, const std::string& where, const Loss& loss,
+                         const Ways::Results& results) {
+    if (failure.kind == "PeerLeft") {
+        failure.missing = failure.replicas;
+        std::vector<Departure> left;
+        for (size_t i = 0; i < failure.replicas.size(); ++i) {
+            left.push_back({failure.replicas[i], failure.inner_steps[i]});
+        }
+        failure.message = where + ": " + departures_of(left);
+        return;
+    }
+    failure.missing = results.refused;
+    const auto& unreached = results.unreached;
+    const bool is_lost =
+        std::find(unreached.begin(), unreached.end(), loss.replica) != unreached.end();
+    const bool is_listed = std::find(failure.missing.begin(), failure.missing.end(),
+                                     loss.replica) != failure.missing.end();
+    if (is_lost && !is_listed) failure.missing.push_back(loss.replica);
+    std::sort(failure.missing.begin(), failure.missing.end());
+    const std::string cause = failure.message.empty() ? "" : " (" + failure.message + ")";
+    failure.message = where + cause + ": ";
+    if (!failure.missing.empty()) {
+        failure.message += "the connection to " + replicas_of(failure.missing) + " is lost; ";
+    }
+    failure.message += "who else is gone cannot be told, because the store does not answer: ";
+    // A slow answer is no loss: who turns to another store then would be alone there.
+    failure.message +=
+        board_->is_store_lost()
+            ? "call change_group() with the replicas that live, and with another store as store="
+            : "call change_group() with the replicas that live; if the store stays silent, all of "
+              "them with another store as store=";
+}
+
+}  // namespace diloco

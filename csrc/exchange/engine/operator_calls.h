@@ -1,0 +1,16 @@
+// The operators that the engine calls, through the dispatcher: whichever implementation is
+// registered for the tensors' device serves.
+#pragma once
+
+#include "exchange/engine/job.h"
+
+namespace diloco {
+
+// Encodes elements [begin, end) of the job's fragment into its payload.
+void call_encode(const Job& job, int64_t begin, int64_t end);
+
+// Decodes the ranks' runs in `received`, averages, encodes into `result` (one run).
+void call_reduce(const Job& job, const at::Tensor& received, const at::Tensor& result, int64_t run,
+                 int64_t chunk);
+
+}  // namespace diloco

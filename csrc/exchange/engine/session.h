@@ -1,0 +1,114 @@
+// One epoch of an engine: its groups, and the protocol that runs a job on them.
+//
+// Header, chunks, vote. The header exchange completes before anything sized by the model is
+// posted; the result of a job counts only when every rank's vote is here. Lives on the engine
+// thread, except abort(), awaited_rank(), num_messages() and is_waiting_for_headers().
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "exchange/engine/job.h"
+#include "exchange/failure/faults.h"
+#include "exchange/transport/transport.h"
+
+namespace diloco {
+
+struct Membership {
+    int64_t epoch = 0;
+    int rank = 0;
+    std::vector<int64_t> replicas{0};      // in rank order
+    std::vector<std::string> addresses{};  // likewise, to be tried; "" or none: unknown
+
+    int size() const { return static_cast<int>(replicas.size()); }
+};
+
+// The ranks agree that this job has no result; the groups stay usable (except when a peer left).
+class Rejected : public std::runtime_error {
+  public:
+    explicit Rejected(Failure failure)
+        : std::runtime_error(failure.message), failure(std::move(failure)) {}
+    Failure failure;
+};
+
+class Session {
+  public:
+    Session(Membership membership, std::vector<BackendPtr> groups,
+            std::chrono::milliseconds timeout, FaultInjector& faults);
+
+    // `staging` holds window * size * run_bytes. Throws Rejected, TransportError or Aborted.
+    void run(Job& job, const at::Tensor& staging);
+
+    // Tells every peer that no further job will come from here; waits at most a second.
+    void leave(int64_t inner_step);
+
+    void emulate_link(double gbps, double rtt_ms) { transport_.emulate_link(gbps, rtt_ms); }
+    void abort() { transport_.abort(); }
+    bool is_waiting_for_headers() const { return is_waiting_for_headers_; }
+
+    // Whose header is waited for, -1 when none is; and how many messages have been waited for.
+    int awaited_rank() const { return awaited_rank_; }
+    int64_t num_messages() const { return transport_.num_done(); }
+
+    const Membership& membership() const { return membership_; }
+    const std::string& stage() const { return stage_; }
+
+  private:
+    // The messages of one chunk that are under way.
+    struct InFlight {
+        std::vector<Receipt> exchange_recvs;
+        std::vector<Receipt> publish_recvs;
+        std::vector<Receipt> sends;
+    };
+
+    int peer(int i) const { return (transport_.rank() + i) % transport_.size(); }
+    int num_peers() const { return transport_.size() - 1; }
+    int data_tag(int phase, int64_t index) const;
+    void post_header_recvs();
+    void exchange_headers(Job& job);
+    const Header& receive_header(int rank, Clock::time_point deadline);
+    std::vector<Header> leaves_that_arrived();
+    void check_headers(Job& job);
+    void run_chunks(Job& job, const at::Tensor& staging);
+    void run_step(Job& job, const Step& step, const at::Tensor& staging);
+    void post_exchange(Job& job, const Step& step, const at::Tensor& staging);
+    void post_chunk(Job& job, const Step& step);
+    void reduce(Job& job, int64_t chunk, const at::Tensor& staging);
+    void post_publish(Job& job, const Step& step);
+    void wait_for_encoded(Job& job, int64_t run);
+    void wait_for_mark(const Mark& mark);
+    void check_time() const;
+    void deliver_chunk(Job& job, int64_t chunk);
+    void digest_chunk(Job& job, const at::Tensor& payload, int64_t chunk, int64_t source);
+    void exchange_blobs(Job& job);
+    void broadcast(Job& job);
+    void post_vote_recvs(uint64_t sequence);
+    void vote(Job& job);
+    void post_last_words(int peer, int tag, const void* data, size_t num_bytes);
+    void wait_for_last_words();
+    void reject_bad_elements(const std::vector<Vote>& votes);
+    void wait_all(std::vector<Receipt>& receipts);
+
+    Membership membership_;
+    std::chrono::milliseconds timeout_;
+    FaultInjector& faults_;
+    std::vector<Header> headers_in_;
+    Header header_out_;
+    std::vector<Vote> votes_in_;
+    Vote vote_out_;
+    uint64_t sequence_ = 0;
+    Clock::time_point deadline_{};
+    std::string stage_;
+    std::atomic<bool> is_waiting_for_headers_{false};
+    std::atomic<int> awaited_rank_{-1};
+    Transport transport_;  // destroyed before the memory that its messages use
+    std::vector<Receipt> header_recvs_;
+    std::vector<Receipt> vote_recvs_;
+    std::vector<Receipt> control_sends_;
+    std::vector<InFlight> in_flight_;
+};
+
+}  // namespace diloco

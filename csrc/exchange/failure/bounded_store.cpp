@@ -1,0 +1,186 @@
+#include "exchange/failure/bounded_store.h"
+
+#include <c10/util/Exception.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+namespace diloco {
+namespace {
+
+using std::chrono::milliseconds;
+using Counter = std::shared_ptr<std::atomic<int>>;
+
+struct Call {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is_done = false;
+    bool is_left_behind = false;
+    std::exception_ptr error;
+};
+
+// Waits up to `limit` for what `call` does. A machine that stands still for a while (suspended, or
+// out of its share of a processor) costs one slice of the limit, however long it was.
+bool is_done_within(milliseconds limit, Call& call, std::unique_lock<std::mutex>& lock) {
+    constexpr int kSlices = 10;
+    for (int slice = 0; slice < kSlices; ++slice) {
+        if (call.changed.wait_for(lock, limit / kSlices, [&] { return call.is_done; })) return true;
+    }
+    return false;
+}
+
+// Runs `body` on a thread of its own; rethrows what it throws. False if it takes longer than
+// `limit`: then the thread is left behind, and is counted in `num_late` until the body ends.
+bool run_within(milliseconds limit, const Counter& num_late, std::function<void()> body) {
+    const auto call = std::make_shared<Call>();
+    std::thread thread([call, num_late, body = std::move(body)] {
+        pthread_setname_np(pthread_self(), "diloco-store");
+        std::exception_ptr error;
+        try {
+            body();
+        } catch (...) {
+            error = std::current_exception();
+        }
+        std::lock_guard<std::mutex> lock(call->mutex);
+        call->error = std::move(error);
+        call->is_done = true;
+        if (call->is_left_behind) --*num_late;
+        call->changed.notify_all();
+    });
+    std::unique_lock<std::mutex> lock(call->mutex);
+    if (!is_done_within(limit, *call, lock)) {
+        call->is_left_behind = true;
+        ++*num_late;
+        thread.detach();
+        return false;
+    }
+    lock.unlock();
+    thread.join();
+    if (call->error) std::rethrow_exception(call->error);
+    return true;
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Store> connect_store(const std::string& host, uint16_t port,
+                                              milliseconds timeout) {
+    // The constructor's timeout covers the connection, but not a host that hangs after that; its
+    // own error says more, so it goes first.
+    constexpr milliseconds kSlack{1000};
+    const auto store = std::make_shared<c10::intrusive_ptr<c10d::Store>>();
+    const bool is_made = run_within(timeout + kSlack, std::make_shared<std::atomic<int>>(0),
+                                    [store, host, port, timeout] {
+                                        c10d::TCPStoreOptions options;
+                                        options.port = port;
+                                        options.timeout = timeout;
+                                        *store = c10::make_intrusive<c10d::TCPStore>(host, options);
+                                    });
+    if (!is_made) {
+        C10_THROW_ERROR(DistStoreError, "no store answered at " + host + ":" +
+                                            std::to_string(port) + " within " +
+                                            std::to_string((timeout + kSlack).count()) + " ms");
+    }
+    return std::move(*store);
+}
+
+BoundedStore::BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds limit)
+    : Store(store->getTimeout()),
+      store_(std::move(store)),
+      limit_(limit),
+      is_broken_(std::make_shared<std::atomic<bool>>(false)),
+      num_unanswered_(std::make_shared<std::atomic<int>>(0)) {}
+
+void BoundedStore::ask(milliseconds limit, std::function<void(Store&)> body) const {
+    if (*num_unanswered_ > 0) C10_THROW_ERROR(DistStoreError, "the store still does not answer");
+    const bool is_answered = run_within(limit, num_unanswered_,
+                                        [store = store_, body = std::move(body)] { body(*store); });
+    if (!is_answered) {
+        C10_THROW_ERROR(DistStoreError,
+                        "the store did not answer within " + std::to_string(limit.count()) + " ms");
+    }
+}
+
+void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) const {
+    if (*is_broken_) C10_THROW_ERROR(DistNetworkError, "the connection to the store has broken");
+    ask(limit, [is_broken = is_broken_, body = std::move(body)](Store& store) {
+        try {
+            body(store);
+        } catch (const c10::DistNetworkError&) {
+            *is_broken = true;
+            throw;
+        }
+    });
+}
+
+template <typename Body>
+auto BoundedStore::call(milliseconds limit, Body body) const {
+    // Shared with the thread, which may write it when nobody waits any more.
+    const auto result = std::make_shared<decltype(body(*store_))>();
+    run(limit, [result, body = std::move(body)](Store& store) { *result = body(store); });
+    return std::move(*result);
+}
+
+c10::intrusive_ptr<c10d::Store> BoundedStore::clone() {
+    // Our own connection may be sound where a new one cannot be made.
+    const auto copy = std::make_shared<c10::intrusive_ptr<Store>>();
+    ask(std::max(timeout_, limit_), [copy](Store& store) { *copy = store.clone(); });
+    return c10::make_intrusive<BoundedStore>(std::move(*copy), limit_);
+}
+
+void BoundedStore::set(const std::string& key, const Bytes& value) {
+    run(limit_, [key, value](Store& store) { store.set(key, value); });
+}
+
+BoundedStore::Bytes BoundedStore::compareSet(const std::string& key, const Bytes& expected,
+                                             const Bytes& desired) {
+    return call(limit_, [key, expected, desired](Store& store) {
+        return store.compareSet(key, expected, desired);
+    });
+}
+
+BoundedStore::Bytes BoundedStore::get(const std::string& key) {
+    return call(limit_, [key](Store& store) { return store.get(key); });
+}
+
+int64_t BoundedStore::add(const std::string& key, int64_t value) {
+    return call(limit_, [key, value](Store& store) { return store.add(key, value); });
+}
+
+bool BoundedStore::deleteKey(const std::string& key) {
+    return call(limit_, [key](Store& store) { return store.deleteKey(key); });
+}
+
+bool BoundedStore::check(const std::vector<std::string>& keys) {
+    return call(limit_, [keys](Store& store) { return store.check(keys); });
+}
+
+int64_t BoundedStore::getNumKeys() {
+    return call(limit_, [](Store& store) { return store.getNumKeys(); });
+}
+
+void BoundedStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
+
+void BoundedStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
+    run(timeout + limit_, [keys, timeout](Store& store) { store.wait(keys, timeout); });
+}
+
+void BoundedStore::append(const std::string& key, const Bytes& value) {
+    run(limit_, [key, value](Store& store) { store.append(key, value); });
+}
+
+std::vector<BoundedStore::Bytes> BoundedStore::multiGet(const std::vector<std::string>& keys) {
+    return call(limit_, [keys](Store& store) { return store.multiGet(keys); });
+}
+
+void BoundedStore::multiSet(const std::vector<std::string>& keys,
+                            const std::vector<Bytes>& values) {
+    run(limit_, [keys, values](Store& store) { store.multiSet(keys, values); });
+}
+
+}  // namespace diloco

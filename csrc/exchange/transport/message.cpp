@@ -1,0 +1,161 @@
+#include "exchange/transport/message.h"
+
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+namespace diloco {
+namespace {
+
+struct Field {
+    const char* name;
+    std::function<std::string(const Header&)> value;
+};
+
+std::string hex(uint64_t value) {
+    char text[24];
+    std::snprintf(text, sizeof(text), "0x%016" PRIx64, value);
+    return text;
+}
+
+std::string number(double value) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%.9g", value);
+    return text;
+}
+
+std::string wire_name(const Header& header) {
+    return std::string(header.wire, strnlen(header.wire, sizeof(header.wire)));
+}
+
+// In the order of what a user would want to hear first: a different configuration explains a
+// different size, not the other way round.
+const std::vector<Field>& compared_fields() {
+    static const std::vector<Field> fields = {
+        {"protocol version", [](const Header& h) { return std::to_string(h.protocol); }},
+        {"kind", [](const Header& h) { return std::string(kind_name(Kind(h.kind))); }},
+        {"wire", wire_name},
+        {"block_size", [](const Header& h) { return std::to_string(h.block_size); }},
+        {"number of fragments", [](const Header& h) { return std::to_string(h.num_fragments); }},
+        {"sync_every", [](const Header& h) { return std::to_string(h.sync_every); }},
+        {"fragment", [](const Header& h) { return std::to_string(h.fragment); }},
+        {"round", [](const Header& h) { return std::to_string(h.round); }},
+        {"num_elements", [](const Header& h) { return std::to_string(h.num_elements); }},
+        {"layout_hash", [](const Header& h) { return hex(h.layout_hash); }},
+        {"outer_lr", [](const Header& h) { return number(h.outer_lr); }},
+        {"outer state", [](const Header& h) { return hex(h.history); }},
+        {"rounding",
+         [](const Header& h) { return std::string(h.flags & 1 ? "stochastic" : "nearest"); }},
+        {"number of chunks (chunk_bytes)",
+         [](const Header& h) { return std::to_string(h.num_chunks); }},
+        {"source_rank", [](const Header& h) { return std::to_string(h.source_rank); }},
+    };
+    return fields;
+}
+
+std::string describe(const Field& field, const std::vector<Header>& headers) {
+    std::vector<std::pair<std::string, std::vector<int64_t>>> groups;
+    for (const Header& header : headers) {
+        const std::string value = field.value(header);
+        auto group = groups.begin();
+        while (group != groups.end() && group->first != value) ++group;
+        if (group == groups.end()) group = groups.insert(group, {value, {}});
+        group->second.push_back(header.replica);
+    }
+    if (groups.size() == 1) return "";
+    std::ostringstream text;
+    text << field.name << " differs between replicas: ";
+    for (size_t i = 0; i < groups.size(); ++i) {
+        text << (i ? "; " : "") << groups[i].first << " on "
+             << (groups[i].second.size() == 1 ? "replica " : "replicas ");
+        for (size_t j = 0; j < groups[i].second.size(); ++j) {
+            text << (j ? ", " : "") << groups[i].second[j];
+        }
+    }
+    return text.str();
+}
+
+}  // namespace
+
+const char* kind_name(Kind kind) {
+    switch (kind) {
+        case Kind::kSync:
+            return "sync";
+        case Kind::kFlush:
+            return "flush";
+        case Kind::kAllReduce:
+            return "all_reduce";
+        case Kind::kObjects:
+            return "exchange_objects";
+        case Kind::kBroadcast:
+            return "broadcast";
+        case Kind::kLeave:
+            return "leave";
+    }
+    return "unknown";
+}
+
+Kind kind_from_name(const std::string& name) {
+    for (uint32_t kind = 1; kind <= uint32_t(Kind::kLeave); ++kind) {
+        if (name == kind_name(Kind(kind))) return Kind(kind);
+    }
+    throw std::invalid_argument("unknown kind of exchange '" + name + "'");
+}
+
+std::string find_mismatch(const std::vector<Header>& headers) {
+    for (const Field& field : compared_fields()) {
+        std::string text = describe(field, headers);
+        if (!text.empty()) return text;
+    }
+    return "";
+}
+
+namespace {
+
+// "3 on replica 0, 1 on replica 2" of the votes in which the number is not zero.
+std::string list_numbers(const std::vector<Vote>& votes, int64_t Vote::* number,
+                         const std::vector<int64_t>& replicas) {
+    std::ostringstream text;
+    for (size_t rank = 0; rank < votes.size(); ++rank) {
+        if (votes[rank].*number == 0) continue;
+        text << (text.tellp() > 0 ? ", " : "") << votes[rank].*number << " on replica "
+             << replicas[rank];
+    }
+    return text.str();
+}
+
+}  // namespace
+
+BadElements find_bad_elements(const std::vector<Vote>& votes,
+                              const std::vector<int64_t>& replicas) {
+    BadElements bad;
+    for (size_t rank = 0; rank < votes.size(); ++rank) {
+        if (votes[rank].num_bad > 0) bad.replicas.push_back(replicas[rank]);
+    }
+    const std::string own = list_numbers(votes, &Vote::num_bad, replicas);
+    if (!own.empty()) bad.text = "elements that are NaN, Inf or out of the wire's range: " + own;
+    const std::string mean = list_numbers(votes, &Vote::num_bad_mean, replicas);
+    if (mean.empty()) return bad;
+    bad.text += (own.empty() ? "" : "; ") +
+                std::string(
+                    "elements whose mean is out of the wire's range (2^126 = 8.5e37; 65504 on "
+                    "fp16), though no replica's own is, added up: ") +
+                mean;
+    bad.replicas = replicas;
+    return bad;
+}
+
+std::string nothing_to_average(const std::vector<int64_t>& reset_replicas) {
+    std::ostringstream text;
+    text << "elements that are NaN, Inf or out of the wire's range: on "
+         << (reset_replicas.size() == 1 ? "replica " : "replicas ");
+    for (size_t i = 0; i < reset_replicas.size(); ++i) text << (i ? ", " : "") << reset_replicas[i];
+    text << ", and no other replica has a weight";
+    return text.str();
+}
+
+}  // namespace diloco

@@ -1,0 +1,152 @@
+// What the CUDA operators share: the call with its device and stream, and the kernels' parameters
+// from tensors that have been checked. Included by cuda.cpp alone.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "cuda/kernels.h"
+#include "operators/checks.h"
+
+#if !defined(DILOCO_EMULATED)
+// Of torch's stable C interface, in libtorch_cuda; null where torch was built without CUDA. Returns
+// zero when it could.
+extern "C" __attribute__((weak, visibility("default"))) int32_t
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+#endif
+
+namespace diloco {
+namespace {
+
+#if defined(DILOCO_EMULATED)
+constexpr const char* kImpl = "emulated";
+
+void* current_stream(c10::Device) { return nullptr; }
+#else
+constexpr const char* kImpl = "cuda";
+
+void* current_stream(c10::Device device) {
+    void* stream = nullptr;
+    TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
+                    aoti_torch_get_current_cuda_stream(device.index(), &stream) == 0,
+                "this torch does not hand out its current stream of ", device);
+    return stream;
+}
+#endif
+
+// One call of an operator: its device, the queue, and device memory for lists that are too long for
+// the kernel's parameters. That memory is the caching allocator's, in the order of the stream.
+class Call {
+  public:
+    // An empty `impl` is a caller's that leaves the choice to the dispatcher, which has come here
+    // by the tensors' device. The table of defaults (diloco_comm/ops/dispatch.py) was asked before
+    // that: by diloco_comm.ops, and for the engine's encode by exchange.py.
+    Call(c10::string_view impl, const Tensor& tensor) : device(tensor.device()), guard_(device) {
+        TORCH_CHECK_VALUE(impl.empty() || impl == kImpl, "impl '", impl,
+                          "' does not run on tensors of ", device, "; available: ", kImpl);
+        queue_ = {device.index(), current_stream(device)};
+    }
+
+    // For a kernel of at most `max_blocks` blocks; 0: of as many as the device runs at a time.
+    cuda::Queue queue(int64_t max_blocks = 0) const {
+        cuda::Queue queue = queue_;
+        queue.max_blocks = max_blocks;
+        return queue;
+    }
+
+    // Device memory until the call ends; what is enqueued by then may go on using it.
+    void* scratch(int64_t num_bytes) {
+        const auto options = at::TensorOptions().device(device).dtype(at::kByte);
+        scratch_.push_back(at::empty({std::max<int64_t>(num_bytes, 1)}, options));
+        return scratch_.back().data_ptr();
+    }
+
+    template <class T>
+    const T* uploaded(const std::vector<T>& list) {
+        static_assert(sizeof(T) % 16 == 0);
+        void* memory = scratch(static_cast<int64_t>(list.size() * sizeof(T)));
+        cuda::upload(memory, list.data(), list.size() * sizeof(T), queue_);
+        return static_cast<const T*>(memory);
+    }
+
+    const c10::Device device;
+
+  private:
+    c10::DeviceGuard guard_;
+    cuda::Queue queue_{};
+    std::vector<Tensor> scratch_;
+};
+
+// Cuts elements [begin, end) into tiles.
+cuda::Runs runs_of(const codec::RunLayout& layout, int64_t begin, int64_t end, int64_t tile) {
+    const auto tiles_of = [&](int64_t elements) { return (elements + tile - 1) / tile; };
+    cuda::Runs runs{};
+    runs.begin = begin;
+    runs.end = end;
+    runs.run_elements = layout.run_elements;
+    runs.first_run = begin / layout.run_elements;
+    runs.run_bytes = run_bytes(layout);
+    runs.code_offset = wire::code_offset(layout.format, layout.run_elements, layout.block_size);
+    runs.block_size = layout.block_size;
+    while ((1 << runs.block_shift) < layout.block_size) ++runs.block_shift;
+    const int64_t per_run = tiles_of(std::min(layout.run_elements, std::max<int64_t>(end, 1)));
+    const int64_t whole = (end - begin) / layout.run_elements;
+    const int64_t num_tiles = whole * per_run + tiles_of((end - begin) % layout.run_elements);
+    TORCH_CHECK_VALUE(num_tiles <= std::numeric_limits<int32_t>::max(), "[begin, end) = [", begin,
+                      ", ", end, ") in runs of ", layout.run_elements,
+                      " elements is more than one call can do");
+    runs.tiles_per_run = static_cast<uint32_t>(per_run);
+    runs.num_tiles = static_cast<uint32_t>(num_tiles);
+    return runs;
+}
+
+// One run that is the whole fragment, for the operators that know no wire.
+cuda::Runs one_run(int64_t num_elements) {
+    constexpr int64_t kBlock = codec::kPlainBlock;
+    const int64_t rounded = std::max<int64_t>((num_elements + kBlock - 1) / kBlock, 1) * kBlock;
+    return runs_of({Format::kFp32, codec::kPlainBlock, rounded}, 0, num_elements, cuda::kStepTile);
+}
+
+// The tensors that hold elements of [begin, end).
+void set_segments(Call& call, cuda::Segments& to, const codec::Fragment& fragment, int64_t begin,
+                  int64_t end) {
+    static thread_local std::vector<cuda::Segment> list;
+    list.clear();
+    for (int64_t i = 0; i < fragment.num_segments; ++i) {
+        const codec::Segment& each = fragment.segments[i];
+        if (each.size == 0 || each.begin >= end || each.begin + each.size <= begin) continue;
+        list.push_back(cuda::Segment::of(each.data, each.dtype, each.begin));
+    }
+    to.count = static_cast<int32_t>(list.size());
+    list.push_back(cuda::Segment::of(nullptr, DType::kFp32, end));
+    to.in_memory = nullptr;
+    if (to.count <= cuda::kInlineSegments) {
+        std::copy(list.begin(), list.end(), to.inlined);
+    } else {
+        to.in_memory = call.uploaded(list);
+    }
+}
+
+void set_terms(Call& call, cuda::Terms& to, const TermList& terms) {
+    static thread_local std::vector<cuda::Term> list;
+    list.clear();
+    for (int i = 0; i < terms.count; ++i) {
+        list.push_back({terms.payloads[i], terms.coefficients[i]});
+    }
+    to.count = terms.count;
+    to.in_memory = nullptr;
+    if (to.count <= cuda::kInlineTerms) {
+        std::copy(list.begin(), list.end(), to.inlined);
+    } else {
+        to.in_memory = call.uploaded(list);
+    }
+}
+
+}  // namespace
+}  // namespace diloco

@@ -1,0 +1,156 @@
+"""The report of a measurement: its lines, the machine, the versions, and one JSON file of all."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ...base import launch
+from . import outputs
+
+# The checkout, where this file is in one.
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def machine() -> dict[str, object]:
+    """Describe the hardware, without the host's name."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model,
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "memory_gib": round(memory / 2**30, 1),
+        "kernel": platform.release().split("-")[0],
+        "tcp": _congestion_control(),
+    }
+
+
+def _congestion_control() -> str | None:
+    """Name what paces TCP: loopback throughput differs between them by a factor."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Name what runs, on what; ``nccl``, ``driver`` and ``gpu`` where there is a GPU."""
+    from ... import __version__
+
+    found = {
+        "diloco_comm": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["cuda"] = str(torch.version.cuda)
+        if dist.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        with contextlib.suppress(OSError):
+            line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+            found["driver"] = next(w for w in line.split() if w[0].isdigit() and "." in w)
+    return found
+
+
+def commit() -> str:
+    """The checked-out commit; empty outside git.
+
+    It ends in ``-dirty`` when tracked files differ, other than results of earlier runs.
+    """
+    git = ["git", "-C", str(_ROOT)]
+    try:
+        # An environment may lie in somebody else's checkout.
+        subprocess.check_output(
+            [*git, "ls-files", "--error-unmatch", __file__], stderr=subprocess.DEVNULL
+        )
+        name = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
+        others = ["--", ".", ":!benchmarks/results"]
+        status = [*git, "status", "--porcelain", "--untracked-files=no", *others]
+        return name + ("-dirty" if subprocess.check_output(status) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def command_line() -> str:
+    """The command that runs, as one would type it in the checkout."""
+    script = Path(sys.argv[0])
+    with contextlib.suppress(ValueError):
+        script = script.resolve().relative_to(_ROOT)
+    words = ["python", str(script)]
+    spec = sys.modules["__main__"].__spec__
+    if spec is not None:
+        words = ["python", "-m", spec.name.removesuffix(".__main__")]
+    if script.name in ("diloco-comm", "cli.py"):
+        words = ["diloco-comm"]
+    return shlex.join([*words, *sys.argv[1:]])
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Make sure that results can be written, where they will be: by a launcher and by rank 0.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    found = launch.find()
+    if found is None or found.rank == 0:
+        outputs.check_file(option, path)
+
+
+class Report:
+    """Print lines, remember them, and write them with the figures as one JSON file."""
+
+    def __init__(self, title: str, *, quiet: bool = False, **header: object) -> None:
+        self.lines: list[str] = []
+        self.header = header
+        self.quiet = quiet
+        numbers = "  ".join(f"{k} {v}" for k, v in versions().items())
+        box = machine()
+        self.print(f"# {title}: {numbers}  commit {commit() or 'unknown'}")
+        cpu = f"{box['cpu']}, {box['cores']} cores, {box['memory_gib']} GiB, {box['isa']}"
+        system = f"Linux {box['kernel']}, TCP {box['tcp'] or 'unknown'}"
+        self.print(f"# machine: {cpu}, {system}; processes unpinned")
+        for name, value in header.items():
+            self.print(f"# {name}: {value}")
+        self.print(f"# command: {command_line()}")
+
+    def print(self, line: str = "") -> None:
+        self.lines.append(line)
+        if not self.quiet:
+            print(line, flush=True)
+
+    def save(self, path: str | Path, results: object, option: str = "--json") -> None:
+        """Write date, commit, machine, command, figures and the full output.
+
+        Raises:
+            OSError: If the file cannot be written; its text is a sentence that names ``option``.
+        """
+        now = datetime.datetime.now(datetime.timezone.utc)
+        document = {
+            "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "commit": commit(),
+            "machine": machine(),
+            "versions": versions(),
+            "command": command_line(),
+            **self.header,
+            "results": results,
+            "output": self.lines,
+        }
+        with outputs.writing(option, Path(path)) as file:
+            file.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,66 @@
+"""Settings for a link: the one that is chosen, and the arguments of ``DiLoCo`` that make it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...methods.overlap import Overlap, Streaming
+
+# A choice goes through the wires in this order, and through the ways of each wire. Eager updates
+# are never chosen, because their loss is higher.
+_WIRES = ("int8", "int4")
+_WAYS = (("diloco", 0), ("streaming", 1), ("streaming", 5))
+# The H of the published table of Streaming DiLoCo (arXiv 2501.18512, Table 4).
+MOST_STEPS = 100
+_DEFAULT_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The most frequent exchange of one method and wire that reaches the target on a link."""
+
+    method: str
+    delay: int
+    wire: str
+    sync_every: int
+    fragment_layers: int
+    utilisation: float
+
+
+def choose(settings: Sequence[Setting]) -> Setting | None:
+    """Return the first setting that exchanges at least every ``MOST_STEPS`` inner steps.
+
+    Where no setting does, the one that exchanges most often.
+
+    Args:
+        settings: Settings that reach the target, at most one for each method, delay and wire.
+
+    Returns:
+        None, if no setting of DiLoCo or Streaming over int8 or int4 is among them.
+    """
+    by_way = {(s.method, s.delay, s.wire): s for s in settings}
+    ways = [(*way, wire) for wire in _WIRES for way in _WAYS]
+    found = [by_way[way] for way in ways if way in by_way]
+    frequent = [setting for setting in found if setting.sync_every <= MOST_STEPS]
+    return frequent[0] if frequent else min(found, key=lambda s: s.sync_every, default=None)
+
+
+def as_arguments(setting: Setting, block_size: int) -> dict[str, Any]:
+    """Return the setting, the ``config`` that ``DiLoCo`` takes, and the line with the arguments."""
+    arguments: dict[str, Any] = {"sync_every": setting.sync_every, "wire": setting.wire}
+    if setting.method == "streaming":
+        arguments["fragments"] = f"layers:{setting.fragment_layers}"
+        arguments["overlap"] = Streaming(setting.delay)
+    if block_size != _DEFAULT_BLOCK_SIZE:
+        arguments["block_size"] = block_size
+    written = ", ".join(f"{name}={_literal(value)}" for name, value in arguments.items())
+    config = {k: v.config() if isinstance(v, Overlap) else v for k, v in arguments.items()}
+    line = f"diloco = DiLoCo(model, optimizer, {written})"
+    return {"setting": asdict(setting), "config": config, "line": line}
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)

@@ -1,0 +1,90 @@
+"""One replica of two, each on a machine of its own; either may die and come back.
+
+    diloco-comm store --host 127.0.0.1 --port 29400
+    python examples/two_machines.py --store tcp://127.0.0.1:29400 --replica 0
+    python examples/two_machines.py --store tcp://127.0.0.1:29400 --replica 1
+    python examples/two_machines.py --store tcp://127.0.0.1:29400 --replica 1 --join   after a death
+
+docs/tutorials/two-machines.md goes through it step by step. The replica that is left is alone, so
+that it alone decides when the other one may come back. Several survivors would have to agree on
+the step, since change_group is a call that all of them make together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from diloco_comm import DiLoCo, LeftBehind, SyncError
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser.add_argument("--store", required=True)
+parser.add_argument("--replica", type=int, required=True, choices=[0, 1])
+parser.add_argument("--join", action="store_true")  # the other replica trains already
+parser.add_argument("--steps", type=int, default=1500)
+parser.add_argument("--sync-every", type=int, default=25)
+parser.add_argument("--pause", type=float, default=0.05)  # seconds that each step takes longer
+options = parser.parse_args()
+
+both, coming_back = [0, 1], "two_machines/coming_back"
+address = urlsplit(options.store)
+store = dist.TCPStore(
+    address.hostname, address.port, is_master=False, timeout=timedelta(minutes=30)
+)
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+x_held_out = torch.randn(512, 8)
+model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def loss_of(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+
+
+if options.join:
+    store.set(coming_back, "")
+diloco = DiLoCo(
+    model,
+    optimizer,
+    sync_every=options.sync_every,
+    store=store,
+    replica=options.replica,
+    members=both,
+    init="join" if options.join else "broadcast",
+)
+print(f"replica {options.replica}: {list(diloco.members)} at step {diloco.inner_step}", flush=True)
+
+data = torch.Generator().manual_seed(1 + options.replica)  # data of its own for each replica
+while diloco.inner_step < options.steps:
+    loss_of(torch.randn(32, 8, generator=data)).backward()
+    try:
+        optimizer.step()  # every 25th step is followed by an exchange and an outer step
+    except LeftBehind:
+        raise  # the other replica has gone on: start again with --join
+    except SyncError as error:
+        print(f"replica {options.replica}: {error}", flush=True)
+        diloco.change_group("survivors")
+        print(f"replica {options.replica}: going on with {list(diloco.members)}", flush=True)
+    optimizer.zero_grad()
+    if len(diloco.members) == 1 and store.check([coming_back]):
+        store.delete_key(coming_back)
+        diloco.change_group(both)
+        print(f"replica {options.replica}: going on with {list(diloco.members)}", flush=True)
+    if diloco.inner_step % (4 * options.sync_every) == 0:
+        # Just after an outer step, where both replicas hold the same parameters.
+        loss = loss_of(x_held_out).item()
+        print(f"step {diloco.inner_step}: loss {loss:.5f}, hash {diloco.outer_hash()}", flush=True)
+    time.sleep(options.pause)
+
+diloco.flush()
+loss = loss_of(x_held_out).item()
+print(f"replica {options.replica}: loss {loss:.5f}, hash {diloco.outer_hash()}", flush=True)
+diloco.close()

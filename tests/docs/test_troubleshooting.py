@@ -1,0 +1,57 @@
+"""Each sentence that docs/troubleshooting.md quotes is one of the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+ANY = "..."
+# The heads of the entries, and what their lists quote.
+QUOTED = re.findall(r"^(?:\*\*|  \* )`(.+?)`(?:\*\*$|:| with)", PAGE, re.MULTILINE)
+# Shorter parts of a sentence tell nothing.
+SHORTEST = 8
+
+
+def python_strings(path: Path) -> list[str]:
+    """Return the strings of a file, with ``...`` for what is put in."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            words = [v.value if isinstance(v, ast.Constant) else ANY for v in node.values]
+            found.append("".join(map(str, words)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(re.sub(r"%(\.\d)?[sdfg]", ANY, node.value))
+    return found
+
+
+def cpp_strings(path: Path) -> list[str]:
+    """Return the literals of a file; those that touch are one."""
+    joined = re.sub(r'"\s*\n\s*"', "", path.read_text())
+    return [text.replace('\\"', '"') for text in re.findall(r'"((?:[^"\\\n]|\\.)*)"', joined)]
+
+
+@pytest.fixture(scope="module")
+def sentences() -> str:
+    found = []
+    for path in (ROOT / "diloco_comm").rglob("*.py"):
+        found += python_strings(path)
+    for path in (ROOT / "csrc").rglob("*.cpp"):
+        found += cpp_strings(path)
+    return "\n".join(found)
+
+
+def test_the_page_quotes_sentences() -> None:
+    assert len(QUOTED) > 50 and len(QUOTED) == len(set(QUOTED))
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_a_quoted_sentence_is_in_the_sources(quoted: str, sentences: str) -> None:
+    parts = [part.strip() for part in quoted.split(ANY)]
+    told = [part for part in parts if len(part) >= SHORTEST]
+    assert told, "only variable parts are quoted"
+    assert [part for part in told if part not in sentences] == []
