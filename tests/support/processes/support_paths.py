@@ -6,4 +6,4 @@ from pathlib import Path
 
 SUPPORT = Path(__file__).resolve().parents[1]
 ROOT = SUPPORT.parents[1]
-FOLDERS = [str(ROOT), *sorted(str(path) for path in SUPPORT.glob("[a-z]*/"))]
+FOLDERS = [str(ROOT), str(SUPPORT), *sorted(str(path) for path in SUPPORT.glob("[a-z]*/"))]

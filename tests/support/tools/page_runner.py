@@ -4,8 +4,8 @@
     <!-- prints a -->        the next code block is what terminal a prints from there on
 
 A line ``...`` of the printed block stands for any number of lines. Numbers and hashes may differ
-from the page: the ``form`` of two lines is compared. ``python tests/support/page_runner.py PAGE``
-runs a page for two machines, and writes what was printed this time into the page.
+from the page: the ``form`` of two lines is compared. ``python tests/support/tools/page_runner.py
+PAGE`` runs a page for two machines, and writes what was printed this time into the page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SKIP = "..."
 _BLOCK = re.compile(
     r"<!-- (?P<verb>run|prints) (?P<terminals>[\w -]+?) -->\n```\w*\n(?P<text>.*?)```", re.DOTALL
