@@ -4,8 +4,9 @@
     <!-- prints a -->        the next code block is what terminal a prints from there on
 
 A line ``...`` of the printed block stands for any number of lines. Numbers and hashes may differ
-from the page: the ``form`` of two lines is compared. ``python tests/support/tools/page_runner.py
-PAGE`` runs a page for two machines, and writes what was printed this time into the page.
+from the page: the ``form`` of two lines is compared. With the folders of tests/support on
+PYTHONPATH, ``python tests/support/tools/page_runner.py PAGE`` runs a page for two machines, and
+writes what was printed this time into the page.
 """
 
 from __future__ import annotations
