@@ -23,8 +23,9 @@ STYLES = {
 def cells(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
     """Return the runs of each cell by method, at the learning rate that the method's search chose.
 
-    A cell has one model, momentum, number of replicas and number of rounds. Longer runs than the
-    searched ones take the learning rate of the searched ones.
+    A cell has one model, momentum, number of replicas and number of rounds. The cell of longer runs
+    has the overlapped methods at the learning rates of the searched runs, and the searched cell's
+    Blocking to compare with.
     """
     found: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for row in rows:
@@ -34,7 +35,13 @@ def cells(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
         for name, runs in methods.items():
             lr = choose({r["lr"]: r["tuning_loss"] for r in runs if r["seed"] == 0}).lr
             methods[name] = sorted((r for r in runs if r["lr"] == lr), key=lambda r: r["seed"])
-    return dict(sorted(found.items()))
+    found = dict(sorted(found.items()))
+    searched: dict[tuple[Any, ...], list[Row]] = {}
+    for key, methods in found.items():
+        blocking = methods.pop("Blocking", None) or searched.get(key[:-1], [])
+        found[key] = {"Blocking": blocking, **methods} if blocking else methods
+        searched.setdefault(key[:-1], blocking)
+    return found
 
 
 def write_report(rows: list[Row]) -> list[str]:
@@ -50,15 +57,16 @@ def _lines(rows: list[Row]) -> Iterator[str]:
     for (model, momentum, num_replicas, rounds), methods in cells(rows).items():
         yield ""
         yield f"# {model}, {num_replicas} replicas, {rounds} rounds, momentum {momentum}"
-        yield f"#{'method':>13}{'lr':>8}{'loss':>9}{'spread':>9}{'over Blocking':>20}{'seeds':>7}"
+        names = f"#{'method':>13}{'rounds':>8}{'lr':>8}{'loss':>9}{'spread':>9}"
+        yield f"{names}{'over Blocking':>20}{'seeds':>7}"
         base = {row["seed"]: row["loss"] for row in methods.get("Blocking", [])}
         for name, runs in methods.items():
             losses = [run["loss"] for run in runs]
             over = [run["loss"] - base[run["seed"]] for run in runs if run["seed"] in base]
             difference = f"{fmean(over):+.3f} ± {_spread(over):.3f}" if over else "-"
             yield (
-                f"  {name:>12}{runs[0]['lr']:>8g}{fmean(losses):>9.3f}{_spread(losses):>9.3f}"
-                f"{difference:>20}{len(runs):>7}"
+                f"  {name:>12}{runs[0]['rounds']:>8}{runs[0]['lr']:>8g}{fmean(losses):>9.3f}"
+                f"{_spread(losses):>9.3f}{difference:>20}{len(runs):>7}"
             )
 
 

@@ -81,11 +81,15 @@ def test_the_table_has_the_best_rate_and_differences_seed_by_seed(tmp_path: Path
     rows = [row("Blocking", seed, 0.4, 2.0 + 0.1 * seed) for seed in range(3)]
     rows += [row("Eager zero", seed, 0.2, 2.25 + 0.1 * seed) for seed in range(3)]
     rows += [row("Eager zero", 0, lr, 2.5) for lr in (0.1, 0.4)]
+    rows += [{**row("Eager zero", seed, 0.2, 1.9 + 0.1 * seed), "rounds": 200} for seed in range(3)]
     path = tmp_path / "runs.jsonl"
     path.write_text("\n".join(["{}", *map(json.dumps, rows)]) + "\n")
     done = run_benchmark("convergence.long_run", "--report", "--out", path)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if "Eager zero" in line]
-    assert lines == [["Eager", "zero", "0.2", "2.350", "0.100", "+0.250", "±", "0.000", "3"]]
+    assert lines == [
+        ["Eager", "zero", "100", "0.2", "2.350", "0.100", "+0.250", "±", "0.000", "3"],
+        ["Eager", "zero", "200", "0.2", "2.000", "0.100", "-0.100", "±", "0.000", "3"],
+    ]
     assert path.with_suffix(".txt").read_text() == done.stdout
     assert path.with_suffix(".png").stat().st_size > 10_000
