@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,13 @@ def torch_version() -> str:
         return torch.__version__
 
 
+def long_description() -> str:
+    """Return the README for a page that has no checkout beside it: only links to the web stay."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"!\[[^]]*\]\((?!https?:)[^)]*\)\n\n", "", text)
+    return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 class CMakeBuild(build_ext):
     """Configure with CMake, build with ninja, and put the library where setuptools expects it."""
 
@@ -95,6 +103,8 @@ setup(
     packages=sorted(PACKAGES),
     package_dir={"diloco_comm.kernels": "kernels"},
     install_requires=dependencies(),
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension("diloco_comm._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

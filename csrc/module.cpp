@@ -7,7 +7,8 @@
 
 namespace {
 
-// extension.py looks for these words in the file before it loads it: another torch may not let it.
+// extension.py looks for these words in the file before loading it: under another torch the load
+// may fail.
 [[gnu::used]] constexpr char kBuiltFor[] = "diloco_comm is built for torch " TORCH_VERSION;
 
 }  // namespace

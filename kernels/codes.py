@@ -58,7 +58,7 @@ def _uniform(r):
 def _integer_code(y, r, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """An integer next to y as the low bits of a uint32 in two's complement."""
     if STOCHASTIC:
-        # 1.5 * 2^9: 14 bits of the sum are behind the point, and those of r carry into the code.
+        # 1.5 * 2^9: 14 bits of the sum are behind the point; 14 of r carry into the code.
         return (float_bits(y + 768.0) + (r >> 2)) >> 14
     limit = LIMIT * 1.0
     y = tl.minimum(tl.maximum(y, -limit), limit)
@@ -107,7 +107,7 @@ def _minifloat_code(
 def _minifloat_value(
     code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr, SIGN: tl.constexpr
 ):
-    """What a code stands for; magnitudes from SPECIAL on are Inf or NaN by their bits."""
+    """The value of a code; magnitudes from SPECIAL on are Inf or NaN by their bits."""
     magnitude = code & (SIGN - 1)
     shifted = magnitude << (23 - MANTISSA)
     value = float_bits(bits_float(shifted) * (2.0 ** (127 - BIAS)))
@@ -151,7 +151,7 @@ def encode_codes(y, r, WIRE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def code_values(code, WIRE: tl.constexpr):
-    """What codes (uint32, only the low bits set) stand for before the scale, any bits at all."""
+    """The values of codes (uint32, only the low bits set, any of them) before the scale."""
     if WIRE == "fp32":
         value = bits_float(code)
     elif WIRE == "bf16":

@@ -17,7 +17,7 @@ def batch_words(unit: int) -> int:
 
 @triton.jit
 def _product(word, key):
-    """What words with these keys count as in the sum of products."""
+    """The terms of words with these keys in the sum of products."""
     u = word ^ key
     v = (u ^ (u >> 29)) * FACTOR
     high = (v >> 32).to(tl.uint32)
@@ -52,7 +52,7 @@ def _sum_tile(
     UNIT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """The two sums of words first, first + 1, ...; unless FULL, of those before ``num_whole``."""
+    """The two sums of words first, first + 1, ...; unless FULL, of words before ``num_whole``."""
     products = tl.zeros([BATCH], tl.uint64)
     words = tl.zeros([BATCH], tl.uint64)
     index = first + tl.arange(0, BATCH)

@@ -28,7 +28,7 @@ def _encode_tile(
     STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Add the residual, encode, and keep what was lost; ``at`` is the tile's place in residuals.
+    """Add the residual, encode, and keep the rounding error; ``at``: the tile's place in residuals.
 
     ``kept``: the residual, the new one, and the count of bad elements; each may be None.
     """

@@ -1,4 +1,4 @@
-"""What the launch of every operator has in common: tiles, grid, device, and the table of sizes."""
+"""The launch of operators: tiles, grid, device, and the table of sizes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def geometry(name: str, layout: RunLayout) -> dict:
 
 
 def span_of(tiles_per_run: int, layout: RunLayout, begin: int, end: int) -> tuple[int, tuple]:
-    """Return the number of programs for [begin, end), and the arguments that say where it lies."""
+    """Return the number of programs for [begin, end), and the kernel's arguments for the range."""
     first_run = begin // layout.run_elements
     num_runs = -(-end // layout.run_elements) - first_run if end > begin else 0
     where = (
@@ -99,7 +99,7 @@ def span_of(tiles_per_run: int, layout: RunLayout, begin: int, end: int) -> tupl
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
-    """Autograd must notice that a tensor it saved was written."""
+    """Tell autograd, which may have saved the tensors, that they were written."""
     for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

@@ -25,7 +25,7 @@ def _load_row(
     DTYPE_SET: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Load one row of outer - params, or of params; what is not in ``mask`` is 0, unless FULL."""
+    """Load a row of outer - params, or of params; outside of ``mask`` it is 0, unless FULL."""
     index = element + place
     if DTYPE_SET == 0:
         x = load_any(address + element, place, mask, FULL)

@@ -325,7 +325,7 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
     if out.numel() != 2:
         raise ValueError(f"out must have two elements, got {out.numel()}")
     num_tiles = -(-num_elements // tile)
-    # From torch's cache: kept between calls, it would be written by two streams at once.
+    # From torch's cache at each call: a kept buffer could be written by two streams at once.
     totals, bads = torch.empty(2, max(num_tiles, 1), dtype=torch.float64, device=device)
     launch(
         "norms", norms_kernels._norms_kernel, num_tiles, device,

@@ -75,7 +75,7 @@ def _load_codes(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def load_values(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
-    """Decode a part of a run to a tile; what does not exist is 0."""
+    """Decode a part of a run to a tile; elements that do not exist are 0."""
     ROWS: tl.constexpr = FORM[0]
     BLOCK_SIZE: tl.constexpr = FORM[1]
     value = code_values(_load_codes(run_ptr, part, FORM, FULL), FORM[2])
@@ -123,7 +123,7 @@ def store_values(
     STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Encode a tile into a part of a run and return what it decodes to.
+    """Encode a tile into a part of a run and return the values that the codes stand for.
 
     ``element`` is the index in the fragment of the tile's first element. x is 0 where no element
     is.

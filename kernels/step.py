@@ -45,7 +45,7 @@ def _step_tile(
         update = tl.div_rn(lr * m, tl.div_rn(tl.sqrt_rn(v), correction) + eps)
     else:
         m = mu * load_flat(momentum_ptr + element, offsets, mask, FULL) + g
-        # Selections, which keep a NaN, and not minimum and maximum, which may drop it.
+        # Selections keep a NaN; minimum and maximum may drop a NaN.
         m = tl.where(-clip > m, -clip, m)
         m = tl.where(clip < m, clip, m)
         store_flat(momentum_ptr + element, offsets, m, mask, FULL)

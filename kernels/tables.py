@@ -19,7 +19,7 @@ MAX_TABLE_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Tiles:
-    """What kernels are told of one fragment, cut in runs and tiles.
+    """The tables of one fragment, cut in runs and tiles, as kernels take them.
 
     ``tiles`` is int64 [num_tiles, 2], ``segments`` int64 [num_segments, 4], both on the device; or
     None and the only tensor, when ``dtype_set`` is 0.
@@ -94,7 +94,7 @@ def find_tiles(
 def make_tiles(
     tensors: Sequence[Tensor], device: torch.device, run_elements: int, tile: int
 ) -> Tiles:
-    """Make the tables and copy them to the device, the only time that the host waits for it.
+    """Make the tables and copy them to the device: the host waits for the device only here.
 
     Raises:
         RuntimeError: While a CUDA graph is captured, which can hold no such copy.

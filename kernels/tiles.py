@@ -1,13 +1,14 @@
 """A fragment's tensors where they lie, for kernels that must not know how many there are.
 
-A *tile* is what one program handles: consecutive elements of one run. A table on the device has a
+A *tile* is the work of one program: consecutive elements of one run. A table on the device has a
 row for each tile of the fragment, so that one launch covers any chunk:
 
     (address, dtype)       the whole tile lies in one tensor, at a multiple of 16 bytes
-    (segment, -1 - count)  it is cut short, or lies in ``count`` tensors from ``segment`` on
+    (segment, -1 - count)  the tile is cut short, or in ``count`` tensors from ``segment`` on
 
-and a second one a row for each tensor that is not empty: (begin, end, address, dtype). Both are
-made once for a fragment and a way of cutting it, and are found again by the tensors' addresses.
+and a second table has a row for each tensor that is not empty: (begin, end, address, dtype). Both
+tables are made once for a fragment and a way of cutting it, and are found again by the tensors'
+addresses.
 
 A fragment of one tensor needs no tables: the tensor itself is passed in the place of the second,
 and 0 as the set of dtypes says so.
@@ -39,7 +40,7 @@ def find_tile(tiles_ptr, segments_ptr, place, count, TILE: tl.constexpr, DTYPE_S
 
 @triton.jit
 def load_any(pointer, offsets, mask, FULL: tl.constexpr):
-    """Load fp32, bf16 or fp16 as fp32; what is not in ``mask`` is 0, unless FULL."""
+    """Load fp32, bf16 or fp16 as fp32; elements outside of ``mask`` are 0, unless FULL."""
     if pointer.dtype.element_ty == tl.bfloat16:
         pointer = pointer.to(tl.pointer_type(tl.uint16))
         raw = tl.load(pointer + offsets) if FULL else tl.load(pointer + offsets, mask, other=0)
@@ -74,7 +75,7 @@ def _load_one(
     DTYPE_SET: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Load what lies at the address if it has the dtype NUMBER; else 0, and nothing is read."""
+    """Load elements at the address if their dtype is NUMBER; else 0, and nothing is read."""
     if NUMBER == 0:
         pointer = address.to(tl.pointer_type(tl.float32))
     elif NUMBER == 1:
@@ -154,10 +155,10 @@ def _store_at(address, dtype, offsets, value, mask, DTYPE_SET: tl.constexpr, ALI
 
 @triton.jit
 def load_tile(tile, element, offsets, mask, DTYPE_SET: tl.constexpr, FULL: tl.constexpr):
-    """Load a tile's elements as fp32. ``tile`` is what ``find_tile`` says, ``element`` its first.
+    """Load a tile's elements as fp32. ``tile`` is from ``find_tile``; ``element`` is its first.
 
-    FULL: the row gives the address. Else the tensors are gone through, and what is not in ``mask``
-    is 0.
+    FULL: the row gives the address. Else the tensors are gone through, and elements outside of
+    ``mask`` are 0.
     """
     where, kind, segments_ptr = tile
     if DTYPE_SET == 0:

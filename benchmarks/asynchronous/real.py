@@ -6,8 +6,8 @@ Model, text, speeds, outer learning rates and number of inner steps are those of
 ``async_convergence.py``; the workers are four processes, each of whose steps lasts a time of its
 own (it sleeps for what is left of it, so that the cores are not what limits), the server is the
 one of ``diloco-comm serve`` on loopback, and the synchronous runs are ``DiLoCo`` over gloo. What is
-compared is the time that passes until a validation loss is reached. docs/asynchronous.md explains
-the figures.
+compared is the time that passes until a validation loss is reached.
+docs/asynchronous-results.md explains the figures.
 """
 
 from __future__ import annotations

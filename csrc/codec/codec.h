@@ -111,7 +111,7 @@ Norms norms(const NormsArgs& args, int64_t begin, int64_t end);
 // The implementation called `name` ("": the fastest that this machine runs), or null when it is
 // unknown or cannot run.
 const Kernels* find_kernels(const std::string& name);
-// Those that run on this machine, slowest first.
+// The implementations that run on this machine, slowest first.
 const std::vector<const Kernels*>& available_kernels();
 
 }  // namespace diloco::codec

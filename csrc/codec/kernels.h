@@ -1,4 +1,4 @@
-// What one implementation (scalar, AVX2, AVX-512) provides: kernels over whole blocks that lie
+// The kernels of one implementation (scalar, AVX2, AVX-512), over whole blocks that lie
 // contiguously in memory. Segments, short blocks, runs and threads are the driver's business
 // (codec.cpp). Every implementation writes the same bytes; the caller has cleared flush-to-zero
 // (fp_environment.h).

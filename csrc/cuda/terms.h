@@ -10,7 +10,7 @@ namespace diloco::cuda {
 template <Format kFormat>
 constexpr int kTermsAtOnce = kQuad / CodeQuad<kFormat>::kWords;
 
-// What a lane has read of a term.
+// The part of a term that a lane has read.
 template <Format kFormat, int kQuads>
 struct TermCodes {
     CodeQuad<kFormat> quads[kQuads];

@@ -1,4 +1,4 @@
-// Registers what the codec offers beside the operators with the Python module.
+// Registers the codec's digest functions, which are no operators, with the Python module.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -30,7 +30,7 @@
 namespace diloco {
 namespace {
 
-// What encode and reduce have in common.
+// The target arguments, which encode and reduce share.
 void set_target(cuda::EncodeTarget& target, c10::Device device, const Tensor& payload,
                 int64_t num_elements, int64_t rng_key, const OptionalTensor& residual,
                 const OptionalTensor& new_residual, const OptionalTensor& nonfinite) {
@@ -222,7 +222,7 @@ void digest_cuda(const Tensor& tensor, const Tensor& sums, int64_t first_word, i
     cuda::digest(args, call.queue(max_blocks));
 }
 
-// Runs Triton's operator of that name, which Python registers beside ours, when `impl` asks for it.
+// Runs Triton's operator of that name, which Python registers, when `impl` is "triton".
 template <const char* kName, auto kKernel>
 struct OrTriton;
 template <const char* kName, class... Args, void (*kKernel)(Args...)>

@@ -1,5 +1,5 @@
-// What the CUDA operators share: the call with its device and stream, and the kernels' parameters
-// from tensors that have been checked. Included by cuda.cpp alone.
+// Shared by the CUDA operators: the call with its device and stream, and kernel parameters made
+// from checked tensors. Included by cuda.cpp alone.
 #pragma once
 
 #include <ATen/core/Tensor.h>

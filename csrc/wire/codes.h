@@ -128,7 +128,7 @@ DILOCO_HD uint32_t encode_nearest(float y) {
     }
 }
 
-// What a code stands for before the scale. Codes that no encoder makes (int8 -128, int4 -8, e3m0 8,
+// The value of a code before the scale. Codes that no encoder makes (int8 -128, int4 -8, e3m0 8,
 // fp8 NaN and Inf) decode to what their bits say.
 template <Format kFormat>
 DILOCO_HD float code_value(uint32_t code) {

@@ -1,4 +1,4 @@
-// What every file of csrc/wire may use, in C++ and in CUDA alike; no torch, no CUDA header.
+// Macros that every file of csrc/wire may use, in C++ and in CUDA alike; no torch, no CUDA header.
 // All functions are `static`: each translation unit keeps its own copy, so code compiled for one
 // instruction set can never be linked into another (one-definition rule).
 #pragma once

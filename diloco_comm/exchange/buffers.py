@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .. import _C
+from ..base.errors import SyncError
 from ..base.memory import CPU, Payload
 from ..ops.residuals import Residuals
 from ..ops.wire import Layout, WireFormat
-from .headers import Header
-from .membership.termination import Standing, State
-from .work import ExchangeWork, Round, Terms
+from .headers import Header, to_native
+from .round import Round, Standing, Terms
 
 # Payload sizes up to which a chunk has so many bytes, measured by
 # benchmarks/exchange/all_reduce.py --chunk
@@ -44,15 +45,15 @@ def auto_chunk_bytes(payload_bytes: int, num_elements: int) -> int:
 class ExchangeBuffers:
     """Buffers of one fragment, allocated once and reused for ever.
 
-    A round's payloads are free as soon as it is applied or voted down. What a round that failed at
-    the vote has left stays as it is until ``settle``.
+    A round's payloads are free as soon as the round is applied or rejected. The payloads of a voted
+    round stay as they are until ``settle``.
 
     Attributes:
         device: Of the fragment. The engine's own buffers are in host memory, page-locked then.
         is_streamed: Its exchanges stay on the device; see ``streams``.
         layout: How payloads are laid out in the current group.
-        residuals: What encoding loses; the reduction's have [num_chunks * run_elements]: the runs
-            that this rank owns, one after the other, with three ranks and more.
+        residuals: What encoding loses. The residuals of the reduction, with three ranks and more,
+            have [num_chunks * run_elements]: the runs that this rank owns, one after the other.
     """
 
     def __init__(
@@ -90,7 +91,6 @@ class ExchangeBuffers:
         self.rounds: list[Round] = []
         self._owed: list[Round] = []
         self._ended: dict[tuple[int, int], Standing] = {}
-        self._works: list[ExchangeWork] = []
 
     def plan(
         self,
@@ -148,7 +148,7 @@ class ExchangeBuffers:
         return self.residuals.value
 
     def open_round(self, header: Header) -> Round:
-        """Choose buffers for a new round: none that an earlier round still needs.
+        """Choose buffers for a new round that no earlier round still needs.
 
         Raises:
             RuntimeError: If error feedback would need the verdict of the round before.
@@ -161,44 +161,73 @@ class ExchangeBuffers:
         result = None
         if self.world_size > 1:
             result = self._take(self._results, [r.result for r in self.rounds])
-        return Round(header, self.layout, own, result)
+        return Round(header, self.layout, own, result, rank=self.rank)
 
-    def add_round(self, round: Round, work: ExchangeWork) -> None:
+    def native_header(self, header: Header, stochastic: bool) -> _C.Header:
+        """Return a header of these buffers as the engine takes it."""
+        return to_native(
+            header,
+            wire=self.wire,
+            num_elements=self.num_elements,
+            num_chunks=self.num_chunks,
+            stochastic=stochastic,
+        )
+
+    def add_round(self, round: Round) -> None:
+        """Take in a round whose payload is encoded, or is being encoded."""
         self.rounds.append(round)
-        self._ended.pop(_key(round), None)
-        self._works = [p for p in self._works if not p._outcome and not p._error]
-        self._works.append(work)
+        self._ended.pop(round.key, None)
         self.residuals.encoded()
 
     def adopt(self, header: Header, layout: Layout, own: Tensor, terms: Terms) -> None:
-        """Take in a round of a saved state, agreed on and not applied."""
+        """Take in a round of a saved state, which is agreed and not applied."""
         round = Round(header, layout, Payload(own, own), None, "agreed", terms)
         self.rounds.append(round)
 
     def forget(self) -> None:
-        """Drop all rounds and what is owed; no exchange of theirs may be under way."""
+        """Forget all rounds, and the lost values that residuals have yet to add.
+
+        No exchange of these rounds may be under way.
+        """
         self._resolve_done()
-        self.rounds, self._owed, self._works = [], [], []
+        self.rounds, self._owed = [], []
         self._ended = {}
         self.residuals.forget()
 
-    def drop(self, round: Round, *, is_rejected: bool = False) -> None:
-        """A round is voted down (``is_rejected``), or its group died before the vote.
+    def resolve(self, round: Round) -> None:
+        """Take over how the exchange of a round, which is done, has ended."""
+        state = round.conclude()
+        if state == "rejected" or state == "failed":
+            self.drop(round, state)
+            return
+        round.advance(state)
+        if state == "agreed":
+            self.residuals.turn(round.header.round)
 
-        With ``carries`` nobody else has what it held: the payload stays until ``release``.
+    def fail(self, round: Round, error: SyncError) -> None:
+        """End a round whose payload is encoded, and cannot be sent."""
+        round.error = error
+        self.drop(round, "failed")
+
+    def drop(self, round: Round, state: Literal["rejected", "failed"]) -> None:
+        """Take a round that no replica applies out of the rounds.
+
+        With ``carries`` the payload alone holds what was sent: it stays until ``release``.
         """
         self.rounds.remove(round)
-        if is_rejected:
+        if state == "rejected":
             self._end(round, "rejected")
+        else:
+            round.advance("failed")
         if self.residuals.carries:
             self._owed.append(round)
 
     def release(self, own: Tensor) -> None:
-        """Say that what the own payload of a dropped round held is owed: its buffer is free."""
+        """Free the own payload of a dropped round: the residuals have its values now."""
         self._owed = [round for round in self._owed if round.own.tensor is not own]
 
     def commit(self) -> None:
-        """Say that the oldest round agreed on is applied: its buffers are free.
+        """Note that the oldest agreed round is applied: its buffers are free.
 
         Raises:
             RuntimeError: If no round has been agreed on.
@@ -211,13 +240,14 @@ class ExchangeBuffers:
                 return
         raise RuntimeError("commit: no round of these buffers has been agreed on; wait() first")
 
-    def _end(self, round: Round, state: State) -> None:
+    def _end(self, round: Round, state: Literal["applied", "rejected"]) -> None:
+        round.advance(state)
         if round.header.kind == "all_reduce":
             return
         if state == "applied":
             self.applied_epoch = max(self.applied_epoch, round.epoch)
-        self._ended.pop(_key(round), None)
-        self._ended[_key(round)] = Standing(state, round.epoch)
+        self._ended.pop(round.key, None)
+        self._ended[round.key] = Standing(state, round.epoch)
         # As many as another replica may be behind.
         while len(self._ended) > self.num_under_way + 1:
             del self._ended[next(iter(self._ended))]
@@ -225,25 +255,26 @@ class ExchangeBuffers:
     @property
     def is_idle(self) -> bool:
         """Whether every exchange that was started has ended."""
-        return all(work.done() for work in self._works)
+        return all(round.is_done for round in self.rounds)
 
     def standings(self) -> dict[tuple[int, int], Standing]:
         """Say how far this replica is with its latest rounds; see ``termination``.
 
-        No exchange of theirs may be under way.
+        No exchange of these rounds may be under way.
 
         Returns:
             By fragment and number; rounds that are not named have no vote, or ended before.
         """
+        held = self._held()
         standings = dict(self._ended)
-        for round in self._held():
-            assert round.state != "started"
-            standings[_key(round)] = Standing(round.state, round.epoch)
+        for round in held:
+            assert round.state == "voted" or round.state == "agreed"
+            standings[round.key] = Standing(round.state, round.epoch)
         return standings
 
     def held(self, fragment: int, number: int) -> Round | None:
         """Return a round that is not applied, but whose terms are complete, or None."""
-        return next((r for r in self._held() if _key(r) == (fragment, number)), None)
+        return next((r for r in self._held() if r.key == (fragment, number)), None)
 
     def _held(self) -> list[Round]:
         self._resolve_done()
@@ -254,33 +285,23 @@ class ExchangeBuffers:
         ]
 
     def settle(self, applied: Sequence[Round]) -> None:
-        """End the rounds of a former group: those in ``applied`` count, the others never were.
+        """End the rounds of a former group: ``applied`` count, all others are forgotten.
 
-        No exchange of theirs may be under way.
+        No exchange of these rounds may be under way.
         """
         self._resolve_done()
         for round in self.rounds:
-            # What encoding lost is owed to the next round if, and only if, this one is applied.
+            # The next round adds what encoding lost if, and only if, this round is applied.
             if (round.state == "agreed") != (round in applied):
                 self.residuals.turn(round.header.round)
             if round in applied:
                 self._end(round, "applied")
         self.rounds, self._owed = [], []
 
-    def terms_of(self, round: Round, weights: list[float]) -> Terms:
-        own = round.own.tensor
-        if round.result is None:
-            return [(own, 1.0)]
-        result = round.result.tensor
-        if len(weights) > 2:
-            return [(result, 1.0)]
-        payloads = [own, result] if self.rank == 0 else [result, own]
-        return list(zip(payloads, weights, strict=True))
-
     def _resolve_done(self) -> None:
-        for work in self._works:
-            if work._outcome is None and work._error is None and work.done():
-                work._resolve(0.0)
+        for round in list(self.rounds):
+            if round.state == "started" and round.is_done:
+                self.resolve(round)
 
     def _take(self, pool: list[Payload], busy: list[Payload | None]) -> Payload:
         for buffer in pool:
@@ -292,7 +313,3 @@ class ExchangeBuffers:
     def _new_payload(self) -> Payload:
         voters = self.world_size if self.is_streamed else 0
         return Payload.make(self.layout.payload_bytes, self.device, voters=voters)
-
-
-def _key(round: Round) -> tuple[int, int]:
-    return round.header.fragment, round.header.round

@@ -24,7 +24,7 @@ from .work import ExchangeWork, Mean, decode_terms
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Idle buffers kept for each group; the least recently used ones go first.
-_MAX_IDLE_SLOTS = 64
+_MAX_IDLE_BUFFERS = 64
 
 
 # Held for moments, while the dictionaries below or an engine's idle buffers change: never while a
@@ -71,7 +71,7 @@ class _GroupEngine:
         with _lock:
             self.idle.setdefault(key, []).append(buffers)
             self.idle.move_to_end(key)
-            while sum(map(len, self.idle.values())) > _MAX_IDLE_SLOTS:
+            while sum(map(len, self.idle.values())) > _MAX_IDLE_BUFFERS:
                 oldest = next(iter(self.idle))
                 self.idle[oldest].pop()
                 if not self.idle[oldest]:
@@ -101,7 +101,7 @@ class AllReduceWork:
     ) -> None:
         self._engine = engine
         self._buffers = buffers
-        self._pending = work
+        self._work = work
         self._tensor = tensor
         self._out = out
         self._is_applied = False
@@ -109,7 +109,7 @@ class AllReduceWork:
 
     def is_completed(self) -> bool:
         """Whether ``wait()`` would not block."""
-        return self._pending.done()
+        return self._work.done()
 
     def wait(self, timeout: timedelta | float | None = None) -> Tensor:
         """Write the weighted mean into ``out``, or the tensor, and return it.
@@ -127,11 +127,11 @@ class AllReduceWork:
         result = self._tensor if self._out is None else self._out
         try:
             if self._is_applied or not result.numel():
-                self._pending.wait(timeout)
+                self._work.wait(timeout)
             elif self._out is None:
-                self._write(self._pending.wait(timeout))
+                self._write(self._work.wait(timeout))
             else:
-                self._pending.collect(self._out.detach(), timeout)
+                self._work.collect(self._out.detach(), timeout)
         except SyncError:
             self._give_back()
             raise
@@ -141,10 +141,10 @@ class AllReduceWork:
             self._give_back()
         return result
 
-    def _write(self, outcome: Mean) -> None:
+    def _write(self, mean: Mean) -> None:
         target = self._tensor.detach()
         dense = target if _is_dense(target) else target.contiguous()
-        outcome.decode([dense])
+        mean.decode([dense])
         if dense is not target:
             target.copy_(dense)
 
@@ -160,7 +160,7 @@ class AllReduceWork:
         if self._is_given_back:
             raise RuntimeError("sent() must be called before wait(), and it was called after it")
         if self._tensor.numel():
-            decode_terms([(self._pending.payload, 1.0)], self._pending.layout, [out])
+            decode_terms([(self._work.payload, 1.0)], self._work.layout, [out])
         return out
 
     def _give_back(self) -> None:
@@ -328,7 +328,7 @@ def _start(exchange: Exchange, buffers: ExchangeBuffers, **arguments: Any) -> Ex
 
 
 def shutdown(group: dist.ProcessGroup | None = None) -> None:
-    """Close the engines that ``all_reduce`` made: those of ``group``, or all.
+    """Close the engines that ``all_reduce`` made for ``group``, or all of them.
 
     Exchanges under way end with a SyncError, and a first call that is about to connect with a
     RuntimeError.

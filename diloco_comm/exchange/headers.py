@@ -1,17 +1,16 @@
-"""What a replica tells the others before an exchange, and what the engine tells it of a failure."""
+"""What replicas say to each other before an exchange, and the errors of the engine's failures."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from .. import _C
 from ..base.errors import ERRORS, NonFiniteError, PeerLeft, SyncError
-
-if TYPE_CHECKING:
-    from .buffers import ExchangeBuffers
+from ..ops.wire import WireFormat
+from .sentences import named
 
 Kind = Literal["sync", "flush", "all_reduce"]
 # What the members agree on after a failure.
@@ -35,10 +34,10 @@ STATE_ADVICE = (
 
 @dataclass
 class Header:
-    """What a replica tells the others before an exchange.
+    """What a replica says to the others before an exchange.
 
     ``weight``, ``inner_step``, ``gap`` and ``is_reset`` may differ between replicas; everything
-    else, and the slot's wire, block size and number of elements, must be equal on all of them.
+    else, and the fragment's wire, block size and number of elements, must be equal on all of them.
 
     Attributes:
         history: Of the fragment's outer state (see ``history``), 0 without one.
@@ -60,7 +59,7 @@ class Header:
 
 
 def shares(weights: Sequence[float]) -> list[float]:
-    """Return weights over their sum, each rounded to fp32 as the engine rounds those of headers.
+    """Return weights over their sum, each rounded to fp32 as the engine rounds those in headers.
 
     A coefficient that is computed from the same weights then cancels one of these to the bit.
     """
@@ -68,7 +67,9 @@ def shares(weights: Sequence[float]) -> list[float]:
     return array("f", (weight / total for weight in weights)).tolist()
 
 
-def to_native(header: Header, buffers: ExchangeBuffers, stochastic: bool) -> _C.Header:
+def to_native(
+    header: Header, *, wire: WireFormat, num_elements: int, num_chunks: int, stochastic: bool
+) -> _C.Header:
     native = _C.Header(header.kind)
     for name in ("fragment", "round", "sync_every", "num_fragments", "inner_step"):
         setattr(native, name, getattr(header, name))
@@ -76,13 +77,13 @@ def to_native(header: Header, buffers: ExchangeBuffers, stochastic: bool) -> _C.
     native.history = header.history
     native.weight, native.outer_lr = float(header.weight), float(header.outer_lr)
     native.gap = float(header.gap)
-    native.wire, native.block_size = buffers.wire.name, buffers.wire.block_size
-    native.num_elements, native.num_chunks = buffers.num_elements, buffers.num_chunks
+    native.wire, native.block_size = wire.name, wire.block_size
+    native.num_elements, native.num_chunks = num_elements, num_chunks
     native.flags = int(stochastic) | (_C.RESET if header.is_reset else 0)
     return native
 
 
-def from_native(native: _C.Header | Header) -> Header:
+def from_native(native: _C.Header) -> Header:
     return Header(
         kind=cast(Kind, native.kind),
         layout_hash=native.layout_hash,
@@ -154,19 +155,15 @@ def _explained(message: str, headers: Sequence[_C.Header]) -> str:
 
 def _uneven_steps(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> str:
     """Return the sentence for replicas of which some have called ``flush`` and others train."""
-    steps = sorted({header.inner_step for header in ended})
+    steps = ", ".join(map(str, sorted({header.inner_step for header in ended})))
     has = "has" if len(ended) == 1 else "have"
     train = "trains" if len(training) == 1 else "train"
     return (
-        f"{_replicas(ended)} {has} ended at inner step {', '.join(map(str, steps))} (flush, or "
-        f"another call for all replicas), while {_replicas(training)} still "
-        f"{train}, at inner step {training[0].inner_step}: "
+        f"{named([header.replica for header in ended])} {has} ended at inner step {steps} (flush, "
+        "or another call for all replicas), while "
+        f"{named([header.replica for header in training])} still {train}, at inner step "
+        f"{training[0].inner_step}: "
         "give all replicas the same number of steps, see DiLoCo.agree_on_steps; one that a "
         "GradScaler skips counts if the optimizer is fused, or with attach=False and diloco.step() "
         "after each batch"
     )
-
-
-def _replicas(headers: Sequence[_C.Header]) -> str:
-    numbers = ", ".join(str(header.replica) for header in headers)
-    return f"replica {numbers}" if len(headers) == 1 else f"replicas {numbers}"

@@ -1,4 +1,4 @@
-"""Say on the log, sparsely, what is waited for: a replica that does not come, a silent store."""
+"""Log, at growing intervals, what a wait is for: a replica that does not come, a silent store."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from .. import _C
-    from .nccl.jobs import StreamJob
 
 T = TypeVar("T")
 
@@ -21,6 +17,14 @@ FIRST_S = 10.0
 _MOST_S = 300.0
 # What cures the loss of a store.
 ANOTHER_STORE = "give all of them another store, by the argument store="
+
+
+class Awaited(Protocol):
+    """A job that can be waited for; ``waiting`` names the replicas that the job waits for."""
+
+    @property
+    def waiting(self) -> str: ...
+    def wait(self, seconds: float) -> bool: ...
 
 
 class WaitLog:
@@ -46,8 +50,8 @@ class WaitLog:
             _log.warning("waiting for %s, for %.0f s now", text, now - self._begin)
 
 
-def wait_for_job(job: _C.Job | StreamJob, seconds: float) -> bool:
-    """Wait as ``job.wait`` does, and log for whom."""
+def wait_for_job(job: Awaited, seconds: float) -> bool:
+    """Wait as ``job.wait`` does, and log for which replicas."""
     deadline, log = time.monotonic() + seconds, WaitLog()
     while not job.wait(min(deadline - time.monotonic(), log.remaining() + 0.1)):
         if time.monotonic() >= deadline:
@@ -84,7 +88,7 @@ def call_patiently(call: Callable[[], T], what_for: str) -> T:
 def store_advice(error: dist.DistError) -> str:
     """Say what to do when a store did not answer.
 
-    A slow answer is no loss: who turns to another store then would be alone there.
+    A slow answer is no loss: a replica that turned to another store then would be alone there.
     """
     if isinstance(error, dist.DistNetworkError):
         return ANOTHER_STORE

@@ -1,46 +1,41 @@
-"""One exchange of a slot: how far it is, and what it gave."""
+"""One exchange of a fragment as its caller holds it: waits, and gives the mean."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
 from math import inf, isnan, nan
-from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from .. import _C, ops
+from .. import ops
 from ..base.errors import SyncError
-from ..base.memory import Payload
 from ..ops.wire import Layout
-from .headers import Header, error_from, from_native
+from .buffers import ExchangeBuffers
+from .headers import Header, from_native
+from .round import Job, Round, Terms
 from .waiting import wait_for_job
 
-if TYPE_CHECKING:
-    from .buffers import ExchangeBuffers
-    from .nccl.jobs import StreamJob
-
-Terms = list[tuple[Tensor, float]]
 _POLL_S = 2e-5
 _LONG_S = 3600.0
 
 
 @dataclass
 class Mean:
-    """What an exchange gave.
+    """The weighted mean that an exchange has brought.
 
     Attributes:
         terms: (payload uint8 laid out as ``layout``, coefficient): their sum is the weighted mean.
-            They are the slot's buffers: a ``start`` after ``commit`` writes into them.
+            These payloads are the fragment's buffers: a ``start`` after ``commit`` overwrites them.
         headers: One a rank.
         weights: Normalised, one a rank, as used.
-        verdict: None; or, from ``ExchangeWork.offer``, int64 [1] on the device: the round counts if
-            the verdict is 0, and until it is known nobody knows.
+        verdict: None; or, from ``ExchangeWork.offer``, int64 [1] on the device: 0 once all votes
+            are here and good, which is when the round counts.
         seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
             and total (on the engine thread).
-        sent_bytes, received_bytes: Everything this rank sent to and got from its peers.
+        sent_bytes, received_bytes: All bytes that this rank sent to and got from its peers.
         counters: Minor page faults of the calling and the engine thread.
-        digest: Of the payloads, the same on all replicas; 0 where nobody needs one.
+        digest: Of the payloads, the same on all replicas; 0 where none is needed.
     """
 
     terms: Terms
@@ -82,87 +77,75 @@ def decode_terms(
     )
 
 
-@dataclass(eq=False)
-class Round:
-    """One exchange of a slot that is not applied yet: buffers, and how far it is.
-
-    "voted": it failed after this rank's vote, so the terms are complete, and peers that got all
-    votes may have applied them. "agreed": all votes are here.
-    """
-
-    header: Header
-    layout: Layout
-    own: Payload
-    result: Payload | None
-    state: Literal["started", "agreed", "voted"] = "started"
-    terms: Terms = field(default_factory=list)
-    epoch: int = 0
-    headers: list[Header] = field(default_factory=list)
-    digest: int = 0
-
-    def complete(self, terms: Terms, headers: list[Header], digest: int) -> None:
-        """Keep what is needed to apply the round, now that all of it is here."""
-        self.terms, self.headers, self.digest = terms, headers, digest
-
-
 class ExchangeWork:
     """An exchange under way.
 
     Attributes:
-        payload: Our own encoded values; complete as soon as ``start`` has returned.
+        payload: The own encoded values; complete as soon as ``start`` has returned.
         layout: Of the payload.
+        buffers, round: The fragment's, whose states decide how far this exchange is.
     """
 
-    def __init__(self, buffers: ExchangeBuffers, round: Round, job: _C.Job | StreamJob) -> None:
+    def __init__(self, buffers: ExchangeBuffers, round: Round) -> None:
         self.payload = round.own.tensor
         self.layout = round.layout
-        self._buffers = buffers
-        self._round = round
-        self._job = job
+        self.buffers = buffers
+        self.round = round
         self._num_collected = 0  # runs of the result
-        self._outcome: Mean | None = None
-        self._error: SyncError | None = None
+        self._wait_s = 0.0
+        self._mean: Mean | None = None
 
     @property
     def headers(self) -> list[Header]:
         """Headers of all ranks, in rank order; empty until they have been exchanged."""
-        return [from_native(header) for header in self._job.headers]
+        job = self.round.job
+        if job is None:
+            return self.round.headers
+        return [from_native(header) for header in job.headers]
 
     def has_bad_values(self) -> bool:
-        """Whether our own values were such that no wire carries them.
+        """Whether some of the own values are such that no wire carries them.
 
-        On a device, the host asks until it has encoded them.
+        On a device, the host polls until these values are encoded.
         """
-        while (count := self._job.num_bad_encoded) is None:
+        while (count := self._num_bad_encoded()) is None:
             time.sleep(_POLL_S)
         return count > 0
 
+    def _num_bad_encoded(self) -> int | None:
+        return self._job.num_bad_encoded
+
+    @property
+    def _job(self) -> Job:
+        job = self.round.job
+        assert job is not None, "the exchange is held, and was not sent"
+        return job
+
     def forgo(self) -> None:
         """Make the payload, which is held, zeros of weight 0; ``has_bad_values`` said why."""
-        own, header = self._round.own, self._round.header
+        own, header = self.round.own, self.round.header
         own.tensor.zero_()
         if own.host is not own.tensor:
             own.host.zero_()
         if own.ballot is not None:
             own.ballot.bad.zero_()
-        self._buffers.residuals.forgo(self._buffers.wire)
+        self.buffers.residuals.forgo(self.buffers.wire)
         # NaN says that this replica has no weight to offer, which ends the round.
         weight = nan if isnan(header.weight) else 0.0
-        self._round.header = replace(header, weight=weight, is_reset=True)
+        self.round.header = replace(header, weight=weight, is_reset=True)
 
     def fail(self, error: SyncError) -> None:
         """End an exchange that was held, and cannot be sent."""
-        self._error = error
-        self._buffers.drop(self._round)
+        self.buffers.fail(self.round, error)
 
     def done(self) -> bool:
         """Whether ``wait()`` would return, or raise, at once."""
-        return self._error is not None or self._job.is_done
+        return self.round.is_done
 
     def wait(self, timeout: float | None = None) -> Mean:
-        """Wait for the vote and return what the exchange gave.
+        """Wait for the vote and return the mean.
 
-        On a device, the caller's stream is made to wait until it is there; the host does not.
+        On a device, the caller's stream is made to wait for the mean; the host is not.
 
         Raises:
             ReplicaMismatch, PeerLeft, NonFiniteError, SyncError: There is no result, on no replica
@@ -173,19 +156,21 @@ class ExchangeWork:
         return self._wait_until(_deadline(timeout), timeout)
 
     def _wait_until(self, deadline: float, timeout: float | None) -> Mean:
-        if self._error is not None:
-            raise self._error
-        if self._outcome is None:
+        round = self.round
+        if round.state == "started":
             begin = time.perf_counter()
             while not wait_for_job(self._job, _until(deadline)):
                 if time.perf_counter() >= deadline:
                     raise TimeoutError(f"the exchange was not done after {timeout} s")
-            self._resolve(time.perf_counter() - begin)
-        if self._error is not None:
-            raise self._error
-        assert self._outcome is not None
+            wait_s = time.perf_counter() - begin
+            self.buffers.resolve(round)
+            self._wait_s = wait_s
+        if round.error is not None:
+            raise round.error
         self._job.block_caller()
-        return self._outcome
+        if self._mean is None:
+            self._mean = self._make_mean()
+        return self._mean
 
     def collect(self, out: Tensor, timeout: float | None = None, *, impl: str = "") -> Mean:
         """Write the mean into ``out``, part by part as it arrives, and wait for the vote.
@@ -202,17 +187,17 @@ class ExchangeWork:
                 next call goes on after a timeout, with the same ``out``.
         """
         deadline, job = _deadline(timeout), self._job
-        while isinstance(job, _C.Job) and not job.is_done:
+        while not job.is_done:
             landed = job.wait_landed(self._num_collected, _until(deadline))
             if landed == self._num_collected:
                 break
-            self._collect(landed, self._buffers.terms_of(self._round, job.weights), out, impl)
+            self._collect(landed, self.round.combine(job.weights), out, impl)
             if time.perf_counter() >= deadline:
                 break
-        outcome = self._wait_until(deadline, timeout)
+        mean = self._wait_until(deadline, timeout)
         # The last part; all of them on a device, and of one rank alone.
-        self._collect(self.layout.num_runs, outcome.terms, out, impl)
-        return outcome
+        self._collect(self.layout.num_runs, mean.terms, out, impl)
+        return mean
 
     def _collect(self, num_runs: int, terms: Terms, out: Tensor, impl: str) -> None:
         layout = self.layout
@@ -225,63 +210,30 @@ class ExchangeWork:
         self._num_collected = num_runs
 
     def offer(self) -> Mean:
-        """Return the outcome, with the verdict still open where it is found on the device.
+        """Return the mean, with its verdict still open where the device finds the verdict.
 
-        Who applies it passes the verdict on to the operator, and asks ``wait`` later.
+        A caller who applies such a mean passes the verdict on to the operator, and calls ``wait``
+        later.
 
         Raises:
-            SyncError: As ``wait``, if it is known by now.
+            SyncError: As ``wait``, if the exchange is known to have failed.
         """
-        job = self._job
-        if isinstance(job, _C.Job) or self._outcome is not None or self._error is not None:
-            return self.wait()
-        job.wait_for_headers()
-        if job.is_done:
-            return self.wait()
-        job.block_caller()
-        assert self._round.own.ballot is not None
-        return Mean(
-            terms=self._buffers.terms_of(self._round, job.weights),
-            layout=self._round.layout,
-            headers=[from_native(header) for header in job.headers],
-            weights=list(job.weights),
-            seconds={},
-            sent_bytes=0,
-            received_bytes=0,
-            verdict=self._round.own.ballot.verdict,
-        )
+        return self.wait()
 
-    def _resolve(self, wait_s: float) -> None:
-        job, round = self._job, self._round
-        job.block_caller()
-        if job.failure is not None:
-            self._error = error_from(job.failure, round.header, job.headers)
-            standing = _standing(job, round)
-            if standing == "voted":
-                round.state = "voted"
-                self._complete()
-            else:
-                self._buffers.drop(round, is_rejected=standing == "rejected")
-            return
-        round.state = "agreed"
-        self._complete()
-        self._buffers.residuals.turn(round.header.round)
+    def _make_mean(self) -> Mean:
+        job, round = self._job, self.round
         counters = dict(job.counters)
-        self._outcome = Mean(
+        return Mean(
             terms=round.terms,
             layout=round.layout,
             headers=round.headers,
             weights=list(job.weights),
-            seconds={**job.seconds, "encode": job.encode_seconds, "wait": wait_s},
+            seconds={**job.seconds, "encode": job.encode_seconds, "wait": self._wait_s},
             sent_bytes=counters.pop("sent_bytes"),
             received_bytes=counters.pop("received_bytes"),
             counters=counters,
             digest=round.digest,
         )
-
-    def _complete(self) -> None:
-        terms = self._buffers.terms_of(self._round, self._job.weights)
-        self._round.complete(terms, self.headers, self._job.digest)
 
 
 def _deadline(timeout: float | None) -> float:
@@ -291,21 +243,3 @@ def _deadline(timeout: float | None) -> float:
 def _until(deadline: float) -> float:
     """Seconds, as many as a C++ clock takes."""
     return min(deadline - time.perf_counter(), _LONG_S)
-
-
-def _standing(job: _C.Job | StreamJob, round: Round) -> str:
-    """Say how far a failed exchange was with the vote: "none", "voted" or "rejected".
-
-    Only who has voted can hold a round that others have applied; nobody applies one of which
-    anybody has seen a bad vote, its own among them.
-    """
-    if isinstance(job, _C.Job):
-        return job.standing
-    failure = job.failure
-    assert failure is not None
-    if failure.kind == "NonFiniteError":
-        return "rejected"
-    if failure.stage != "vote" or not job.weights:
-        return "none"
-    assert round.own.ballot is not None
-    return "rejected" if bool(round.own.ballot.host_bad) else "voted"

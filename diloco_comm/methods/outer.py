@@ -1,7 +1,7 @@
 """Outer optimizers: the step on averaged pseudo-gradients, taken on one fragment at a time.
 
-A pseudo-gradient is outer minus local parameters, so every outer optimizer descends it. An object
-of this module holds numbers only; the buffers of a fragment live in its ``OuterState``. The
+A pseudo-gradient is outer minus local parameters, so every outer optimizer descends it. An outer
+optimizer holds numbers only; the buffers of a fragment live in its ``OuterState``. The
 learning rate, and nothing else, may be assigned at any time (``diloco.outer.lr = 0.5``) or be a
 function of the round; all replicas use the one that the lowest replica sent with the round.
 """
@@ -10,127 +10,26 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import _C, ops
+from .. import ops
 from ..base.checks import not_negative, number
 from ..base.memory import persistent_like
-from ..ops.offload import Offloaded, chunks_of
-from ..ops.wire import Layout
+from .outer_state import OuterState, Update
 from .spelling import call_of, class_name
 
 LearningRate = float | Callable[[int], float]
 
 
-@dataclass
-class Update:
-    """What one outer step takes.
-
-    Attributes:
-        terms: Payloads (uint8, laid out as ``layout``) and their coefficients.
-        params: The fragment's parameters, written in place.
-        lr: Learning rate of this round.
-        alpha: Weight of the local value in the merge.
-        clip: Bound of the momentum's elements, for those that have one.
-        verdict: None, or int64 [1] on the device: nothing is done unless it is 0. Only for states
-            that ``takes_verdict``.
-    """
-
-    terms: list[tuple[Tensor, float]]
-    params: list[Tensor]
-    layout: Layout
-    lr: float
-    alpha: float = 0.0
-    clip: float = math.inf
-    impl: str = ""
-    verdict: Tensor | None = None
-
-    def payloads(self) -> dict[str, Any]:
-        """Return the arguments that say where the encoded elements are."""
-        return {
-            "payloads": [payload for payload, _ in self.terms],
-            "coefficients": [coefficient for _, coefficient in self.terms],
-            "run_elements": self.layout.run_elements,
-            "wire": self.layout.wire.name,
-            "block_size": self.layout.wire.block_size,
-            "impl": self.impl,
-        }
-
-
-class OuterState(ABC):
-    """Outer parameters of one fragment and what its optimizer keeps for them.
-
-    Attributes:
-        outer: fp32 ``[num_elements]``; the shared model.
-        num_steps: Outer steps taken.
-        takes_verdict: A step can be left to the device's decision.
-    """
-
-    takes_verdict = False
-
-    def __init__(self, outer: Tensor) -> None:
-        self.outer = outer
-        self.num_steps = 0
-        self.offloaded: Offloaded | None = None
-
-    def offload(self, loader: _C.ChunkLoader) -> None:
-        """Keep the state in host memory, where its tensors are already, page-locked.
-
-        Raises:
-            ValueError: If this optimizer cannot.
-        """
-        if not self.takes_verdict:
-            raise ValueError(
-                "offload='cpu' goes with SGD, HeavyBall, Nesterov and Adam as outer optimizer, not "
-                "with one of torch"
-            )
-        self.offloaded = Offloaded([self.outer, *self.tensors().values()], loader)
-
-    def ranges(self, layout: Layout) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """Have outer parameters and buffers on the device, all at once or chunk by chunk."""
-        if self.offloaded is None:
-            yield 0, layout.num_elements, [self.outer, *self.tensors().values()]
-            return
-        for begin, end in chunks_of(layout):
-            with self.offloaded.chunk(begin, end, is_written=True) as tensors:
-                yield begin, end, tensors
-
-    @abstractmethod
-    def step(self, update: Update) -> None:
-        """Take one outer step and merge the result into the parameters."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the buffers with one fp32 element for each parameter element."""
-
-    def extra(self) -> dict[str, Any]:
-        """Return what else must be saved."""
-        return {}
-
-    def load(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
-        """Copy saved buffers in; ``num_steps`` is already that of the save."""
-        for name, tensor in self.tensors().items():
-            if tensor is not tensors[name]:
-                tensor.copy_(tensors[name])
-
-    def check(self, names: set[str]) -> None:
-        """Raise ValueError unless ``load`` can take buffers of these names."""
-        own = set(self.tensors())
-        if own != names:
-            raise ValueError(
-                f"the saved outer optimizer has buffers {sorted(names)}, this one {sorted(own)}"
-            )
-
-
 class OuterOptimizer(ABC):
     """Base of the outer optimizers: numbers that all replicas must share.
 
-    Of a made one only ``lr`` may be assigned: it travels with each round.
+    Only ``lr`` may be assigned later: the learning rate travels with each round.
     """
 
     lr: LearningRate
@@ -174,7 +73,7 @@ class OuterOptimizer(ABC):
         """Return the learning rate of this round.
 
         Raises:
-            TypeError, ValueError: If a function gives what is no learning rate.
+            TypeError, ValueError: If a function returns no learning rate.
         """
         if callable(self.lr):
             return not_negative(f"outer lr {name_of(self.lr)}({round})", self.lr(round))
@@ -187,7 +86,7 @@ class OuterOptimizer(ABC):
         return {"name": type(self).__name__, **shown}
 
     def shared_config(self) -> dict[str, Any]:
-        """Return what all replicas must have in common, after ``make_state``."""
+        """Return the values that all replicas must have in common, after ``make_state``."""
         return self.config()
 
 
@@ -313,7 +212,7 @@ Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class FromTorch(OuterOptimizer):
     """Any ``torch.optim.Optimizer`` over the flat outer parameters, one for each fragment.
 
-    Slower than the fused ones: the mean pseudo-gradient is decoded into ``.grad`` first.
+    Slower than the fused operators: the mean pseudo-gradient is decoded into ``.grad`` first.
 
     Args:
         factory: Called with a list of one fp32 parameter, returns its optimizer.
@@ -336,7 +235,7 @@ class FromTorch(OuterOptimizer):
         return state
 
     def shared_config(self) -> dict[str, Any]:
-        """Return this, and class and arguments of the optimizer that was made."""
+        """Return this configuration, and class and arguments of the optimizer that was made."""
         return {**self._made, **{k: v for k, v in self.config().items() if v is not None}}
 
     def _checked(self, name: str, value: Any) -> Any:
@@ -375,7 +274,7 @@ class _TorchState(OuterState):
         self.num_steps += 1
 
     def _values(self) -> dict[str, Any]:
-        """Return the optimizer's state; before its first step, what a fresh one would hold."""
+        """Return the optimizer's state; before its first step, the state of a fresh optimizer."""
         if self.optimizer.state:
             return self.optimizer.state[self.param]
         probe = nn.Parameter(torch.zeros_like(self.outer))

@@ -1,8 +1,8 @@
 """When a result is applied, and from which payloads: the policies behind ``overlap=``.
 
 A policy says how long a round may travel, which payloads with which coefficients make the outer
-gradient, what is done in rounds for which there is no result, and what share of the local value
-survives. A policy holds no state of a run: that is in ``rounds.flights.RoundInFlight`` and
+gradient, what happens at a send without a result, and what share of the local value survives. A
+policy holds no state of a run: the state is in ``rounds.flights.RoundInFlight`` and
 ``rounds.synced.SyncedPart``::
 
     Blocking    waits for every round in the step that sends it
@@ -43,8 +43,8 @@ class Overlap:
     """Base of the policies; plain values.
 
     Attributes:
-        rounds: A result is due when its fragment is sent for the ``rounds``-th time after it; 0: it
-            is due ``delay`` inner steps after its send.
+        rounds: A result is due when its fragment is sent for the ``rounds``-th time after it; with
+            0 the result is due ``delay`` inner steps after its send.
         alpha: Weight of the local value in the merge: alpha*local + (1-alpha)*outer.
         first: What happens at a send for which no result can be due yet; see ``Eager``.
         clip: Bound on the elements of the outer momentum, or None.
@@ -56,7 +56,7 @@ class Overlap:
     first: str = "zero"
     clip: float | None = None
     is_shared: ClassVar[bool] = True
-    # Values that a replica may have for itself.
+    # Arguments that may differ between replicas.
     private: ClassVar[tuple[str, ...]] = ()
 
     def steps(self) -> int:
@@ -70,7 +70,7 @@ class Overlap:
         """Return the coefficient of this replica's own payload in the step that sends it.
 
         Args:
-            weight_sum: Of all replicas, in the last round that was applied.
+            weight_sum: Sum of all replicas' weights in the last round that was applied.
         """
         return 0.0
 
@@ -80,8 +80,8 @@ class Overlap:
         Args:
             mean: Terms of the round that is due; empty when there is none.
             fresh: The own payload sent in this step.
-            stale: Own payloads that were ``fresh`` in an earlier step and end here: that of the
-                round that is due, and those of rounds that were lost.
+            stale: Own payloads that were ``fresh`` in an earlier step and end here: the payload of
+                the round that is due, and the payloads of rounds that were lost.
         """
         return mean
 
@@ -105,11 +105,11 @@ class Overlap:
         return {"name": type(self).__name__, **shown}
 
     def shared_config(self) -> dict[str, Any]:
-        """Return what all replicas must have in common."""
+        """Return the arguments that all replicas must have in common."""
         return {k: v for k, v in self.config().items() if k not in self.private}
 
     def private_config(self) -> dict[str, Any]:
-        """Return what each replica may have for itself."""
+        """Return the arguments that may differ between replicas."""
         return {k: v for k, v in self.config().items() if k in self.private}
 
 
@@ -303,7 +303,7 @@ def make_overlap(overlap: Overlap | str | dict[str, Any] | None) -> Overlap:
 
 
 def merge_terms(terms: Terms) -> Terms:
-    """Add up the coefficients of the same payload; what cancels is left out."""
+    """Add up the coefficients of the same payload; payloads with coefficient 0 are left out."""
     sums: dict[int, tuple[Tensor, float]] = {}
     for payload, coefficient in terms:
         before = sums[id(payload)][1] if id(payload) in sums else 0.0

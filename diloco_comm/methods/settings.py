@@ -13,7 +13,8 @@ from typing import Any
 from ..base import env
 from ..base.checks import choice, flag, integer
 from ..ops.wire import WireFormat, parse
-from ..replica.fragments import FragmentSpec, fragment_spec, inner_steps
+from ..replica.fragments import FragmentSpec, fragment_spec
+from ..replica.schedule import inner_steps
 from .outer import make_outer
 from .overlap import make_overlap
 
@@ -60,7 +61,7 @@ class Settings:
             flag(name, getattr(self, name))
 
     def as_json(self) -> dict[str, Any]:
-        """Return what ``DiLoCo(..., config=...)`` takes."""
+        """Return the settings in the form that ``DiLoCo(..., config=...)`` takes."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["wire"] = self.wire.name
         values["outer"] = self.outer.config()
@@ -68,7 +69,7 @@ class Settings:
         return values
 
     def shared(self) -> dict[str, Any]:
-        """Return what replicas compare: all but what each may have for itself."""
+        """Return the settings that replicas compare: all that must be equal."""
         parts = {"outer": self.outer.shared_config(), "overlap": self.overlap.shared_config()}
         return {**self.as_json(), **parts}
 
@@ -77,7 +78,7 @@ Config = Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Unset(Enum):
-    """What stands for an argument that was not given where None says something else."""
+    """The default of an argument whose value None has a meaning of its own."""
 
     UNSET = "unset"
 

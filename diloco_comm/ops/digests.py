@@ -1,7 +1,8 @@
 """64-bit digests of tensors: the same for equal bytes on every device, in any number of threads.
 
-The digest of one tensor is that of ``docs/wire-formats.md``; those of several are chained. Digests
-are for comparing replicas, not for keeping out somebody who wants two tensors to have the same one.
+``docs/wire-formats.md`` defines the digest of one tensor; digests of several tensors are chained.
+Digests are for comparing replicas. They are no protection against an adversary, who can make two
+tensors with one digest.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def chained(digests: Iterable[int], start: int = 0) -> int:
 def digest_of(tensors: Sequence[Tensor], *, impl: str = "") -> int:
     """Return one digest of several tensors, in [0, 2^64).
 
-    It is that of the bytes of each, in memory order, chained from the number of tensors; so it
-    knows the order of the tensors and where one ends, but not their shapes and dtypes.
+    The digests of the tensors' bytes, in memory order, are chained from the number of tensors. So
+    the digest depends on the order of the tensors and on where each ends, but not on their shapes
+    and dtypes.
 
     Args:
         tensors, impl: As in ``each_digest``, with the same errors.

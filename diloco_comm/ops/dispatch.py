@@ -18,9 +18,10 @@ from torch import Tensor
 from ..base import env
 from . import triton as ops_triton
 
-# Where each implementation lives, by the type of device that its tensors are on. "reference" is
-# plain PyTorch; the other ones for the CPU are chosen in C++, which refuses by name what the
-# processor cannot run. "cuda" is there in builds with CUDA, "triton" where Triton is installed.
+# The place of each implementation in the sources, by the type of device that its tensors are on.
+# "reference" is plain PyTorch. The other implementations for the CPU are chosen in C++, which
+# refuses a name that the processor cannot run. "cuda" is there in builds with CUDA, "triton" where
+# Triton is installed.
 IMPLEMENTATIONS = {
     "cpu": {
         "reference": "diloco_comm.ops.reference",
@@ -33,8 +34,9 @@ IMPLEMENTATIONS = {
         "cuda": "csrc/cuda",
     },
 }
-# The default of each operator on CUDA tensors, where both are there; else the other one. Written
-# down before any GPU measured them: benchmarks/operators/kernels_gpu.py prints the measured table.
+# The default of each operator on CUDA tensors, where both implementations are there; else the
+# available one is the default. The table was written before any GPU measured the operators;
+# benchmarks/operators/kernels_gpu.py prints the table that a GPU measures.
 DEFAULT_ON_CUDA = {
     "encode": "cuda",
     "reduce": "cuda",
@@ -89,9 +91,10 @@ def _lists(operator: str) -> tuple[int, ...]:
 def available_impls(device: str = "cpu") -> tuple[str, ...]:
     """Name the implementations that run here on "cpu" or "cuda" tensors.
 
-    Those of the CPU come slowest first, and the last is the default; on CUDA tensors each operator
-    has a default of its own, ``default_on_cuda``. Triton's interpreter, which runs its kernels on
-    CPU tensors when ``TRITON_INTERPRET=1``, is for tests: it is never a default and is not listed.
+    Implementations for the CPU come slowest first, and the last is the default; on CUDA tensors
+    each operator has a default of its own, ``default_on_cuda``. Triton's interpreter, which runs
+    Triton's kernels on CPU tensors when ``TRITON_INTERPRET=1``, is for tests: it is never a default
+    and is not listed.
     """
     if device == "cpu":
         return _available_on_cpu()

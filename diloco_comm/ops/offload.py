@@ -1,8 +1,8 @@
 """Outer state in page-locked host memory, brought to the device chunk by chunk and back.
 
 Two chunks are on the device at a time. While the operators work on one, the next one comes in and
-the one before goes out, on streams of their own; the training stream waits for copies, the host for
-nothing.
+the one before goes out, on streams of their own. The training stream waits for copies; the host
+does not wait.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def chunks_of(
 
 
 class Offloaded:
-    """What one fragment keeps in host memory, and the loader that all fragments share.
+    """The outer state of one fragment in host memory, and the loader that all fragments share.
 
     Args:
         tensors: 1-D, page-locked, of one size.
@@ -45,13 +45,15 @@ class Offloaded:
 
     @contextmanager
     def chunk(self, begin: int, end: int, *, is_written: bool) -> Iterator[list[Tensor]]:
-        """Lend the range to the device: tensors as large as the whole, of which only it may be
-        touched; then take it back if it is written."""
+        """Bring the range to the device, and back afterwards if it is written.
+
+        The tensors given are as large as the whole ones; only the range may be touched.
+        """
         yield self.loader.load(self.tensors, begin, end)
         self.loader.release(self.tensors, begin, end, is_written)
 
     def finish(self) -> None:
-        """Wait until the device has read its chunks, and what it wrote is in host memory."""
+        """Wait until the device has read its chunks, and written chunks are in host memory."""
         self.loader.finish()
 
 

@@ -1,7 +1,7 @@
 """Turn fp32 values into the bytes of a run and back: the bits of every wire format, in torch.
 
-The same definition as ``csrc/wire``, written to be read. It counts on sub-normals being kept, which
-the operators in ``reference.py`` see to.
+The same definition as ``csrc/wire``, written to be read. The functions rely on sub-normals being
+kept, which the operators in ``reference.py`` ensure.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _round_stochastic(y: Tensor, wire: WireFormat, bits: Tensor) -> Tensor:
     mantissa_bits, min_exponent = _GRIDS[wire.name]
     dropped = 23 - mantissa_bits
     if dropped <= 16:
-        # No more random bits than fp32 has below the kept ones: what is a code already stays.
+        # No more random bits than fp32 has below the kept ones: a value that is a code stays.
         uniform = (bits >> (16 - dropped)).float() * 2.0**-dropped
     a = y.abs().double()
     exponent = (torch.frexp(a).exponent - 1).clamp(min=min_exponent)

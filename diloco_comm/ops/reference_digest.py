@@ -34,7 +34,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def products(words: Tensor, first_word: int = 0) -> Tensor:
-    """Return what consecutive int64 words [..., n] count as in the sum of products."""
+    """Return the terms of consecutive int64 words [..., n] in the sum of products."""
     index = torch.arange(words.shape[-1], dtype=torch.int64, device=words.device)
     u = words ^ ((index + (first_word + 1)) * _signed(STEP))
     v = (u ^ _shifted(u, SHIFT)) * _signed(FACTOR)

@@ -1,9 +1,13 @@
-"""What encoding loses, and what lost rounds owe: added to the next encoding of a fragment.
+"""Residuals of one fragment: values added to the next encoding.
 
-Either a lost round stays in the parameters, which the next encoding sees again: then residuals go
-on when a round is agreed on. Or the caller moves the parameters at each send and gives a lost round
-back by ``owe`` (``carries``): then that of the encoding goes on when a round is encoded, and
-several rounds may be under way.
+A *residual* holds the rounding errors of an encoding (error feedback). Values of a lost round are
+added to it, too. There are two ways to treat a lost round:
+
+* The values of a lost round stay in the parameters, and the next encoding sees them again. Then
+  residuals take their new values when a round is agreed on.
+* The caller moves the parameters at each send, and returns a lost round's values by ``owe``
+  (``carries``). Then the residual of the encoding takes its new value when a round is encoded, and
+  several rounds may be under way.
 """
 
 from __future__ import annotations
@@ -18,10 +22,10 @@ from .wire import WireFormat
 
 
 def drop_bad(residual: Tensor, wire: WireFormat) -> None:
-    """Set to zero what is NaN or too large to be sent, or to be added up with others like it.
+    """Set elements to zero that are NaN, or too large to be sent or added up with their like.
 
-    A wire takes magnitudes up to 2^126, of which a scale that is rounded up makes a little more,
-    and then the mean is refused: half of that is certain to pass.
+    A wire takes magnitudes up to 2^126. A scale that is rounded up makes them a little larger, and
+    then the mean is refused: half of 2^126 is certain to pass.
     """
     limit = 6e4 if wire.name == "fp16" else 2.0**125
     residual.masked_fill_(~(residual.abs() <= limit), 0.0)
@@ -29,7 +33,7 @@ def drop_bad(residual: Tensor, wire: WireFormat) -> None:
 
 @dataclass
 class Residual:
-    """What one chain of encodings lost so far, and the buffer that the next one writes."""
+    """The rounding errors of one chain of encodings, and the buffer that the next one writes."""
 
     value: Tensor
     new: Tensor
@@ -45,22 +49,22 @@ class Residual:
 class Residuals:
     """Residuals of the encoding and of the reduction of one fragment.
 
-    A reduction adds what an earlier one lost, and counts only if its round is agreed on. So that no
-    round starts from one that may still be voted down, there are as many chains of reductions as
-    rounds may be under way: each takes every ``num_under_way``-th round.
+    A reduction adds the rounding errors of an earlier reduction, and counts only if its round is
+    agreed on. There are as many chains of reductions as rounds may be under way, and each chain
+    takes every ``num_under_way``-th round: so no round starts from one that may be voted down.
 
     Args:
-        error_feedback: Keep what encoding loses.
-        dtype: Of what is kept, fp32 or bf16.
-        carries: See above.
+        error_feedback: Keep the rounding errors.
+        dtype: fp32 or bf16, of the residuals.
+        carries: Lost rounds are returned by ``owe``; see the module.
         num_under_way: Rounds that may be under way at a time.
-        device, reduces_on: Of the fragment, and where the reduction is done.
+        device, reduces_on: The device of the fragment, and the device of the reduction.
 
     Attributes:
-        value: Of the encoding, [num_elements], or None.
-        new: What the next encoding writes.
-        owed: fp32 [num_elements] that the next encoding adds, or None; with error feedback,
-            ``value`` holds it.
+        value: The residual of the encoding, [num_elements], or None.
+        new: The residual that the next encoding writes.
+        owed: fp32 [num_elements] of lost rounds, which the next encoding adds, or None; with error
+            feedback, ``value`` holds the owed values.
     """
 
     def __init__(
@@ -85,24 +89,26 @@ class Residuals:
 
     @property
     def added(self) -> Tensor | None:
-        """What the next encoding adds to the pseudo-gradient, or None."""
+        """The values that the next encoding adds to the pseudo-gradient, or None."""
         return self.owed if self.value is None else self.value
 
     @property
     def added_before(self) -> Tensor | None:
-        """What the last encoding added; see ``rewind``."""
+        """The values that the last encoding added; see ``rewind``."""
         return self._spent if self.value is None else self.new
 
     def owe(self, values: Tensor) -> None:
-        """Add ``values`` (fp32 [num_elements]) to what the next encoding adds."""
+        """Let the next encoding add ``values`` (fp32 [num_elements]), too."""
         if self.added is None:
             self.owed = torch.zeros(self.num_elements, device=self.device)
         assert self.added is not None
         self.added.add_(values)
 
     def rewind(self) -> None:
-        """Take back what the last encoding did to ``added``: the caller did not move the
-        parameters, so that the next encoding sees the same values again."""
+        """Set ``added`` back to its value before the last encoding.
+
+        For a caller that did not move the parameters: the next encoding sees the same values again.
+        """
         assert self.carries
         if self.error_feedback:
             self._swap()
@@ -110,9 +116,9 @@ class Residuals:
             self.owed, self._spent = self._spent, None
 
     def forgo(self, wire: WireFormat) -> None:
-        """Leave out what was just encoded: the next encoding adds what this one had added.
+        """Undo the last encoding's effect on residuals: the next encoding adds the same values.
 
-        Whether the round is agreed on, or taken back, then makes no difference.
+        Then it makes no difference whether the round is agreed on or taken back.
         """
         if self.carries:
             self.rewind()
@@ -122,7 +128,7 @@ class Residuals:
             self.new.copy_(self.value)
 
     def forget(self) -> None:
-        """Owe nothing; a saved state brings what is owed."""
+        """Drop the owed values, before a saved state brings its own."""
         self.owed = self._spent = None
 
     # ----------------------------------------------------------------------- of the reduction
@@ -135,36 +141,36 @@ class Residuals:
         ]
 
     def reduction(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return what the reduction of a round adds, and where it writes what it loses."""
+        """Return the residual that a round's reduction adds, and the buffer for its own."""
         if not self._reductions:
             return None, None
         chain = self._reductions[number % self.num_chains]
         return chain.value, chain.new
 
     def reductions(self) -> list[Tensor]:
-        """List what was lost by the reductions, one tensor a chain."""
+        """List the residuals of the reductions, one tensor a chain."""
         return [chain.value for chain in self._reductions]
 
     # ------------------------------------------------------------------------ in a saved state
 
     def before(self) -> Tensor | None:
-        """What ``value`` was before the round under way was agreed on; None if that is owed."""
+        """The ``value`` from before the round under way was agreed on; None with ``carries``."""
         return None if self.carries else self.new
 
     def reductions_before(self) -> list[Tensor]:
-        """List what ``reductions`` were before the rounds under way were agreed on."""
+        """List the ``reductions`` from before the rounds under way were agreed on."""
         return [chain.new for chain in self._reductions]
 
-    # ------------------------------------------------------------------- what becomes of a round
+    # --------------------------------------------------------------------- the end of a round
 
     def encoded(self) -> None:
-        """A round is encoded and under way."""
+        """Record that a round is encoded and under way."""
         if self.carries:
             self._spent, self.owed = self.owed, None
             self._swap()
 
     def turn(self, number: int) -> None:
-        """A round is agreed on, so what its encodings lost is owed; or, again, it never was."""
+        """Take the new residuals of a round that is agreed on; a second call takes them back."""
         if not self.carries:
             self._swap()
         if self._reductions:

@@ -1,9 +1,9 @@
-"""What travels: wire formats, the byte layout of a payload, and the key of stochastic rounding.
+"""Wire formats, the byte layout of a payload, and the key of stochastic rounding.
 
 Pure arithmetic on sizes. The bits of each code are defined in ``csrc/wire`` and, in plain PyTorch,
 in ``reference.py``; ``docs/wire-formats.md`` describes both.
 
-This module imports nothing of ours: everything else may import it.
+This module imports no other module of the package, so every module may import it.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def rng_key(seed: int, replica: int, stage: int, round: int, fragment: int) -> i
 
     Args:
         seed: The user's seed.
-        replica: The one who rounds: the sender, or the owner of a shard when it is reduced.
+        replica: The replica that rounds: the sender, or the owner of a run that is reduced.
         stage: ``STAGE_ENCODE`` or ``STAGE_REDUCE``.
         round: Outer round of the fragment.
         fragment: Index of the fragment.

@@ -31,7 +31,7 @@ def balanced(named: Named, num_fragments: int) -> list[Named]:
 
 
 def by_layers(model: nn.Module, named: Named, spec: str) -> list[Named]:
-    """Put layers together, strided or in sequence, and what is in none of them last."""
+    """Put layers together, strided or in sequence; parameters outside the layers come last."""
     scheme, _, size_text = spec.partition(":")
     if scheme not in ("layers", "sequential") or not size_text.isdecimal() or int(size_text) < 1:
         raise ValueError(

@@ -1,8 +1,7 @@
-"""Fragments: which parameters travel together, and at which inner step each set is due.
+"""Fragments: which parameters travel together.
 
-The order of parameters is the model's, their identity is ``id(param)``, and which of them take
-part is decided by the optimizers: frozen weights stay out, a tied weight counts once, under its
-first name.
+Parameters have the order of the model, and their identity is ``id(param)``. The parameters of the
+optimizers take part: frozen weights stay out. A tied weight counts once, under its first name.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ from ..base.checks import integer
 from ..ops.dispatch import is_served
 from . import sharding
 from .fragment_rules import Named, balanced, by_layers, by_patterns
+from .schedule import Schedule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What wrappers put into names; the same weight has one name with and without them.
+# The prefixes that wrappers put into names: a weight has the same name with and without a wrapper.
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 FragmentSpec = int | str | Sequence[str | Sequence[str]]
@@ -34,16 +34,16 @@ FragmentSpec = int | str | Sequence[str | Sequence[str]]
 class Fragment:
     """A set of parameters that is exchanged together.
 
-    Of a DTensor it is the local shard that takes part. A worker that holds nothing of a fragment
-    of DTensors exchanges a single zero instead, the *filler*, so that its rounds and failures are
-    those of the workers with the other sharding.
+    Of a DTensor the local shard takes part. A worker that holds no element of a fragment of
+    DTensors exchanges a single zero instead, the *filler*. So that worker has the same rounds and
+    failures as the workers with elements.
 
     Attributes:
-        names: Names in the model, in its order.
+        names: Names in the model, in the order of the model.
         params: The parameters themselves; virtually concatenated in memory order.
-        modules: FSDP modules that may hold gathered copies of them.
-        filler: None where it is not needed.
-        memory: How the parameters lay in memory when this was made.
+        modules: FSDP modules that may hold gathered copies of the parameters.
+        filler: The single zero; None where there is an element.
+        memory: How the parameters lay in memory when the fragment was made.
     """
 
     index: int
@@ -70,16 +70,16 @@ class Fragment:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all of them that are here; may be 0, and then nothing is exchanged."""
+        """Elements that this worker holds; with 0 elements nothing is exchanged."""
         return sum(tensor.numel() for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return what is exchanged as it lies now, detached; writing to it writes to them."""
+        """Return what is exchanged, detached; writing to the tensors writes to the parameters."""
         filler = [] if self.filler is None else [self.filler]
         return [*self.named().values(), *filler]
 
     def named(self) -> dict[str, Tensor]:
-        """Return what is here of each parameter, detached; writing to it writes to them."""
+        """Return this worker's part of each parameter, detached; see ``tensors`` for writing."""
         sharding.reshard(self.modules)
         pairs = zip(self.names, self.params, strict=True)
         return {name: sharding.local(param) for name, param in pairs}
@@ -87,7 +87,7 @@ class Fragment:
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Cut ``flat`` ([num_elements], any dtype) into views shaped like the parameters.
 
-        They are DTensors where the parameters are.
+        The view of a DTensor is a DTensor.
         """
         views, offset = {}, flat.storage_offset()
         for name, param in zip(self.names, self.params, strict=True):
@@ -99,11 +99,11 @@ class Fragment:
 
     @property
     def placement(self) -> str:
-        """Say which elements are exchanged here, when that is not seen by the parameters."""
+        """Say which elements are exchanged here, if the parameters do not show it."""
         return ""
 
     def local(self) -> list[Tensor]:
-        """Return all that is here of the parameters, detached: also what others exchange."""
+        """Return all elements of the parameters here, also those that other workers exchange."""
         return list(self.named().values())
 
     def own_views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ class Fragment:
         return self.views(flat)
 
     def has_own(self, saved: Mapping[str, Any]) -> bool:
-        """Whether the saved tensors are such as ``own_views`` gives for this fragment."""
+        """Whether the saved tensors come from ``own_views`` of such a fragment."""
         return any(name in saved for name in self.names)
 
     def check_own(self, saved: Any) -> None:
@@ -150,7 +150,7 @@ def memory_of(tensor: Tensor) -> Memory:
 
 
 def refuse_change(what: str, tensor: Tensor, before: Memory) -> None:
-    """Raise ValueError unless ``memory_of`` the tensor is what it was.
+    """Raise ValueError unless ``memory_of(tensor)`` is ``before``.
 
     The outer parameters are kept in the order of that memory.
     """
@@ -273,8 +273,8 @@ def make_fragments(model: nn.Module, named: Named, spec: FragmentSpec) -> list[F
         named: As ``trainable_parameters`` returns them.
         spec: A number (contiguous in model order, balanced by elements); ``"layers:3"`` (every
             P-th layer, 3 to a fragment) or ``"sequential:3"`` (3 neighbouring layers), both with
-            what is outside the layers as a last fragment; or one pattern or list of patterns
-            (``fnmatch``) for each fragment, where ``"rest"`` takes what no other one matches.
+            the parameters outside the layers as a last fragment; or one pattern or list of patterns
+            (``fnmatch``) for each fragment, where ``"rest"`` takes the names that match no other.
 
     Raises:
         ValueError: If the parameters cannot be cut that way; says which one or how many.
@@ -315,64 +315,6 @@ def _is_pattern(entry: Any) -> bool:
     return isinstance(entry, Sequence) and all(isinstance(one, str) for one in entry)
 
 
-# ----------------------------------------------------------------------------------- schedule
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """At which inner step each fragment is sent.
-
-    Attributes:
-        sync_every: Inner steps between two sends of the same fragment (H).
-        offsets: 1-based inner step of each fragment's first send, in its first or second round.
-    """
-
-    sync_every: int
-    offsets: tuple[int, ...]
-
-    @classmethod
-    def plan(
-        cls, sync_every: int, num_fragments: int, offsets: Sequence[int] | None = None
-    ) -> Schedule:
-        """Check the numbers; offsets default to floor(H*(p+1)/P): all are sent once by step H.
-
-        Raises:
-            ValueError: If ``sync_every`` is below 1 or an offset is outside 1..2*sync_every.
-            TypeError: If ``offsets`` is no list.
-        """
-        sync_every = integer("sync_every", sync_every, 1)
-        if offsets is not None:
-            offsets = inner_steps(offsets)
-        else:
-            offsets = [max(1, sync_every * (p + 1) // num_fragments) for p in range(num_fragments)]
-        if len(offsets) != num_fragments or any(not 1 <= t <= 2 * sync_every for t in offsets):
-            raise ValueError(
-                f"offsets must be {num_fragments} inner steps between 1 and 2*sync_every="
-                f"{2 * sync_every}, got {list(offsets)}"
-            )
-        return cls(sync_every, tuple(offsets))
-
-    def due(self, inner_step: int) -> list[int]:
-        """Return the fragments that are sent after ``inner_step`` (1-based), lowest first."""
-        return [
-            index
-            for index, offset in enumerate(self.offsets)
-            if inner_step >= offset and (inner_step - offset) % self.sync_every == 0
-        ]
-
-
-def inner_steps(offsets: Any) -> list[int]:
-    """Return offsets as a list of int.
-
-    Raises:
-        TypeError: If they are no list.
-        ValueError: If one of them is no integer.
-    """
-    if isinstance(offsets, (str, bytes)) or not isinstance(offsets, Iterable):
-        raise TypeError(f"offsets must be a list of inner steps, got {offsets!r}")
-    return [integer("each of offsets", offset) for offset in offsets]
-
-
 # ------------------------------------------------------------------------------------- layout
 
 
@@ -380,7 +322,7 @@ def describe_parameters(fragments: Sequence[Fragment], *, whole: bool = False) -
     """Describe every parameter in one line: fragment, name, shape, strides, dtype.
 
     Args:
-        whole: Describe DTensors as wholes, however they are sharded, instead of what is here.
+        whole: Describe DTensors as wholes, however they are sharded, not this worker's shards.
     """
     lines = []
     for fragment in fragments:
@@ -392,7 +334,7 @@ def describe_parameters(fragments: Sequence[Fragment], *, whole: bool = False) -
 
 
 def describe(what: str, tensor: Tensor, *, whole: bool = False) -> str:
-    """Describe a tensor in one line: what it is, shape, strides, dtype, and which shard."""
+    """Describe a tensor in one line: name, shape, strides, dtype, and which shard."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if whole or not sharding.is_sharded(tensor):
         return f"{what} {list(tensor.shape)} {list(tensor.stride())} {dtype}"

@@ -11,19 +11,19 @@ import torch
 from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
-# A copy of an optimizer has no hooks, and is none of these.
+# Optimizers with hooks of this module; a copy of an optimizer has no hooks, and is not among them.
 _attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def hookable(optimizer: Any, *, attach: bool = True) -> list[Optimizer]:
-    """Return the real optimizers inside what the user gave: one, a wrapper, or a sequence.
+    """Return the real optimizers inside an argument: one optimizer, a wrapper, or a sequence.
 
     Args:
-        attach: Whether their steps will be hooked; otherwise ``param_groups`` are enough.
+        attach: The optimizers' steps will be hooked; otherwise ``param_groups`` are enough.
 
     Raises:
-        TypeError: If something in it has no post-step hook, or no ``param_groups``.
-        RuntimeError: If one of them is hooked already.
+        TypeError: If an item has no post-step hook, or no ``param_groups``.
+        RuntimeError: If an optimizer is hooked already.
     """
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not given:
@@ -60,11 +60,11 @@ def _unwrap(optimizer: Any, attach: bool) -> Optimizer:
 class StepHooks:
     """Call ``on_step`` once for each logical step of all optimizers together.
 
-    A logical step is complete when every optimizer has stepped. One that steps again before that
-    (a GradScaler skipped the other) completes the step that was open.
+    A logical step is complete when every optimizer has stepped. If an optimizer steps again before
+    that (a GradScaler has skipped the other one), the logical step before is complete.
 
     Attributes:
-        num_steps: The logical steps so far.
+        num_steps: Logical steps so far.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], on_step: Callable[[], None]) -> None:
@@ -95,7 +95,7 @@ class StepHooks:
             self._complete(set())
 
     def _complete(self, stepped: set[int]) -> None:
-        """End a logical step; those in ``stepped`` have begun the next one."""
+        """End a logical step; the optimizers in ``stepped`` have begun the next one."""
         self._stepped = stepped
         self.num_steps += 1
         self._on_step()
@@ -110,11 +110,14 @@ class StepHooks:
 
 
 class SkippedSteps:
-    """Count hooks after which the optimizer had not moved.
+    """Count the steps that left the weights unchanged.
 
     A fused optimizer under a GradScaler runs its hooks on an overflow too, with the weights
-    unchanged; its own ``step`` counter tells. Counters on an accelerator are not read: that
-    would make the host wait.
+    unchanged: the optimizer's own ``step`` counter shows that. A counter on an accelerator is not
+    read, because the host would wait for it.
+
+    Attributes:
+        count: The steps without a change so far.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -122,8 +125,15 @@ class SkippedSteps:
         self._last: dict[Any, int] = {}
         self.count = 0
 
-    def observe(self) -> None:
-        """Look at the counter of a parameter that had a gradient in this logical step."""
+    def observe(self, *, is_skipped: bool = False) -> None:
+        """Look at the counter of a parameter that had a gradient in this logical step.
+
+        Args:
+            is_skipped: The optimizer was not called in this logical step.
+        """
+        if is_skipped:
+            self.count += 1
+            return
         for optimizer in self._optimizers:
             for param, state in getattr(optimizer, "state", {}).items():
                 now = _counter(state)

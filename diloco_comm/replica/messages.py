@@ -1,7 +1,7 @@
-"""Small messages between the workers of a replica, which travel in host memory.
+"""Small messages between the workers of a replica; they travel in host memory.
 
-A device is not waited for: a group that serves no host memory, as one of NCCL alone, gets a gloo
-group of its own beside it.
+The host does not wait for a device: beside a group without host memory, as one of NCCL alone, a
+gloo group is made.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..exchange.membership import regroup, rendezvous
 
 
 class WorkerMessages:
-    """What the workers of a replica tell each other; every method is a collective call.
+    """Messages that the workers of a replica send each other; every method is a collective call.
 
     Args:
-        group: Of the workers. Its own gloo part carries the messages where it has one.
-        timeout: Seconds that an exchange may take. Where the group has no such part, one is made,
-            which is a collective call, and waits twice as long: a workmate may come to a message
-            only after it has waited that long for a peer that hangs.
+        group: The workers. The gloo part of the group carries the messages, if the group has one.
+        timeout: Seconds that an exchange may take. For a group without a gloo part one is made, in
+            a collective call. The gloo group made here waits twice as long, because a worker may
+            first wait for the whole timeout for a peer that hangs.
 
     Raises:
-        SyncError: If that group could not be connected.
+        SyncError: If the gloo group could not be connected.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -47,7 +47,7 @@ class WorkerMessages:
         return int(values)
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Say of each flag whether it is set on any worker; all give as many."""
+        """Say for each flag whether any worker has set the flag; all workers give as many flags."""
         values = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -55,14 +55,14 @@ class WorkerMessages:
         return [bool(value) for value in values]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every worker's value, in their order."""
+        """Return every worker's value, in the order of the workers."""
         own = _as_bytes(value)
         num_bytes = self.largest(own.numel())
         everyone = torch.empty(self.size, num_bytes, dtype=torch.uint8, device="cpu")
         padded = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
         self._group.allgather([list(everyone.unbind())], [padded]).wait()
-        # What follows a pickled value is not read.
+        # ``loads`` does not read the zeros behind a pickled value.
         return [pickle.loads(received.numpy().tobytes()) for received in everyone]
 
     def broadcast(self, value: Any, source: int) -> Any:
@@ -77,7 +77,7 @@ class WorkerMessages:
         return pickle.loads(given.numpy().tobytes())
 
     def close(self) -> None:
-        """Let go of the group; nothing may be sent any more."""
+        """Forget the group; no message may be sent any more."""
         self._group, self.is_closed = None, True
 
 

@@ -1,8 +1,8 @@
 """Workers of one replica that hold the same parameters (DDP, ZeRO-1/2) and share its outer state.
 
-Worker s of S owns the s-th range of each fragment's elements: it exchanges that with worker s of
-the other replicas, keeps outer parameters and momentum for that range alone, and gives the
-parameters that it has written to the other workers of its replica.
+Worker s of S owns the s-th range of each fragment's elements. The worker exchanges that range with
+worker s of the other replicas, and keeps outer parameters and momentum for that range alone. The
+parameters that it has written are given to the other workers of its replica.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ShardGroup(ReplicaWorkers):
 
     @property
     def worker(self) -> str:
-        """This worker's name among its workmates, see ``shards.worker``."""
+        """This worker's name among the replica's workers, see ``sharding.worker``."""
         return f"{self.rank}of{self.size}" if self.size > 1 else ""
 
     def share(self, fragment: Fragment, block_size: int) -> SharedFragment:
@@ -110,7 +110,7 @@ class SharedFragment(Fragment):
         return list(super().named().values())
 
     def _cut(self, tensors: Mapping[str, Tensor], worker: int) -> dict[str, Tensor]:
-        """Return what a worker owns of tensors like the parameters, 1-D, in memory order."""
+        """Return a worker's pieces of tensors like the parameters, 1-D, in memory order."""
         begin, end = self.range_of(worker)
         pieces, offset = {}, 0
         for name, tensor in tensors.items():
@@ -147,7 +147,7 @@ class SharedFragment(Fragment):
             flat[offset : offset + piece.numel()].copy_(piece)
             offset += piece.numel()
 
-    # What a worker has for itself is saved as it is: not all of them may have it.
+    # Values of one worker alone are saved as they are: other workers may not have such values.
 
     def own_views(self, flat: Tensor) -> dict[str, Tensor]:
         return {self._own_key: flat}

@@ -1,7 +1,7 @@
 """Parameters of which a worker holds a part: FSDP2's and other DTensors.
 
-What is exchanged is the local shard, with the same shard of the other replicas. It is looked up
-anew at each use, because FSDP may give a parameter other memory.
+The local shard is exchanged with the same shard of the other replicas. The shard is looked up anew
+at each use, because FSDP may give a parameter other memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether the tensor is a DTensor."""
-    # Who has not imported the module has none, and the import takes seconds.
+    # A program that has not imported the module has no DTensor, and the import takes seconds.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -55,7 +55,7 @@ def part_of(saved: Tensor, tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    # Without a source rank nothing is sent: everyone has the whole.
+    # Without a source rank nothing is sent: every worker has the whole tensor.
     return local(distribute_tensor(saved.detach(), mesh, placements, src_data_rank=None))
 
 
@@ -88,10 +88,10 @@ def position(tensor: Tensor) -> str:
 
 
 def worker(tensors: Sequence[Tensor]) -> str:
-    """Name this worker among those that hold the shards of a replica, as "1of4"; "" if one does.
+    """Name this worker among the workers that hold the shards of a replica, as "1of4"; "" alone.
 
-    Meshes of different size are those of parameters that some workers have in common; the largest
-    one tells all workers apart.
+    Parameters may have meshes of different sizes, where several workers hold the same shard. The
+    largest mesh tells all workers apart.
     """
     mesh = _largest_mesh(tensors)
     if mesh is None or mesh.size() == 1:
@@ -108,9 +108,12 @@ def _largest_mesh(tensors: Sequence[Tensor]) -> Any:
 def workers_group(tensors: Sequence[Tensor], timeout: float) -> dist.ProcessGroup | None:
     """Return a group of all workers that hold the shards of a replica; None without DTensors.
 
-    A mesh of several dimensions has no group of all its members: one is made, which is a
-    collective call. ``timeout``: seconds that an exchange may take; its collectives wait twice as
-    long, see ``WorkerMessages``.
+    A mesh of several dimensions has no group of all its members: a group is made in a collective
+    call.
+
+    Args:
+        timeout: Seconds that an exchange may take. Collectives of the group made here wait twice as
+            long, see ``WorkerMessages``.
     """
     mesh = _largest_mesh(tensors)
     if mesh is None:
@@ -128,7 +131,7 @@ def workers_group(tensors: Sequence[Tensor], timeout: float) -> dist.ProcessGrou
 
 
 def held_part(tensor: Tensor) -> Any:
-    """Return what is equal on workers that hold the same elements of a tensor, of plain values."""
+    """Return a key of plain values, equal on workers that hold the same elements of a tensor."""
     if not is_sharded(tensor):
         return None
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -156,7 +159,7 @@ def fsdp_modules(model: nn.Module) -> tuple[Any, ...]:
 def reshard(modules: Sequence[Any]) -> None:
     """Free the gathered copies that a forward without a backward left behind.
 
-    The next forward would use these, and not see what is written to the shards meanwhile.
+    The next forward would use the copies, and would not see what is written to the shards.
     """
     for module in modules:
         module.reshard()

@@ -1,7 +1,7 @@
-"""The workers of one replica: who they are, and that a failure of one is that of all.
+"""The workers of one replica; if one worker fails, all raise.
 
-They take the same steps, so each block that sends or applies something ends with the same few
-small collectives, whatever became of a worker's own rounds in it.
+The workers take the same steps. So each block that sends or applies something ends with the same
+few small collectives, whatever became of a worker's own rounds in the block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ReplicaWorkers:
     """The workers of one replica, as a process group.
 
     Args:
-        group: Of this worker and its workmates; carries what is on the device.
+        group: This worker and the replica's other workers; carries tensors on the device.
         timeout: Seconds; see ``WorkerMessages``.
     """
 
@@ -37,18 +37,18 @@ class ReplicaWorkers:
 
     @classmethod
     def of(cls, params: Sequence[Tensor], timeout: float) -> ReplicaWorkers | None:
-        """Find those that hold the shards of DTensors; None when nobody else does."""
+        """Return the workers that hold the shards of DTensors; None when this worker is alone."""
         group = sharding.workers_group(params, timeout)
         return None if group is None or group.size() == 1 else cls(group, timeout)
 
     def close(self) -> None:
-        """Let go of what was made for these workers; idempotent."""
+        """Close the group that was made for the messages of these workers; idempotent."""
         self._control.close()
 
     # ------------------------------------------------------------------------ at construction
 
     def check_alike(self, views: dict[str, Any]) -> None:
-        """Compare model and settings of the workmates.
+        """Compare model and settings of all workers.
 
         Raises:
             ReplicaMismatch: Naming the first one that differs.
@@ -63,36 +63,36 @@ class ReplicaWorkers:
                     )
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every workmate's value, in their order."""
+        """Return every worker's value, in the order of the workers."""
         return self._control.gather(value)
 
     def counted(self, params: Sequence[Tensor]) -> list[bool]:
-        """Say of which of the parameters this worker is the first to hold what it holds."""
+        """Say for each parameter whether no worker before this one holds the same elements."""
         keys = [sharding.held_part(param) for param in params]
         before = self._control.gather(keys)[: self.rank]
         return [all(keys[i] != theirs[i] for theirs in before) for i in range(len(params))]
 
     def least(self, number: int) -> int:
-        """Return the least of the workmates' numbers; a collective call."""
+        """Return the least of all workers' numbers; a collective call."""
         return -self._control.largest(-number)
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Say of each flag whether it is set on any worker; all of them call this."""
+        """Say for each flag whether any worker has set the flag; a collective call."""
         return self._control.any(flags)
 
     # --------------------------------------------------------------------------- failures
 
     @contextmanager
-    def together(self, fragments: Sequence[Fragment] = ()) -> Iterator[None]:
-        """Run a block in which the failure of one worker is that of all; all of them enter it.
+    def all_workers(self, fragments: Sequence[Fragment] = ()) -> Iterator[None]:
+        """Run a block that all workers enter; if one worker fails, all raise.
 
-        When some may simply go on (NonFiniteError) and others cannot, none may.
+        The worst failure is raised: after a NonFiniteError training may go on, after others not.
 
         Args:
-            fragments: Whose parameters are written in the block.
+            fragments: Fragments whose parameters are written in the block.
 
         Raises:
-            SyncError: Of the same kind, and with the same attributes, as on the worker that failed.
+            SyncError: The error of the worker that failed: its class and its attributes.
             RuntimeError: After ``close``.
         """
         if self._control.is_closed:
@@ -101,7 +101,7 @@ class ReplicaWorkers:
         try:
             yield
         except Exception as error:
-            # The workmates wait for us: what was applied is theirs, whatever failed beside it.
+            # The other workers wait for the parameters that were written before the failure.
             failure = error
         try:
             others = self._hear(failure)
@@ -116,10 +116,10 @@ class ReplicaWorkers:
             raise failure
 
     def hand_out(self, fragments: Sequence[Fragment]) -> None:
-        """Give the workmates what this worker has written, also when something failed beside it."""
+        """Give the other workers the parameters that this worker has written."""
 
     def _hear(self, failure: Exception | None) -> SyncError | None:
-        """Tell the workmates of a failure; return one of theirs if it is worse than ours."""
+        """Tell the other workers of a failure; return the worst one if another worker has it."""
         own = _severity(failure)
         worst = self._control.largest(own * self.size + self.rank)
         severity, worker = divmod(worst, self.size)
@@ -129,7 +129,7 @@ class ReplicaWorkers:
         return None if own == severity else _error_of(worker, *report)
 
     def _gone(self, error: RuntimeError) -> SyncError:
-        # Of gloo's text, without the place in its source and the advice that follows.
+        # The text of gloo without the source line before it and the advice after it.
         text = re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).split(". ")[0].split("\n")[0]
         return SyncError(
             "another worker of this replica is gone, and the replica cannot go on without it: "

@@ -1,4 +1,4 @@
-"""Who averages gradients at every step: DDP and FSDP around a model, and over which ranks."""
+"""Modules that average gradients at every step, DDP and FSDP, and over which ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from . import sharding
 
 @dataclass(frozen=True)
 class Wrapper:
-    """What averages the gradients of a model, or of a part of it.
+    """A module that averages the gradients of a model, or of a part of the model.
 
     Attributes:
-        name: Its name in torch.
-        argument: Which of its arguments says over which ranks.
-        ranks: Those ranks, global numbers.
-        groups: Their process groups; none for the mesh of DTensors.
+        name: Name of the class or function in torch.
+        argument: The argument of that class that sets the ranks.
+        ranks: Global numbers of the ranks that the gradients are averaged over.
+        groups: The process groups of these ranks; none for the mesh of DTensors.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Wrapper:
 
 
 def around(model: nn.Module) -> Iterator[Wrapper]:
-    """Find what averages gradients of this module and of the modules inside it."""
+    """Find the wrappers that average gradients of this module and of the modules inside it."""
     ranks = sharding.spanned_ranks(list(model.parameters()))
     if ranks:
         yield Wrapper("FullyShardedDataParallel", "mesh", frozenset(ranks))
@@ -49,7 +49,8 @@ def _over(name: str, *groups: Any) -> Wrapper:
     return Wrapper(name, "process_group", frozenset(ranks), groups)
 
 
-# The modules are not imported here, which takes long: who has not done so has none of theirs.
+# The modules of torch are not imported here, because an import takes long: a program that has not
+# imported a module has no objects of that module.
 
 
 def _is_fsdp1(module: nn.Module) -> bool:
@@ -59,7 +60,7 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 
 def _fsdp1_groups(module: Any) -> list[Any]:
-    # With a hybrid strategy the second one averages what the first has summed.
+    # With a hybrid strategy the second group averages the sums of the first group.
     groups = [module.process_group, getattr(module, "_inter_node_pg", None)]
     return [group for group in groups if group is not None]
 
@@ -71,7 +72,7 @@ def _is_replicated(module: nn.Module) -> bool:
 
 
 def _replicate_group(module: nn.Module) -> Any:
-    """Return the group of its DDP, which is not there before the first forward."""
+    """Return the group of the module's DDP; before the first forward, the group it will have."""
     state = sys.modules["torch.distributed._composable.replicate"].replicate.state(module)
     if state.has_initialized:
         return state._ddp.process_group

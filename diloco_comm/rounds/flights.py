@@ -1,4 +1,4 @@
-"""Rounds under way: what was sent, what is due when, and what came back."""
+"""Rounds in flight: what was sent, when its mean is due, and the mean once it has come."""
 
 from __future__ import annotations
 
@@ -8,72 +8,39 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..base.memory import Reading
-from ..exchange.headers import Header, Kind
+from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
-from ..exchange.work import ExchangeWork, Mean, Terms
+from ..exchange.work import ExchangeWork, Mean
 from ..ops.wire import Layout
 
 if TYPE_CHECKING:
     from .norms import SharedReading
 
 
-@dataclass
-class Arrival:
-    """What is needed of an agreed round to apply it.
-
-    Attributes:
-        terms: Payloads laid out as ``layout`` whose weighted sum is the mean.
-        weight_sum: Of all replicas.
-        outcome: None when the round comes from a saved state.
-        digest: Of the payloads as they were exchanged, the same on all replicas; None for a round
-            in a saved state of an older version.
-        reset: Replicas that were reset in it.
-    """
-
-    terms: Terms
-    layout: Layout
-    outer_lr: float
-    gap: float
-    weight_sum: float
-    outcome: Mean | None = None
-    digest: int | None = 0
-    reset: tuple[int, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        terms: Terms,
-        layout: Layout,
-        headers: list[Header],
-        digest: int,
-        outcome: Mean | None = None,
-    ) -> Arrival:
-        """Take the shared numbers from the headers: the lowest replica's."""
-        weight_sum = sum(header.weight for header in headers)
-        lr, gap = headers[0].outer_lr, headers[0].gap
-        return cls(terms, layout, lr, gap, weight_sum, outcome, digest)
-
-    @classmethod
-    def from_outcome(cls, outcome: Mean) -> Arrival:
-        """Take what an exchange gave."""
-        return cls.of(outcome.terms, outcome.layout, outcome.headers, outcome.digest, outcome)
-
-
 @dataclass(eq=False)
 class RoundInFlight:
     """One round of one part, from its send until it is applied or lost.
 
+    The headers of its mean carry the numbers that all replicas share: the lowest replica's outer
+    learning rate and gap, and all weights.
+
     Attributes:
-        number: Of the round.
+        number: Number of the round.
         apply_step: Inner step after which the result is due; -1 when that is at a send.
         own: This replica's payload, laid out as ``layout``; None after a resume that needs none.
         coefficient: With which the own payload went into this replica's outer parameters already.
         lr: Outer learning rate, without an inner one.
-        reading: Of the norm, until it is looked at.
+        reading: The norm while it is being measured; see ``measured_norm``.
         is_local_kept: The local parameters still hold what was sent.
         is_reset: No wire carries what was to be sent: the own payload is zeros of weight 0.
-        members: Replicas of the group that it was sent in, in rank order.
-        pending: None when the round comes from a saved state.
+        members: Replicas of the group that the round was sent in, in rank order.
+        work: The exchange; None when the round comes from a saved state.
+        mean: The result once all replicas have agreed on the round; one from a saved state has a
+            single header, with the sum of the weights.
+        has_digest: False for a round in a saved state of an older version.
+        saved_resets: Replicas that were reset in a round from a saved state.
+        exposed_s: Seconds that the training loop waited for the result, doing nothing else.
+        outer_step_s: Seconds of the outer step.
     """
 
     number: int
@@ -91,7 +58,11 @@ class RoundInFlight:
     is_reset: bool = False
     members: tuple[int, ...] = ()
     work: ExchangeWork | None = None
-    arrival: Arrival | None = None
+    mean: Mean | None = None
+    has_digest: bool = True
+    saved_resets: tuple[int, ...] = ()
+    exposed_s: float = 0.0
+    outer_step_s: float = 0.0
 
     def measured_norm(self) -> float:
         """Return the pseudo-gradient's norm, or NaN when it was not measured."""
@@ -100,39 +71,57 @@ class RoundInFlight:
         return self.norm
 
     def reset_replicas(self) -> tuple[int, ...]:
-        """Return who was reset in this round, as far as headers have come."""
-        if self.arrival is not None:
-            return self.arrival.reset
-        headers = [] if self.work is None else self.work.headers
+        """Return the replicas that were reset in this round, as far as headers have come."""
+        if self.work is None:
+            return self.saved_resets
+        headers = self.work.headers if self.mean is None else self.mean.headers
         pairs = zip(self.members, headers, strict=False)
         return tuple(replica for replica, header in pairs if header.is_reset)
 
-    def offer(self) -> Arrival:
-        """As ``wait``, but the verdict may be left to the device; see ``ExchangeWork.offer``."""
-        if self.arrival is not None or self.work is None:
-            return self.wait()
-        outcome = self.work.offer()
-        if outcome.verdict is None:
-            return self.wait()
-        return Arrival.from_outcome(outcome)
+    def own_after(self, inner_step: int) -> Tensor | None:
+        """Return the own payload if the local values have changed since it was sent."""
+        return None if self.is_reset or self.sent_step == inner_step else self.own
 
-    def wait(self) -> Arrival:
+    def offer(self) -> Mean:
+        """As ``wait``, but the verdict may be left to the device; see ``ExchangeWork.offer``."""
+        if self.mean is None and self.work is not None:
+            offered = self.work.offer()
+            if offered.verdict is not None:
+                return offered
+        return self.wait()
+
+    def wait(self) -> Mean:
         """Wait for the vote; repeatable.
 
         Raises:
             SyncError: There is no result.
         """
-        if self.arrival is None:
+        if self.mean is None:
             assert self.work is not None
-            outcome = self.work.wait()
-            reset = self.reset_replicas()
-            self.arrival = Arrival.from_outcome(outcome)
-            self.arrival.reset = reset
-        return self.arrival
+            self.mean = self.work.wait()
+        return self.mean
 
 
-def arrival_of(repair: Repair, flight: RoundInFlight | None) -> Arrival:
-    """Return what came back in a round that is settled; ``flight`` is the round, if still known."""
-    if flight is not None and flight.arrival is not None:
-        return flight.arrival
-    return Arrival.of(repair.terms, repair.layout, repair.headers, repair.digest)
+def weight_sum(mean: Mean) -> float:
+    """Return the sum of all replicas' weights in a round."""
+    return sum(header.weight for header in mean.headers)
+
+
+def mean_of(repair: Repair, flight: RoundInFlight | None) -> Mean:
+    """Return the mean of a round that counts and that this replica has not applied.
+
+    Args:
+        flight: The round, if this replica still has it in flight.
+    """
+    if flight is not None and flight.mean is not None:
+        return flight.mean
+    return Mean(
+        terms=repair.terms,
+        layout=repair.layout,
+        headers=repair.headers,
+        weights=[],
+        seconds={},
+        sent_bytes=0,
+        received_bytes=0,
+        digest=repair.digest,
+    )

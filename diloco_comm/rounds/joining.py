@@ -1,4 +1,4 @@
-"""Hand what the replicas have in common to those that join."""
+"""Hand the shared outer state to replicas that join."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def share(
     outer: OuterOptimizer,
     impl: str,
 ) -> int:
-    """Give the newcomers the state of the lowest replica that was here before; a collective call.
+    """Give newcomers the state of the source: the lowest replica that trains already.
 
-    A newcomer's local parameters become the outer ones, and its learning rate the source's.
+    A collective call. A newcomer's local parameters become the outer ones, and its outer learning
+    rate that of the source.
 
     Returns:
-        The source's inner step.
+        The inner step of the source.
 
     Raises:
         SyncError: If all members are newcomers.
@@ -61,10 +62,10 @@ def send_or_receive(
 
     No round is under way. Where outer parameters differ between replicas (``Eager``) a newcomer
     becomes a copy of the source, with the corrections that the source still owes to its own outer
-    parameters; what the source owes to the others stays with the source.
+    parameters. Values that the source owes to the other replicas stay with the source.
 
     Returns:
-        The source's inner step, and its outer learning rate (None when that is a function).
+        Inner step and outer learning rate of the source; None for a rate that is a function.
     """
     numbers = {
         str(part.index): {
@@ -88,7 +89,7 @@ def send_or_receive(
         corrections = _corrections(part, own["corrections"], is_new)
         tensors += [one.payload for one in corrections]
         if not is_new and exchange.rank != source_rank:
-            # Those that were here before have the same, or their own.
+            # Replicas that train already keep their own values.
             tensors = [tensor.clone() for tensor in tensors]
         exchange.broadcast(tensors, source_rank)
         if not is_new:
@@ -102,7 +103,7 @@ def send_or_receive(
 
 
 def _corrections(part: SyncedPart, coefficients: Sequence[float], is_new: bool) -> list[Own]:
-    """Return this part's corrections, or room for those of the source."""
+    """Return this part's corrections, or room for the corrections of the source."""
     if part.buffers is None:
         return []
     layout = part.buffers.layout

@@ -1,4 +1,4 @@
-"""What one outer step cost, and the sums of all of them."""
+"""The costs of one outer step, and the sums over all outer steps."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class SyncMetrics:
             ``norms=True``, since it takes one more pass over the parameters.
         weight: This replica's weight in the mean.
         is_applied: False when the round was voted down and skipped.
-        is_reset: No wire carries this replica's values: it has taken the outer parameters, and its
-            weight was 0.
-        reset_replicas: All those of which that is so.
+        is_reset: No wire carries this replica's values: the replica has taken the outer parameters,
+            and its weight was 0.
+        reset_replicas: All replicas that were reset in the round.
     """
 
     round: int
@@ -111,8 +111,9 @@ class Recorder:
     def deferred_callbacks(self) -> Iterator[None]:
         """Call the callbacks after the block, when this replica's state is consistent again.
 
-        The first error of theirs is raised when all have been called, or is the cause of the
-        block's own. After an interrupt, the next such block calls them.
+        The first error of a callback is raised when all callbacks have been called; if the block
+        has failed too, the callback's error is the cause of the block's error. After an interrupt,
+        the next such block calls the callbacks.
         """
         try:
             yield
@@ -126,7 +127,7 @@ class Recorder:
             raise error
 
     def _tell(self) -> Exception | None:
-        """Call the callbacks; what ends while one of them runs is told after it."""
+        """Call the callbacks; an exchange that ends during a callback is told after it."""
         first: Exception | None = None
         if self._is_telling:
             return first
@@ -137,7 +138,7 @@ class Recorder:
             finally:
                 self._is_telling = False
         finally:
-            # A Ctrl-C may have come just before the line that ends this was run.
+            # A Ctrl-C may come just before the same line in the inner ``finally``.
             self._is_telling = False
         return first
 

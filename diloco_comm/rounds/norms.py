@@ -1,7 +1,7 @@
-"""Norms of fragments of which each worker of a replica has a part.
+"""Norms of fragments whose elements are divided among the workers of a replica.
 
-What is measured in a block of steps that all workers of the replica enter is posted as one small
-collective of fixed size, and looked at when it is needed, at the next send or in the metrics.
+The norms measured in one block of the workers are posted as one small collective of fixed size. The
+host reads them when they are needed: at the next send, or in the metrics.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from .. import _C
 from ..base.memory import CPU, Reading, page_locked, rounded_norm
-from ..exchange.nccl.streams import current
+from ..exchange.nccl.sending import current
 from ..methods.overlap import Overlap
 from ..replica.workers import ReplicaWorkers
-from .synced import SyncedFragment, SyncedPart
+from .synced import SyncedPart
 
 
 class SharedNorms:
-    """What one replica measures: of what it sends, and of its outer steps.
+    """The norms that one replica measures: of its pseudo-gradients, and of its outer steps.
 
     Args:
         workers: None when this worker has all elements.
-        sent: Whether what is sent is measured; the policy says whether the steps are.
+        sent: Measure the pseudo-gradients; the policy says whether the outer steps are measured.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SharedNorms:
         sent: bool,
     ) -> None:
         self._workers, self._num_parts = workers, len(parts)
-        self._device = next((p.device for p in parts if isinstance(p, SyncedFragment)), CPU)
+        self._device = next((part.device for part in parts if part.is_divided), CPU)
         self._measures_sent, self._measures_steps = sent, policy.measures_steps
         measures = workers is not None and (sent or policy.measures_steps)
         self._side = _C.OwnStream(self._device) if measures and self._device != CPU else None
@@ -61,9 +61,8 @@ class SharedNorms:
         self._is_sent_posted = False
 
     def of_sent(self, part: SyncedPart, squared: Tensor) -> Reading | SharedReading:
-        """Keep the squared norm of what a part sends."""
-        # Buffers are not divided among workers, each has its own.
-        if self._sent is None or not isinstance(part, SyncedFragment):
+        """Keep the squared norm of a part's pseudo-gradient."""
+        if self._sent is None or not part.is_divided:
             return Reading(squared)
         return self._sent.put(part.index, squared)
 
@@ -72,15 +71,15 @@ class SharedNorms:
         return Reading(squared) if self._steps is None else self._steps.put(part.index, squared)
 
     def post_sent(self) -> None:
-        """Post what was measured of what is sent in this block; once in each."""
+        """Post the norms of the pseudo-gradients of this block; once in each block."""
         if self._sent is not None and not self._is_sent_posted:
             self._is_sent_posted = True
             self._sent.post()
 
     def post_all(self) -> None:
-        """Post the rest, and begin anew for the next block.
+        """Post the norms that are not posted yet, and begin anew for the next block.
 
-        A worker whose block failed early posts here what its workmates posted before.
+        A worker whose block failed early posts here the norms that the others posted before.
         """
         if self._workers is None:
             return
@@ -120,7 +119,7 @@ class NormBoard:
         self._sums: Tensor | None = None
 
     def put(self, part: int, squared: Tensor) -> SharedReading:
-        """Add what this worker has measured; ``squared`` is fp64, the squared norm first."""
+        """Add a norm that this worker has measured; ``squared`` is fp64, the squared norm first."""
         place, self._used[part] = self._used[part], self._used[part] + 1
         self._values[part, place] = squared[0]
         return SharedReading(self, part, place)
@@ -130,7 +129,7 @@ class NormBoard:
         return self._all is not None or self._sums is not None
 
     def post(self) -> None:
-        """Send the values to the workmates; returns while they travel."""
+        """Send the values to the other workers; returns while they travel."""
         try:
             self._post()
         except RuntimeError:
@@ -144,7 +143,7 @@ class NormBoard:
             self._work = dist.all_gather(outs, values, group=self._group, async_op=True)
             self._all = everyone
             return
-        # The host looks at a copy when it needs the norms, and neither it nor its stream waits now.
+        # Neither the host nor its stream waits now: the host reads a copy when it needs the norms.
         side = self._side.stream
         side.wait_stream(torch.accelerator.current_stream(values.device))
         self._all = page_locked(tuple(everyone.shape), everyone.dtype)
@@ -157,7 +156,7 @@ class NormBoard:
             self._event.record(side)
 
     def norm(self, part: int, place: int) -> float:
-        """Return the norm over all workers; NaN when one of them has none, or is gone."""
+        """Return the norm over all workers; NaN when a worker has not measured it, or is gone."""
         if self._sums is None:
             self._sums = self._add_up()
         return rounded_norm(float(self._sums[part, place]))
@@ -177,12 +176,12 @@ class NormBoard:
         return total
 
     def _none(self) -> Tensor:
-        """A workmate is gone, as the end of the block says."""
+        """Return NaN for all: another worker is gone, and the end of the block raises for that."""
         return torch.full_like(self._values, math.nan, device=CPU)
 
 
 class SharedReading:
-    """A norm of the whole fragment, to be had when the board has been posted."""
+    """A norm of the whole fragment; it can be read when the board has been posted."""
 
     def __init__(self, board: NormBoard, part: int, place: int) -> None:
         self._board, self._part, self._place = board, part, place

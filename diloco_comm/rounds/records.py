@@ -1,4 +1,4 @@
-"""What is kept of each round: its metrics, or that it was skipped; and a warning, once."""
+"""The record of each round: its metrics, applied or skipped; and one warning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..exchange.exchange import Exchange
 from ..exchange.work import Mean
 from .flights import RoundInFlight
 from .metrics import Recorder, SyncMetrics, overlap_fraction
-from .synced import SyncedFragment, SyncedPart
+from .synced import SyncedPart
 
 logger = logging.getLogger(__name__)
 
@@ -38,31 +38,24 @@ class Records:
         )
         self._recorder.add(metrics)
 
-    def applied(
-        self,
-        part: SyncedPart,
-        flight: RoundInFlight,
-        inner_step: int,
-        *,
-        exposed_s: float,
-        outer_step_s: float,
-    ) -> None:
-        """Record a round that was applied; one from a saved state has no exchange here."""
-        outcome = None if flight.arrival is None else flight.arrival.outcome
-        seconds = {} if outcome is None else outcome.seconds
+    def applied(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
+        """Record a round that was applied."""
+        mean = flight.wait()
+        # A round from a saved state was exchanged by another process: it took no seconds here.
+        seconds = mean.seconds
         exchange_s = seconds.get("total", 0.0)
         metrics = SyncMetrics(
             round=flight.number,
             fragment=part.index,
             inner_step=inner_step,
-            sent_bytes=0 if outcome is None else outcome.sent_bytes,
-            received_bytes=0 if outcome is None else outcome.received_bytes,
+            sent_bytes=mean.sent_bytes,
+            received_bytes=mean.received_bytes,
             encode_s=seconds.get("encode", 0.0),
             exchange_s=exchange_s,
             reduce_s=seconds.get("reduce", 0.0),
-            exposed_s=exposed_s,
-            outer_step_s=outer_step_s,
-            overlap_fraction=overlap_fraction(exchange_s, exposed_s),
+            exposed_s=flight.exposed_s,
+            outer_step_s=flight.outer_step_s,
+            overlap_fraction=overlap_fraction(exchange_s, flight.exposed_s),
             pseudo_gradient_norm=flight.measured_norm(),
             weight=flight.weight,
             is_reset=flight.is_reset,
@@ -71,11 +64,10 @@ class Records:
         self._recorder.add(metrics)
         if metrics.reset_replicas:
             _log_reset(part, flight, metrics.reset_replicas)
-        if outcome is not None:
-            self._warn_of_skipped_steps(outcome)
+        self._warn_of_skipped_steps(mean)
 
-    def _warn_of_skipped_steps(self, outcome: Mean) -> None:
-        steps = [header.inner_step for header in outcome.headers]
+    def _warn_of_skipped_steps(self, mean: Mean) -> None:
+        steps = [header.inner_step for header in mean.headers]
         if self._has_warned_of_skips or len(set(steps)) == 1:
             return
         self._has_warned_of_skips = True
@@ -97,6 +89,6 @@ def _log_reset(part: SyncedPart, flight: RoundInFlight, replicas: tuple[int, ...
         "" if is_one else "s",
         ", ".join(map(str, replicas)),
         f"took {'its' if is_one else 'their'} outer parameters"
-        if isinstance(part, SyncedFragment)
+        if part.has_outer
         else "took the mean of the others' buffers",
     )

@@ -1,8 +1,7 @@
-"""Rounds of the parts under ``Blocking`` and ``Streaming``, and what all policies have in common.
+"""The rounds of one replica: what all overlap policies have in common.
 
-A part is sent and, some inner steps later, its result is merged into the local parameters. These
-still hold what a lost round had, so that the next send carries it. See ``turns`` for the policies
-that move the local parameters at each send.
+The results of ``StepTimed`` are due some inner steps after their send, those of ``SendTimed`` at a
+later send of the same part.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,56 +18,40 @@ from ..base import checks
 from ..base.errors import NonFiniteError, SyncError
 from ..base.interrupts import Uninterruptible
 from ..base.trace import exchanged, span
-from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
 from ..exchange.headers import Header, Kind
 from ..exchange.membership.regroup import Repair
-from ..exchange.work import ExchangeWork
+from ..exchange.work import ExchangeWork, Mean
+from ..methods.outer_state import Update
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
 from .agreement import handshake, history
 from .agreement.nonfinite import Streaks
 from .agreement.resets import OnReset, Resets
-from .flights import Arrival, RoundInFlight, arrival_of
+from .flights import RoundInFlight, mean_of, weight_sum
 from .metrics import Recorder
 from .norms import SharedNorms
 from .records import Records
-from .synced import OuterStep, SyncedFragment, SyncedPart, squared_norm
+from .synced import Measure, SyncedPart
 
+# This replica's weight, or the function that returns it at each step that sends.
 Weight = float | Callable[[], float]
 
 
-@dataclass
-class _Open:
-    """A round whose outer step is enqueued, and does nothing if the replicas vote it down."""
-
-    part: SyncedPart
-    flight: RoundInFlight
-    exposed_s: float
-    outer_step_s: float
-
-    def undo(self) -> None:
-        """Take back what the host has counted."""
-        if isinstance(self.part, SyncedFragment):
-            self.part.state.num_steps -= 1
-
-
-class RoundRunner:
+class RoundRunner(ABC):
     """Take the parts of one replica through their rounds on an exchange.
 
     Args:
         layout: Hash of names, shapes, fragments and schedule, equal on all replicas.
         weight: This replica's weight, or what returns it at each step that sends.
         norms: Measure each pseudo-gradient's norm.
-        workers: Those who have the rest of this replica's elements; None: nobody.
+        workers: The workers that hold the rest of this replica's elements; None without any.
         on_reset: See ``resets``.
 
     Attributes:
-        leaves_verdicts: The device may decide whether a round counts, and the host look later.
-        whole: What an interrupt must not divide; what waits for other replicas is outside of it.
+        uninterruptible: Guards sections that Ctrl-C must not split. Entered while waiting for the
+            replica's workers, never while waiting for other replicas.
     """
-
-    leaves_verdicts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -96,16 +78,18 @@ class RoundRunner:
         self._records = Records(recorder, exchange)
         self._streaks = Streaks(settings)
         self._resets = Resets(exchange, parts, settings, impl, workers=workers, on_reset=on_reset)
-        self._open: list[_Open] = []
-        self.whole = Uninterruptible()
+        self.uninterruptible = Uninterruptible()
 
+    # ----------------------------------------------------------------------- one outer step
+
+    @abstractmethod
     def exchange_parts(
         self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind = "sync"
     ) -> None:
         """Send the parts and apply everything that is due; raise the first failure after that.
 
         Args:
-            parts: Due at this step; each has a slot.
+            parts: Due to be sent at this step; each has buffers.
             inner_step: Steps done.
             num_skipped: Those of them that left the weights unchanged.
             kind: "sync" follows the overlap policy, "flush" is applied at once.
@@ -113,61 +97,6 @@ class RoundRunner:
         Raises:
             SyncError: See ``DiLoCo.step``.
         """
-        late = self._look_at_verdicts(inner_step, parts)
-        weight, refusal = self._offered_weight() if parts else (0.0, None)
-        sent: list[tuple[SyncedPart, RoundInFlight]] = []
-        with self.whole():
-            try:
-                for part in parts:
-                    flight = self.send(part, inner_step, num_skipped, weight, kind)
-                    sent.append((part, flight))
-            except Exception as error:
-                refusal = refusal or error
-            failure = self._ship(sent)
-        refusal = refusal or failure
-        try:
-            self.receive(inner_step)
-        except Exception as error:
-            # When the group died between two sends, the part that was sent tells why.
-            if refusal is None or isinstance(refusal, SyncError):
-                raise
-            raise refusal from error
-        # When it died after the last step, the round whose verdict was open does.
-        if refusal is not None and not (late and isinstance(refusal, SyncError)):
-            raise self._cause(refusal)
-        if late is not None:
-            raise late from refusal
-
-    def _ship(self, sent: Sequence[tuple[SyncedPart, RoundInFlight]]) -> Exception | None:
-        """Send what ``send`` has held, post what was measured; return what failed beside it."""
-        if not sent:
-            return None  # A block of the workers ends with what is not done here.
-        failure: Exception | None = None
-        try:
-            self._resets.ship(sent, self._leave_local)
-        except Exception as error:
-            failure = error
-        # The workers of a replica decide before they post, all in the same order.
-        if not self._resets.is_undecided:
-            self._norms.post_sent()
-        return failure
-
-    def _leave_local(self, part: SyncedFragment, fresh: RoundInFlight | None) -> None:
-        """Prepare for local parameters that are overwritten by the outer ones.
-
-        Args:
-            fresh: The round of the part that is held, if there is one.
-        """
-
-    def _cause(self, error: Exception) -> Exception:
-        """Return why a part could not be sent: a round under way that ended the epoch says more."""
-        if isinstance(error, SyncError) and error.stage == "start":
-            for flight in [flight for part in self.parts for flight in part.in_flight]:
-                try:
-                    flight.wait()
-                except SyncError as cause:
-                    return cause
-        return error
 
     def flush(self, inner_step: int, num_skipped: int) -> None:
         """Apply all that is in flight, and what was trained since; a collective call.
@@ -178,17 +107,9 @@ class RoundRunner:
         with self._streaks.flushing(self.exchange.members):
             self._flush(inner_step, num_skipped)
 
+    @abstractmethod
     def _flush(self, inner_step: int, num_skipped: int) -> None:
-        self.settle_verdicts(inner_step)
-        drained = [part for part in self.parts if part.in_flight]
-        self.receive(inner_step, everything=True)
-        self.settle_verdicts(inner_step)
-        stale = self.stale_parts(inner_step)
-        self.exchange_parts(stale, inner_step, num_skipped, "flush")
-        self.settle_verdicts(inner_step)
-        for part in drained:
-            if part not in stale and isinstance(part, SyncedFragment):
-                part.write_local(self.impl)
+        """As ``flush``, without the limits on skipped rounds."""
 
     def stale_parts(self, inner_step: int) -> list[SyncedPart]:
         """List the parts of which any replica holds something unsent; a collective call."""
@@ -198,35 +119,31 @@ class RoundRunner:
         has_news = [any(news[part.index] for news, _ in views) for part in self.parts]
         return [p for p, is_new in zip(self.parts, has_news, strict=True) if is_new and p.buffers]
 
-    def current_weight(self) -> float:
-        """Return this replica's weight for what is sent now; calls ``weight`` if it is callable.
+    @abstractmethod
+    def settle_verdicts(self, inner_step: int) -> None:
+        """Find out whether rounds whose outer step was left to the device were applied.
 
         Raises:
-            ValueError: If it is negative or not finite.
-            TypeError: If it is no number.
+            SyncError: The first failure; the state is as before that round.
         """
-        weight = self.weight() if callable(self.weight) else self.weight
-        return checks.not_negative("weight", weight)
+
+    # ------------------------------------------------------------------------------- sending
 
     def _offered_weight(self) -> tuple[float, Exception | None]:
-        """Return the weight to send with; if there is none, NaN and why.
+        """Return the weight to send with; NaN and the error if ``weight`` raises or is none.
 
-        With a NaN the round fails at once on all replicas, who would wait for this one in vain.
+        With NaN the round fails at once on all replicas; without a send they would wait in vain.
         """
         try:
-            return self.current_weight(), None
+            weight = self.weight() if callable(self.weight) else self.weight
+            return checks.not_negative("weight", weight), None
         except Exception as error:
             if self.exchange.size == 1:
                 raise
             return math.nan, error
 
     def send(
-        self,
-        part: SyncedPart,
-        inner_step: int,
-        num_skipped: int,
-        weight: float,
-        kind: Kind,
+        self, part: SyncedPart, inner_step: int, num_skipped: int, weight: float, kind: Kind
     ) -> RoundInFlight:
         """Encode a part and hand it to the engine; returns while it travels.
 
@@ -236,10 +153,9 @@ class RoundRunner:
         Raises:
             SyncError: The group died before.
         """
-        buffers, policy = part.buffers, self.settings.overlap
-        assert buffers is not None
+        policy = self.settings.overlap
         number = part.next_round
-        lr = self.lr(part, number)
+        lr = part.outer_lr(self.settings.outer, number)
         header = Header(
             kind=kind,
             layout_hash=self.layout,
@@ -253,19 +169,19 @@ class RoundRunner:
             gap=policy.gap_for(part.step_norm, part.largest_norm),
             history=part.history,
         )
-        reading = self._norms.of_sent(part, self._squared_norm(part)) if self.norms else None
-        is_flush = kind == "flush"
-        delay = 0 if is_flush else policy.steps()
-        is_overlapped = not is_flush and (delay > 0 or policy.rounds > 0)
+        reading = None
+        if self.norms:
+            reading = self._norms.of_sent(part, part.squared_norm(self.impl))
+        delay = 0 if kind == "flush" else policy.steps()
+        is_overlapped = delay > 0 or (kind != "flush" and policy.rounds > 0)
         with span("encode", part.index, number):
-            work = self._start(part, buffers, header, is_overlapped)
-        apply_step = -1 if policy.rounds else inner_step + delay
+            work = self._start(part, header, is_overlapped)
         flight = RoundInFlight(
             number=number,
             kind=kind,
             sent_step=inner_step,
-            apply_step=apply_step,
-            # Without a weight it does not count, neither here before it has failed.
+            apply_step=-1 if policy.rounds else inner_step + delay,
+            # A round without a weight counts as nothing here too, before it has failed.
             weight=0.0 if math.isnan(weight) else weight,
             lr=lr,
             own=work.payload,
@@ -277,14 +193,13 @@ class RoundRunner:
         part.in_flight.append(flight)
         return flight
 
-    def _start(
-        self, part: SyncedPart, buffers: ExchangeBuffers, header: Header, is_overlapped: bool
-    ) -> ExchangeWork:
+    def _start(self, part: SyncedPart, header: Header, is_overlapped: bool) -> ExchangeWork:
+        assert part.buffers is not None
         return self.exchange.start(
-            buffers,
-            outer=part.state.outer if isinstance(part, SyncedFragment) else None,
+            part.buffers,
+            outer=part.outer_at_rest,
             params=part.tensors(),
-            loader=part.loader if isinstance(part, SyncedFragment) else None,
+            loader=part.loader,
             header=header,
             stochastic=self.settings.rounding == "stochastic",
             seed=self.settings.seed,
@@ -292,182 +207,142 @@ class RoundRunner:
             is_held=self._resets.is_on,
         )
 
-    def lr(self, part: SyncedPart, number: int) -> float:
-        """Return the outer learning rate of one of the part's rounds."""
-        if not isinstance(part, SyncedFragment):
-            return 0.0
-        return self.settings.outer.lr_at(number, part.state)
+    def _ship(self, sent: Sequence[tuple[SyncedPart, RoundInFlight]]) -> Exception | None:
+        """Let go the rounds that ``send`` has held, and post the norms; return the first failure.
 
-    def receive(self, inner_step: int, *, everything: bool = False) -> None:
-        """Wait for all exchanges due by now (or all), then apply those that were agreed on.
-
-        A round that succeeded is applied by the other replicas, so it is applied here too when
-        another one failed. An interrupted wait leaves all of them in flight, for the next call.
-
-        Raises:
-            SyncError: The first failure; nothing of that round was applied.
+        Without rounds nothing is done here: ``post_norms`` does it when the workers' block ends.
         """
-        due = [
-            (part, flight)
-            for part in self.parts
-            for flight in part.in_flight
-            if everything or flight.apply_step <= inner_step
-        ]
-        arrivals = [self._wait(part, flight) for part, flight in due]
-        first: Exception | None = None
-        with self.whole():
-            for (part, flight), (arrival, exposed_s) in zip(due, arrivals, strict=True):
-                try:
-                    self._arrive(part, flight, arrival, inner_step, exposed_s)
-                except Exception as error:
-                    # What a warning filter raises costs no other part its round.
-                    first = first or error
-        if first is not None:
-            raise first
-
-    def _arrive(
-        self,
-        part: SyncedPart,
-        flight: RoundInFlight,
-        arrival: Arrival | SyncError,
-        inner_step: int,
-        exposed_s: float,
-    ) -> None:
-        assert part.in_flight[0] is flight
-        part.in_flight.popleft()
-        if isinstance(arrival, SyncError):
-            self._report(part, flight, inner_step, arrival)
-        else:
-            self._merge(part, flight, arrival, inner_step, exposed_s)
-
-    def _wait(self, part: SyncedPart, flight: RoundInFlight) -> tuple[Arrival | SyncError, float]:
-        begin = time.perf_counter()
-        arrival: Arrival | SyncError
+        if not sent:
+            return None
+        failure: Exception | None = None
         try:
-            with span("wait", part.index, flight.number):
-                takes = self.leaves_verdicts and part.takes_verdict
-                arrival = flight.offer() if takes else flight.wait()
-            if arrival.outcome is not None and arrival.outcome.verdict is None:
-                exchanged(part.index, flight.number, arrival.outcome.seconds.get("total", 0.0))
-        except SyncError as error:
-            arrival = error
-        return arrival, time.perf_counter() - begin
+            self._resets.ship(sent, self._leave_local)
+        except Exception as error:
+            failure = error
+        # The workers of a replica decide on resets before they post, all in the same order.
+        if not self._resets.is_undecided:
+            self._norms.post_sent()
+        return failure
 
-    def _merge(
-        self,
-        part: SyncedPart,
-        flight: RoundInFlight,
-        arrival: Arrival,
-        inner_step: int,
-        exposed_s: float,
-    ) -> None:
-        assert part.buffers is not None
-        policy = self.settings.overlap
-        verdict = None if arrival.outcome is None else arrival.outcome.verdict
-        step = OuterStep(
-            arrival.terms,
-            arrival.layout,
-            arrival.outer_lr,
-            self.impl,
-            alpha=0.0 if flight.kind == "flush" else policy.alpha,
-            own=None if flight.is_reset or flight.sent_step == inner_step else flight.own,
-            verdict=verdict,
-        )
-        outer_step_s = self._step(part, flight.number, step)
-        if verdict is not None:
-            self._open.append(_Open(part, flight, exposed_s, outer_step_s))
-            return
-        self._applied(part, flight, arrival, inner_step, exposed_s, outer_step_s)
+    def post_norms(self) -> None:
+        """End a block of the replica's workers: decide on resets, and post what was measured."""
+        try:
+            self._resets.finish(self._leave_local)
+        finally:
+            self._norms.post_all()
 
-    def _applied(
-        self,
-        part: SyncedPart,
-        flight: RoundInFlight,
-        arrival: Arrival,
-        inner_step: int,
-        exposed_s: float,
-        outer_step_s: float,
-    ) -> None:
-        self._commit(part, flight, arrival)
-        part.last_sent = flight.sent_step
-        self._record(part, flight, inner_step, exposed_s, outer_step_s)
-
-    def settle_verdicts(self, inner_step: int) -> None:
-        """Find out whether rounds whose outer step was left to the device were applied.
-
-        Raises:
-            SyncError: The first failure, as ``receive`` would have; the state is as before.
-        """
-        late = self._look_at_verdicts(inner_step)
-        if late is not None:
-            raise late
-
-    def _look_at_verdicts(
-        self, inner_step: int, parts: Sequence[SyncedPart] | None = None
-    ) -> Exception | None:
-        """As ``settle_verdicts``, but return the failure.
-
-        Replicas may see it at different steps, so it must not keep one of them from sending.
+    @abstractmethod
+    def _leave_local(self, part: SyncedPart, fresh: RoundInFlight | None) -> None:
+        """Prepare for local parameters that are overwritten by the outer ones.
 
         Args:
-            parts: Wait for the verdicts of these; None: of all. The others are only looked at.
+            fresh: The round of the part that is held, if there is one.
         """
-        first: Exception | None = None
-        for one in list(self._open):
-            must = parts is None or one.part in parts
-            assert one.flight.work is not None
-            if not (must or one.flight.work.done()):
-                continue
-            arrival: Arrival | SyncError
-            try:
-                arrival = one.flight.wait()
-            except SyncError as error:
-                arrival = error
-            with self.whole():
+
+    def _cause(self, error: Exception) -> Exception:
+        """Return why a part could not be sent: a round under way that ended the epoch says more."""
+        if isinstance(error, SyncError) and error.stage == "start":
+            for flight in (flight for part in self.parts for flight in part.in_flight):
                 try:
-                    self._close_verdict(one, arrival, inner_step)
-                except Exception as error:
-                    first = first or error
-        return first
+                    flight.wait()
+                except SyncError as cause:
+                    return cause
+        return error
 
-    def _close_verdict(self, one: _Open, arrival: Arrival | SyncError, inner_step: int) -> None:
-        self._open.remove(one)
-        if isinstance(arrival, SyncError):
-            one.undo()
-            self._report(one.part, one.flight, inner_step, arrival)
-            return
-        times = one.exposed_s, one.outer_step_s
-        self._applied(one.part, one.flight, arrival, inner_step, *times)
+    # ---------------------------------------------------------------------- waiting, applying
 
-    def _record(
+    def _wait(self, part: SyncedPart, flight: RoundInFlight) -> Mean | SyncError:
+        """Return the result of a round, or why it has none."""
+        begin = time.perf_counter()
+        result: Mean | SyncError
+        try:
+            with span("wait", part.index, flight.number):
+                result = self._result_of(part, flight)
+            if result.verdict is None and flight.work is not None:
+                exchanged(part.index, flight.number, result.seconds.get("total", 0.0))
+        except SyncError as error:
+            result = error
+        flight.exposed_s = time.perf_counter() - begin
+        return result
+
+    @abstractmethod
+    def _result_of(self, part: SyncedPart, flight: RoundInFlight) -> Mean:
+        """Wait for a round, as far as the host must before it applies the round."""
+
+    def _step(
         self,
         part: SyncedPart,
         flight: RoundInFlight,
-        inner_step: int,
-        exposed_s: float,
-        outer_step_s: float,
+        update: Update,
+        own: Tensor | None = None,
+        measure: Measure | None = None,
     ) -> None:
+        """Apply an update, and keep the time that this took."""
+        begin = time.perf_counter()
+        with span("outer_step", part.index, flight.number):
+            part.apply(update, own=own, measure=measure)
+        flight.outer_step_s = time.perf_counter() - begin
+
+    def _commit(self, part: SyncedPart, flight: RoundInFlight, mean: Mean) -> None:
+        """Count a round as applied; its buffers are free."""
+        assert part.buffers is not None
+        part.buffers.commit()
+        self._count(part, flight.number, flight, mean)
+
+    def _count(
+        self, part: SyncedPart, number: int, flight: RoundInFlight | None, mean: Mean
+    ) -> None:
+        part.round = number + 1
+        part.weight_sum = weight_sum(mean)
+        if flight is None or flight.has_digest:
+            history.applied(part, number, mean)
+
+    def _record(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
         """Write down that a round was applied; raise if a replica was reset once too often."""
         try:
-            self._records.applied(
-                part, flight, inner_step, exposed_s=exposed_s, outer_step_s=outer_step_s
-            )
+            self._records.applied(part, flight, inner_step)
         finally:
             self._streaks.applied(part, flight.number, flight.reset_replicas())
 
     # ------------------------------------------------------------------------------ failures
 
-    def settle(self, repairs: Sequence[Repair], inner_step: int) -> None:
+    def _report(
+        self, part: SyncedPart, flight: RoundInFlight, inner_step: int, error: SyncError
+    ) -> None:
+        """Raise for a round that no replica applies, or record that it was skipped."""
+        if not isinstance(error, NonFiniteError) or self.settings.on_nonfinite == "raise":
+            raise error
+        self._records.skipped(part, flight, inner_step, error)
+        self._streaks.skipped(part, error, flight.reset_replicas())
+
+    def last_rounds(self, inner_step: int, unreported: list[NonFiniteError]) -> dict[int, int]:
+        """Return the last applied round of each part, now that no exchange is under way.
+
+        Args:
+            unreported: Takes the error of a round that was skipped without any report.
+        """
+        with contextlib.suppress(SyncError):
+            try:
+                self.settle_verdicts(inner_step)
+            except NonFiniteError as error:
+                unreported.append(error)
+        return {part.index: part.round - 1 for part in self.parts}
+
+    def settle(self, repairs: Sequence[Repair], inner_step: int, agreed_step: int) -> None:
         """Begin in a new group: apply the rounds that count, and lose the others under way.
 
         Args:
             repairs: Rounds that count and that this replica has not applied.
+            agreed_step: Inner step of the slowest replica, from which all go on. Replicas differ
+                when one had applied a round and others had trained on until their next send failed.
         """
         self._streaks.forget()
-        with self.whole():
+        with self.uninterruptible():
             for part in self.parts:
                 missed = {r.round: r for r in repairs if r.fragment == part.index}
                 self._settle_part(part, missed, inner_step)
+            for part in self.parts:
+                part.last_sent -= inner_step - agreed_step
 
     def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
         flights = list(part.in_flight)
@@ -485,26 +360,28 @@ class RoundRunner:
         """Apply a round that counts and that this replica has not applied."""
         is_merged = flight is not None and flight.kind != "flush"
         alpha = self.settings.overlap.alpha if is_merged else 0.0
-        is_late = flight is not None and flight.sent_step != inner_step and not flight.is_reset
-        arrival = arrival_of(repair, flight)
-        step = OuterStep(
-            repair.terms,
-            repair.layout,
-            # That of the round: those who applied it had that one.
-            arrival.outer_lr,
-            self.impl,
-            alpha=alpha,
-            own=flight.own if flight is not None and is_late else None,
-        )
-        part.apply(step)
+        mean = mean_of(repair, flight)
+        # The learning rate of the round: replicas that have applied it had that one.
+        update = self._update(part, mean, alpha=alpha)
+        part.apply(update, own=None if flight is None else flight.own_after(inner_step))
         part.last_sent = inner_step if flight is None else flight.sent_step
-        self._repaired(part, repair, arrival)
+        self._count(part, repair.round, flight, mean)
 
-    def _repaired(self, part: SyncedPart, repair: Repair, arrival: Arrival) -> None:
-        part.round = repair.round + 1
-        part.weight_sum = arrival.weight_sum
-        history.applied(part, repair.round, arrival)
+    def _update(
+        self, part: SyncedPart, mean: Mean, *, alpha: float, verdict: Tensor | None = None
+    ) -> Update:
+        """Return the outer step on the mean of a round."""
+        return Update(
+            mean.terms,
+            part.tensors(),
+            mean.layout,
+            mean.headers[0].outer_lr,
+            alpha,
+            impl=self.impl,
+            verdict=verdict,
+        )
 
+    @abstractmethod
     def _lose(self, part: SyncedPart, flight: RoundInFlight) -> None:
         """Give up a round: its mean counts as zero, on all replicas alike."""
 
@@ -521,39 +398,3 @@ class RoundRunner:
             part.equal_at = -1
             if part.buffers is not None:
                 part.buffers.forget()
-
-    # ------------------------------------------------------------------------------- records
-
-    def _step(self, part: SyncedPart, number: int, step: OuterStep) -> float:
-        begin = time.perf_counter()
-        with span("outer_step", part.index, number):
-            part.apply(step)
-        return time.perf_counter() - begin
-
-    def _commit(self, part: SyncedPart, flight: RoundInFlight, arrival: Arrival) -> None:
-        assert part.buffers is not None
-        part.buffers.commit()
-        part.round = flight.number + 1
-        part.weight_sum = arrival.weight_sum
-        history.applied(part, flight.number, arrival)
-
-    def _report(
-        self, part: SyncedPart, flight: RoundInFlight, inner_step: int, error: SyncError
-    ) -> None:
-        """Raise for a round that no replica applies, or record that it was skipped."""
-        if not isinstance(error, NonFiniteError) or self.settings.on_nonfinite == "raise":
-            raise error
-        self._records.skipped(part, flight, inner_step, error)
-        self._streaks.skipped(part, error, flight.reset_replicas())
-
-    def _squared_norm(self, part: SyncedPart) -> Tensor:
-        if isinstance(part, SyncedFragment):
-            return part.squared_norm(self.impl)
-        return squared_norm(None, part.tensors(), self.impl)
-
-    def post_norms(self) -> None:
-        """Let the workmates have what was measured; each block that they enter ends with it."""
-        try:
-            self._resets.finish(self._leave_local)
-        finally:
-            self._norms.post_all()

@@ -1,9 +1,9 @@
 """Rounds of the parts under ``Delayed``, ``Eager`` and ``CO2``.
 
-A part takes a *turn* each time it is due: wait for the round that it sent ``rounds`` turns ago,
-encode outer - local, start the new round, step the outer optimizer on the old one, and set the
-local parameters to the outer ones. What a lost round had is then nowhere but in its payload, which
-is decoded and owed to the next encoding.
+A round is due ``rounds`` sends after its own send. At each send a part waits for the round that is
+due, encodes outer - local and starts a new round. Then the outer optimizer steps on the round that
+is due, and the local parameters are set to the outer ones. From then on a lost round is nowhere but
+in its payload, which is decoded and owed to the next encoding.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
 
 from ..base.errors import NonFiniteError, SyncError
 from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
+from ..exchange.work import Mean
+from ..methods.outer_state import Update
 from ..methods.overlap import Own, Terms
 from ..ops.residuals import drop_bad
 from ..ops.wire import Layout
 from .agreement import consensus, handshake
-from .flights import Arrival, RoundInFlight, arrival_of
+from .flights import RoundInFlight, mean_of, weight_sum
 from .runner import RoundRunner
-from .synced import OuterStep, SyncedFragment, SyncedPart
+from .synced import Measure, SyncedFragment, SyncedPart
+
+# A part, its round that is due and has arrived (None without one), and its round just sent.
+Move = tuple[SyncedPart, RoundInFlight | None, RoundInFlight]
 
 
 class SendTimed(RoundRunner):
-    """Take the parts of one replica through their turns; see ``RoundRunner`` for the arguments.
+    """Take the parts of one replica through rounds that end at a later send.
 
-    What is sent in a turn depends on whether the round that is due counts, so the host must know.
+    What is sent depends on whether the round that is due counts, so the host waits for its verdict.
     """
-
-    leaves_verdicts: ClassVar[bool] = False
 
     def exchange_parts(
         self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind = "sync"
@@ -45,30 +47,41 @@ class SendTimed(RoundRunner):
             return
         weight, first = self._offered_weight()
         due = [part.in_flight[0] if self._is_due(part) else None for part in parts]
-        waits = [
-            (None, 0.0) if flight is None else self._wait(part, flight)
+        results = [
+            None if flight is None else self._wait(part, flight)
             for part, flight in zip(parts, due, strict=True)
         ]
-        moves: list[tuple[SyncedPart, RoundInFlight | None, RoundInFlight, float]] = []
-        with self.whole():
-            for part, flight, (arrival, exposed_s) in zip(parts, due, waits, strict=True):
+        moves: list[Move] = []
+        with self.uninterruptible():
+            for part, flight, result in zip(parts, due, results, strict=True):
                 try:
-                    if flight is not None and isinstance(arrival, SyncError):
-                        self._fail(part, flight, inner_step, arrival)
-                        flight = None
+                    arrived = self._arrived(part, flight, result, inner_step)
                     fresh = self.send(part, inner_step, num_skipped, weight, kind)
-                    moves.append((part, flight, fresh, exposed_s))
+                    moves.append((part, arrived, fresh))
                 except Exception as error:
                     first = first or error
-            failure = self._ship([(part, fresh) for part, _, fresh, _ in moves])
+            failure = self._ship([(part, fresh) for part, _, fresh in moves])
             first = first or failure
-            for part, flight, fresh, exposed_s in moves:
+            for part, flight, fresh in moves:
                 try:
-                    self._advance(part, flight, fresh, inner_step, exposed_s)
+                    self._advance(part, flight, fresh, inner_step)
                 except Exception as error:
                     first = first or error
         if first is not None:
             raise self._cause(first)
+
+    def _arrived(
+        self,
+        part: SyncedPart,
+        flight: RoundInFlight | None,
+        result: Mean | SyncError | None,
+        inner_step: int,
+    ) -> RoundInFlight | None:
+        """Return the round that is due if it has a result; leave it out if it has failed."""
+        if flight is not None and isinstance(result, SyncError):
+            self._fail(part, flight, inner_step, result)
+            return None
+        return flight
 
     def send(
         self, part: SyncedPart, inner_step: int, num_skipped: int, weight: float, kind: Kind
@@ -79,6 +92,12 @@ class SendTimed(RoundRunner):
             _clean_residuals(part)
         return super().send(part, inner_step, num_skipped, weight, kind)
 
+    def _result_of(self, part: SyncedPart, flight: RoundInFlight) -> Mean:
+        return flight.wait()
+
+    def settle_verdicts(self, inner_step: int) -> None:
+        """Do nothing: no outer step is left to the device."""
+
     def _is_due(self, part: SyncedPart) -> bool:
         return len(part.in_flight) >= self.settings.overlap.rounds
 
@@ -88,7 +107,6 @@ class SendTimed(RoundRunner):
         due: RoundInFlight | None,
         fresh: RoundInFlight,
         inner_step: int,
-        exposed_s: float,
     ) -> None:
         """Take the outer step that follows the send of ``fresh``."""
         policy = self.settings.overlap
@@ -101,34 +119,30 @@ class SendTimed(RoundRunner):
         part.owes, part.last_sent = part.owes and fresh.is_reset, fresh.sent_step
         if is_first and policy.first == "skip":
             if has_local:
-                self._stay(part, fresh)
+                part.keep_local(fresh, self.impl)
             return
         part.is_ahead = False
-        if isinstance(part, SyncedFragment):
-            arrived = None if due is None else due.arrival
-            weight_sum = part.weight_sum if arrived is None else arrived.weight_sum
-            sums = (fresh.weight, weight_sum) if weight_sum else (1.0, self.exchange.size)
-            # Zeros count nothing with any coefficient, but with one the outer step is taken.
-            sums = (1.0, self.exchange.size) if fresh.is_reset else sums
-            fresh.coefficient = policy.own_coefficient(*sums)
-        self._finish(part, due, fresh, inner_step, exposed_s)
+        if part.has_outer:
+            fresh.coefficient = self._own_coefficient(part, due, fresh)
+        self._finish(part, due, fresh, inner_step)
+
+    def _own_coefficient(
+        self, part: SyncedPart, due: RoundInFlight | None, fresh: RoundInFlight
+    ) -> float:
+        arrived = None if due is None else due.mean
+        total = part.weight_sum if arrived is None else weight_sum(arrived)
+        # Zeros count nothing with any coefficient, but with one the outer step is taken.
+        if fresh.is_reset or not total:
+            return self.settings.overlap.own_coefficient(1.0, self.exchange.size)
+        return self.settings.overlap.own_coefficient(fresh.weight, total)
 
     def _advance_at_once(self, part: SyncedPart, fresh: RoundInFlight, inner_step: int) -> None:
-        arrival, exposed_s = self._wait(part, fresh)
-        if isinstance(arrival, SyncError):
-            self._fail(part, fresh, inner_step, arrival)
+        result = self._wait(part, fresh)
+        if isinstance(result, SyncError):
+            self._fail(part, fresh, inner_step, result)
             return
         part.owes, part.last_sent = part.owes and fresh.is_reset, fresh.sent_step
-        self._finish(part, fresh, None, inner_step, exposed_s)
-
-    def _stay(self, part: SyncedPart, fresh: RoundInFlight) -> None:
-        """Leave the local parameters as they are; the next encoding sees what was sent again."""
-        if not isinstance(part, SyncedFragment):
-            return
-        assert part.buffers is not None and fresh.own is not None
-        part.is_ahead = True
-        part.buffers.residuals.rewind()
-        part.buffers.residuals.owe(part.decode(fresh.own, fresh.layout, self.impl).neg_())
+        self._finish(part, fresh, None, inner_step)
 
     def _finish(
         self,
@@ -136,54 +150,53 @@ class SendTimed(RoundRunner):
         due: RoundInFlight | None,
         fresh: RoundInFlight | None,
         inner_step: int,
-        exposed_s: float,
     ) -> None:
-        """Take an outer step on the round that is due, and count it as applied."""
-        arrival = None if due is None else due.arrival
+        """Take an outer step on the round that is due, and count that round as applied."""
+        mean = None if due is None else due.mean
         flight = due or fresh
         assert flight is not None
-        step = self._outer_step(part, arrival, due, fresh, inner_step)
-        outer_step_s = self._step(part, flight.number, step)
+        update = self._update_on(part, mean, due, fresh)
+        own = None if due is None or part.has_outer else due.own_after(inner_step)
+        self._step(part, flight, update, own=own, measure=self._measure(part))
         part.corrections = []
-        if due is not None and arrival is not None:
+        if due is not None and mean is not None:
             part.in_flight.remove(due)
-            self._commit(part, due, arrival)
-            self._record(part, due, inner_step, exposed_s, outer_step_s)
+            self._commit(part, due, mean)
+            self._record(part, due, inner_step)
 
-    def _outer_step(
+    def _measure(self, part: SyncedPart) -> Measure | None:
+        is_wanted = part.has_outer and self.settings.overlap.measures_steps
+        return partial(self._norms.of_step, part) if is_wanted else None
+
+    def _update_on(
         self,
         part: SyncedPart,
-        arrival: Arrival | None,
+        mean: Mean | None,
         due: RoundInFlight | None,
         fresh: RoundInFlight | None,
-        inner_step: int,
-    ) -> OuterStep:
+    ) -> Update:
+        """Return the outer step on a mean, with the own payloads that the policy adds."""
         flight = due or fresh
         assert flight is not None
-        mean: Terms = [] if arrival is None else arrival.terms
-        layout = flight.layout if arrival is None else arrival.layout
-        if not isinstance(part, SyncedFragment):
-            is_late = due is not None and due.sent_step != inner_step
-            own = due.own if due is not None and is_late and not due.is_reset else None
-            return OuterStep(mean, layout, 0.0, self.impl, own=own)
-        policy = self.settings.overlap
-        stale = list(part.corrections)
-        if due is not None and due.own is not None and due.coefficient:
-            stale.append(Own(due.own, due.coefficient, due.layout))
-        added = None
-        if fresh is not None and fresh.own is not None and fresh.coefficient:
-            added = Own(fresh.own, fresh.coefficient, fresh.layout)
-        inner_lr = policy.current_inner_lr()
-        if arrival is not None:
-            penalty = arrival.gap * inner_lr
-            mean = [(payload, coefficient / penalty) for payload, coefficient in mean]
-        return OuterStep(
-            policy.gradient(mean, added, stale),
+        policy, inner_lr = self.settings.overlap, 1.0
+        terms: Terms = [] if mean is None else mean.terms
+        layout = flight.layout if mean is None else mean.layout
+        if part.has_outer:
+            stale = [*part.corrections, *_owns(due)]
+            added = _owns(fresh)
+            inner_lr = policy.current_inner_lr()
+            if mean is not None:
+                penalty = mean.headers[0].gap * inner_lr
+                terms = [(payload, coefficient / penalty) for payload, coefficient in terms]
+            terms = policy.gradient(terms, added[0] if added else None, stale)
+            flight = fresh if added and fresh is not None else flight
+        return Update(
+            terms,
+            part.tensors(),
             layout,
-            (flight if added is None or fresh is None else fresh).lr * inner_lr,
-            self.impl,
+            flight.lr * inner_lr,
             clip=math.inf if policy.clip is None else policy.clip,
-            measured=partial(self._norms.of_step, part) if policy.measures_steps else None,
+            impl=self.impl,
         )
 
     def _flush(self, inner_step: int, num_skipped: int) -> None:
@@ -200,7 +213,7 @@ class SendTimed(RoundRunner):
         views = handshake.gather_json(self.exchange, changed)
         differing = [part for part in parts if any(part.index in view for view in views)]
         # Replicas that do this at different times would not find each other.
-        with self.whole():
+        with self.uninterruptible():
             consensus.equalize(self.exchange, differing, self.impl)
             for part in parts:
                 part.equal_at = part.state.num_steps
@@ -224,33 +237,25 @@ class SendTimed(RoundRunner):
             raise first
 
     def _drain_one(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
-        arrival, exposed_s = self._wait(part, flight)
-        with self.whole():
-            if isinstance(arrival, SyncError):
-                self._fail(part, flight, inner_step, arrival)
+        result = self._wait(part, flight)
+        with self.uninterruptible():
+            if isinstance(result, SyncError):
+                self._fail(part, flight, inner_step, result)
                 return
-            self._owe_progress(part)
-            self._finish(part, flight, None, inner_step, exposed_s)
+            if part.is_ahead:
+                part.owe_progress()
+            self._finish(part, flight, None, inner_step)
 
-    def _owe_progress(self, part: SyncedPart, *, always: bool = False) -> None:
-        """Owe what the local parameters hold beyond the outer ones; they are about to lose it."""
-        if isinstance(part, SyncedFragment) and (part.is_ahead or always):
-            assert part.buffers is not None
-            part.buffers.residuals.owe(part.progress())
-            part.owes = part.owes or always
-            part.is_ahead = False
-
-    def _leave_local(self, part: SyncedFragment, fresh: RoundInFlight | None) -> None:
-        # What is owed takes out what the local parameters hold of rounds that were sent.
+    def _leave_local(self, part: SyncedPart, fresh: RoundInFlight | None) -> None:
+        # A part that is ahead owes the negative of what its local parameters hold of sent rounds.
         if not part.is_ahead:
             return
-        assert part.buffers is not None
         part.is_ahead = False
         if fresh is not None and not fresh.is_reset:
-            return  # It has that with it.
+            return  # The fresh round has taken the debt with it.
         for flight in part.in_flight:
             if flight is not fresh and flight.own is not None:
-                part.buffers.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
+                part.owe_round(flight, self.impl)
 
     # ------------------------------------------------------------------------------ failures
 
@@ -271,13 +276,13 @@ class SendTimed(RoundRunner):
 
     def _lose(self, part: SyncedPart, flight: RoundInFlight) -> None:
         """Owe what a round had sent; its mean counts as zero, on all replicas alike."""
-        if not isinstance(part, SyncedFragment):
+        if not part.has_outer:
             return
         assert part.buffers is not None
         if flight.is_local_kept:
             part.buffers.residuals.rewind()
         elif flight.own is not None and not flight.is_reset:
-            part.buffers.residuals.owe(part.decode(flight.own, flight.layout, self.impl))
+            part.owe_round(flight, self.impl)
             part.owes = True
             if flight.coefficient:
                 own = Own(flight.own.clone(), flight.coefficient, flight.layout)
@@ -293,17 +298,25 @@ class SendTimed(RoundRunner):
     def _repair(
         self, part: SyncedPart, repair: Repair, flight: RoundInFlight | None, inner_step: int
     ) -> None:
-        if flight is None or not isinstance(part, SyncedFragment):
+        if flight is None or not part.has_outer:
             super()._repair(part, repair, flight, inner_step)
             return
         if flight.is_local_kept:
             # What was sent is in the local parameters, too, and is not owed on top.
-            self._stay(part, flight)
-        self._owe_progress(part, always=True)
-        arrival = arrival_of(repair, flight)
-        part.apply(self._outer_step(part, arrival, flight, None, inner_step))
+            part.keep_local(flight, self.impl)
+        part.owe_progress()
+        part.owes = True
+        mean = mean_of(repair, flight)
+        part.apply(self._update_on(part, mean, flight, None), measure=self._measure(part))
         part.corrections = []
-        self._repaired(part, repair, arrival)
+        self._count(part, repair.round, flight, mean)
+
+
+def _owns(flight: RoundInFlight | None) -> list[Own]:
+    """Return the own payload of a round, if it has gone into the outer parameters, or will now."""
+    if flight is None or flight.own is None or not flight.coefficient:
+        return []
+    return [Own(flight.own, flight.coefficient, flight.layout)]
 
 
 def _laid_out(own: Own, layout: Layout) -> Own:
@@ -315,7 +328,7 @@ def _keeps_residual(part: SyncedPart) -> bool:
 
 
 def _clean_residuals(part: SyncedPart) -> None:
-    """Drop from what is owed what no wire can carry: it would spoil every round to come."""
+    """Drop owed values that no wire can carry: they would spoil every round to come."""
     assert part.buffers is not None
     for residual in (part.buffers.residuals.added, *part.buffers.residuals.reductions()):
         if residual is not None:

@@ -1,84 +1,64 @@
-"""What is exchanged as one: a fragment's parameters against its outer ones, or the buffers."""
+"""Parts of a model that are exchanged as one; here fragments, see ``synced_buffers`` too."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass, field
-from math import inf, isnan
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from math import isnan
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _C, ops
 from ..base.memory import Reading, device_of, memory_order, page_locked, persistent
 from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
-from ..exchange.work import Terms, decode_terms
-from ..methods.outer import OuterOptimizer, Update
+from ..exchange.work import decode_terms
+from ..methods.outer import OuterOptimizer
+from ..methods.outer_state import Update
 from ..methods.overlap import Own
-from ..ops.dispatch import is_served
 from ..ops.offload import CHUNK_ELEMENTS, slices
 from ..ops.wire import Layout, WireFormat
 from ..replica import sharding
-from ..replica.fragments import (
-    DTYPES,
-    Fragment,
-    is_dense,
-    memory_of,
-    refuse_change,
-    unwrap_model,
-)
+from ..replica.fragments import Fragment
 from .flights import RoundInFlight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from .norms import SharedReading
 
 
-@dataclass
-class OuterStep:
-    """What a part is given when a round is applied.
-
-    Attributes:
-        terms: Payloads and coefficients; none means that no step is taken.
-        own: This replica's payload, when it was sent at an earlier step than this one.
-        alpha, clip: See ``outer.Update``.
-        measured: Takes the squared norm of the step, if it is to be measured.
-        verdict: See ``outer.Update``.
-    """
-
-    terms: Terms
-    layout: Layout
-    lr: float
-    impl: str
-    alpha: float = 0.0
-    clip: float = inf
-    own: Tensor | None = None
-    measured: Callable[[Tensor], Reading | SharedReading] | None = None
-    verdict: Tensor | None = None
+# Takes the squared norm of an outer step.
+Measure = Callable[[Tensor], "Reading | SharedReading"]
 
 
 class SyncedPart(ABC):
-    """One schedule entry: its slot in the engine, its rounds, and what is in flight.
+    """One entry of the schedule: local tensors, buffers of the exchange, and rounds in flight.
 
     Attributes:
         index: Number of the fragment in headers; the buffers come after the last fragment.
         round: Number of the next round to be applied.
-        last_sent: Inner step up to which the outer parameters have, or will have by what is in
-            flight or owed, what was learned.
+        last_sent: Last inner step whose progress is applied, in flight or owed.
         in_flight: Rounds sent and neither applied nor lost, oldest first.
-        owes: A lost round is to be sent again, with the next one.
+        owes: The next round will carry what a lost round had.
         is_ahead: The local parameters still hold rounds that were sent.
         equal_at: Number of outer steps at which all replicas had the same outer parameters.
-        corrections: Own payloads of lost rounds, in the slot's layout, that ``Eager`` has applied
-            and the next outer step takes back.
-        weight_sum: Of all replicas in the last round that was applied; 0 before.
+        corrections: Own payloads of lost rounds, in the layout of ``buffers``, that ``Eager`` has
+            applied and the next outer step takes back.
+        weight_sum: Sum of all replicas' weights in the last round that was applied; 0 before.
         history: Digest of the outer state and of the rounds applied to it; see ``history``.
         step_norm, largest_norm: L2 norm of the last and of the largest outer step, if measured.
+        buffers: Buffers of the exchange; None while there are none, and for a part of no elements.
+        loader: Brings outer parameters in host memory to the device; None where they are there.
+        has_outer: It has outer parameters, and a step of the outer optimizer in each round.
+        is_divided: The workers of the replica have different elements.
     """
+
+    device: torch.device
+    loader: _C.ChunkLoader | None = None
+    has_outer: ClassVar[bool] = False
+    is_divided: ClassVar[bool] = False
 
     def __init__(self, index: int, num_elements: int) -> None:
         self.index = index
@@ -117,10 +97,10 @@ class SyncedPart(ABC):
         self._largest_norm = value
 
     def _read_norms(self) -> None:
-        # In the middle of a block of the replica's workers nobody has the norms of its steps yet.
+        # Norms of steps in a block of the replica's workers come when the block ends.
         while self._readings and self._readings[0].is_there:
             norm = self._readings.popleft().norm()
-            # A worker of the replica could not take that step: all go on with what they had.
+            # NaN: a worker of the replica could not take that step, and all keep the norm before.
             if not isnan(norm):
                 self._step_norm, self._largest_norm = norm, max(self._largest_norm, norm)
 
@@ -135,9 +115,18 @@ class SyncedPart(ABC):
         return self.in_flight[-1].number + 1 if self.in_flight else self.round
 
     @property
-    @abstractmethod
     def outer(self) -> Tensor | None:
-        """What the local values are subtracted from before they are encoded."""
+        """The outer parameters; None for averaged buffers."""
+        return None
+
+    @property
+    def outer_at_rest(self) -> Tensor | None:
+        """The outer parameters where they are stored, without waiting for ``loader``."""
+        return None
+
+    def outer_lr(self, optimizer: OuterOptimizer, round: int) -> float:
+        """Return the outer learning rate of a round; 0 without outer parameters."""
+        return 0.0
 
     @abstractmethod
     def named(self) -> dict[str, Tensor]:
@@ -156,17 +145,46 @@ class SyncedPart(ABC):
         """Allocate the buffers of the exchange for the group's size."""
 
     @abstractmethod
-    def apply(self, step: OuterStep) -> None:
-        """Use the mean of a round."""
+    def squared_norm(self, impl: str) -> Tensor:
+        """Return fp64 [2] on the device: of outer minus local values, see ``ops.norms``."""
+
+    @abstractmethod
+    def apply(
+        self, update: Update, *, own: Tensor | None = None, measure: Measure | None = None
+    ) -> None:
+        """Take an outer step, and write the local tensors.
+
+        Args:
+            update: ``params`` are the local tensors; without terms no step is taken.
+            own: This replica's payload, when it was sent at an earlier inner step than this one.
+            measure: Takes the squared norm of the step, if the norm is wanted.
+        """
+
+    def uncount_step(self) -> None:  # noqa: B027
+        """Take back the count of an outer step that the replicas have voted down."""
+
+    def write_local(self, impl: str) -> None:  # noqa: B027
+        """Set the local parameters to the outer ones, where there are any."""
+
+    def owe_progress(self) -> None:  # noqa: B027
+        """Owe the next round what the local parameters hold beyond the outer ones."""
+
+    def owe_round(self, flight: RoundInFlight, impl: str) -> None:  # noqa: B027
+        """Owe the next round what a round had sent."""
+
+    def keep_local(self, flight: RoundInFlight, impl: str) -> None:  # noqa: B027
+        """Leave the local parameters as they are, though the next encoding sees them again."""
 
 
 class SyncedFragment(SyncedPart):
     """A fragment's parameters, its outer parameters, and their optimizer's buffers.
 
     Attributes:
-        counted: Ranges of elements that count in norms of the replica; None: all of them. Others
-            are counted by another worker, who has them too.
+        counted: Ranges of elements that count in norms of the replica; None: all of them. The other
+            elements are held, and counted, by another worker.
     """
+
+    has_outer = is_divided = True
 
     def __init__(
         self,
@@ -199,8 +217,15 @@ class SyncedFragment(SyncedPart):
         return self.state.outer
 
     @property
+    def outer_at_rest(self) -> Tensor:
+        return self.state.outer
+
+    @property
     def takes_verdict(self) -> bool:
         return self.state.takes_verdict
+
+    def outer_lr(self, optimizer: OuterOptimizer, round: int) -> float:
+        return optimizer.lr_at(round, self.state)
 
     def count(self, is_counted: Sequence[bool]) -> None:
         """Say which of the parameters count in norms of the replica."""
@@ -240,29 +265,22 @@ class SyncedFragment(SyncedPart):
                 device=self.device,
             )
 
-    def apply(self, step: OuterStep) -> None:
-        if not step.terms:
-            self.write_local(step.impl)
+    def apply(
+        self, update: Update, *, own: Tensor | None = None, measure: Measure | None = None
+    ) -> None:
+        if not update.terms:
+            self.write_local(update.impl)
             return
-        before = self.on_device(copy=True) if step.measured else None
-        self.state.step(
-            Update(
-                step.terms,
-                self.tensors(),
-                step.layout,
-                step.lr,
-                step.alpha,
-                step.clip,
-                impl=step.impl,
-                verdict=step.verdict,
-            )
-        )
-        if before is not None and step.measured is not None:
-            squared = self._squared_norm(before, [self.on_device()], step.impl)
-            self._readings.append(step.measured(squared))
+        before = self.on_device(copy=True) if measure else None
+        self.state.step(update)
+        if before is not None and measure is not None:
+            squared = self._squared_norm(before, [self.on_device()], update.impl)
+            self._readings.append(measure(squared))
+
+    def uncount_step(self) -> None:
+        self.state.num_steps -= 1
 
     def squared_norm(self, impl: str) -> Tensor:
-        """Return fp64 [2] on the device: of outer minus local parameters, see ``ops.norms``."""
         return self._squared_norm(self.on_device(), self.tensors(), impl)
 
     def _squared_norm(self, outer: Tensor, tensors: list[Tensor], impl: str) -> Tensor:
@@ -292,8 +310,22 @@ class SyncedFragment(SyncedPart):
             offset += tensor.numel()
         return values
 
+    def owe_progress(self) -> None:
+        assert self.buffers is not None
+        self.buffers.residuals.owe(self.progress())
+        self.is_ahead = False
+
+    def owe_round(self, flight: RoundInFlight, impl: str) -> None:
+        assert self.buffers is not None and flight.own is not None
+        self.buffers.residuals.owe(self.decode(flight.own, flight.layout, impl))
+
+    def keep_local(self, flight: RoundInFlight, impl: str) -> None:
+        assert self.buffers is not None and flight.own is not None
+        self.is_ahead = True
+        self.buffers.residuals.rewind()
+        self.buffers.residuals.owe(self.decode(flight.own, flight.layout, impl).neg_())
+
     def write_local(self, impl: str) -> None:
-        """Set the local parameters to the outer ones."""
         offloaded = self.state.offloaded
         if offloaded is None:
             ops.merge(self.outer, self.tensors(), impl=impl)
@@ -305,89 +337,8 @@ class SyncedFragment(SyncedPart):
                 ops.merge(outer[begin:end], slices(tensors, begin, end), impl=impl)
 
 
-@dataclass
-class _Buffer:
-    name: str
-    owner: nn.Module = field(repr=False)
-    attribute: str = ""
-
-
-class SyncedBuffers(SyncedPart):
-    """Floating-point buffers, such as BatchNorm's statistics: averaged, exactly, in fp32."""
-
-    def __init__(self, index: int, model: nn.Module) -> None:
-        self._buffers = _floating_buffers(model)
-        super().__init__(index, sum(tensor.numel() for tensor in self.tensors()))
-        self.device = device_of(self.tensors())
-        self._memory = {name: memory_of(tensor) for name, tensor in self.named().items()}
-
-    @property
-    def outer(self) -> None:
-        return None
-
-    def named(self) -> dict[str, Tensor]:
-        return {b.name: getattr(b.owner, b.attribute).detach() for b in self._buffers}
-
-    def refuse_changes(self) -> None:
-        for name, tensor in self.named().items():
-            refuse_change(f"buffer {name!r}", tensor, self._memory[name])
-
-    def open_buffers(self, exchange: Exchange) -> None:
-        if self.num_elements:
-            self.buffers = exchange.buffers(
-                self.num_elements, WireFormat("fp32"), device=self.device
-            )
-
-    def apply(self, step: OuterStep) -> None:
-        if not step.terms:
-            return
-        if step.own is None:
-            decode_terms(step.terms, step.layout, self.tensors(), impl=step.impl)
-            return
-        # What the buffers have seen since the send stays in them.
-        change = torch.empty(self.num_elements, device=self.device)
-        decode_terms([*step.terms, (step.own, -1.0)], step.layout, [change], impl=step.impl)
-        offset = 0
-        for tensor in self.tensors():
-            flat = memory_order(tensor)
-            flat += change[offset : offset + flat.numel()]
-            offset += flat.numel()
-
-
 def squared_norm(outer: Tensor | None, tensors: list[Tensor], impl: str) -> Tensor:
     """Return fp64 [2] on the tensors' device: see ``ops.norms``."""
     squared = torch.zeros(2, dtype=torch.float64, device=device_of(tensors))
     ops.norms(outer, tensors, squared, impl=impl)
     return squared
-
-
-def _floating_buffers(model: nn.Module) -> Sequence[_Buffer]:
-    """List each buffer once, with the module that owns it: buffers may be replaced by new ones.
-
-    Buffers that hold infinities or NaN from the start, such as attention masks, are constants of
-    the model, not statistics: they are left out.
-    """
-    found, seen = [], set()
-    for prefix, module in unwrap_model(model).named_modules():
-        for attribute, buffer in module.named_buffers(recurse=False):
-            if buffer.dtype not in DTYPES or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            _check_buffer(name, buffer)
-            if bool(torch.isfinite(buffer).all()):
-                found.append(_Buffer(name, module, attribute))
-    return found
-
-
-def _check_buffer(name: str, buffer: Tensor) -> None:
-    if not is_served(buffer.device):
-        raise TypeError(
-            f"buffer {name!r} is on {buffer.device}: only buffers on a GPU or in CPU memory can be "
-            "averaged"
-        )
-    if not is_dense(buffer):
-        raise ValueError(
-            f"buffer {name!r} of shape {list(buffer.shape)} and strides {list(buffer.stride())} "
-            "is not dense in memory: make it contiguous, or leave average_buffers off"
-        )

@@ -1,6 +1,6 @@
 """The sub-commands of ``diloco-comm``, one function each.
 
-What a sub-command needs is imported when it runs, so that ``--help`` answers at once.
+A sub-command imports its modules when it runs, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -128,17 +128,17 @@ def store(
     ] = 29400,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
 ) -> None:
-    """Host the store through which replicas meet, until Ctrl-C or SIGTERM.
+    """Host the store at which replicas find each other, until Ctrl-C or SIGTERM.
 
-    It must outlive the replicas, which find it by DiLoCo(store="tcp://host:port", ...). Whoever
-    reaches the port can write to it: listen on a network that you trust.
+    The store must outlive the replicas, which reach it by DiLoCo(store="tcp://host:port", ...).
+    Anyone who can reach the port can write to the store: listen on a network that you trust.
     """
     from .common.store import host_store
 
     try:
         signal_name = host_store(host, port, announcer(as_json))
     except OSError as error:
-        # Negative numbers come from the resolver.
+        # Negative error numbers come from the resolver of names.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror
         fail(f"cannot listen on {host}:{port}: {reason}")

@@ -10,7 +10,7 @@ EXTRA = ("typer", "rich")
 
 
 def main() -> None:
-    """Run the command line, or say in one sentence what is wrong with it or missing."""
+    """Run the command line, or print one sentence about a wrong option or a missing package."""
     try:
         import typer
 
@@ -32,11 +32,11 @@ def main() -> None:
     except typer.Abort:
         sys.exit(1)
     except OSError as error:
-        # Of a file the sub-commands speak themselves; what has no name is the standard output.
+        # Sub-commands handle errors of named files. An error without a name is of the output.
         if error.filename is not None:
             raise
         print(f"diloco-comm: the output cannot be written: {error.strerror}", file=sys.stderr)
-        # Otherwise the interpreter's end tries once more, and says so at length.
+        # Otherwise the interpreter flushes again at its end, and prints a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

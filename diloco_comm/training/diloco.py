@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,35 +13,30 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import ops
-from ..base import env
-from ..base.checks import choice, flag, integer, not_negative, timeout_seconds
-from ..base.errors import NonFiniteError, SyncError
+from ..base.errors import NonFiniteError
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
 from ..methods.overlap import Overlap
-from ..methods.settings import UNSET, Config, Unset, merge
-from ..ops.digests import digest_of
+from ..methods.settings import UNSET, Config, Unset
 from ..ops.wire import WireFormat
-from ..replica.fragments import FragmentSpec, describe_parameters, refuse_new_parameters
+from ..replica.fragments import FragmentSpec
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
-from ..replica.shard_group import ShardGroup
-from ..replica.workers import ReplicaWorkers
-from ..rounds import joining
-from ..rounds.agreement import consensus, handshake, history
+from ..rounds.agreement import handshake
 from ..rounds.agreement.consensus import mean_outer
 from ..rounds.agreement.resets import OnReset, check_on_reset
-from ..rounds.checkpoint import load as loading
-from ..rounds.checkpoint import save as saved_state
-from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
-from ..rounds.runner import RoundRunner, Weight
-from ..rounds.send_timed import SendTimed
-from ..rounds.synced import SyncedFragment, SyncedPart
-from . import spelling
+from ..rounds.checkpoint import load, save
+from ..rounds.checkpoint.flights import saved_writes
+from ..rounds.metrics import Recorder
+from ..rounds.runner import Weight
+from .agreement import Agreement, meet_workers
+from .arguments import check_arguments, seconds_of, settings_among
+from .attached import Attached
+from .connecting import connect, make_runner, shard_group_of, workers_of
 from .evaluation import swapped_in
 from .planning import make_plan
 
 
-class DiLoCo:
+class DiLoCo(Attached):
     """Train this replica on its own and share what it learned every ``sync_every`` steps.
 
     Args:
@@ -150,163 +145,45 @@ class DiLoCo:
         backend: str | None = None,
         offload: str | None = None,
     ) -> None:
-        given = {
-            "sync_every": sync_every,
-            "fragments": fragments,
-            "offsets": offsets,
-            "overlap": overlap,
-            "outer": outer,
-            "wire": wire,
-            "block_size": block_size,
-            "rounding": rounding,
-            "seed": seed,
-            "error_feedback": error_feedback,
-            "average_buffers": average_buffers,
-            "lanes": lanes,
-            "chunk_bytes": chunk_bytes,
-            "on_nonfinite": on_nonfinite,
-            "max_skipped": max_skipped,
-        }
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if not callable(weight):
-            weight = not_negative("weight", weight, "a number or a function")
-        flag("norms", norms)
-        flag("attach", attach)
-        choice("init", init, ("broadcast", "check", "join"))
-        choice("offload", offload, (None, "cpu"))
-        seconds = timeout_seconds(env.timeout_s() if timeout is None else timeout)
-        self.settings = merge(given, config)
-        check_on_reset(on_reset, self.settings)
-        self.inner_step = 0
-        self._recorder = Recorder()
-        self._is_swapped = self._is_closed = False
-
+        # By name, for the functions below that take many of them.
+        arguments = dict(locals())
+        check_arguments(arguments)
+        seconds = seconds_of(timeout)
+        settings = settings_among(arguments, config)
+        check_on_reset(on_reset, settings)
         optimizers = hookable(optimizer, attach=attach)
         self._skipped = SkippedSteps(optimizers)
-        self._hooks: StepHooks | None = None
-        self._model, self._optimizers = model, optimizers
-        self._shard_group = None if shard_group is None else ShardGroup(shard_group, seconds)
-        self._plan = make_plan(
-            model, optimizers, self.settings, shard_group=self._shard_group, offload=offload
-        )
-        self.parts, self.schedule = self._plan.parts, self._plan.schedule
-        self.device = self._plan.device
         self._saved_writes: dict[int, set[int]] = {}
-        self._workers = self._shard_group or ReplicaWorkers.of(self._parameters(), seconds)
-        if self._workers is not None:
-            self._meet(self._workers, {"norms": norms, "replica": replica})
-        self.impl = ops.resolve_impl(impl, self.device.type)
+
+        shards = shard_group_of(shard_group, seconds)
+        plan = make_plan(model, optimizers, settings, shard_group=shards, offload=offload)
+        workers = workers_of(plan, seconds)
+        if workers is not None:
+            meet_workers(workers, plan, settings, {"norms": norms, "replica": replica})
+        impl = ops.resolve_impl(impl, plan.device.type)
         store = handshake.connected_store(store, seconds)
         group = handshake.replica_group(group, mesh, store, num_replicas)
-        worker = self._plan.worker
-        self.exchange = handshake.make_exchange(
-            group=group,
-            store=store,
-            replica=replica,
-            num_replicas=num_replicas,
-            members=members,
-            # On a store, workers with other shards are other groups of the same replicas.
-            name=f"{name}@{worker}" if worker and store is not None else name,
-            line_name=name,
-            lanes=self.settings.lanes,
-            chunk_bytes=self.settings.chunk_bytes,
-            timeout=seconds,
-            join_timeout=join_timeout,
-            suspect_after=suspect_after,
-            impl=self.impl,
-            device=self.device,
-            collectives=handshake.collectives_of(backend, group, self.device),
-            join=init == "join",
-            num_under_way=max(1, self.settings.overlap.rounds),
-        )
-        self._weight = weight
-        self._rounds = (SendTimed if self.settings.overlap.rounds else RoundRunner)(
-            self.exchange,
-            self.parts,
-            self.settings,
-            self._recorder,
-            layout=self._plan.layout,
-            weight=weight,
-            norms=norms,
-            impl=self.impl,
-            workers=self._workers,
-            on_reset=on_reset,
-        )
+        arguments |= {"group": group, "store": store}
+        exchange = connect(plan, settings, arguments, impl=impl, timeout_s=seconds)
+        recorder, measures = Recorder(), {"weight": weight, "norms": norms, "on_reset": on_reset}
+        rounds = make_runner(exchange, plan, settings, recorder, workers, impl, **measures)
+        super().__init__(model, optimizers, settings, plan, exchange, rounds, recorder, workers)
+        self._agreement = Agreement(exchange, plan, settings, weight, impl)
         try:
-            with self._together(self.parts):
-                self._start(model, group, init)
+            with self._all_workers(self.parts):
+                self.inner_step = self._agreement.start(model, group, init)
         except BaseException:
             self.close()
             raise
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
 
-    # ------------------------------------------------------------------------- attaching
+    def __enter__(self) -> DiLoCo:
+        self._refuse_if_closed()
+        return self
 
-    def _start(self, model: nn.Module, group: dist.ProcessGroup | None, init: str) -> None:
-        if group is not None:
-            handshake.warn_if_spans_replicas(model, group)
-        self._agree(init)
-        named = {name: tensor for part in self.parts for name, tensor in part.named().items()}
-        if init == "check":
-            handshake.check_same_weights(self.exchange, named)
-        elif init == "broadcast":
-            self.exchange.broadcast(list(named.values()), 0)
-        for part in self.parts:
-            part.open_buffers(self.exchange)
-        if init == "join":
-            self._share_state()
-        else:
-            for part in self._parameter_parts():
-                part.read_local()
-            for part in self.parts:
-                history.begin(part, is_shared=True)
-        self._refuse_different_state()
-
-    def _refuse_different_state(self) -> None:
-        history.refuse_difference(self.exchange, self.parts, is_shared=self._is_state_shared)
-
-    def _meet(self, workers: ReplicaWorkers, others: dict[str, Any]) -> None:
-        """Compare model and settings with the replica's other workers; agree on who counts what."""
-        model = describe_parameters([p.fragment for p in self._parameter_parts()], whole=True)
-        shown = {**self.settings.as_json(), "outer": self.outer.shared_config()}
-        workers.check_alike({"the model": model, **shown, **others})
-        if self._shard_group is None:
-            is_counted = iter(workers.counted(self._parameters()))
-            for part in self._parameter_parts():
-                part.count([next(is_counted) for _ in part.fragment.params])
-
-    def _agree(self, init: str) -> None:
-        """Compare model and settings with the other replicas."""
-        shown = {
-            "number of fragments": self._plan.num_fragments,
-            **self.settings.shared(),
-            "init": init,
-        }
-        if self.exchange.joined:
-            # It may have been assigned since the start; the joiner is given the present one.
-            shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
-        policy = self.settings.overlap
-        weight = None if callable(self._weight) else self._weight
-        private = {"overlap": policy.private_config(), "weight": weight}
-        views = handshake.agree(self.exchange, self._plan.description, shown, private)
-        weights = [view["weight"] for view in views]
-        if all(weight == 0 for weight in weights):
-            raise ValueError(f"the weights of all replicas are zero: {weights}")
-        self._fix_weight()
-        overlaps = [view["overlap"] for view in views]
-        self._is_state_shared = policy.is_shared and all(one == overlaps[0] for one in overlaps)
-
-    def _fix_weight(self) -> None:
-        """Tell the replicas a weight that will not change."""
-        self.exchange.fix_weight(None if callable(self._weight) else self._weight)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [param for part in self._parameter_parts() for param in part.fragment.params]
-
-    def _parameter_parts(self) -> list[SyncedFragment]:
-        return [part for part in self.parts if isinstance(part, SyncedFragment)]
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     # -------------------------------------------------------------------- one inner step
 
@@ -334,70 +211,35 @@ class DiLoCo:
         self._step()
 
     def _step(self, *, is_skipped: bool = False) -> None:
-        """Take an inner step; ``is_skipped`` if the optimizer was not called for it."""
+        """Take an inner step; ``is_skipped`` if the optimizer was not called for it.
+
+        The local parameters of a part that is due are subtracted from the outer ones, encoded and
+        sent. A mean that is due goes through the outer optimizer, into outer and local parameters.
+        """
         self._refuse_if_alone()
         self._refuse_if_unfit()
-        self._rounds.whole.has_begun = is_done = False
+        self._rounds.uninterruptible.has_begun = is_done = False
         self.exchange.tell_of_lost_store()
         self.inner_step += 1
         try:
-            if is_skipped:
-                self._skipped.count += 1
-            else:
-                self._skipped.observe()
-            due = [self.parts[index] for index in self.schedule.due(self.inner_step)]
-            written = self._written()
-            with self._recorder.deferred_callbacks(), self._together(written, is_idle=not due):
-                if due:
-                    self._refuse_new_parameters()
-                for part in dict.fromkeys([*due, *written]):
-                    part.refuse_changes()
+            self._skipped.observe(is_skipped=is_skipped)
+            due = self._plan.sent_at(self.inner_step)
+            written = self._plan.written_at(self.inner_step, self._saved_writes)
+            with self._recorder.deferred_callbacks(), self._all_workers(written, is_idle=not due):
+                self._refuse_changes(dict.fromkeys([*due, *written]), is_sending=bool(due))
                 due = [part for part in due if part.buffers is not None]
+                # Encode and send what is due; wait for means that are due; outer step on each.
                 self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
-        except Exception:
-            raise
-        except BaseException:
-            # An interrupt before anything was sent or applied: the next call does all of it.
-            if not is_done and not self._rounds.whole.has_begun:
-                self.inner_step -= 1
+        except BaseException as error:
+            self._take_step_back(error, is_done)
             raise
 
-    def _written(self) -> list[SyncedPart]:
-        """List the parts whose local parameters are written in this step, if nothing fails.
-
-        All workers of a replica find the same ones, whatever became of their own rounds.
-        """
-        policy = self.settings.overlap
-        sent = self.inner_step - (0 if policy.rounds else policy.steps())
-        saved = self._saved_writes.get(self.inner_step, set())
-        return [self.parts[index] for index in sorted({*self.schedule.due(sent), *saved})]
-
-    @contextmanager
-    def _together(self, parts: Iterable[SyncedPart], *, is_idle: bool = False) -> Iterator[None]:
-        """Enter a block that writes local parameters of these parts, with the replica's workers."""
-        try:
-            with self._with_workmates(parts, is_idle=is_idle):
-                yield
-        except SyncError as error:
-            # Without the frames that it came through, which would live as long.
-            self.exchange.last_error = type(error)(str(error))
-            raise
-        if not is_idle:
-            self.exchange.last_error = None
-
-    @contextmanager
-    def _with_workmates(self, parts: Iterable[SyncedPart], *, is_idle: bool) -> Iterator[None]:
-        fragments = [part.fragment for part in parts if isinstance(part, SyncedFragment)]
-        if self._workers is None or (is_idle and not fragments):
-            yield
-            return
-        # An interrupt here alone would leave the workmates with one vote too few.
-        with self._rounds.whole(), self._workers.together(fragments):
-            try:
-                yield
-            finally:
-                self._rounds.post_norms()
+    def _take_step_back(self, error: BaseException, is_done: bool) -> None:
+        """After an interrupt before anything was sent or applied, the next call does all of it."""
+        is_untouched = not (is_done or self._rounds.uninterruptible.has_begun)
+        if is_untouched and not isinstance(error, Exception):
+            self.inner_step -= 1
 
     def flush(self) -> None:
         """Share what was trained since the last send, and apply it; every replica calls this.
@@ -413,59 +255,11 @@ class DiLoCo:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self.exchange.inner_step = self.inner_step
-        with self._recorder.deferred_callbacks(), self._together(self.parts):
-            self._refuse_changes()
+        with self._recorder.deferred_callbacks(), self._all_workers(self.parts):
+            self._refuse_changes(self.parts)
             self._rounds.flush(self.inner_step, self._skipped.count)
             if self.exchange.size > 1:
-                history.refuse_difference(self.exchange, self.parts, is_shared=True)
-
-    def agree_on_steps(self, num_steps: int) -> int:
-        """Return the least ``num_steps`` of all replicas; every replica calls this at one point.
-
-        Each exchange needs all replicas, so that all must take the same number of inner steps,
-        also when their data do not last equally long: stop after what this returns, then flush.
-
-        Args:
-            num_steps: Inner steps that this replica could take from here on.
-
-        Raises:
-            ValueError: If it is not an integer of at least 0.
-            SyncError: If the group fails.
-        """
-        num_steps = integer("num_steps", num_steps, 0)
-        self._refuse_if_alone()
-        with self._together(()):
-            if self._workers is not None:
-                num_steps = self._workers.least(num_steps)
-            return min(handshake.gather_json(self.exchange, num_steps))
-
-    def _refuse_new_parameters(self) -> None:
-        """Raise if the optimizers train what was not there, or frozen, when this was attached."""
-        known = {id(p) for part in self._parameter_parts() for p in part.fragment.params}
-        refuse_new_parameters(self._model, self._optimizers, known)
-
-    def _refuse_changes(self) -> None:
-        """Raise if a parameter or buffer does not lie in memory as when this was attached."""
-        for part in self.parts:
-            part.refuse_changes()
-
-    def _settle_verdicts(self) -> None:
-        with self._recorder.deferred_callbacks():
-            self._rounds.settle_verdicts(self.inner_step)
-
-    def _refuse_if_closed(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("this DiLoCo is closed")
-
-    def _refuse_if_alone(self) -> None:
-        """Raise if the other replicas, or workers, may not do the same now."""
-        self._refuse_if_closed()
-        self._recorder.refuse_in_callback()
-
-    def _refuse_if_unfit(self) -> None:
-        self._rounds.whole.refuse_if_broken()
-        if self._is_swapped:
-            raise RuntimeError("the model holds the outer parameters: leave outer_parameters()")
+                self._agreement.refuse_different_state(is_shared=True)
 
     # ------------------------------------------------------------------- outer parameters
 
@@ -476,84 +270,22 @@ class DiLoCo:
         Args:
             consensus: Take their mean over the replicas, see ``consensus()``; a collective call.
         """
-        if consensus or self._shard_group is not None:
+        if consensus or self._plan.shard_group is not None:
             self._refuse_if_alone()
         self._refuse_if_unfit()
-        self._refuse_changes()
-        self._settle_verdicts()
-        parts = self._parameter_parts()
+        parts = self._look_at_parts()
         outers = [part.outer for part in parts]
         if consensus:
             outers = mean_outer(self.exchange, parts, self.impl)
-        # With shards of their own, workmates need nothing from each other here.
-        writing = nullcontext() if self._shard_group is None else self._together(parts)
+        # Workers with shards of their own need nothing from each other here.
+        writing = nullcontext() if self._plan.shard_group is None else self._all_workers(parts)
+        guard = self._rounds.uninterruptible
         self._is_swapped = True
         try:
-            with swapped_in(
-                parts, outers, impl=self.impl, writing=writing, whole=self._rounds.whole
-            ):
+            with swapped_in(parts, outers, impl=self.impl, writing=writing, uninterruptible=guard):
                 yield
         finally:
             self._is_swapped = False
-
-    def consensus(self) -> dict[str, Any]:
-        """Return the mean over the replicas of outer parameters and momenta; a collective call.
-
-        Under ``Eager`` they differ between replicas by what is under way; ``flush()`` makes them
-        equal. Nothing of this replica is changed.
-
-        Returns:
-            ``{"outer": {name: fp32 tensor}, "buffers": {"momentum": {...}}}``, the same bits on all
-            replicas.
-
-        Raises:
-            SyncError: If the group fails.
-        """
-        self._refuse_if_alone()
-        self._refuse_changes()
-        self._settle_verdicts()
-        return consensus.mean_state(self.exchange, self.parts, self.impl)
-
-    def outer_hash(self) -> str:
-        """Return a hash of all outer parameters, equal on replicas that agree bit by bit."""
-        return f"{digest_of([part.outer for part in self._parameter_parts()]):016x}"
-
-    @property
-    def outer(self) -> OuterOptimizer:
-        """The outer optimizer; assign ``outer.lr`` on every replica to change it from now on."""
-        return self.settings.outer
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that replicas share, as JSON types, for ``config=``."""
-        return self.settings.as_json()
-
-    # --------------------------------------------------------------------------- metrics
-
-    def metrics(self) -> list[SyncMetrics]:
-        """Return the latest exchanges, oldest first (4096 at most)."""
-        return list(self._recorder.latest)
-
-    def totals(self) -> SyncTotals:
-        """Return the sums over all exchanges since the start."""
-        return self._recorder.totals
-
-    def on_sync(self, callback: Callable[[SyncMetrics], None]) -> None:
-        """Call ``callback`` after every exchange, applied or skipped.
-
-        It is called when a step, or another method here, has done all its work: it may read the
-        metrics, save ``state_dict()`` and look at ``outer_parameters()``. What needs the other
-        replicas (``step``, ``flush``, ``consensus``, ``change_group``; with ``shard_group`` also
-        ``state_dict`` and ``outer_parameters``) it cannot call: a RuntimeError.
-
-        An error that it raises comes out of that method, after the other callbacks have been
-        called; what was exchanged stays applied.
-
-        Raises:
-            TypeError: If it is not a function.
-        """
-        if not callable(callback):
-            raise TypeError(f"on_sync takes a function of a SyncMetrics, got {callback!r}")
-        self._recorder.callbacks.append(callback)
 
     # ------------------------------------------------------------------- saving, resuming
 
@@ -573,24 +305,12 @@ class DiLoCo:
         Args:
             shared: Refuse if something differs between replicas, for a save by one of them alone.
         """
-        if self._shard_group is not None:
+        if self._plan.shard_group is not None:
             self._refuse_if_alone()
-        self._rounds.whole.refuse_if_broken()
-        self._refuse_changes()
-        self._settle_verdicts()
-        return saved_state.collect(
-            self.parts, self._scope(), inner_step=self.inner_step, shared=shared
-        )
-
-    def _scope(self) -> saved_state.Scope:
-        return saved_state.Scope(
-            self.exchange.replica,
-            self.exchange.members,
-            self._plan.saved_layout,
-            self.settings.overlap,
-            self._is_state_shared,
-            self._plan.worker,
-        )
+        self._rounds.uninterruptible.refuse_if_broken()
+        self._look_at_parts()
+        scope = self._agreement.scope()
+        return save.collect(self.parts, scope, inner_step=self.inner_step, shared=shared)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over a saved state, in place; local parameters come with the user's model.
@@ -609,27 +329,14 @@ class DiLoCo:
         """
         self._refuse_if_closed()
         self._refuse_if_unfit()
-        self._refuse_changes()
-        write = loading.restore(self.parts, state_dict, self._scope(), strict=strict)
-        with self._recorder.deferred_callbacks(), self._rounds.whole():
+        self._refuse_changes(self.parts)
+        write = load.restore(self.parts, state_dict, self._agreement.scope(), strict=strict)
+        with self._recorder.deferred_callbacks(), self._rounds.uninterruptible():
             self._rounds.drop()
             self.inner_step = write()
-            self._saved_writes = {}
-            for part in self.parts:
-                for flight in part.in_flight:
-                    self._saved_writes.setdefault(flight.apply_step, set()).add(part.index)
+            self._saved_writes = saved_writes(self.parts)
 
     # ------------------------------------------------------------------------- the group
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Numbers of the replicas of the present group, in order."""
-        return self.exchange.members
-
-    @property
-    def epoch(self) -> int:
-        """Number of the present group; each change makes a higher one, equal on its members."""
-        return self.exchange.epoch
 
     def change_group(
         self, members: Iterable[int] | str, *, store: dist.Store | str | None = None
@@ -659,79 +366,17 @@ class DiLoCo:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         unreported: list[NonFiniteError] = []
-        with self._recorder.deferred_callbacks(), self._together(self.parts):
-            self._refuse_changes()
-            members = verdicts.chosen_members(self.exchange, members, self._workers)
-            store = handshake.connected_store(store, self.exchange.join_timeout)
+        with self._recorder.deferred_callbacks(), self._all_workers(self.parts):
+            self._refuse_changes(self.parts)
             repairs = self.exchange.change_group(
-                members,
-                store=store,
-                last_rounds=partial(self._last_rounds, unreported),
+                verdicts.chosen_members(self.exchange, members, self._workers),
+                store=handshake.connected_store(store, self.exchange.join_timeout),
+                last_rounds=partial(self._rounds.last_rounds, self.inner_step, unreported),
                 inner_step=self.inner_step,
             )
-            with self._rounds.whole():
-                self._rounds.settle(repairs, self.inner_step)
-                self._turn_back(self.exchange.agreed_step)
-            if not self.exchange.joined:
-                self._fix_weight()
-            if self.exchange.joined:
-                self._agree("join")
-                self._share_state()
-            self._refuse_different_state()
+            with self._rounds.uninterruptible():
+                self._rounds.settle(repairs, self.inner_step, self.exchange.agreed_step)
+                self.inner_step = self.exchange.agreed_step
+            self.inner_step = self._agreement.renew(self.inner_step)
         if unreported:
             raise unreported[0]
-
-    def _last_rounds(self, unreported: list[NonFiniteError]) -> dict[int, int]:
-        """Return the last applied round of each part, now that no exchange is under way.
-
-        Args:
-            unreported: Takes the error of a round that was skipped, and of which nobody was told.
-        """
-        with suppress(SyncError):
-            try:
-                self._rounds.settle_verdicts(self.inner_step)
-            except NonFiniteError as error:
-                unreported.append(error)
-        return {part.index: part.round - 1 for part in self.parts}
-
-    def _turn_back(self, inner_step: int) -> None:
-        """Count on from where the slowest replica is, so that all send the same fragment next.
-
-        Who had applied a round that others had not trained on until its next send failed.
-        """
-        for part in self.parts:
-            part.last_sent -= self.inner_step - inner_step
-        self.inner_step = inner_step
-
-    def _share_state(self) -> None:
-        """Give the newcomers the outer state of the lowest replica that was here before."""
-        self.inner_step = joining.share(
-            self.exchange, self.parts, self.inner_step, self.outer, self.impl
-        )
-
-    def close(self) -> None:
-        """Tell the peers, end the engine's threads and take the hooks off; idempotent.
-
-        What this replica has may still be looked at: parameters, metrics, ``state_dict``.
-        """
-        self._is_closed = True
-        if self._hooks is not None:
-            self._hooks.remove()
-        self.exchange.inner_step = self.inner_step
-        self.exchange.close()
-        if self._workers is not None:
-            self._workers.close()
-
-    def __repr__(self) -> str:
-        return spelling.describe(self)
-
-    def __enter__(self) -> DiLoCo:
-        self._refuse_if_closed()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def emulate_link(self, gbps: float, rtt_ms: float = 0.0) -> None:
-        """Throttle the engine to a slow link, for tests and demonstrations."""
-        self.exchange.emulate_link(gbps, rtt_ms)

@@ -19,14 +19,14 @@ def swapped_in(
     *,
     impl: str,
     writing: AbstractContextManager[None],
-    whole: Uninterruptible,
+    uninterruptible: Uninterruptible,
 ) -> Iterator[None]:
     """Have ``outers`` in the parts' parameters inside the block.
 
     Args:
         outers: fp32 [num_elements] of each part.
-        writing: Entered while they are written; gives them to the replica's other workers.
-        whole: See ``RoundRunner``.
+        writing: Entered while the parameters are written; gives them to the replica's workers.
+        uninterruptible: Guards the return to the local parameters; see ``RoundRunner``.
     """
     local = [[tensor.clone() for tensor in part.fragment.local()] for part in parts]
     try:
@@ -35,7 +35,7 @@ def swapped_in(
                 ops.merge(outer.to(part.device), part.tensors(), impl=impl)
         yield
     finally:
-        with whole():
+        with uninterruptible():
             for part, saved in zip(parts, local, strict=True):
                 for tensor, value in zip(part.fragment.local(), saved, strict=True):
                     tensor.copy_(value)

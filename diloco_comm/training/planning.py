@@ -1,27 +1,29 @@
-"""What is exchanged when: the parts of a model, their schedule, and how others may know them."""
+"""The plan of a replica: the parts of a model, their schedule, and hashes that peers compare."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from .. import _C
+from ..methods.overlap import Overlap
 from ..methods.settings import Settings
 from ..replica import sharding
 from ..replica.fragments import (
     Fragment,
-    Schedule,
     describe,
     describe_parameters,
     layout_hash,
     make_fragments,
     trainable_parameters,
 )
+from ..replica.schedule import Schedule
 from ..replica.shard_group import ShardGroup
-from ..rounds.synced import SyncedBuffers, SyncedFragment, SyncedPart
+from ..rounds.synced import SyncedFragment, SyncedPart
+from ..rounds.synced_buffers import SyncedBuffers
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,15 @@ class Plan:
     """The parts of one replica, or of one of its workers.
 
     Attributes:
-        device: Of all parameters.
+        device: The device of all parameters.
         schedule: When each part is sent.
         num_fragments: Parts with parameters; the buffers come after them.
-        worker: Who this is among those that hold the shards of the replica; "" alone.
+        worker: This worker's name among the replica's workers, such as "1of4"; "" without others.
         description: One line for each tensor, equal on all replicas.
-        layout: Hash of names, shapes, fragments and schedule, of what this worker has.
-        saved_layout: The same of the whole parameters.
+        layout: Hash of names, shapes, fragments and schedule, of the elements of this worker.
+        saved_layout: The same hash, of the whole parameters.
+        shard_group: The replica's workers, when all of them hold the same parameters.
+        policy: When results are applied.
     """
 
     parts: list[SyncedPart]
@@ -46,6 +50,32 @@ class Plan:
     description: list[str]
     layout: int
     saved_layout: int
+    shard_group: ShardGroup | None
+    policy: Overlap
+
+    def parameter_parts(self) -> list[SyncedFragment]:
+        """Return the parts with parameters."""
+        return [part for part in self.parts if isinstance(part, SyncedFragment)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all parameters that are exchanged."""
+        return [param for part in self.parameter_parts() for param in part.fragment.params]
+
+    def sent_at(self, inner_step: int) -> list[SyncedPart]:
+        """Return the parts that are sent after this inner step."""
+        return [self.parts[index] for index in self.schedule.due(inner_step)]
+
+    def written_at(self, inner_step: int, saved: Mapping[int, set[int]]) -> list[SyncedPart]:
+        """Return the parts whose local parameters this inner step writes, if nothing fails.
+
+        All workers of a replica get the same parts, whatever became of their own rounds.
+
+        Args:
+            saved: The parts with a round from a saved state, by the inner step that applies it.
+        """
+        sent = inner_step - (0 if self.policy.rounds else self.policy.steps())
+        indices = {*self.schedule.due(sent), *saved.get(inner_step, ())}
+        return [self.parts[index] for index in sorted(indices)]
 
 
 def make_plan(
@@ -56,7 +86,7 @@ def make_plan(
     shard_group: ShardGroup | None,
     offload: str | None,
 ) -> Plan:
-    """Cut what the optimizers train into parts.
+    """Cut the parameters that the optimizers train into parts.
 
     Raises:
         ValueError, TypeError: For a model or settings that cannot be.
@@ -71,14 +101,26 @@ def make_plan(
         worker = shard_group.worker
     parts: list[SyncedPart] = [*_parameter_parts(fragments, settings, _loader(device, offload))]
     description = describe_parameters(fragments)
-    layouts = [layout_hash(fragments, schedule, whole=whole) for whole in (False, True)]
+    layout = layout_hash(fragments, schedule)
+    saved_layout = layout_hash(fragments, schedule, whole=True)
     if settings.average_buffers:
         buffers = SyncedBuffers(len(fragments), model)
         parts.append(buffers)
         description += [describe(f"buffer {n}", t) for n, t in buffers.named().items()]
         offsets = (*schedule.offsets, settings.sync_every)
         schedule = Schedule(settings.sync_every, offsets)
-    return Plan(parts, device, schedule, len(fragments), worker, description, *layouts)
+    return Plan(
+        parts,
+        device,
+        schedule,
+        len(fragments),
+        worker,
+        description,
+        layout,
+        saved_layout,
+        shard_group,
+        settings.overlap,
+    )
 
 
 def _loader(device: torch.device, offload: str | None) -> _C.ChunkLoader | None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .diloco import DiLoCo
+    from .attached import Attached
 
 
-def describe(diloco: DiLoCo) -> str:
+def describe(diloco: Attached) -> str:
     """Return one line about a DiLoCo, from what this replica knows by itself."""
     exchange = getattr(diloco, "exchange", None)
     if exchange is None:

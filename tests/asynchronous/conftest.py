@@ -1,4 +1,4 @@
-"""A disk of its own for tests of full disks."""
+"""A small disk for tests of full disks."""
 
 from __future__ import annotations
 

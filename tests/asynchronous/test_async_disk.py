@@ -236,7 +236,7 @@ def test_a_server_that_cannot_begin_leaves_the_folder_to_another(tmp_path: Path)
 def test_a_server_whose_address_is_taken_changes_nothing_on_the_disk(tmp_path: Path) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     AsyncServer(PLAIN, snapshot=old, parameters=[torch.ones(7)]).stop()
-    # What a killed server leaves is removed by its successor, not by any other.
+    # Files of a killed server are removed by its successor, not by other servers.
     (old / "snapshot.new").write_bytes(b"half")
     files = {path.name: path.read_bytes() for path in old.iterdir()}
     with AsyncServer(PLAIN) as server:

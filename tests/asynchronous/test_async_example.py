@@ -29,7 +29,7 @@ def test_train_async_learns(tmp_path: Path) -> None:
         ]  # fmt: skip
         outputs = [worker.communicate(timeout=100)[0] for worker in workers]
         assert [worker.returncode for worker in workers] == [0, 0]
-    # Whoever comes second may begin with what the first has learned.
+    # The second worker may start from a model that the first has trained.
     losses = [[float(x) for x in re.findall(r"validation (\S+)", text)] for text in outputs]
     assert all(len(pair) == 2 for pair in losses)
     assert min(first for first, _ in losses) > 0 and max(first for first, _ in losses) > 5

@@ -1,4 +1,4 @@
-"""Death, restarts and silence of servers and workers that are processes of their own."""
+"""Death, restarts and silence of servers and workers, each in its own process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_stopped_worker_holds_nobody_up_and_goes_on(scene: Scene) -> None:
     scene.finish()
 
 
-# A window of an hour closes only because nobody else trains: the dead are known to be dead.
+# A window of an hour closes only because no live worker trains: the dead are known to be dead.
 SERVERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dylu": {"dylu": True, "sync_every": 5},
@@ -112,7 +112,7 @@ def soak(scene: Scene, seconds: float, num_workers: int, num_connects: int) -> d
 
 
 def long_soak(folder: Path, seconds: float = 180.0) -> None:
-    """What the tests above do for seconds, for minutes: ``make soak-async``."""
+    """As the tests above, for minutes instead of seconds: ``make soak-async``."""
     results: dict[str, object] = {}
     crowd = "8 workers joining and leaving, 10,000 connects"
     runs: dict[str, tuple[str, Callable[[Scene], object]]] = {
@@ -131,7 +131,7 @@ def long_soak(folder: Path, seconds: float = 180.0) -> None:
 
 
 def stopped_for_a_minute(scene: Scene) -> dict[str, object]:
-    """SIGSTOP a worker for a minute in the middle of whatever it does, five workers beside it."""
+    """SIGSTOP a worker for a minute at an arbitrary moment, beside five other workers."""
     sleeper = scene.worker(0, 100_000)
     others = [scene.worker(index, 100_000, pause=0.05) for index in range(1, 4)]
     wait_until(lambda: scene.told(0) > 3, 60)

@@ -57,7 +57,7 @@ def test_followers_hold_the_servers_bytes(name: str) -> None:
             model.descend(0.1 * noise(index + 1))
             worker.step()
             assert torch.equal(model.values(), shared(server))
-        # Two int8 updates of somebody else at the most lie between two rounds of b.
+        # Between two rounds of b there are at most two int8 updates of other workers.
         assert all(metrics.received_bytes < 3 * SIZE for metrics in rounds["b"][1:])
         # a's third round needed only its own update.
         assert rounds["a"][2].received_bytes < 1000
@@ -84,7 +84,7 @@ def test_fragments_and_a_restart_of_the_server(tmp_path) -> None:
         for index in range(4, 9):
             model.descend(noise(index, 701))
             worker.step()
-            # Whoever holds the version before its own update needs nothing else.
+            # A worker that holds the version before its own update fetches nothing.
             assert worker._follower.version == index + 1
         worker.close()
     truth = torch.cat(server.parameters())
@@ -108,7 +108,7 @@ def test_who_falls_behind_fetches_parameters_and_later_all_again(
             behind.step()
             assert torch.equal(slow.values(), shared(server))
             versions.append(behind._follower.version)
-        # Parameters, twice more, then all buffers, from which it follows.
+        # The worker fetches parameters twice more, then all buffers, and then follows again.
         assert versions == [None, None, None, 13]
         slow.descend(noise(5))
         behind.step()

@@ -68,7 +68,7 @@ def test_the_slow_worker_gets_whole_rounds_when_the_fast_one_is_killed(
 def test_a_killed_worker_is_waited_for_no_more_in_a_grace_period(
     scene_with: Callable[..., Scene],
 ) -> None:
-    """The window of an hour closes only because nobody else trains."""
+    """The window of an hour closes only because no other worker trains."""
     scene = scene_with(grace=3600.0)
     victim, survivor = scene.worker(0, MANY, pause=0.02), scene.worker(1, MANY, pause=0.02)
     wait_until(lambda: scene.told(0) > 3 and scene.told(1) > 3, 60)
@@ -97,7 +97,7 @@ def test_a_stopped_worker_is_lost_in_time_and_welcome_when_it_wakes(
     assert status(scene.address)["lost"] == 1 and worker_row(scene, "w1")["connected"]
     before = scene.told(0)
     sleeper.send_signal(signal.SIGCONT)
-    # The sleeper goes on with its count, and no update was doubled: finish() compares the books.
+    # The woken worker continues its count. finish() checks that no update was applied twice.
     wait_until(lambda: scene.told(0) > before + 3, 60)
     assert worker_row(scene, "w0")["connected"]
     for process in (sleeper, steady):
@@ -130,7 +130,7 @@ def test_a_worker_whose_training_thread_is_busy_is_not_lost(
 
 @pytest.mark.parametrize("grace", [0.0, 3600.0])
 def test_a_worker_without_a_network_is_lost_and_comes_back(grace: float) -> None:
-    """Neither end hears of the other, as when a host loses power or a router its table."""
+    """Both ends get no packets, as when a host loses power or a router loses its table."""
     with serving(lost_after=2.0, grace=grace) as server, Relay(server.address) as relay:
         one, far = attach(relay.address, "far", timeout=6.0)
         two, near = attach(server.address, "near")
@@ -138,7 +138,7 @@ def test_a_worker_without_a_network_is_lost_and_comes_back(grace: float) -> None
         relay.cut()
         wait_until(lambda: not worker_row(server, "far")["connected"])
         two.descend(torch.ones(7))
-        # Nobody waits for the one that is lost.
+        # The server does not wait for the lost worker.
         near.step()
         near.close()
         far.step()
@@ -208,7 +208,7 @@ def test_half_an_update_is_discarded_with_its_worker_at_once() -> None:
 
 
 def wait_until_unreachable(server: AsyncServer) -> None:
-    """To be called in the server's thread: wait until nothing can be sent to its one peer."""
+    """Wait, in the server's thread, until the server can send no more to its only peer."""
     (session,) = server.state.sessions.all()
 
     def is_gone() -> bool:
@@ -232,7 +232,7 @@ def test_a_worker_that_is_killed_while_several_runs_are_read_for_it_ends_nobody_
         assert peer.hear().kind == Kind.WELCOME
         question, get = Message(Kind.PULL), Message(Kind.GET, 0, 0, 0, 0, count=runs)
         if answer == Kind.UPDATES:
-            # It holds all of version 0, and its own update has led on from there.
+            # The worker holds all of version 0, and its own update made version 1.
             question = Message(Kind.FOLLOW, 1, 0)
             get = Message(Kind.GET_UPDATE, 1, 1, 0, 0, count=runs)
             peer.say(Message(Kind.PUSH, 1, 0, 1, meta=PUSH))

@@ -162,7 +162,7 @@ def test_updates_in_a_file_do_what_those_in_memory_do(name: str) -> None:
 def test_payloads_are_written_out_before_they_are_read_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A disk tells of an error of writing when it is asked, not while pages are in memory."""
+    """A disk reports a write error at fsync, not while the pages are in memory."""
     calls: list[str] = []
 
     def recorded(name: str) -> Callable[..., object]:
@@ -250,7 +250,7 @@ def test_no_file_for_an_update_is_said_and_no_end(files: Spool) -> None:
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES])
 def test_what_hinders_an_update_that_waits_is_its_own(files: Spool, error: int) -> None:
-    """Its turn comes when another worker's update is whole, and there is no file then."""
+    """The update's turn comes when another update is complete, and then no file can be made."""
     with (
         serving(parameters=[torch.ones(7)]) as server,
         Peer(server.address) as one,

@@ -156,7 +156,7 @@ def test_a_worker_that_was_away_gets_another_name_if_its_own_is_taken(
 def test_updates_that_another_worker_of_the_name_sent_are_not_taken_for_its_own(
     away: tuple[AsyncServer, Flat, AsyncDiLoCo],
 ) -> None:
-    """The other one is gone again: the name is free, and the count has gone on."""
+    """The other worker has left again: the name is free, and its count has gone on."""
     server, model, worker = away
     other, usurper = nameless(server.address)
     for _ in range(3):
@@ -193,7 +193,7 @@ def test_an_update_in_doubt_is_given_up_and_said(
 
 @pytest.mark.usefixtures("rank_3")
 def test_an_update_that_was_applied_is_not_sent_again_under_another_name() -> None:
-    """Its outcome is lost with the connection, and its number is the next one of the new name."""
+    """The outcome is lost with the connection, and the update's number fits the new name."""
     with serving(lost_after=1.0) as server, Relay(server.address) as relay:
         rounds: list[tuple[int, str]] = []
         model, worker = nameless(
@@ -231,7 +231,7 @@ def test_an_update_that_was_applied_is_not_sent_again_under_another_name() -> No
 
 
 def test_a_name_is_kept_by_a_new_connection_of_the_same_worker() -> None:
-    """Before the server knows that the old one has ended."""
+    """The new connection comes before the server knows that the old connection has ended."""
     with serving(lost_after=60.0) as server, Relay(server.address) as relay:
         model, worker = attach(relay.address, "a", timeout=3.0)
         update(model, worker)

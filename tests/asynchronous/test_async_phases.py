@@ -1,7 +1,7 @@
 """SIGKILL of a worker, and of the server, in each phase of a round; nothing is lost or doubled.
 
-A process forks; the child kills itself at a stage, and the parent, which shares nothing with it but
-the name and the log, takes its place.
+A process forks. The child kills itself at a stage. Then the parent, which shares only the name and
+the log with the child, takes the child's place.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def logs(folder: Path, world: int) -> dict[int, Path]:
     return {index: log(folder, index) for index in range(world - 1)}
 
 
-# The second update's: its runs are the 4th to the 6th, and the third version's are the 7th on.
+# Runs 4 to 6 belong to the second update, runs from 7 on to the third version.
 WORKER_STAGES = [
     "sent HELLO 1", "hear DATA 2", "send PUSH 2", "send RUN 5", "sent RUN 6", "hear OUTCOME 2",
     "hear READY 3", "hear DATA 8", "sent DONE 3",
@@ -167,7 +167,7 @@ WORKER_STAGES = [
 
 
 def workers_die(rank: int, world: int, folder: Path, address: str) -> None:
-    """Rank 0 is the server; every other one dies at its stage, and its successor goes on."""
+    """Rank 0 is the server; every other rank dies at its stage, and its successor goes on."""
     if rank == 0:
         ended = [folder / f"ended-{index}" for index in range(world - 1)]
         Server(folder, address).run_until(lambda: all(path.exists() for path in ended))
@@ -226,7 +226,7 @@ def with_company(folder: Path, address: str, index: int) -> Callable[[AsyncDiLoC
 
 
 def followers_die(rank: int, world: int, folder: Path, address: str) -> None:
-    """Rank 1 is one follower after the other; each dies at its stage, and has a successor."""
+    """Rank 1 runs a series of followers; each dies at its stage, and the next takes its place."""
     if rank == 0:
         Server(folder, address).run_until((folder / "over").exists)
         return
@@ -264,7 +264,7 @@ SERVER_STAGES = [
 
 
 def the_server_dies(rank: int, world: int, folder: Path, address: str) -> None:
-    """Rank 0 is one server after the other; the workers train until the last one is there."""
+    """Rank 0 runs a series of servers; the workers train until the last server is there."""
     over = folder / "over"
     if rank == 0:
         server = Server(folder, address)

@@ -1,4 +1,4 @@
-"""What a server refuses, and that whatever comes to its port changes nothing."""
+"""Refusals of a server: invalid messages to its port change nothing."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_other_models_are_refused(meta: dict, sentence: str) -> None:
 
 @pytest.mark.parametrize("change", [{"sizes": [7, 5]}, {"layout": 6}])
 def test_of_two_first_workers_one_with_another_model_is_refused(change: dict) -> None:
-    """Both are greeted before the server has a model to compare theirs with."""
+    """Both workers say HELLO before the server has a model to compare their models with."""
     start = Message(Kind.PUSH, 1, meta={**PUSH, "is_start": True})
     with serving() as server, Peer(server.address) as one, Peer(server.address) as two:
         others = {**HELLO, "worker": "two", **change}
@@ -181,7 +181,7 @@ def test_questions_before_hello_and_about_nothing() -> None:
         assert "not for a server" in peer.hear().meta["reason"]
         peer.say(Message(Kind.GET, 0, 0))
         assert np.frombuffer(peer.hear().body, np.float32).tolist() == [1.0] * 7
-        # Kept until the worker has all of it, and then no longer.
+        # The version is kept until the worker has all of it.
         for kind in (Kind.KEPT, Kind.GONE):
             peer.say(Message(Kind.DONE))
             assert peer.hear().kind == kind
@@ -206,7 +206,7 @@ def test_garbage_on_the_port_changes_nothing() -> None:
             peer.say_raw(b"x" * (2 << 20))
             model.descend(torch.ones(7))
             worker.step()
-            # What a peer has not sent when it closes is gone.
+            # Messages that a peer has not sent when it closes are lost.
             wait_until(lambda: status(server)["refused"].get("garbage", 0) >= 100)
         for connection in sockets:
             connection.close()

@@ -1,4 +1,4 @@
-"""Server rules against the worked example, a float64 oracle and one another."""
+"""Server rules against the worked example, against a float64 oracle, and against each other."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def serve(
     """Send a stream of pseudo-gradients through a server's coordinator."""
     model = SharedModel([start.numel()], rule)
     model.initialise([start])
-    # Staleness larger than what has happened needs a version to start from.
+    # Such a staleness needs as many earlier versions.
     model.load(model.tensors(), {**model.scalars(), "version": 100})
     coordinator = Coordinator(model)
     layout = layout_of(start.numel(), wire)
@@ -237,7 +237,7 @@ def test_delay_compensation() -> None:
 
 
 def test_what_workers_start_from_is_kept_once_for_each_version_in_files() -> None:
-    """Twelve workers, two fragments, one of two runs; what is applied is the formula's, in fp32."""
+    """Twelve workers, two fragments, one of two runs: the applied update is that of the formula."""
     lam, lr, sizes = 0.5, 0.1, [RUN_ELEMENTS + 77, 5]
     model = SharedModel(sizes, Immediate(outer=SGD(lr), compensation=lam))
     thetas = [torch.rand(size, generator=torch.Generator().manual_seed(size)) for size in sizes]
@@ -264,7 +264,7 @@ def test_what_workers_start_from_is_kept_once_for_each_version_in_files() -> Non
             thetas[i] -= lr * step
         assert all(map(torch.equal, model.read_all(), thetas))
         start(name)
-    # Eight of them still train from the first version, four from those after the last updates.
+    # Eight workers still train from the first version, four from versions after the last updates.
     assert len(coordinator.versions) == 5
     kept = [payload for flats in coordinator.versions._kept.values() for payload in flats]
     assert all(isinstance(payload, PayloadFile) for payload in kept)

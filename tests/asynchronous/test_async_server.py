@@ -1,4 +1,4 @@
-"""Server and workers over sockets: what is applied, and who goes on from what for how long."""
+"""Server and workers over sockets: applied updates, versions and lengths of rounds."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_grace_period_makes_workers_start_together() -> None:
         thread.start()
         wait_until(lambda: status(server)["updates"] == 1)
         two.descend(torch.ones(7))
-        # Nobody is left to wait for, so the window closes long before its 30 seconds.
+        # No other worker trains, so the window closes long before its 30 seconds.
         b.step()
         thread.join(20)
         assert not thread.is_alive()

@@ -133,7 +133,7 @@ def update(model: Flat, worker: AsyncDiLoCo) -> None:
 def test_after_an_older_snapshot_training_goes_on_after_one_error(
     tmp_path: Path, fetch: str
 ) -> None:
-    """Two workers have sent what the snapshot has not; a third has only fetched it."""
+    """Two workers have sent updates that the snapshot lacks; a third has only fetched them."""
     rounds: list[tuple[int, str]] = []
     with serving(snapshot=tmp_path / "new") as server:
 
@@ -201,7 +201,7 @@ def test_a_lost_server_is_a_clear_error_and_the_weights_are_kept() -> None:
 
 
 def test_a_worker_that_was_stopped_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped for longer than its timeout, with nothing to hear when it wakes."""
+    """The worker is stopped for longer than its timeout, and has no message when it wakes."""
     with serving() as server:
         model, worker = attach(server.address, "a", timeout=1.5)
         hear, stopped = worker._link._next, []

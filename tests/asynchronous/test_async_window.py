@@ -1,4 +1,4 @@
-"""What is asked for and when: windows of runs, and downloads that were cut off."""
+"""Windows of runs: which runs are asked for and when; and downloads that were ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_bodies_cover_what_may_be_asked_for(wire: str) -> None:
 
 
 def test_what_was_not_kept_until_the_end_is_fetched_again() -> None:
-    """The server may have written into what it sent; it says so when it is asked in the end."""
+    """The server may have changed runs while it sent them; it says so when the worker asks."""
     size, said = RUN_ELEMENTS + 9, []
     download = Download(lambda message: said.append(message) or True, [torch.zeros(size)])
     download.ask()
@@ -50,7 +50,7 @@ def test_what_was_not_kept_until_the_end_is_fetched_again() -> None:
     def send(version: int, value: float) -> None:
         download.receive(Message(Kind.READY, 0, version, meta={"steps": 5}))
         for run, count in ((0, RUN_ELEMENTS), (1, 9)):
-            # From before the worker has all of it, this says nothing.
+            # A KEPT that comes before the last run does not count.
             download.receive(Message(Kind.KEPT, 0, version))
             body = torch.full((count,), value).numpy().tobytes()
             download.receive(Message(Kind.DATA, 0, version, 0, run, body=body))

@@ -104,7 +104,7 @@ GONE = CHECK_FAIL.replace(b"Fail", b"Gone")
 
 @pytest.mark.parametrize("loads", [True, False], ids=["loads", "does not load"])
 def test_an_extension_for_another_torch_is_one_sentence(loads: bool, tmp_path: Path) -> None:
-    """It is not loaded: what it would read wrongly does not depend on whether it loads."""
+    """An extension for another torch is not loaded, even if it could be loaded."""
     changed = {MARK + HERE.encode(): MARK + OTHER.encode()}
     copy_of_the_package(tmp_path, changed if loads else {**changed, CHECK_FAIL: GONE})
     assert error_of_the_import(tmp_path) == (
@@ -116,7 +116,7 @@ def test_an_extension_for_another_torch_is_one_sentence(loads: bool, tmp_path: P
 
 
 def test_an_extension_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
-    """For the same torch by its version, but not by its functions: a build of somebody's own."""
+    """The torch has the same version but other functions, as a user's own build may have."""
     copy_of_the_package(tmp_path, {CHECK_FAIL: GONE})
     sentence = error_of_the_import(tmp_path)
     assert sentence.startswith("the C++ extension of diloco_comm is not built for this Python and")

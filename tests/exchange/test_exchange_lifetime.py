@@ -75,8 +75,8 @@ def test_exit_without_close() -> None:
             made[r] = Exchange(store, r, [0, 1], timeout=300.0)
         threads = [threading.Thread(target=make, args=(r,)) for r in (0, 1)]
         [t.start() for t in threads]; [t.join() for t in threads]
-        slot = made[0].slot(1000, WireFormat("int8"))
-        pending = made[0].start(slot, outer=None, params=[torch.ones(1000)], header=Header())
+        buffers = made[0].buffers(1000, WireFormat("int8"))
+        work = made[0].start(buffers, outer=None, params=[torch.ones(1000)], header=Header())
         print("ends")
         """
     )

@@ -20,10 +20,9 @@ from diloco_comm.exchange.membership.termination import (
     Decision,
     Progress,
     Refusal,
-    Standing,
-    State,
     decide,
 )
+from diloco_comm.exchange.round import Standing, State
 
 
 def ack(

@@ -16,8 +16,8 @@ from workers import Pool
 
 from diloco_comm import _C, LeftBehind, NonFiniteError, SyncError
 from diloco_comm.exchange.membership import connecting, regroup, sealing
+from diloco_comm.exchange.membership.stores import decide_once
 from diloco_comm.exchange.membership.termination import Ack, Progress
-from diloco_comm.exchange.membership.verdicts import decide_once
 
 # ------------------------------------------------------------------------- one and two deaths
 

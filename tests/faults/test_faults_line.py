@@ -17,7 +17,7 @@ from workers import Pool
 
 from diloco_comm import LeftBehind, SyncError
 from diloco_comm.exchange import waiting
-from diloco_comm.exchange.membership import attendance, meetings, regroup, verdicts
+from diloco_comm.exchange.membership import attendance, line, meetings, plans, regroup, stores
 from diloco_comm.exchange.membership.attendance import Attendance, Limits, Pulses
 
 H = 4
@@ -39,7 +39,7 @@ def finish(replica: Replica, inner_step: int) -> Result:
 def fail_alone(rank: int, world: int, address: Address, first: int) -> Any:
     """Replica 0 fails once it is connected, and replica 1 enters; then each goes on alone."""
     replica = Replica(address, rank, range(world), HALF_AN_HOUR)
-    diloco, attach = replica.diloco, regroup._attach
+    diloco, attach = replica.diloco, regroup.attach
     replica.train_to(H)
 
     def attach_and_fail(*arguments: Any) -> None:
@@ -47,7 +47,7 @@ def fail_alone(rank: int, world: int, address: Address, first: int) -> Any:
         raise SyncError("as a test wants it", stage="attach")
 
     if rank == 0:
-        with mock.patch.object(regroup, "_attach", attach_and_fail):
+        with mock.patch.object(regroup, "attach", attach_and_fail):
             with pytest.raises(SyncError, match="as a test"):
                 diloco.change_group([0, 1])
         assert diloco.epoch == 1
@@ -115,8 +115,8 @@ class Claimant:
     def claim(self, epoch: int, members: list[int], patience: float = 5.0) -> None:
         infos = {member: {"epoch": 1, "ack": {"epoch": 1}} for member in members}
         exchange: Any = self
-        bounded = verdicts.bounded(exchange)
-        verdicts.claim_line(exchange, bounded, infos, epoch, members, patience)
+        bounded = stores.bounded(exchange)
+        line.claim_line(exchange, bounded, infos, epoch, members, patience)
 
 
 def test_a_group_that_never_began_gives_its_line_up() -> None:
@@ -201,10 +201,10 @@ def test_an_old_process_that_ends_late_does_not_end_a_new_start(fresh_workers: F
 
 
 def test_a_number_that_this_process_has_is_given_back_by_closing() -> None:
-    own = str(meetings.number_is_taken(1, meetings.own_place(), 3))
+    own = str(plans.number_is_taken(1, plans.own_place(), 3))
     assert "close the DiLoCo of this process first" in own and "a number of its own" not in own
-    assert "process there:7 (host:pid)" in str(meetings.number_is_taken(1, "there:7"))
-    assert "by another process: give" in str(meetings.number_is_taken(1, ""))
+    assert "process there:7 (host:pid)" in str(plans.number_is_taken(1, "there:7"))
+    assert "by another process: give" in str(plans.number_is_taken(1, ""))
 
 
 def test_a_hello_of_an_older_version_is_read() -> None:

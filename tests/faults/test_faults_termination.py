@@ -228,14 +228,14 @@ class Comeback:
 
 def let_one_member_enter(replica: Replica, stage: str) -> None:
     """Replica 0 enters group [0, 1] and dies; replica 1 agrees to it, and fails at ``stage``."""
-    diloco, confirm = replica.diloco, regroup._confirm
+    diloco, confirm = replica.diloco, regroup.confirm
 
     def die(*_: Any) -> None:
         replica.store.set("hash", diloco.outer_hash())
         os.kill(os.getpid(), signal.SIGKILL)
 
     def fail(*args: Any) -> None:
-        if stage == "_confirm":
+        if stage == "confirm":
             confirm(*args)
         replica.store.wait(["hash"])
         raise SyncError("as a test wants it", stage=stage)
@@ -243,13 +243,13 @@ def let_one_member_enter(replica: Replica, stage: str) -> None:
     if replica.number == 1:
         with mock.patch.object(regroup, stage, fail), pytest.raises(SyncError, match="a test"):
             diloco.change_group([0, 1])
-    elif stage == "_attach":
+    elif stage == "attach":
         # Replica 0 would wait in vain for replica 1 to confirm.
-        with mock.patch.object(regroup, "_confirm", die):
+        with mock.patch.object(regroup, "confirm", die):
             diloco.change_group([0, 1])
     else:
         # What comes after the rounds have been applied.
-        with mock.patch.object(diloco, "_refuse_different_state", die):
+        with mock.patch.object(diloco._agreement, "refuse_different_state", die):
             diloco.change_group([0, 1])
 
 
@@ -287,7 +287,7 @@ def come_back_to_a_change_that_failed(
     return Comeback(failure, *seen, outer_hash, end)
 
 
-@pytest.mark.parametrize("stage", ["_attach", "_confirm"])
+@pytest.mark.parametrize("stage", ["attach", "confirm"])
 def test_who_was_left_out_of_a_change_that_failed_has_no_say(
     fresh_workers: Callable[..., Pool], stage: str
 ) -> None:
@@ -300,12 +300,12 @@ def test_who_was_left_out_of_a_change_that_failed_has_no_say(
     results: list[Any] = pool.collect(timeout=60, expect_exit={0})
     first, left_out = results[1:]
     assert first.failure.stage == "vote", first.failure
-    assert first.newest_group == (2, (0, 1)) and first.epoch == (1 if stage == "_attach" else 2)
+    assert first.newest_group == (2, (0, 1)) and first.epoch == (1 if stage == "attach" else 2)
     assert left_out.newest_group == (1, (0, 1, 2)) and left_out.epoch == 1
     for one in (first, left_out):
         assert one.missing == (2,) and one.refused_at == [1]
         assert "replica 2 lacks round 1 of fragment 0" in one.refusal
-    if stage == "_confirm":
+    if stage == "confirm":
         assert first.outer_hash == pool.crew.store.get("hash").decode()
     assert first.outer_hash == left_out.outer_hash
     check_agreement([first.end, left_out.end])

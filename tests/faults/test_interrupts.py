@@ -182,8 +182,8 @@ def in_the_middle(rank: int, world: int, name: str, is_shared: bool) -> tuple[bo
     model, optimizer, diloco = attach(**POLICIES[name], **group)
     apply, was_interrupted = SyncedFragment.apply, False
 
-    def interrupted(part: SyncedFragment, step: Any) -> None:
-        apply(part, step)
+    def interrupted(part: SyncedFragment, *arguments: Any, **options: Any) -> None:
+        apply(part, *arguments, **options)
         if rank == 1 and part.index == 0 and diloco.inner_step == LAST:
             interrupt()
 

@@ -23,7 +23,8 @@ from diloco_comm.base.errors import SyncError
 from diloco_comm.base.memory import GIVEN_UP, Ballot
 from diloco_comm.exchange.nccl import group as nccl_group
 from diloco_comm.exchange.nccl import streams
-from diloco_comm.exchange.nccl.streams import StreamDriver, current
+from diloco_comm.exchange.nccl.sending import current
+from diloco_comm.exchange.nccl.streams import StreamDriver
 
 # Of torch's pool; a device has as many of them.
 POOL_SIZE = 32

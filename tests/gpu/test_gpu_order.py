@@ -16,7 +16,7 @@ from problems import equal
 from test_gpu_streams import on_streams, use_streams
 
 import diloco_comm
-from diloco_comm.exchange.nccl import streams
+from diloco_comm.exchange.nccl.sending import Sending
 from diloco_comm.methods import outer
 
 CHUNK_ELEMENTS = 4096
@@ -120,14 +120,14 @@ def encoded_ranges(rank: int, world: int, library: str) -> list[Any]:
     """The ranges of outer parameters that an exchange over NCCL brings to the device."""
     here = use_streams(rank, "lagging", library)
     given, ranges = [], []
-    load = streams.Sending.outer_of
+    load = Sending.outer_of
 
-    def outer_of(sending: streams.Sending, begin: int, end: int) -> Any:
+    def outer_of(sending: Sending, begin: int, end: int) -> Any:
         ranges.append((begin, end, sending.loader is not None))
         return load(sending, begin, end)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams.Sending, "outer_of", outer_of)
+        patch.setattr(Sending, "outer_of", outer_of)
         patch.setattr(outer.chunks_of, "__defaults__", (CHUNK_ELEMENTS,))
         for offload in (None, "cpu"):
             options = {**METHODS["diloco"], "chunk_bytes": 12 << 10, "offload": offload}

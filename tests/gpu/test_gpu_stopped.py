@@ -22,7 +22,8 @@ from workers import Pool
 
 from diloco_comm import Eager
 from diloco_comm.base.errors import SyncError
-from diloco_comm.exchange.nccl.streams import StreamDriver, current
+from diloco_comm.exchange.nccl.sending import current
+from diloco_comm.exchange.nccl.streams import StreamDriver
 
 SUSPECT_S = 2.0
 # Of an exchange: what the others must not have to wait for.
@@ -142,7 +143,7 @@ def without_headers(
         work.wait(TIMEOUT_S / 2)
     except SyncError as error:
         failure = error.stage
-    result: dict[str, Any] = {"failure": failure, "state": work._round.state, "own": sends[-1]}
+    result: dict[str, Any] = {"failure": failure, "state": work.round.state, "own": sends[-1]}
     result["presumed"] = [header.weight for header in work.headers]
     diloco.change_group("survivors")
     result |= {"weight_sum": part.weight_sum, "round": part.round}

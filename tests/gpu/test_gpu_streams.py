@@ -20,8 +20,8 @@ from problems import equal
 from diloco_comm import Nesterov
 from diloco_comm.base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from diloco_comm.base.memory import vote_token
+from diloco_comm.exchange.nccl import connections
 from diloco_comm.exchange.nccl import group as nccl_group
-from diloco_comm.exchange.nccl import streams
 
 NCCL_RANKS = int(os.environ.get("DILOCO_TEST_NCCL_RANKS", "1"))
 
@@ -44,7 +44,7 @@ def use_streams(rank: int, device: str, library: str) -> torch.device:
         from lagging_group import LaggingGroup
 
         nccl_group.make_group = LaggingGroup  # type: ignore[assignment]
-        streams.CONNECT_BYTES = 1 << 10
+        connections.CONNECT_BYTES = 1 << 10
     return here
 
 

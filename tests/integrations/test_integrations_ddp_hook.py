@@ -87,7 +87,7 @@ def mean_of_steps(rank: int, world: int, error_feedback: bool) -> float:
     total = torch.zeros_like(exact)
     for _ in range(20):
         total += torch.cat([g.flatten() for g in backward(model, rank, 0)])
-    # After the first step DDP makes other buckets; what was kept for the first ones is gone.
+    # After the first step DDP makes new buckets; the residuals of the first buckets are dropped.
     kept = sum(residual.numel() for residual in state._residuals.values())
     assert kept == (exact.numel() if error_feedback else 0)
     return float((total / 20 - exact).norm() / exact.norm())
@@ -96,7 +96,7 @@ def mean_of_steps(rank: int, world: int, error_feedback: bool) -> float:
 def test_error_feedback_makes_the_mean_right(workers) -> None:
     [without, _] = workers(2).run(mean_of_steps, False)
     [with_feedback, _] = workers(2).run(mean_of_steps, True)
-    # What 20 steps lose in all is what one step loses.
+    # 20 steps together lose as much as one step.
     assert with_feedback < without / 5
 
 

@@ -1,4 +1,4 @@
-"""Who started this process, and replicas that hide it from their trainers."""
+"""The launcher of this process, and replicas that hide the launcher from their trainers."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ tell(
 def test_only_the_variables_of_the_launcher_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that torchrun sets by which a process knows its place; and nothing of the site's."""
-    # Empty, it hides all GPUs.
+    """All of torchrun's variables that give a process its rank are removed, none of the site's."""
+    # An empty variable hides all GPUs.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (told,) = torchrun(OTHERS, tmp_path, 1)
     kinds = ("", "LOCAL_", "GROUP_", "ROLE_")

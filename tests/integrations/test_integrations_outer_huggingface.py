@@ -103,7 +103,7 @@ def hf_outer(
     local = hf_trainer(rank, folder / "local", {**where("hf local"), "evaluate": "local"})
     local.train()
     facts = [
-        # What is evaluated and saved are the outer parameters, and training does not notice.
+        # The outer parameters are evaluated and saved, and training is not changed.
         found == pytest.approx([loss_of(first), loss_of(last)], rel=1e-5),
         torch.equal(saved, first),
         torch.equal(saved_by_hf(folder, rank, NUM_STEPS), last),
@@ -111,7 +111,7 @@ def hf_outer(
         # A run goes on from a checkpoint that has them, to the same bytes.
         torch.equal(flat(again.model), end),
         losses(again)[-1] == found[-1],
-        # By default the local ones are evaluated and saved.
+        # By default the local parameters are evaluated and saved.
         torch.equal(flat(local.model), end),
         losses(local) != found,
         not torch.equal(saved_by_hf(folder / "local", rank, SAVED_STEP), first),
@@ -150,7 +150,7 @@ def hf_best(
     "options",
     [
         {},
-        # Saves at an evaluation alone, and when that was the best one so far.
+        # Save only at evaluations, and only if the evaluation was the best so far.
         {"save_strategy": "best"},
         {"eval_strategy": "epoch", "save_strategy": "epoch", "steps_per_epoch": SAVED_STEP},
         {"eval_strategy": "epoch", "save_strategy": "best", "steps_per_epoch": SAVED_STEP},
@@ -265,7 +265,7 @@ def hf_failed(rank: int, world: int, folder: Path) -> list[Any]:
     is_local = torch.equal(flat(trainer.model), fail.local)
     loss = trainer.evaluate()["eval_loss"]
     facts = [is_local, loss == pytest.approx(loss_of(fail.local), rel=1e-5)]
-    # Nothing is left of it on the optimizer, nor in the way of the next training.
+    # The failed training leaves no hook on the optimizer, and does not disturb the next training.
     DiLoCo(trainer.model, trainer.optimizer, sync_every=4).close()
     fail.event = "evaluation"
     with pytest.raises(ValueError, match="no such row"):
@@ -327,7 +327,7 @@ def hf_workers(
     job = on_store(worker, 2, address, f"job {replica}")["store"]
     dist.init_process_group("gloo", store=job, rank=worker, world_size=2)
     AcceleratorState._reset_state(reset_partial_state=True)
-    # What the store of one job knows is nothing to the other; this one both know.
+    # Each job has its own store; this store is known to both jobs.
     place = {**on_store(replica, 2, address, "hf workers"), "shard_group": dist.group.WORLD}
     options = {"load_best_model_at_end": True, "greater_is_better": False}
     trainer = hf_trainer(replica, folder, settings(**place), **options)

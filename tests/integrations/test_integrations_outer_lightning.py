@@ -32,29 +32,18 @@ from diloco_comm import Blocking
 FAILED_STEP = 7
 
 
-def lightning_run(
-    rank: int,
-    folder: Path,
-    arguments: dict[str, Any],
-    *,
-    resume: bool = False,
-    fails: bool = False,
-    **options: Any,
-) -> tuple[Any, Any, Any]:
-    """Train with a validation and a checkpoint at each epoch's end, every 5th step.
+def make_module(home: Path, *, seed: int, fails: bool) -> Any:
+    """Return a module that saves a checkpoint in its validation at ``SAVED_STEP``.
 
     Args:
-        fails: Have the step behind ``FAILED_STEP`` fail, which ends the training.
+        fails: The step behind ``FAILED_STEP`` fails, which ends the training.
     """
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from diloco_comm.integrations.lightning import DiLoCoCallback
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = WithLoss(seed=7 if resume else rank)
+            self.model = WithLoss(seed=seed)
             self.losses: list[float] = []
 
         def training_step(self, rows: dict[str, Tensor], index: int) -> Tensor:
@@ -74,8 +63,31 @@ def lightning_run(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return make_optimizer(self.model)
 
+    return Module()
+
+
+def lightning_run(
+    rank: int,
+    folder: Path,
+    arguments: dict[str, Any],
+    *,
+    resume: bool = False,
+    fails: bool = False,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """Train with a validation and a checkpoint at each epoch's end, every 5th step.
+
+    Args:
+        fails: Have the step behind ``FAILED_STEP`` fail, which ends the training.
+    """
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from diloco_comm.integrations.lightning import DiLoCoCallback
+
     home = folder / f"replica-{rank}"
-    module, callback = Module(), DiLoCoCallback(**{"evaluate": "outer", **arguments})
+    module = make_module(home, seed=7 if resume else rank, fails=fails)
+    callback = DiLoCoCallback(**{"evaluate": "outer", **arguments})
     saving = ModelCheckpoint(
         home, filename="{step}", monitor="val_loss", save_top_k=-1, save_on_exception=fails
     )
@@ -126,7 +138,7 @@ def lightning_outer(
     best = saved_by_lightning(saving.best_model_path)
     again, *_ = lightning_run(rank, folder, where("lightning outer again"), resume=True)
     home = folder / f"replica-{rank}"
-    # One was saved amid the validation, when the model held the outer parameters, one after it.
+    # One checkpoint was saved during the validation, with the outer parameters in the model.
     amid, after = (local_of_lightning(home / f"{name}.ckpt") for name in ("amid", "step=5"))
     local, *_ = lightning_run(
         rank, folder / "local", {**where("lightning local"), "evaluate": "local"}
@@ -158,7 +170,7 @@ def test_lightning(trainer_replicas: Callable[[int], Pool], tmp_path: Path) -> N
 
 
 def lightning_failed(rank: int, world: int, address: tuple[str, int], folder: Path) -> list[bool]:
-    """Fail at a step at which nothing is under way; what is saved then, and what later."""
+    """Fail at a step without a round under way; check the states saved then and later."""
     where = lambda name: settings(overlap=Blocking(), **on_store(rank, world, address, name))  # noqa: E731
     outers, _ = outers_of_plain_loop(rank, where("plain lightning failed"), SAVED_STEP)
     outer = outers[FAILED_STEP - 1]

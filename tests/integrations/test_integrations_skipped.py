@@ -1,4 +1,4 @@
-"""Steps that a GradScaler skips on one replica: all replicas end at the same one nevertheless."""
+"""A GradScaler skips steps on one replica: all replicas still end at the same step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ End = tuple[int, list[int], int, list[float]]
 
 
 class Overflowing(WithLoss):
-    """Its loss is infinite at one step of replica 1."""
+    """A model whose loss is infinite at one step of replica 1."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)

@@ -19,7 +19,7 @@ ON = {"enable": True, "semi_sync_method": "diloco"}
 
 @dataclasses.dataclass
 class FaultTolerance:
-    """As torchtitan 0.3.0 has it."""
+    """The section ``fault_tolerance`` of torchtitan 0.3.0."""
 
     enable: bool = True
     process_group: str = "gloo"
@@ -108,7 +108,7 @@ def test_nothing_happens_unless_asked(section: dict[str, Any]) -> None:
 
 
 class Container:
-    """Like torchtitan's ``OptimizersContainer``: it steps several, and its step has no hook."""
+    """Like torchtitan's ``OptimizersContainer``, which steps several optimizers without a hook."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers = list(optimizers)

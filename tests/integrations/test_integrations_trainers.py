@@ -121,7 +121,7 @@ def hf_and_plain(
         rank, folder, settings(**where("hf again")), gradient_accumulation_steps=2, resume=True
     )
     plain = plain_loop(WithLoss(rank), rank, settings(**where("plain")), accumulate=2)
-    # The last outer step is part of what is compared: without it the replicas differ.
+    # The comparison includes the last outer step, without which the replicas differ.
     matches = [torch.equal(trained, plain[-1]), torch.equal(resumed, plain[-1])]
     return [*matches, not torch.equal(plain[-1], plain[-2])], trained.numpy().tobytes()
 
@@ -135,7 +135,7 @@ def test_hugging_face_trainer(replicas: Callable[[int], Pool], tmp_path: Path) -
 
 
 def hf_refusals(rank: int, world: int, folder: Path) -> list[str]:
-    """What the callback says when the trainer's settings do not go with it."""
+    """Return the callback's errors about settings of the trainer that it refuses."""
     from transformers import TrainerState, TrainingArguments
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
@@ -337,7 +337,7 @@ def run_example(
         "MASTER_ADDR": address[0],
         "MASTER_PORT": str(address[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # What one script wrote to the store is not there for the next.
+        # Each script has its own part of the store.
         "TORCHELASTIC_RESTART_COUNT": script,
     }
     sys.argv = [script, *options]
@@ -371,66 +371,3 @@ def test_example(
     assert first == second
     assert first[1] is False
     assert sorted(path.name for path in tmp_path.iterdir()) == ["replica-0", "replica-1"]
-
-
-# ------------------------------------------------------------------------ Lightning's own minimum
-
-
-def lightning_with_a_minimum(
-    rank: int, world: int, address: tuple[str, int], limits: dict[str, int]
-) -> str:
-    """Replica 0 has data for half as many steps as replica 1, which has a minimum."""
-    import lightning.pytorch as pl
-
-    from diloco_comm.integrations.lightning import DiLoCoCallback
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = WithLoss(rank)
-
-        def training_step(self, rows: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-            return self.model(**rows)["loss"]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(self.model)
-
-    place = on_store(rank, world, address, f"minimum {limits}")
-    callback = DiLoCoCallback(sync_every=2, **place)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        **(limits if rank else {}),
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    rows = Rows(rank, NUM_STEPS * (1 + rank))
-    try:
-        trainer.fit(Module(), torch.utils.data.DataLoader(rows, batch_size=ROWS))
-    except ValueError as error:
-        return str(error)
-    return f"ended at {trainer.global_step}"
-
-
-@needs("lightning")
-@pytest.mark.parametrize(
-    ("limits", "is_refused"),
-    [({"min_epochs": 2}, True), ({"min_steps": 25}, True), ({"min_epochs": 1}, False)],
-    ids=["epochs", "steps", "one epoch"],
-)
-def test_lightning_may_not_train_longer_than_the_others(
-    limits: dict[str, int], is_refused: bool, replicas: Callable[[int], Pool]
-) -> None:
-    pool = replicas(2)
-    ends = pool.run(lightning_with_a_minimum, pool.store, limits)
-    if not is_refused:
-        assert ends == ["ended at 20"] * 2
-        return
-    for text in ends:
-        assert "min_epochs or min_steps make Lightning train longer" in text and "\n" not in text
-        assert f"min_{'epochs' if 'min_epochs' in limits else 'steps'}=" in text
-        assert "on replica 1" in text and "on replica 0" not in text

@@ -1,4 +1,4 @@
-"""What trains twice is refused: trainers that average the gradients of several replicas."""
+"""Refuse trainers that average the gradients of several replicas at every step."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ NAMES = {
 
 
 def titan_wrapped(rank: int, world: int) -> list[list[str]]:
-    """For each wrapper: what is said when it spans replicas, and when it is of this one."""
+    """Return each wrapper's errors: if it spans replicas, and if it stays inside one."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from diloco_comm.integrations.torchtitan import semi_sync_training
@@ -253,7 +253,7 @@ def test_every_wrapper_is_seen(fresh_workers) -> None:
 
 
 def warned(rank: int, world: int, name: str) -> list[str]:
-    """What the core says of a wrapper that spans the replicas: a warning, since it may be meant."""
+    """``DiLoCo`` warns of a wrapper that spans replicas, and raises no error."""
     import warnings
 
     from torch.distributed.device_mesh import init_device_mesh
@@ -305,7 +305,7 @@ def test_workers_of_a_replica_know_which_one(fresh_workers) -> None:
 
 
 def hf_with_own_ddp(rank: int, world: int, address: tuple[str, int], folder: Path) -> list[Any]:
-    """Two replicas of two workers each, in one launch; the trainer wraps a replica's own ones."""
+    """Two replicas of two workers each, in one launch; the trainer wraps one replica's workers."""
     import os
 
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,4 +1,4 @@
-"""Metrics go to what has the form of TensorBoard's writer or of a W&B run."""
+"""Metrics go to writers with the methods of TensorBoard's writer or of a W&B run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_exchange_is_written() -> None:
     for (values, _), sync in zip(called, metrics, strict=True):
         assert values["diloco/exposed_s"] == sync.exposed_s
         assert values["diloco/is_applied"] == 1.0
-        # It was not asked to be measured.
+        # This figure was not measured.
         assert "diloco/pseudo_gradient_norm" not in values
         assert "diloco/round" not in values
     assert {tag.replace("outer/", "diloco/") for tag in run.logged[0][0]} == set(called[0][0])

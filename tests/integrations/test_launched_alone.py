@@ -55,7 +55,7 @@ SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
     [
         (SRUN, "srun"),
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "4"}, "torchrun"),
-        # torchrun of one process inside a task of srun: its own word counts.
+        # torchrun of one process inside a task of srun: torchrun's variables count.
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, None),
         ({**SRUN, "SLURM_NTASKS": "1"}, None),
         # A batch script, and the shell of salloc, are single processes of their job.

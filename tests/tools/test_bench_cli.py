@@ -1,4 +1,4 @@
-"""``diloco-comm bench``: it measures, and its JSON has the form that docs/bench.md describes."""
+"""``diloco-comm bench``: the commands measure, and their JSON is that of docs/bench.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ranks(zygote: Zygote) -> Iterator[Callable[[int], Pool]]:
 def run_rank(
     rank: int, world: int, port: int, words: list[str], launcher: str
 ) -> tuple[int | None, str]:
-    """Run the command as one rank of torchrun or srun; the status, and what was printed."""
+    """Run the command as one rank of torchrun or srun; return the status and the output."""
     import contextlib
     import io
 
@@ -179,7 +179,7 @@ def test_examples_of_the_help_run(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Their own words, and options behind them that make it short."""
+    """The words of an example, with further options that make the run short."""
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     launcher, words = line.split(" bench ")
@@ -261,7 +261,7 @@ def test_tune_writes_a_config_that_diloco_reads(
     default = document["results"][0]
     assert default["vs_default"] == 1.0
     assert (default["lanes"], default["chunk_bytes"]) == (1, None)
-    # The chosen one is the default, or was faster when they were timed in turns.
+    # The chosen setting is the default, or was faster when both were timed in turns.
     assert (
         document["speedup"] == 1.0
         or document["speedup"] >= 1.02
@@ -295,7 +295,7 @@ def test_a_budget_chooses_the_most_precise_wire_that_fits() -> None:
 def test_a_candidate_must_beat_the_default(
     times: tuple[float, float], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the interleaved measurement counts; what was fast in the first look may lose."""
+    """Only the interleaved measurement counts; a setting that was fast before may lose."""
     settings = bench_tune.Settings(chunks=(None, 1 << 20), lanes=(1,))
 
     class Bench:

@@ -38,7 +38,7 @@ def store() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def train_one_round(rank: int, world: int, address: str) -> list[float]:
-    """One replica as a job of its own: it knows only the store and its number."""
+    """One replica as a separate job, which knows only the store and its number."""
     assert not dist.is_initialized()
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 1.0)
@@ -152,7 +152,7 @@ def test_help_lists_the_sub_commands_and_loads_none() -> None:
 
 
 def test_every_command_has_examples() -> None:
-    """Those of bench, doctor, plan and profile are run by the tests of each."""
+    """Run the examples of the help. Tests of bench, doctor, plan and profile run their own."""
     found = help_examples()
     assert found.keys() >= {"bench tune", "demo", "doctor", "plan", "profile run", "serve", "store"}
     assert [name for name, lines in found.items() if not lines] == []

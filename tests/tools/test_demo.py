@@ -1,4 +1,4 @@
-"""The demo, small: real processes, real text, and what it must leave behind, or not."""
+"""A small demo: real processes, real text, the files that it writes, and no process left."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_bytes_are_those_of_the_wire(demo: tuple[str, dict[str, Any], Path]) -> 
         for replica in row["replicas"]:
             model_bytes = replica["num_parameters"] * bits[row["wire"]] / 8
             payload = num_exchanges * model_bytes * 2 * (NUM_REPLICAS - 1) / NUM_REPLICAS
-            # Who owns a short run sends a little less than its share.
+            # A replica that owns a short run sends a little less than the others.
             assert 0.995 * payload < replica["sent_bytes"] < 1.03 * payload, name
     ratio = rows["DDP fp32"]["sent_bytes"] / rows["DiLoCo int8"]["sent_bytes"]
     assert demo[1]["bytes_ratio"] == pytest.approx(ratio)
@@ -96,7 +96,7 @@ def test_output_names_what_a_reader_needs(demo: tuple[str, dict[str, Any], Path]
 
 @pytest.fixture
 def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """A demo that trains for minutes, in a process group of its own, and its children."""
+    """A demo that trains for minutes, in a separate process group, and its children."""
     command = [*DEMO, "--replicas", "2", "--steps", "100000", "--out", str(tmp_path)]
     process = subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""Each claim of the demo follows from the rows: it holds for good ones, and fails for bad ones."""
+"""Each claim of the demo holds for good rows and fails for bad rows."""
 
 from __future__ import annotations
 

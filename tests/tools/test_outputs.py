@@ -1,4 +1,4 @@
-"""Files that the tools write: refused before any work, and never instead of what is printed."""
+"""Files of the tools: refused before any work; a later failure never replaces the output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAN = ["plan", "--params", "1B", "--layers", "12", "--step-time", "1"]
 KERNELS = [launch(0, 1), kernel(NCCL, 5, 20, 7, 1), launch(1, 2), kernel(GEMM, 15, 20, 20, 2)]
 EXCHANGE = ["bench", "exchange", "-g", "2", "-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]
 OPS = ["bench", "ops", "--size", "64K", "-n", "1", "--impl", "scalar"]
-# What is asked of each command that writes, up to the option of its file or folder.
+# The words of each command that writes, up to the option of its file or folder.
 WRITERS: dict[tuple[str, str], list[str]] = {
     ("bench exchange", "--json"): EXCHANGE,
     ("bench ops", "--json"): OPS,
@@ -50,7 +50,7 @@ READ = {"--data", "--model-config", "--safetensors", "--keys"}
 
 @pytest.fixture
 def blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place below a file, where nobody can write, root neither."""
+    """A path below a file, where not even root can write."""
     (tmp_path / "file").write_text("kept")
     write_kineto(tmp_path / "rank0.json", KERNELS)
     monkeypatch.chdir(tmp_path)
@@ -245,7 +245,7 @@ def test_the_demo_is_printed_though_nothing_is_written(as_json: bool, tmp_path: 
 
 
 def record_some_steps(folder: Path, before_the_end: Any = None) -> None:
-    """Train twelve steps with a recorder of steps 3 to 6; what is raised in a hook ends it."""
+    """Train twelve steps with a recorder of steps 3 to 6; an error in a hook would end training."""
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = Recorder(folder, skip=2, steps=4)
@@ -272,9 +272,9 @@ def test_a_trace_that_cannot_be_written_is_logged_once(
         record_some_steps(folder)
     (record,) = [one for one in caplog.records if one.name.startswith("diloco_comm")]
     reason = "No space left on device" if is_full else "File exists"
-    told = f"rank 0 has no trace, its training goes on: cannot write the trace {folder}"
+    told = f"rank 0 has no trace, and training goes on: cannot write the trace {folder}"
     assert record.getMessage() == f"{told}/rank0.json.gz: {reason}"
-    # Half a trace would not be told from a whole one by its name.
+    # The name of half a trace would be that of a whole trace.
     assert not is_full or list(folder.iterdir()) == []
 
 
@@ -292,7 +292,7 @@ print("trained to the end")
 
 @pytest.mark.parametrize("steps", [9, 4], ids=["in a step", "at the end"])
 def test_training_goes_on_without_its_trace(steps: int, tmp_path: Path) -> None:
-    """Also where the program ends before the last step to record, and it is written then."""
+    """The program ends before the last step to record, and the trace is written then."""
     (tmp_path / "train.py").write_text(TRAIN.format(steps=steps))
     options = ["--out", "traces", "--skip", "2", "--steps", "4", "--"]
     command = [sys.executable, "-m", "diloco_comm.tools.cli", "profile", "run", *options]

@@ -57,7 +57,7 @@ def test_unions_and_intersections_count_microseconds(
 
 
 def hta_percentages(paths: dict[int, Path]) -> dict[int, float]:
-    """What Holistic Trace Analysis gives for the overlap of each rank."""
+    """Return the overlap of each rank by Holistic Trace Analysis."""
     hta_trace = pytest.importorskip("hta.common.trace")
     from hta.analyzers.communication_analysis import CommunicationAnalysis
 
@@ -100,7 +100,7 @@ def test_traffic_is_split_by_group_and_by_range(tmp_path: Path) -> None:
         launch(11, 4),
         kernel(NCCL, 100, 50, 7, 1, **ours),
         kernel(NCCL, 200, 30, 7, 3, **inner),
-        # No description: it counts as ours, for our range launched it.
+        # No description: the kernel is the library's, because a range of the library launched it.
         kernel(NCCL, 300, 10, 7, 4),
         kernel(GEMM, 120, 90, 20, 2),
     ]
@@ -123,10 +123,10 @@ def test_without_a_gpu_exchanges_are_communication(tmp_path: Path) -> None:
 
     events = [
         ours("encode", 0, 100, 10),
-        # It ended before anybody asked: 100 to 400.
+        # This exchange ended before the wait: 100 to 400.
         ours("wait", 0, 1000, 1),
         ours("exchange", 0, 1001, 0, " us=300"),
-        # It was waited for: 2000 to 2601, however long the engine says it took.
+        # This exchange ends with its wait, 2000 to 2601, whatever the engine has measured.
         ours("encode", 1, 2000, 10),
         ours("wait", 1, 2500, 101),
         ours("exchange", 1, 2601, 0, " us=700"),
@@ -235,7 +235,7 @@ def test_nsys_export_gives_the_known_overlap(tmp_path: Path) -> None:
     nsys.add_range("diloco_comm", 0, None, thread, domain=3, kind=75)
     nsys.add_range("encode fragment=0 round=0", 1_000, 9_000, thread, domain=3)
     nsys.add_range("wait fragment=0 round=0", 20_000, 21_500, thread, domain=3, kind=60, by_id=True)
-    # The same words in a domain that is not ours, and a range that never ended.
+    # The same words in a foreign domain, and a range that never ended.
     nsys.add_range("encode fragment=0 round=9", 30_000, 40_000, thread, domain=4)
     nsys.add_range("encode fragment=0 round=8", 30_000, None, thread, domain=3)
     nsys.add_launch(2_000, 1, thread)

@@ -60,7 +60,7 @@ def report_json(*paths: Path) -> dict[str, Any]:
 
 
 def train_recorded(rank: int, world: int, folder: str) -> list[tuple[int, float]]:
-    """Train with a recorder in place; (round, exchange in us) of what was received meanwhile."""
+    """Train with a recorder; return (round, exchange in us) of the rounds received meanwhile."""
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = Recorder(Path(folder), skip=2, steps=6)
@@ -150,7 +150,7 @@ with DiLoCo(model, optimizer, sync_every=3, timeout=60, **replicas):
 
 
 def test_replicas_of_their_own_write_a_trace_each(tmp_path: Path) -> None:
-    """Each process of torchrun is alone by its own account when it writes."""
+    """Each process of torchrun believes to be alone when it writes its trace."""
     (tmp_path / "train.py").write_text(REPLICAS)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ended = profile_run(tmp_path, *launcher, "--nproc-per-node", "2", "train.py")
@@ -246,7 +246,7 @@ def test_report_of_a_folder_is_in_the_order_of_ranks(tmp_path: Path) -> None:
     nsys = Nsys(tmp_path / "rank3.sqlite")
     nsys.add_kernel(NCCL, 5_000, 25_000)
     nsys.close()
-    # What is no trace, or lies deeper, is left alone.
+    # Other files, and traces in subfolders, are ignored.
     (tmp_path / "rank4.txt").write_text("")
     (tmp_path / "rank5.nsys-rep").write_text("")
     (tmp_path / "older").mkdir()
@@ -285,7 +285,7 @@ def test_no_label_is_cut(
         assert ended.out.count(title) == 1
     for label in ("diloco_comm", "outer_step", f"{(long_us + 20) / 1e3:,.3f}"):
         assert label in ended.out
-    # What a run of minutes shows has room in a terminal as they come.
+    # The report of a run of minutes fits into a usual terminal.
     widest = max(map(len, ended.out.splitlines()))
     assert hours or widest <= 80
 
@@ -294,7 +294,7 @@ def test_no_label_is_cut(
 def test_examples_of_run_are_understood(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The programs in them do not exist here; what would run them is replaced."""
+    """The examples' programs do not exist here, so a stand-in takes the place of their start."""
     started: list[list[str]] = []
 
     def run(

@@ -1,4 +1,4 @@
-"""Local ranks of a measurement, fresh or forked: who they are, and how they end."""
+"""Local ranks of a measurement, fresh or forked: their environment, and their end."""
 
 from __future__ import annotations
 

@@ -53,7 +53,13 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
         run_workers([sys.executable, str(script)], 2, preload=preload, stdout=file.fileno())
         file.seek(0)
         lines = file.read().splitlines()
-    assert len(lines) == 2 and lines[0] == lines[1] and lines[0].endswith("True")
+    told = [line for line in lines if not line.startswith("replica")]
+    assert len(told) == 2 and told[0] == told[1] and told[0].endswith("True")
+    printed = [line for line in lines if line.startswith("replica")]
+    hashes = {
+        re.fullmatch(r"replica [01]: loss 0\.\d{4}, hash (\w{16})", line)[1] for line in printed
+    }
+    assert len(printed) == 2 and hashes == {told[0].split()[0]}
 
 
 def test_optimizers_fills_its_table(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 // The plain loops that kernels are measured against: they move the bytes of an operator and do next
-// to nothing with them, as well vectorised as we can. For benchmarks.
+// to nothing else, as well vectorised as we can. For benchmarks.
 #pragma once
 
 #include <cstddef>

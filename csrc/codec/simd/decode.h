@@ -11,7 +11,7 @@ namespace {
 
 using wire::Format;
 
-// What a loop over memory calls must not be a call.
+// For functions that loops over memory call: they must be inlined.
 #define DILOCO_INLINE [[gnu::always_inline]] inline
 
 // Payloads that are summed in one pass over a block.
@@ -19,7 +19,7 @@ constexpr int kTermBatch = 4;
 // Elements handled by one turn of an inner loop; divides every block size.
 constexpr int kUnroll = 32;
 
-// What kWidth codes from element i on stand for, before the scale.
+// The values of kWidth codes from element i on, before the scale.
 template <Format kFormat>
 DILOCO_INLINE Vec::F code_values(const uint8_t* codes, int64_t i) {
     if constexpr (kFormat == Format::kFp32) {

@@ -54,12 +54,12 @@ DILOCO_INLINE void write_codes(const EncodeSpan& span, uint8_t* target, const ui
 constexpr int kLongUnit = 128;
 constexpr int kShortUnit = 32;
 
-// What the encoder keeps in the first-level cache: x of two blocks, their codes and random bytes.
+// The encoder's data in the first-level cache: x of two blocks, their codes and random bytes.
 //
 // A load waits for an earlier store to an address with the same 12 low bits, until both are known
-// to differ. So what is stored moves on together with what is loaded, at the same 12 bits, where no
-// load comes after it for 4 KiB. Elsewhere, and that is where the stack happens to be, an encoder
-// can lose a third of its speed.
+// to differ. So the places of stores move on together with those of loads, at the same 12 bits,
+// where no load follows a store for 4 KiB. At other places, such as wherever the stack happens to
+// be, an encoder can lose a third of its speed.
 class Scratch {
   public:
     explicit Scratch(const EncodeSpan& span) : block_bytes_(4 * span.block_size) {
@@ -96,7 +96,7 @@ struct BlockScale {
     Vec::F inverse;
 };
 
-// Turns one vector of x into codes at packed + j, and what is lost into the new residual at i.
+// Turns one vector of x into codes at packed + j; the rounding error goes to the new residual at i.
 template <Format kFormat, bool kIsStochastic, bool kHasNewResidual>
 DILOCO_INLINE void quantise(const EncodeSpan& span, const BlockScale& factors, Vec::F x,
                             const uint8_t* random, uint8_t* packed, int j, int64_t i) {
@@ -170,7 +170,7 @@ DILOCO_INLINE BlockScale write_scale(const EncodeSpan& span, int64_t block, uint
 
 template <Format kFormat, bool kIsStochastic, bool kHasNewResidual, class Input, int kUnit>
 int64_t encode_units(const EncodeSpan& argument) {
-    // A copy that nobody else sees: stores of bytes cannot change it, so its members stay in
+    // A copy that no other code sees: stores of bytes cannot change it, so its members stay in
     // registers.
     const EncodeSpan span = argument;
     Scratch scratch(span);
@@ -185,7 +185,7 @@ int64_t encode_units(const EncodeSpan& argument) {
     uint32_t largest = load_block<Input>(argument, 0, scratch.x(0));
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         const int64_t begin = block * size;
-        // After the last block it is loaded once more, in vain.
+        // After the last block this load is in vain.
         const Input next(span, block + 1 < span.num_blocks ? block + 1 : block);
         const float* current = scratch.x(block);
         float* following = scratch.x(block + 1);

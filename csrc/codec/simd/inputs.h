@@ -7,8 +7,8 @@
 namespace diloco::codec {
 namespace {
 
-// Where x comes from: an Input is made for each block and loads the vector at element n of it. The
-// common inputs are compiled apart from the general one, which looks at the span each time.
+// An Input loads x of one block: load(n) is the vector at element n of the block. The common inputs
+// are compiled apart from the general one, which looks at the span each time.
 template <DType kParams, bool kHasResidual>
 class DifferenceInput {
   public:

@@ -11,8 +11,8 @@ namespace {
 
 template <Format kFormat>
 int64_t encode_rounding(const EncodeSpan& span) {
-    // The stores below may be non-temporal; they must be seen by whoever is told that the work is
-    // done.
+    // The stores below may be non-temporal: the fence makes them visible to threads that learn of
+    // the end of this call.
     const int64_t num_bad = span.is_stochastic && kFormat != Format::kFp32
                                 ? encode_format<kFormat, true>(span)
                                 : encode_format<kFormat, false>(span);

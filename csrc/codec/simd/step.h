@@ -72,7 +72,7 @@ using DecodeBlock = void (*)(const Term* terms, int num_terms, int64_t block, in
 
 template <Optimizer kOptimizer, DType kParams>
 void step_blocks(const StepSpan& argument, DecodeBlock decode) {
-    // Copies that nobody else sees: stores cannot change them, so they stay in registers.
+    // Copies that no other code sees: stores cannot change them, so they stay in registers.
     const StepSpan span = argument;
     const StepVectors c(*argument.constants);
     const bool is_merge = argument.constants->alpha != 0.0f;

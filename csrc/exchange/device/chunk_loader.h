@@ -18,21 +18,22 @@ class ChunkLoader {
   public:
     explicit ChunkLoader(c10::Device device);
 
-    // Elements [begin, end) of 1-D tensors of one size and dtype, for the caller's stream. What is
-    // returned pretends to be the whole tensors on the device: only that range may be touched.
-    // Ranges rise; a lower one, or other tensors, begin a new pass, which sees what was written.
+    // Brings elements [begin, end) of 1-D tensors of one size and dtype for the caller's stream.
+    // The tensors returned pretend to be the whole ones on the device: only that range may be
+    // touched. Ranges rise; a lower range, or other tensors, begin a new pass, which sees earlier
+    // writes.
     std::vector<at::Tensor> load(const std::vector<at::Tensor>& hosts, int64_t begin, int64_t end);
 
-    // After the caller has enqueued its work on what load() gave; copies the range back if asked.
+    // Call after enqueuing the work on the tensors of load(). Copies the range back if written.
     void release(const std::vector<at::Tensor>& hosts, int64_t begin, int64_t end, bool is_written);
 
-    // Waits on the host until all that was lent is read, and what was written is back.
+    // Waits on the host until the device has read all ranges and written ranges are copied back.
     void finish() const;
 
   private:
     struct Buffers {
         std::vector<at::Tensor> tensors;
-        Mark free;  // when the next load may overwrite them
+        Mark free;  // when the next load may overwrite the buffers
     };
 
     void grow(const std::vector<at::Tensor>& hosts, int64_t count);
@@ -43,7 +44,7 @@ class ChunkLoader {
     std::array<Buffers, 2> buffers_;
     size_t next_ = 0;
     Mark written_;
-    const void* last_ = nullptr;  // of which tensors, and up to where, the last load was
+    const void* last_ = nullptr;  // the first tensor of the last load, and its end
     int64_t last_end_ = 0;
 };
 

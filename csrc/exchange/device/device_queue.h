@@ -1,8 +1,8 @@
 // A device's queues as the engine sees them: copies to and from page-locked memory, and marks.
 //
 // Knows streams and events of any kind of device through c10 and links to none. The caller's
-// stream encodes and steps; two streams of our own copy beside it. Nothing here waits on the host:
-// who needs to know asks a mark.
+// stream encodes and steps; two streams of the queue copy beside it. Nothing here waits on the
+// host: a caller polls a mark to learn whether the device has reached it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,10 +18,10 @@
 
 namespace diloco {
 
-// A point in a stream; any thread may ask whether the device has got there.
+// A point in a stream; any thread may poll whether the device has reached it.
 using Mark = std::shared_ptr<c10::Event>;
 
-// A mark on a stream; a copy on a stream, without a wait of the host.
+// Marks the present end of a stream; enqueues a copy on a stream. Neither waits on the host.
 c10::Stream caller_stream(c10::Device device);
 Mark mark_stream(const c10::Stream& stream);
 void copy_on(const c10::Stream& stream, const at::Tensor& to, const at::Tensor& from);
@@ -32,25 +32,25 @@ class DeviceQueue {
 
     const c10::Device& device() const { return device_; }
 
-    // Of the calling thread's stream, now.
+    // Marks the present end of the calling thread's stream.
     Mark mark_caller() const;
 
-    // Makes the calling thread's stream wait.
+    // Makes the calling thread's stream wait for a mark.
     void block_caller(const Mark& mark) const;
 
-    // From the calling thread: when its stream gets here, copies each second tensor (device) into
-    // the first (page-locked); the mark is reached when the bytes are there.
+    // From the calling thread: when its stream reaches this point, copies each second tensor
+    // (device) into the first (page-locked). The mark is reached when the copies are complete.
     using Pair = std::pair<at::Tensor, at::Tensor>;
     Mark fetch(const std::vector<Pair>& pairs);
 
-    // From the engine thread: copies page-locked bytes to the device, not before `after`; the mark
-    // is reached when they are there.
+    // From the engine thread: copies page-locked bytes to the device, not before `after`. The mark
+    // is reached when the copy is complete.
     Mark store(const at::Tensor& device, const at::Tensor& host, const Mark& after);
 
-    // From the engine thread: the last copy out of this host buffer; null when there was none.
+    // From the engine thread: the mark of the last copy out of this host buffer, or null.
     Mark last_store(const at::Tensor& host) const;
 
-    // Keeps the caching allocator from giving a buffer away while our streams use it.
+    // Keeps the caching allocator from giving a buffer away while the queue's streams use it.
     void keep(const at::Tensor& device) const;
 
   private:

@@ -32,10 +32,10 @@ std::optional<c10::Stream> create_in_driver(c10::Device device) {
     static const CreateStream create = find_in_driver();
     if (create == nullptr) return std::nullopt;
     const c10::DeviceGuard guard(device);
-    // The driver needs the device's context to be this thread's, as which an event makes it.
+    // The driver needs the device's context to be current on this thread; an event makes it so.
     c10::Event event(device.type());
     event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    // One that does not wait for the default stream, nor that one for it.
+    // The new stream and the default stream do not wait for each other.
     constexpr unsigned kNonBlocking = 1;
     void* stream = nullptr;
     const int status = create(&stream, kNonBlocking, kLeastPriority);
@@ -44,7 +44,7 @@ std::optional<c10::Stream> create_in_driver(c10::Device device) {
                         ": copies run on streams of torch's pool");
         return std::nullopt;
     }
-    // Of a stream that is not torch's the id is its address.
+    // The id of a stream that torch did not make is the stream's address.
     return c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(stream));
 }
 
@@ -53,7 +53,8 @@ struct FreeStreams {
     std::map<c10::DeviceIndex, std::vector<c10::Stream>> of_device;
 };
 
-// Only devices of one type have streams in a process. Never destroyed: owners may outlive it.
+// A process has streams of one device type only. The pool is never destroyed: owners may outlive
+// it.
 FreeStreams& free_streams() {
     static auto* all = new FreeStreams;
     return *all;

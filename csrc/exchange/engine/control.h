@@ -1,4 +1,4 @@
-// What the parts of a session share: where control messages go, and how their time is taken.
+// Shared by the files of a session: the lane and tags of control messages, and stopwatches.
 #pragma once
 
 #include <chrono>
@@ -26,7 +26,7 @@ class Stopwatch {
     Clock::time_point begin_;
 };
 
-// Bit 30 keeps them apart from the tags of data.
+// Bit 30 keeps tags of control messages apart from tags of data.
 inline int control_tag(uint64_t number) {
     return (1 << 30) | static_cast<int>(number & 0x3fffffff);
 }

@@ -120,7 +120,7 @@ void Engine::seal() {
     session_.reset();
 }
 
-// Whether no job runs by then. Without the lock if check_signals() throws.
+// Returns whether no job runs within `patience`. If check_signals() throws, the lock is released.
 bool Engine::wait_until_idle(std::unique_lock<std::mutex>& lock, milliseconds patience) {
     constexpr milliseconds kSlice{100};
     const auto deadline = Clock::now() + patience;
@@ -135,7 +135,7 @@ bool Engine::wait_until_idle(std::unique_lock<std::mutex>& lock, milliseconds pa
     return true;
 }
 
-// For a change of the session, which neither a job nor close() may be using.
+// Waits until the session may be changed: neither a job nor close() uses it.
 void Engine::require_idle(std::unique_lock<std::mutex>& lock) {
     const bool is_idle = wait_until_idle(lock, options_.timeout);
     TORCH_CHECK(!is_closing_, "this DiLoCo is closed");
@@ -185,13 +185,13 @@ void Engine::close(milliseconds patience, int64_t inner_step) {
             interrupt = std::current_exception();
             lock.lock();
         }
-        // A job that still waits for a peer ends here; those behind it fail with it.
+        // A job that still waits for a peer ends here, and the jobs queued behind it fail.
         if (!is_idle && session_) session_->abort();
     }
     thread_->join();
     if (watcher_) watcher_->join();
     listener_.close();
-    std::shared_ptr<Session> session;  // these are freed without the lock
+    std::shared_ptr<Session> session;  // session and board are freed without the lock
     std::shared_ptr<Board> board;
     std::shared_ptr<Pulse> pulse;
     std::vector<JobPtr> finished;
@@ -244,7 +244,7 @@ void Engine::loop() {
 void Engine::run(const JobPtr& job) {
     const auto begin = Clock::now();
     const int64_t faults = minor_faults();
-    at::Tensor staging;  // outlives the session, whose messages go there
+    at::Tensor staging;  // outlives the session, whose messages are received into it
     std::shared_ptr<Session> session;
     Failure failure;
     {
@@ -288,7 +288,7 @@ void Engine::run(const JobPtr& job) {
     failure.stage = job->lost ? "exchange" : session->stage();
     failure.seconds = job->lost ? job->lost->seconds : seconds_since(begin);
     if (is_epoch_dead) {
-        // The groups are closed first, so that peers that wait for us notice at once.
+        // The groups are closed first, so that peers waiting for this replica notice at once.
         session.reset();
         fail_epoch(*job, failure, loss);
     } else {

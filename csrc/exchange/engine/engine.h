@@ -29,15 +29,16 @@ struct EngineOptions {
     std::chrono::milliseconds timeout{1800000};
     // How long a replica that saw a failure waits for the reports of the others.
     std::chrono::milliseconds report_patience{3000};
-    // Asked by a caller that waits, a few times a second; what it throws ends the wait.
+    // Called by a waiting caller a few times a second; an exception from it ends the wait.
     std::function<void()> check_signals{};
-    // Of silence, after which a peer that an exchange waits for is given up.
+    // A peer that an exchange waits for is given up after this long a silence.
     std::chrono::milliseconds suspect_after{30000};
-    // Of gloo: where peers may try to reach us. Empty: that of the host's name.
+    // gloo's network interface, where peers may try to reach this replica. Empty: the interface of
+    // the host's name.
     std::string interface{};
 };
 
-// Why an epoch is dead that a change of the group has ended.
+// The dead_reason() of an epoch that a change of the group has ended.
 constexpr char kSealed[] = "a change of the group has begun";
 
 class Engine {
@@ -53,51 +54,52 @@ class Engine {
     void attach(Membership membership, std::vector<BackendPtr> groups,
                 c10::intrusive_ptr<c10d::Store> store, const std::string& prefix);
 
-    // Ends the epoch for good: what runs fails, what is queued is not begun, the groups are closed.
-    // Once this has returned no vote leaves and none is heard. Waits for this replica's own engine
-    // thread, never for a peer, and throws after the timeout. Idempotent; attach() begins anew.
+    // Ends the epoch for good: the running job fails, queued jobs are not begun, the groups are
+    // closed. After the return no vote leaves and none is heard. Waits for this replica's own
+    // engine thread, never for a peer, and throws after the timeout. Idempotent; attach() begins
+    // anew.
     void seal();
 
     // Encodes on the calling thread while the engine thread ships, then returns; `job` has a plan.
     void start(const JobPtr& job);
 
-    // Sends a job that start() held. `is_reset`: its payload is of weight 0, and the header says
-    // so. In an epoch that died meanwhile the job fails as those that were queued before.
+    // Sends a job that start() held. `is_reset`: the job's payload is of weight 0, and its header
+    // says so. If the epoch died meanwhile, the job fails like jobs that were queued before.
     void ship(const JobPtr& job, bool is_reset);
 
     // Queues a job without a payload of its own to encode.
     void submit(const JobPtr& job);
 
-    // Tells whether exchanges on a device's streams are under way, which this engine does not run.
-    // Each call says that one of them has begun or ended. While some are, the watcher looks after
-    // the peers as it does for a job.
+    // Tells the watcher whether exchanges on a device's streams are under way, which this engine
+    // does not run. Each call means that one such exchange has begun or ended. While any is under
+    // way, the watcher looks after the peers as it does for a job.
     void watch_streams(bool are_under_way);
 
-    // Why these exchanges cannot end; empty while nothing speaks against it.
+    // Why exchanges on streams cannot end; empty while the watcher knows no reason.
     std::string streams_trouble() const;
 
-    // Ends the epoch because of one of them; the job fails, and tells whom the members agree on.
+    // Ends the epoch because of an exchange on streams; the job fails with the members' verdict.
     void give_up(const JobPtr& job);
 
-    // Grows the shared receive buffer; call before the first job that needs it. A job that runs
-    // keeps the one that it has.
+    // Grows the shared receive buffer; call before the first job that needs it. A running job
+    // keeps its buffer.
     void reserve_staging(int64_t num_bytes);
 
     void emulate_link(double gbps, double rtt_ms);
     void inject_fault(const Fault& fault);
 
-    // Finishes what is queued within `patience`, tells the peers, ends the threads. Idempotent.
-    // Rethrows at its end what check_signals() threw, which ends the patience.
+    // Finishes queued jobs within `patience`, tells the peers, ends the threads. Idempotent. An
+    // exception of check_signals() ends the patience and is rethrown at the end.
     void close(std::chrono::milliseconds patience, int64_t inner_step);
 
     // Why the current epoch is dead; empty while it lives.
     std::string dead_reason() const;
     Failure dead_failure() const;
 
-    // Whether this epoch's connection to the store has broken; nothing asks that store any more.
+    // Whether this epoch's connection to the store has broken; the engine then asks it no more.
     bool is_store_lost() const;
 
-    // Where peers may try to reach us; empty where that is not known.
+    // The address where peers may try to reach this replica; empty where it is unknown.
     const std::string& address() const { return listener_.address(); }
 
     // False in a forked child, where neither the threads nor the groups' threads exist: there an
@@ -111,14 +113,14 @@ class Engine {
     void run(const JobPtr& job);
     std::string abort_reason() const;
 
-    // What the watcher sees of the running job and its epoch, and then looks at without the mutex.
+    // A copy of the running job's state, made under the mutex for the watcher to read without it.
     struct Sight {
         int64_t epoch = 0;
         bool is_idle = true;         // no job
-        bool is_on_streams = false;  // no job, but streams that the watcher does not leave alone
-        bool is_running = false;     // for longer than the watcher leaves alone
+        bool is_on_streams = false;  // no job, but exchanges on streams to watch
+        bool is_running = false;     // longer than the watcher's period: it looks after the job
         bool is_at_header = false;
-        int64_t awaited = -1;  // the replica whose header is waited for
+        int64_t awaited = -1;  // the replica whose header the job waits for
         int64_t num_messages = 0;
         Clock::time_point since{};  // when the job began
         std::string subject;        // of the job
@@ -128,10 +130,10 @@ class Engine {
     };
     struct Finding {
         std::string trouble;        // ends the job
-        bool is_at_header = false;  // only if it waits for headers
-        std::string waiting;        // for whom
+        bool is_at_header = false;  // `trouble` ends the job only while it waits for headers
+        std::string waiting;        // the peers that the job waits for, in words
     };
-    // What the watcher remembers from one look to the next.
+    // The watcher's memory from one look to the next.
     struct Memory {
         int64_t epoch = -1;
         bool has_answered = false;
@@ -143,7 +145,7 @@ class Engine {
     Finding look_at_peers(const Sight& seen, Memory& memory);
     void act_on(const Finding& finding, const Sight& seen);
 
-    // Whom an exchange lost the connection to; -1 when it did not.
+    // The replica to which an exchange lost the connection; -1: none.
     struct Loss {
         int64_t replica = -1;
         bool waited_in_vain = false;  // for a header, up to the timeout
@@ -164,12 +166,12 @@ class Engine {
     std::condition_variable changed_;
     std::condition_variable watch_changed_;
     std::deque<JobPtr> queue_;
-    std::vector<JobPtr> finished_;  // freed by a caller's thread, which may need the GIL for it
+    std::vector<JobPtr> finished_;  // freed by a caller's thread: freeing may need the GIL
     JobPtr running_;
     bool is_busy_ = false;
     Clock::time_point running_since_{};
     bool are_streams_under_way_ = false;
-    Clock::time_point streams_since_{};  // when the last of them began or ended
+    Clock::time_point streams_since_{};  // when the last exchange on streams began or ended
     std::string streams_trouble_;
     bool is_attached_ = false;
     bool is_sealed_ = false;
@@ -184,7 +186,7 @@ class Engine {
     double link_gbps_ = 0.0;
     double link_rtt_ms_ = 0.0;
     std::shared_ptr<Session> session_;
-    // The watcher may look at these while the next ones are attached.
+    // Shared: the watcher may read the old epoch's while attach() sets the next epoch's.
     std::shared_ptr<Board> board_;
     std::shared_ptr<Pulse> pulse_;
     std::shared_ptr<Ways> ways_;

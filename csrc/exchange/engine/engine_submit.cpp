@@ -33,15 +33,16 @@ void Engine::encode_all(const JobPtr& job) {
     const Plan& plan = *job->plan;
     const Layout& layout = plan.layout;
     const bool is_staged = job->staging.has_value();
-    // A caller that waits for the result sends what is encoded while it encodes the rest. One that
-    // goes on to compute encodes everything first: there is time to send it, and whoever does would
-    // take this thread's core while it is held up. A device encodes by itself.
+    // A caller that waits for the result lets the engine send encoded runs while it encodes the
+    // rest. A caller that goes on to compute encodes everything first: there is time to send later,
+    // and a sending thread would take this thread's core. A device encodes by itself.
     const bool is_urgent = !is_staged && !job->is_overlapped && !job->is_held;
     const bool sends_early = is_staged || is_urgent;
-    // Little first, so that the peers hear of this job and the link has work; then enough for
-    // every intra-op thread. A device is given whole chunks, since a chunk leaves when all of it is
-    // in host memory: as many as it is busy with for longer than the host needs for the launch, and
-    // fewer where outer parameters come from host memory, of which two pieces are on the device.
+    // The first batch is small, so that the peers hear of this job and the link has work; later
+    // batches are enough for every intra-op thread. A device is given whole chunks, since a chunk
+    // leaves when all of it is in host memory: as many chunks as keep the device busy for longer
+    // than the host needs for the launch, and fewer where outer parameters come from host memory,
+    // of which only two pieces are on the device at a time.
     constexpr int64_t kFirstElements = int64_t{1} << 18;
     constexpr int64_t kElementsPerThread = int64_t{1} << 20;
     constexpr int64_t kDeviceElements = int64_t{32} << 20;
@@ -57,7 +58,7 @@ void Engine::encode_all(const JobPtr& job) {
         is_staged ? whole_chunks_of(job->staging->loader ? kLoadedElements : kDeviceElements)
                   : num_runs_of(at::get_num_threads() * kElementsPerThread);
     const auto begin_time = Clock::now();
-    bool is_submitted = job->is_held;  // or never from here
+    bool is_submitted = job->is_held;  // a held job is submitted by ship(), not here
     try {
         if (is_staged) begin_staging(*job);
         for (int64_t run = 0; run < layout.num_runs;) {
@@ -74,7 +75,7 @@ void Engine::encode_all(const JobPtr& job) {
                 submit(job);
                 is_submitted = true;
             }
-            // Where cores are scarce, the threads that ship must not wait for all of this.
+            // Where cores are scarce, the sending threads must not wait for all of the encoding.
             if (is_urgent) sched_yield();
         }
     } catch (...) {
@@ -103,7 +104,7 @@ void Engine::ship(const JobPtr& job, bool is_reset) {
     check_process();
     if (is_reset) {
         job->header.flags |= kReset;
-        // A weight that is NaN says that this rank has none to offer: that ends the round.
+        // A weight of NaN means that this rank has no weight to offer, which ends the round.
         if (!std::isnan(job->header.weight)) job->header.weight = 0.0;
     }
     {

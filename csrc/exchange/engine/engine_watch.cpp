@@ -1,4 +1,4 @@
-// How an engine looks after its peers: the watcher's thread, and what is said of a failure.
+// How an engine looks after its peers: the watcher's thread, and the text of a failure.
 #include <pthread.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How often the watcher looks at the store; it leaves jobs alone that are shorter than this.
+// How often the watcher looks at the store. Jobs shorter than this are not watched.
 constexpr milliseconds kWatchPeriod{250};
 
 double in_seconds(milliseconds time) { return std::chrono::duration<double>(time).count(); }
@@ -33,7 +33,7 @@ std::string departures_of(const std::vector<Departure>& left) {
            list_of(steps);
 }
 
-// What the members said of themselves, without what follows from it.
+// The members' reports about themselves, in words, without the verdict.
 std::string findings_of(const Verdict& verdict, int64_t replica, double patience_s) {
     std::vector<std::string> parts;
     if (!verdict.left.empty()) parts.push_back(departures_of(verdict.left));
@@ -57,7 +57,7 @@ std::string findings_of(const Verdict& verdict, int64_t replica, double patience
     return text;
 }
 
-// What follows for this replica, if that is not plain from the findings.
+// The consequence for this replica, where the findings do not already say it.
 std::string conclusion_of(const Verdict& verdict, int64_t replica, int64_t next_epoch) {
     const auto& missing = verdict.missing;
     if (std::find(missing.begin(), missing.end(), replica) != missing.end()) {
@@ -76,24 +76,24 @@ std::string conclusion_of(const Verdict& verdict, int64_t replica, int64_t next_
 
 // ------------------------------------------------------------------------------ the watcher
 
-// Looks for news of the peers, and tells them that we live. While a job runs, a failure elsewhere
-// ends it, and so does a peer that is silent or cannot be reached, or that left before its header:
-// the wait for a third peer would not notice. Between jobs, a failure is answered with a report of
-// our own, so that nobody takes a replica in training for dead. Exchanges on streams are looked
-// after as jobs are, but it is the caller's thread that ends them. A replica without peers beats
-// too: newcomers wait for a replica that lives.
+// Reads the peers' notices, and beats so that the peers know this replica alive. A running job
+// ends when another replica reports a failure, or when a peer is silent, cannot be reached, or left
+// before its header: a job that waits for a third peer would not notice. Between jobs this replica
+// answers a failure with a report, so that no peer takes a replica in training for dead. Exchanges
+// on streams are watched like jobs, but the caller's thread ends them. A replica without peers
+// beats too: newcomers wait for a living replica.
 void Engine::watch() {
     pthread_setname_np(pthread_self(), "diloco-watch");
     Memory memory;
     std::unique_lock<std::mutex> lock(mutex_);
     while (!is_finished_) {
-        // Its own clock, whatever comes and goes: jobs never have to wake it.
+        // The watcher has its own clock: jobs never have to wake it.
         watch_changed_.wait_for(lock, kWatchPeriod, [this] { return is_finished_; });
         if (is_finished_ || !board_) continue;
         const Sight seen = sight();
-        // A replica that has sealed lives, and may be asked whether it does.
+        // A sealed replica is alive, and must still answer that it is.
         const bool is_asked = num_members_ > 1 && (session_ != nullptr || is_sealed_);
-        // The store may take its time: meanwhile the session can end, and close its groups.
+        // The store may be slow: meanwhile the session can end, and close its groups.
         lock.unlock();
         listener_.drain();
         seen.pulse->beat();
@@ -136,7 +136,7 @@ Engine::Sight Engine::sight() const {
     }
     if (!seen.is_running || !session_) return seen;
     seen.since = running_since_;
-    // Of the header the engine thread writes other fields meanwhile.
+    // The engine thread writes other fields of the header meanwhile.
     seen.subject = subject_of(running_->header);
     seen.is_at_header = session_->is_waiting_for_headers();
     seen.num_messages = session_->num_messages();
@@ -152,8 +152,8 @@ Engine::Finding Engine::look(const Sight& seen, Memory& memory) {
     }
     if (!seen.is_idle && !seen.is_running) return {};
     if (seen.board->is_failed()) {
-        // A job is ended before the failure is answered. One that cannot end yet, because it waits
-        // for this replica's own values, must not be taken for dead.
+        // A job is ended before the failure is answered. A replica whose job cannot end yet,
+        // because the job waits for the replica's own values, must not be taken for dead.
         const bool was_ended = !abort_reason().empty();
         if ((seen.is_idle || was_ended) && !memory.has_answered) {
             memory.has_answered = true;
@@ -170,7 +170,7 @@ Engine::Finding Engine::look(const Sight& seen, Memory& memory) {
     return look_at_peers(seen, memory);
 }
 
-// While nothing comes: who is silent, and who cannot be reached.
+// Finds peers that are silent or cannot be reached, while no message arrives.
 Engine::Finding Engine::look_at_peers(const Sight& seen, Memory& memory) {
     if (memory.since != seen.since || memory.num_messages != seen.num_messages) {
         memory.since = seen.since;
@@ -244,13 +244,13 @@ void Engine::fail_epoch(const Job& job, Failure& failure, const Loss& loss) {
         leave_step = leave_step_;
     }
     dead.reset();
-    // One that closes must not be counted on.
+    // The other members must not count on a replica that closes.
     if (is_closing) board_->report_departure(leave_step);
     board_->report_failure(failure.message.empty() ? where : failure.message, loss.waited_in_vain);
     if (is_closing) {
         failure.message = where + ": this DiLoCo was closed";
     } else if (is_sealed) {
-        // Nobody is to blame, and who seals waits for this thread alone.
+        // No peer is to blame, and seal() waits for this thread alone.
         failure.message = where + ": " + kSealed;
     } else {
         blame(failure, where, loss);
@@ -260,7 +260,7 @@ void Engine::fail_epoch(const Job& job, Failure& failure, const Loss& loss) {
     dead_reason_ = failure.message;
 }
 
-// Completes the failure with what the members agree on.
+// Completes the failure with the members' verdict.
 void Engine::blame(Failure& failure, const std::string& where, const Loss& loss) {
     const auto begin = Clock::now();
     const Ways::Results results = ways_->try_all();
@@ -295,7 +295,7 @@ void Engine::blame(Failure& failure, const std::string& where, const Loss& loss)
         conclusion_of(*verdict, options_.replica, failure.went_on_in);
 }
 
-// Without the store nobody is missing who may only be unable to say so.
+// Without the store no member counts as missing: it may be alive and unable to report.
 void Engine::blame_alone(Failure& failure, const std::string& where, const Loss& loss,
                          const Ways::Results& results) {
     if (failure.kind == "PeerLeft") {
@@ -321,7 +321,7 @@ void Engine::blame_alone(Failure& failure, const std::string& where, const Loss&
         failure.message += "the connection to " + replicas_of(failure.missing) + " is lost; ";
     }
     failure.message += "who else is gone cannot be told, because the store does not answer: ";
-    // A slow answer is no loss: who turns to another store then would be alone there.
+    // A slow answer is no loss: a replica that then turned to another store would be alone there.
     failure.message +=
         board_->is_store_lost()
             ? "call change_group() with the replicas that live, and with another store as store="

@@ -45,17 +45,17 @@ struct Layout {
     int64_t run_begin(int64_t run) const { return std::min(run * run_elements, num_elements); }
     int64_t run_length(int64_t run) const { return run_begin(run + 1) - run_begin(run); }
 
-    // Bytes of a run that hold something: what travels. The rest of a short run is padding.
+    // Bytes of a run that hold elements and travel. The rest of a short run is padding.
     int64_t used_bytes(int64_t run) const {
         const int64_t length = run_length(run);
         return length == 0 ? 0 : code_offset + (length * code_bits + 7) / 8;
     }
 };
 
-// What a message's tag has room for.
+// The most chunks for which a message's tag has room.
 constexpr int64_t kMaxChunks = int64_t{1} << 19;
 
-// What a slot's exchanges have in common; made once.
+// Common to all exchanges of one fragment's buffers; made once.
 struct Plan {
     Layout layout;
     int64_t num_chunks = 1;
@@ -69,25 +69,25 @@ struct Plan {
 struct Failure {
     std::string kind;  // "SyncError", "ReplicaMismatch", "PeerLeft", "LeftBehind", "NonFiniteError"
     std::string message;
-    std::string cause;  // what the backend said, if it was that
+    std::string cause;  // the backend's text, if the backend failed
     std::string stage;
     double seconds = 0.0;
-    // Replicas that the others go on without, and those that go on; the same on all members where
-    // the store could be asked. Pairs that live and cannot reach each other.
+    // The verdict: replicas that are missing, and replicas that go on; the same on all members that
+    // could ask the store. Pairs of living replicas that cannot reach each other.
     std::vector<int64_t> missing;
     std::vector<int64_t> survivors;
     std::vector<std::pair<int64_t, int64_t>> cuts;
-    std::vector<int64_t> replicas;  // PeerLeft: who left; NonFiniteError: who has bad elements
+    std::vector<int64_t> replicas;  // PeerLeft: that left; NonFiniteError: with bad elements
     std::vector<int64_t> inner_steps;
-    int64_t went_on_in = -1;  // LeftBehind: the epoch of those who went on, if it is known
+    int64_t went_on_in = -1;  // LeftBehind: the epoch in which other replicas went on, or -1
 };
 
-// How far this rank is with the vote on a job. From kVoted on it holds the whole result, and peers
-// may have the vote.
+// This rank's progress with the vote on a job. From kVoted on this rank holds the whole result, and
+// peers may have its vote.
 enum class Standing : uint8_t {
-    kNone,      // nobody has a vote of ours
-    kVoted,     // told at least one peer, or was about to
-    kRejected,  // ours or another vote is a bad one: nobody can have all votes and all of them good
+    kNone,      // no peer has this rank's vote
+    kVoted,     // at least one peer was told, or was about to be
+    kRejected,  // some vote is bad: no rank can have all votes and all of them good
     kAgreed,    // every vote is here, and all are good
 };
 
@@ -111,19 +111,19 @@ struct Staging {
     at::Tensor payload;                   // device twins of the job's
     at::Tensor result;                    // or undefined
     at::Tensor bad;                       // int64[1], twin of encode_bad
-    Mark begin;                           // what the caller had enqueued before
+    Mark begin;                           // the end of the caller's stream before staging
     std::shared_ptr<ChunkLoader> loader;  // null: the outer parameters are on the device
     at::Tensor outer;                     // with a loader: in page-locked memory
     Mark stored;  // outcome: when the result is on the device; null: nothing was copied
 };
 
-// Of an exchange on a device's streams that cannot end: why, and after how long.
+// Why an exchange on a device's streams cannot end, and how long it took.
 struct Lost {
     std::string reason;
     double seconds = 0.0;
 };
 
-// Refuses a forked child, which has no engine thread, and may find a mutex locked for ever.
+// Throws in a forked child: a child has no engine thread, and may find a mutex locked for ever.
 void check_process(pid_t owner);
 
 struct Job {
@@ -136,7 +136,7 @@ struct Job {
     at::Tensor result;   // the average (two phases) or the peer's payload (one phase)
     EncodeInputs encode;
     bool is_overlapped = false;  // the caller goes on to compute, and takes the result later
-    bool is_held = false;        // start() only encodes; the caller looks at it, then ship() sends
+    bool is_held = false;        // start() only encodes; ship() sends later
     int64_t reduce_key = 0;
     at::Tensor reduce_residual;  // [num_chunks * run_elements] fp32/bf16, own runs, or undefined
     at::Tensor new_reduce_residual;  // same
@@ -155,7 +155,7 @@ struct Job {
     int64_t num_landed = 0;  // runs of the result that are complete before the vote; not staged
     bool is_encode_failed = false;
     bool is_done = false;
-    std::string waiting;          // what a job that is under way waits for; empty when nothing
+    std::string waiting;          // what the running job waits for, in words; empty: nothing
     std::vector<Header> headers;  // of all ranks, in rank order; empty until all are here
     std::vector<double> weights;  // normalised, likewise
 
@@ -184,7 +184,7 @@ struct Job {
         changed.notify_all();
     }
 
-    // The first `runs` runs of the result are complete, though not voted on.
+    // Announces that the first `runs` runs of the result are complete, though not voted on.
     void land(int64_t runs) {
         {
             std::lock_guard<std::mutex> lock(mutex);
@@ -193,7 +193,8 @@ struct Job {
         landed.notify_all();
     }
 
-    // When a run that was announced is in host memory; null: it is. Holds the mutex.
+    // The mark after which an announced run is in host memory; null: it is there. The caller holds
+    // the mutex.
     Mark fetched_mark(int64_t run) const {
         for (const auto& [end, mark] : fetched) {
             if (run < end) return mark;

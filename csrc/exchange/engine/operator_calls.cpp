@@ -42,7 +42,7 @@ void call_reduce(const Job& job, const at::Tensor& received, const at::Tensor& r
           plan.layout.wire, plan.layout.block_size, (job.header.flags & 1) != 0, job.reduce_key,
           plan.layout.run_begin(run), optional_tensor(own_part(job.reduce_residual)),
           optional_tensor(own_part(job.new_reduce_residual)), job.reduce_bad, int64_t{0},
-          // The implementation that was asked for is the device's.
+          // plan.impl names an implementation for the device; the reduction runs on the host.
           job.staging ? std::string() : plan.impl});
 }
 

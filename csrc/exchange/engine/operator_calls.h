@@ -1,5 +1,5 @@
-// The operators that the engine calls, through the dispatcher: whichever implementation is
-// registered for the tensors' device serves.
+// The operators that the engine calls through torch's dispatcher, which chooses the implementation
+// registered for the tensors' device. The exchange includes nothing of csrc/operators.
 #pragma once
 
 #include "exchange/engine/job.h"

@@ -32,7 +32,7 @@ Session::Session(Membership membership, std::vector<BackendPtr> groups,
 }
 
 int Session::data_tag(int phase, int64_t index) const {
-    // Ten bits of sequence keep neighbouring jobs apart; the index is of a chunk or a transfer.
+    // Ten bits of sequence keep neighbouring jobs apart; the index counts chunks or transfers.
     TORCH_CHECK(index < kMaxChunks, "an exchange has at most ", kMaxChunks, " messages to a peer");
     const auto job = static_cast<int>((sequence_ & 0x3ff) << 20);
     return job | (phase << 19) | static_cast<int>(index);
@@ -52,7 +52,7 @@ void Session::run(Job& job, const at::Tensor& staging) {
             broadcast(job);
             break;
         default:
-            // Without a payload the headers are all: what they speak of travels on streams.
+            // Without a payload only headers travel here: the payload travels on streams.
             if (!job.has_payload()) break;
             post_vote_recvs(sequence_ - 1);
             run_chunks(job, staging);
@@ -78,7 +78,7 @@ void Session::wait_for_encoded(Job& job, int64_t run) {
     wait_for_mark(mark);
 }
 
-// Asks again and again: the driver's own wait could neither be aborted nor end at a deadline.
+// Polls the mark: the driver's own wait could neither be aborted nor end at a deadline.
 void Session::wait_for_mark(const Mark& mark) {
     constexpr std::chrono::microseconds kPoll{20};
     while (mark && !mark->query()) {
@@ -90,7 +90,7 @@ void Session::wait_for_mark(const Mark& mark) {
     }
 }
 
-// Posting does not wait, and would notice neither an abort nor the deadline.
+// Posting never waits, and so would notice neither an abort nor the deadline.
 void Session::check_time() const {
     if (transport_.is_aborted()) throw Aborted();
     if (Clock::now() >= deadline_) throw std::runtime_error("timed out");
@@ -99,7 +99,8 @@ void Session::check_time() const {
 // A chunk of the result is complete: tells the caller, or hands it to the device.
 void Session::deliver_chunk(Job& job, int64_t chunk) {
     if (!job.staging) {
-        // After the last one the vote follows at once: two wake-ups would cost more than they hide.
+        // After the last chunk the vote follows at once: two wake-ups would cost more than they
+        // hide.
         if (chunk + 1 < job.plan->num_chunks) job.land((chunk + 1) * transport_.size());
         return;
     }
@@ -110,8 +111,8 @@ void Session::deliver_chunk(Job& job, int64_t chunk) {
                              job.result.narrow(0, chunk * num_bytes, num_bytes), staging.begin);
 }
 
-// Adds a chunk of what is going to be applied to the digest of the round. `source` is the place of
-// this payload among those that are added up; all ranks have the same bytes at the same place.
+// Adds a chunk of the result to the digest of the round. `source` is this payload's place among the
+// payloads that are added up; all ranks have the same bytes at the same place.
 void Session::digest_chunk(Job& job, const at::Tensor& payload, int64_t chunk, int64_t source) {
     const Kind kind = Kind(job.header.kind);
     if (kind != Kind::kSync && kind != Kind::kFlush) return;
@@ -130,7 +131,7 @@ void Session::run_chunks(Job& job, const at::Tensor& staging) {
     const Plan& plan = *job.plan;
     const auto depth = static_cast<size_t>(2 * plan.window + 1);
     if (in_flight_.size() < depth) in_flight_.resize(depth);
-    // What the last round left in the result's buffer must be on the device before it is replaced.
+    // The last round's result must have left this buffer for the device before it is overwritten.
     if (job.staging && job.result.defined()) {
         wait_for_mark(job.staging->queue->last_store(job.result));
     }
@@ -205,7 +206,7 @@ void Session::post_chunk(Job& job, const Step& step) {
     wait_for_encoded(job, first + transport_.size() - 1);
     chunk.sends.push_back(
         transport_.send(step.lane, peer(1), tag, bytes(job.payload) + offset, num_bytes));
-    // While the peer's is under way.
+    // The own chunk is digested while the peer's is under way.
     digest_chunk(job, job.payload, step.chunk, transport_.rank());
 }
 
@@ -276,18 +277,18 @@ void Session::vote(Job& job) {
     const uint64_t sequence = job.header.sequence;
     // A single replica has no chunk to wait for; its bad elements are known when all are encoded.
     wait_for_encoded(job, job.plan->layout.num_runs - 1);
-    // The others have given up by now, and may go on without us.
+    // Past the deadline the other ranks have given up, and may go on without this one.
     if (num_peers() > 0 && Clock::now() >= deadline_) {
         throw std::runtime_error("it was too late to vote");
     }
-    // Nor does a replica vote whose group is being changed: it says what it has voted for.
+    // A replica whose group is being changed does not vote: it has told which rounds it voted for.
     if (transport_.is_aborted()) throw Aborted();
     vote_out_ = Vote();
     vote_out_.sequence = sequence;
-    // Of a payload of weight 0, nothing bad is left.
+    // A reset payload is zeros, without bad elements.
     if (!(job.header.flags & kReset)) vote_out_.num_bad = job.encode_bad.item<int64_t>();
     vote_out_.num_bad_mean = job.reduce_bad.item<int64_t>();
-    // Before the first peer is told: whatever fails from here on, some may have heard it.
+    // Set before the first peer is told: after any later failure, some peer may have the vote.
     job.standing = is_bad(vote_out_) ? Standing::kRejected : Standing::kVoted;
     for (int i = 1; i <= num_peers(); ++i) {
         if (i > 1) faults_.before("vote", -1, i - 1);
@@ -304,7 +305,8 @@ void Session::vote(Job& job) {
         votes[from] = votes_in_[from];
         if (is_bad(votes[from])) job.standing = Standing::kRejected;
     }
-    // Who has every vote commits: whoever lacks ours holds the result and is told of the round.
+    // A rank with every vote commits. A rank that lacks one holds the result, and is told of the
+    // round.
     wait_for_last_words();
     reject_bad_elements(votes);
     job.standing = Standing::kAgreed;
@@ -317,7 +319,7 @@ void Session::reject_bad_elements(const std::vector<Vote>& votes) {
     failure.kind = "NonFiniteError";
     failure.stage = stage_;
     failure.message = std::move(bad.text);
-    // All of them when it is their mean that no wire carries: nobody is worse than the others.
+    // All replicas, when no wire carries their mean: no replica is worse than the others.
     if (bad.replicas.size() < votes.size()) failure.missing = bad.replicas;
     failure.replicas = std::move(bad.replicas);
     throw Rejected(std::move(failure));

@@ -49,7 +49,8 @@ class Session {
     void abort() { transport_.abort(); }
     bool is_waiting_for_headers() const { return is_waiting_for_headers_; }
 
-    // Whose header is waited for, -1 when none is; and how many messages have been waited for.
+    // The rank whose header the session waits for, or -1; and the number of messages waited for so
+    // far.
     int awaited_rank() const { return awaited_rank_; }
     int64_t num_messages() const { return transport_.num_done(); }
 

@@ -17,7 +17,8 @@ bool is_leave(const Header& header) { return Kind(header.kind) == Kind::kLeave; 
 }  // namespace
 
 void Session::post_header_recvs() {
-    // Posted before they are needed: a peer's header, or its leave, arrives without a round trip.
+    // Receives are posted before they are needed: a peer's header, or its leave, arrives without a
+    // round trip.
     for (int i = 1; i <= num_peers(); ++i) {
         const auto from = static_cast<size_t>(peer(i));
         header_recvs_[from] = transport_.recv(kControl, peer(i), header_tag(sequence_),
@@ -83,7 +84,7 @@ const Header& Session::receive_header(int rank, Clock::time_point deadline) {
     return header;
 }
 
-// Who left has closed its connections, so that a send to it fails; its last word lies here already.
+// A peer that left has closed its connections, so a send to it fails; its leave is already here.
 std::vector<Header> Session::leaves_that_arrived() {
     std::vector<Header> leaves;
     for (int rank = 0; rank < transport_.size(); ++rank) {
@@ -158,7 +159,7 @@ void Session::post_last_words(int peer, int tag, const void* data, size_t num_by
     try {
         control_sends_.push_back(transport_.send(kControl, peer, tag, data, num_bytes));
     } catch (const TransportError&) {
-        // Gone before us; the others must hear of us all the same.
+        // This peer is gone already; the other peers must still hear that this rank leaves.
     }
 }
 

@@ -5,14 +5,14 @@
 
 namespace diloco {
 
-// Before the first encoding.
+// Call before the first encoding.
 void begin_staging(Job& job);
 
-// Encodes elements [begin, end); a job that is not staged, too.
+// Encodes elements [begin, end) of a job, staged or not.
 void encode_range(Job& job, int64_t begin, int64_t end);
 
-// Brings encoded runs into host memory, if anybody else is to have them, and with the last ones
-// the count of bad elements.
+// Brings encoded runs into host memory if peers are to have them, and with the last runs the count
+// of bad elements.
 Mark fetch_runs(const Job& job, int64_t run, int64_t end_run);
 
 }  // namespace diloco

@@ -39,7 +39,7 @@ Board::Board(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds pa
     if (!store) return;
     const auto bounded = c10::make_intrusive<BoundedStore>(std::move(store), patience);
     try {
-        // A connection of our own: the user may wait for hours in the one that we were given.
+        // The board connects anew: the user may wait for hours in the connection that was given.
         store_ = bounded->clone();
     } catch (const std::exception&) {
         store_ = bounded;
@@ -55,7 +55,7 @@ std::string Board::key(const char* what, int64_t replica) const {
     return prefix_ + "/" + what + "/" + std::to_string(replica);
 }
 
-// Whether the store has done it.
+// Returns whether the store has done the call.
 template <typename Body>
 bool Board::ask(Body body) {
     if (!store_) return false;
@@ -63,7 +63,7 @@ bool Board::ask(Body body) {
         body();
         return true;
     } catch (const c10::DistStoreError&) {
-        // It hangs, perhaps for a while.
+        // The store hangs, perhaps for a while.
     } catch (const std::exception&) {
         is_gone_ = true;
     }
@@ -77,7 +77,7 @@ bool Board::has(const std::string& key) {
     return is_there;
 }
 
-// Of a key that exists; empty when the store does not answer.
+// The value of an existing key; empty when the store does not answer.
 std::string Board::get(const std::string& key) {
     std::string text;
     ask([&] { text = text_of(store_->get(key)); });
@@ -88,17 +88,17 @@ bool Board::set(const std::string& key, const std::string& value) {
     return ask([&] { store_->set(key, bytes_of(value)); });
 }
 
-// Sets a key that is absent; what it holds then, or nothing when the store does not answer. With a
-// store that cannot compare, two that set it at once may differ.
+// Sets an absent key, and returns the key's value; nothing when the store does not answer. With a
+// store that cannot compare, two members that set a key at once may get different values.
 std::string Board::set_once(const std::string& key, const std::string& value) {
     std::string held;
     bool lacks_it = false;
     ask([&] {
         try {
-            // With an empty expectation a store sets what is absent, and returns what it has then.
+            // With an empty expectation a store sets an absent key, and returns the key's value.
             held = text_of(store_->compareSet(key, {}, bytes_of(value)));
         } catch (const std::exception& error) {
-            // A store written in Python says so by an assertion of torch's.
+            // A store written in Python reports a missing method by an assertion of torch's.
             lacks_it = std::string(error.what()).find("ot implemented") != std::string::npos;
             if (!lacks_it) throw;
         }
@@ -128,7 +128,7 @@ bool Board::send() {
     const std::string alarm = alarm_;
     const bool is_parting = is_parting_;
     lock.unlock();
-    // Who reads that somebody has failed, or left, finds in the reports who it is.
+    // The reports say which member has failed or left, for a reader of this key.
     if (!set(key("report", replica_), report)) return false;
     if (!alarm.empty() && set_once(prefix_ + "/any_failed", alarm).empty()) return false;
     if (is_parting && !set(prefix_ + "/any_left", std::to_string(replica_))) return false;
@@ -179,7 +179,7 @@ std::string Board::first_failure() { return get(prefix_ + "/any_failed"); }
 
 bool Board::is_left() { return has(prefix_ + "/any_left"); }
 
-// Reads the reports of all members; whether each has said all that there is to say.
+// Reads the reports of all members; returns whether every report is complete.
 bool Board::hear_all() {
     find_reports();
     std::vector<std::string> keys;
@@ -190,13 +190,13 @@ bool Board::hear_all() {
     auto text = texts.begin();
     for (const int64_t member : known_) reports_[member] = report_from_text(text_of(*text++));
     {
-        // We know best what we have said.
+        // The own report is newer here than on the store.
         std::lock_guard<std::mutex> lock(mutex_);
         reports_[replica_] = own_;
     }
     bool is_complete = true;
     for (const int64_t member : members_) {
-        const Report& report = reports_[member];  // made empty where there is none yet
+        const Report& report = reports_[member];  // inserted empty where there is none yet
         is_complete = is_complete && (report.has_left || (report.is_here && report.has_tried));
     }
     return is_complete;
@@ -232,7 +232,7 @@ std::optional<Verdict> Board::agree(std::chrono::milliseconds spent) {
         is_answering_ = true;
         is_gone_ = false;
         if (!is_told && send()) {
-            // Only now can the others hear of it, and answer.
+            // Only now can the other members read of the failure, and answer.
             is_told = true;
             left = patience_;
         }
@@ -242,7 +242,7 @@ std::optional<Verdict> Board::agree(std::chrono::milliseconds spent) {
         if (is_told && is_answering_ && (is_complete || is_over)) {
             if (auto verdict = propose(decide(reports_))) return verdict;
         }
-        // One that hangs may go on soon.
+        // A hanging store may go on soon.
         if (is_gone_ || (is_over && !is_answering_)) return std::nullopt;
         std::this_thread::sleep_for(pause);
         pause = std::min(2 * pause, std::chrono::milliseconds(40));
@@ -255,7 +255,8 @@ bool Board::is_sent() {
     return num_sent_ == num_said_;
 }
 
-// A group that others are in already, and we are not, says more than a verdict that counts on us.
+// A group that other members are in already, without this one, overrules a verdict that includes
+// it.
 std::optional<Verdict> Board::read_verdict() {
     std::optional<Verdict> verdict;
     if (has(prefix_ + "/verdict/0")) {

@@ -1,5 +1,5 @@
-// Notices on the store: who failed where, who left, who can reach whom, and what follows from it.
-// The group is silent once it is broken.
+// Notices on the store: failures, departures, reachability, and the verdict that follows. Members
+// of a broken group can no longer message each other; they read the store.
 #pragma once
 
 #include <atomic>
@@ -16,55 +16,57 @@
 
 namespace diloco {
 
-// The epoch that follows another, as those say who have entered it.
+// The epoch that follows another, from the notices of members that have entered it.
 struct Successor {
     int64_t epoch = -1;
     std::vector<int64_t> members;
 };
 
-// The notices of one epoch. Each member has one report on the store, which holds all that it has
-// said; what does not get there is sent again. A store that does not answer is treated as one
-// without notices, after at most `patience` for the first question and at once for the next ones.
+// The notices of one epoch. Each member has one report on the store, which holds all of the
+// member's notices; a notice that does not arrive is sent again. A store that does not answer is
+// treated as one without notices, after at most `patience` for the first question and at once for
+// the next ones.
 class Board {
   public:
     Board(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience,
           std::string prefix, int64_t replica, std::vector<int64_t> members);
 
-    // Whether our connection to the store has broken: it will not come back.
+    // Whether the board's connection to the store has broken, for good.
     bool is_store_lost() const;
 
-    // Ours; its calls end within the patience. Null without a store.
+    // The board's own store, whose calls end within the patience. Null without a store.
     const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
 
     // `cause` is for the others to read; `waited_in_vain`: for a header, up to the timeout.
     void report_failure(const std::string& cause, bool waited_in_vain);
     void report_departure(int64_t inner_step);
 
-    // Answers a failure that somebody else has reported; says nothing new after one of our own.
+    // Answers a failure that another member has reported; does nothing after a report of this
+    // member.
     void report_presence(bool is_idle);
 
-    // Which of the members we could connect to just now, and which not.
+    // Reports which members this one could just connect to, and which not.
     void report_reach(const std::vector<int64_t>& reached, const std::vector<int64_t>& unreached);
 
-    // Puts what we have said on the store where it is not there yet; whether all of it is there. At
-    // first that is an empty report: the others can then read all reports in one call.
+    // Puts this member's unsent notices on the store; returns whether all are there. The first
+    // report is empty: the other members can then read all reports in one call.
     bool send();
 
     // True once any member has reported a failure / has left.
     bool is_failed();
     bool is_left();
 
-    // What the first one that failed has said of it; empty when the store does not answer.
+    // The cause that the first failed member gave; empty when the store does not answer.
     std::string first_failure();
 
-    // Who goes on: decided by the first member that has heard all, or whose patience is over, and
-    // the same for all of them. None when the store does not answer, and nobody can be heard.
-    // Nobody is judged before the others could read that there is a failure. `spent`: of the
-    // patience, since our report.
+    // The verdict on which members go on. The first member that has read all reports, or whose
+    // patience is over, decides it for all. None when the store does not answer. No member is
+    // judged before all could read that there is a failure. `spent`: the part of the patience that
+    // has passed since this member's report.
     std::optional<Verdict> agree(std::chrono::milliseconds spent);
 
-    // The epoch that others of this one have gone on in, and its members; -1 and none when there
-    // is none yet.
+    // The epoch in which other members of this one have gone on, with its members; epoch -1 without
+    // members when there is none yet.
     Successor successor();
 
   private:
@@ -93,17 +95,17 @@ class Board {
     Reports reports_;
     std::set<int64_t> known_;  // members whose report is on the store
 
-    std::mutex sending_;  // held while we send, so that what is newer arrives later
-    std::mutex mutex_;    // of the following
+    std::mutex sending_;  // held while sending, so that newer notices arrive later
+    std::mutex mutex_;    // guards the members below
     Report own_;
-    std::string alarm_;  // that we have failed, and why, for those that wait; empty: none, or sent
-    bool is_parting_ = false;  // that we leave is to be sent, likewise
+    std::string alarm_;        // this member's unsent failure, for waiting members; empty: none
+    bool is_parting_ = false;  // this member's departure is still to be sent
     int64_t num_said_ = 1;
     int64_t num_sent_ = 0;
 
-    // Of the calls since they were last set.
+    // How the calls since the last reset went.
     std::atomic<bool> is_answering_{true};
-    std::atomic<bool> is_gone_{false};  // it will not answer later, either
+    std::atomic<bool> is_gone_{false};  // the store will not answer later, either
 };
 
 }  // namespace diloco

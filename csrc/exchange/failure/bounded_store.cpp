@@ -25,7 +25,7 @@ struct Call {
     std::exception_ptr error;
 };
 
-// Waits up to `limit` for what `call` does. A machine that stands still for a while (suspended, or
+// Waits up to `limit` for the end of `call`. A machine that stands still for a while (suspended, or
 // out of its share of a processor) costs one slice of the limit, however long it was.
 bool is_done_within(milliseconds limit, Call& call, std::unique_lock<std::mutex>& lock) {
     constexpr int kSlices = 10;
@@ -35,8 +35,8 @@ bool is_done_within(milliseconds limit, Call& call, std::unique_lock<std::mutex>
     return false;
 }
 
-// Runs `body` on a thread of its own; rethrows what it throws. False if it takes longer than
-// `limit`: then the thread is left behind, and is counted in `num_late` until the body ends.
+// Runs `body` on a thread of its own, and rethrows its exception. Returns false past `limit`: then
+// the thread is left behind, and is counted in `num_late` until the body ends.
 bool run_within(milliseconds limit, const Counter& num_late, std::function<void()> body) {
     const auto call = std::make_shared<Call>();
     std::thread thread([call, num_late, body = std::move(body)] {
@@ -120,14 +120,14 @@ void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) con
 
 template <typename Body>
 auto BoundedStore::call(milliseconds limit, Body body) const {
-    // Shared with the thread, which may write it when nobody waits any more.
+    // Shared with the thread, which may write the result when no caller waits any more.
     const auto result = std::make_shared<decltype(body(*store_))>();
     run(limit, [result, body = std::move(body)](Store& store) { *result = body(store); });
     return std::move(*result);
 }
 
 c10::intrusive_ptr<c10d::Store> BoundedStore::clone() {
-    // Our own connection may be sound where a new one cannot be made.
+    // The present connection may be sound where a new one cannot be made.
     const auto copy = std::make_shared<c10::intrusive_ptr<Store>>();
     ask(std::max(timeout_, limit_), [copy](Store& store) { *copy = store.clone(); });
     return c10::make_intrusive<BoundedStore>(std::move(*copy), limit_);

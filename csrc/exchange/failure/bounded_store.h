@@ -1,10 +1,11 @@
-// A store whose calls end: one that the store's host does not answer in time fails.
+// A store whose calls end: a call that the store's host does not answer in time fails.
 //
 // TCPStore waits for ever for a host that hangs without dying, also where it takes a timeout, and
-// holds its mutex meanwhile. Every call runs on a thread of its own; that of an unanswered call is
-// left behind, with what it needs, until the host answers or dies. Until then later calls fail at
-// once. A connection that has broken stays broken, since a TCPStore never connects again: after the
-// first c10::DistNetworkError every call fails at once, and torch prints no further trace.
+// holds its mutex meanwhile. Every call runs on a thread of its own; the thread of an unanswered
+// call is left behind, with the data it needs, until the host answers or dies. Until then later
+// calls fail at once. A connection that has broken stays broken, since a TCPStore never connects
+// again: after the first c10::DistNetworkError every call fails at once, and torch prints no
+// further trace.
 #pragma once
 
 #include <atomic>
@@ -17,8 +18,8 @@
 
 namespace diloco {
 
-// A client of the TCPStore at an address, whose waits have this timeout, too. Throws
-// c10::DistError when none answers in time.
+// Connects to the TCPStore at an address; the client's waits have this timeout, too. Throws
+// c10::DistError when no store answers in time.
 c10::intrusive_ptr<c10d::Store> connect_store(const std::string& host, uint16_t port,
                                               std::chrono::milliseconds timeout);
 
@@ -29,9 +30,9 @@ class BoundedStore : public c10d::Store {
     using c10d::Store::compareSet;
     using c10d::Store::set;
 
-    // `limit` of every call; waits for keys have it on top of their own timeout. The calls throw
-    // c10::DistStoreError when it is over, c10::DistNetworkError once the connection has broken,
-    // and whatever `store` throws.
+    // `limit`: of every call; waits for keys add it to their own timeout. Calls throw
+    // c10::DistStoreError past the limit, c10::DistNetworkError once the connection has broken, and
+    // the exceptions of `store`.
     BoundedStore(c10::intrusive_ptr<c10d::Store> store, milliseconds limit);
 
     // Connects within the store's own timeout: torch asks a name server, which may take seconds.

@@ -11,7 +11,7 @@ namespace diloco {
 struct Fault {
     std::string action;         // "", "kill" or "stop" (a signal to ourselves), "fail"
     std::string stage;          // a step's name (schedule.h), "header" or "vote"
-    int64_t chunk = -1;         // of that step; -1 is any
+    int64_t chunk = -1;         // chunk of the step; -1: any
     int64_t num_peers = 0;      // header and vote: after telling this many peers
     double max_delay_us = 0.0;  // random delay before every step, when there is no action
     uint64_t seed = 0;
@@ -19,7 +19,7 @@ struct Fault {
 
 class FaultInjector {
   public:
-    // Each fault happens once; the delay is that of the last one that has any.
+    // Each fault happens once; the delay is that of the last fault with a delay.
     void add(Fault fault);
 
     // Called before a step, and in header and vote before each message to a peer.

@@ -11,7 +11,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A store serves a beat and a read of each waiting member in this time.
+// The store serves one beat and one read of each waiting member in this time.
 constexpr milliseconds kLongestPeriod{1000};
 constexpr milliseconds kShortestPeriod{200};
 constexpr int kBeatsWithinLimit = 8;
@@ -42,14 +42,14 @@ void Pulse::beat() {
         store_->set(own_key_, std::vector<uint8_t>(value.begin(), value.end()));
     } catch (const std::exception&) {
         is_answered_ = false;
-        // Who reads the store in vain suspects nobody.
+        // A member that cannot read the store suspects no other member.
     }
 }
 
 void Pulse::look() {
     const auto now = Clock::now();
     if (!store_ || now - last_look_ < period_) return;
-    // A time in which we did not look, because we stood still, is no time that a peer was silent.
+    // Time in which this process stood still and did not read is no silence of a peer.
     const auto passed = std::min<Clock::duration>(now - last_look_, 2 * period_);
     last_look_ = now;
     try {

@@ -1,5 +1,6 @@
-// Whether the members live: each raises a counter on the store, and who waits for the others reads
-// theirs. No two clocks are compared, and a time in which the reader stood still counts little.
+// Whether the members live: each raises a counter on the store, and a waiting member reads the
+// others' counters. No two clocks are compared, and time in which the reader stood still counts
+// little.
 #pragma once
 
 #include <chrono>
@@ -10,29 +11,30 @@
 
 namespace diloco {
 
-// The counters of one epoch, under `prefix`. The watcher's alone, except the constructor.
+// The counters of one epoch, under `prefix`. Used by the watcher's thread alone, except the
+// constructor.
 class Pulse {
   public:
     using Clock = std::chrono::steady_clock;
 
-    // A member is suspected when its counter stood still for `limit` of our own reads. A null store
-    // has no counters, and nobody is suspected.
+    // A member is suspected when its counter stood still for `limit` on the reader's clock. With a
+    // null store no member is suspected.
     Pulse(c10::intrusive_ptr<c10d::Store> store, const std::string& prefix, int64_t replica,
           const std::vector<int64_t>& members, std::chrono::milliseconds limit);
 
-    // Raises our counter, at most once in a period.
+    // Raises this member's counter, at most once in a period.
     void beat();
 
     // Reads the others' counters, at most once in a period.
     void look();
 
-    // The wait is over, or there is progress: whatever is read next counts from then on.
+    // Call when a wait is over or has progressed: silence counts from the next read on.
     void forgive();
 
     // Whether the store answered when it was last asked.
     bool is_answered() const { return is_answered_; }
 
-    // Members whose counters have stood still for the limit; and how long one has, in seconds.
+    // Members whose counters have stood still for the limit; and a counter's standstill in seconds.
     std::vector<int64_t> suspects() const;
     double seconds_silent(int64_t replica) const;
 
@@ -40,7 +42,7 @@ class Pulse {
     struct Peer {
         int64_t replica = 0;
         std::string key;
-        bool is_known = false;  // its key exists
+        bool is_known = false;  // the member's key exists
         bool has_changed = false;
         std::vector<uint8_t> seen;
         Clock::duration silent{};

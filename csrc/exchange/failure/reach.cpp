@@ -22,7 +22,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// More descriptors at once may be more than a process has.
+// The most descriptors at once: a process may not have more.
 constexpr size_t kMostAtOnce = 128;
 constexpr int kBacklog = 4096;
 
@@ -97,7 +97,7 @@ std::string name_of_socket(int fd) {
     return (is_v6 ? "[" + std::string(host) + "]:" : std::string(host) + ":") + port;
 }
 
-// A connection that was begun; the descriptor is -1 when it is over.
+// A connection attempt; the descriptor is -1 when the attempt is over.
 struct Attempt {
     int fd = -1;
     Answer answer = Answer::kUnknown;

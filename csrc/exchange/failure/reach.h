@@ -1,7 +1,7 @@
 // Whether the members can connect to each other: each listens at an address, which the others try.
 //
-// The kernel answers for a process, so a connection says nothing of whether the process runs; what
-// is learned is that packets pass, and that the process has not ended.
+// The kernel answers for a process, so a connection does not prove that the process runs, only that
+// packets pass and that the process has not ended.
 #pragma once
 
 #include <chrono>
@@ -42,7 +42,7 @@ enum class Answer {
     kUnknown,  // this process could not try: no address, or no descriptor left
 };
 
-// Tries all addresses at once; what has not answered within the limit is silent.
+// Tries all addresses at once; an address that has not answered within the limit is silent.
 std::vector<Answer> try_to_reach(const std::vector<std::string>& addresses,
                                  std::chrono::milliseconds limit);
 
@@ -51,30 +51,31 @@ class Ways {
   public:
     using Clock = std::chrono::steady_clock;
 
-    // `addresses`: one for each member, "" where it is not known: that way is never judged.
-    // `patience`: for an answer. `limit`: for a way that is lost.
+    // `addresses`: one for each member; "": unknown, and the way to that member is never judged.
+    // `patience`: for one answer. `limit`: for calling a way lost.
     Ways(int64_t replica, const std::vector<int64_t>& members,
          const std::vector<std::string>& addresses, std::chrono::milliseconds patience,
          std::chrono::milliseconds limit);
 
-    // A member that could not be tried is in no list.
+    // A member that could not be tried is in neither list.
     struct Results {
         std::vector<int64_t> reached;
         std::vector<int64_t> unreached;
-        std::vector<int64_t> refused;  // of those unreached: nothing listens any more
+        std::vector<int64_t> refused;  // the unreached members where nothing listens
     };
 
-    // From any thread; the functions below are the watcher's.
+    // From any thread; the functions below are for the watcher's thread.
     Results try_all(std::chrono::milliseconds patience) const;
     Results try_all() const { return try_all(patience_); }
 
-    // Tries them, at most once in a period that depends on limit and number.
+    // Tries the ways, at most once in a period that depends on the limit and the number of members.
     void look();
 
-    // The wait is over, or there is progress.
+    // Call when a wait is over or has progressed.
     void forgive();
 
-    // Members that could not be reached for the limit, in our own time; as Pulse::suspects().
+    // Members that could not be reached for the limit, on this process's clock; as
+    // Pulse::suspects().
     std::vector<int64_t> lost() const;
 
   private:

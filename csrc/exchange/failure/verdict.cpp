@@ -13,8 +13,8 @@ bool has(const std::vector<int64_t>& values, int64_t value) {
 
 using Neighbours = std::map<int64_t, std::set<int64_t>>;
 
-// Tries with and without the lowest member that is in a cut. What it finds first among sets of one
-// size has the lowest members, so only a larger one replaces it.
+// Tries with and without the lowest member that is in a cut. The first set found of each size has
+// the lowest members, so only a larger set replaces the best one.
 class Search {
   public:
     explicit Search(const Neighbours& cut_from) : cut_from_(cut_from) {}
@@ -122,7 +122,7 @@ Verdict decide(const Reports& reports) {
     std::vector<int64_t> candidates;
     const bool all_live = verdict.left.empty() && verdict.silent.empty() && verdict.cuts.empty();
     for (const auto& [member, report] : living) {
-        // Everybody lives: those that did not come to the exchange are the ones in none.
+        // All members live: the missing ones are those in no exchange.
         if (!(waited_in_vain && all_live && report.is_idle)) candidates.push_back(member);
     }
     verdict.survivors = largest_reaching(candidates, verdict.cuts);

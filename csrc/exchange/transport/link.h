@@ -18,7 +18,7 @@
 
 namespace diloco {
 
-// A message on the emulated link: its Work exists once the link let it go.
+// A message on the emulated link: its Work exists once the link has released the message.
 struct DelayedSend {
     std::chrono::steady_clock::time_point release;
     std::function<c10::intrusive_ptr<c10d::Work>()> post;
@@ -39,7 +39,7 @@ class Link {
     std::shared_ptr<DelayedSend> post(size_t num_bytes,
                                       std::function<c10::intrusive_ptr<c10d::Work>()> send);
 
-    // Drops what was not let go yet; waits for nothing.
+    // Drops messages that are not released yet; does not wait.
     void stop();
 
   private:

@@ -32,8 +32,8 @@ std::string wire_name(const Header& header) {
     return std::string(header.wire, strnlen(header.wire, sizeof(header.wire)));
 }
 
-// In the order of what a user would want to hear first: a different configuration explains a
-// different size, not the other way round.
+// The most telling difference comes first: a different configuration explains a different size, not
+// the other way round.
 const std::vector<Field>& compared_fields() {
     static const std::vector<Field> fields = {
         {"protocol version", [](const Header& h) { return std::to_string(h.protocol); }},
@@ -116,7 +116,7 @@ std::string find_mismatch(const std::vector<Header>& headers) {
 
 namespace {
 
-// "3 on replica 0, 1 on replica 2" of the votes in which the number is not zero.
+// "3 on replica 0, 1 on replica 2", for the votes whose number is not zero.
 std::string list_numbers(const std::vector<Vote>& votes, int64_t Vote::* number,
                          const std::vector<int64_t>& replicas) {
     std::ostringstream text;

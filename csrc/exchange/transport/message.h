@@ -1,4 +1,4 @@
-// What the ranks tell each other around an exchange: fixed-size headers before it, votes after it.
+// Messages of the ranks around an exchange: fixed-size headers before, votes after.
 //
 // A header exchange completes before anything whose size depends on the model is posted: two ranks
 // that post different sizes would abort the process (gloo) or hang (NCCL). Little endian.
@@ -17,7 +17,7 @@ enum class Kind : uint32_t {
     kSync = 1,
     kFlush,
     kAllReduce,
-    kObjects,    // small blobs, everyone to everyone
+    kObjects,    // small blobs, every rank to every rank
     kBroadcast,  // exact bytes, one to all
     kLeave,
 };
@@ -45,7 +45,7 @@ struct Header {
     double gap = 1.0;
     int32_t epoch = 0;
     int32_t replica = 0;
-    char wire[8] = {};  // not terminated when it fills
+    char wire[8] = {};  // without a terminator when the name fills the field
     int32_t block_size = 0;
     int32_t num_chunks = 0;
     int32_t fragment = 0;
@@ -60,20 +60,20 @@ static_assert(sizeof(Header) == 120, "the header is a wire format");
 struct Vote {
     uint64_t sequence = 0;
     int64_t num_bad = 0;       // elements that were NaN, Inf or out of range on this rank
-    int64_t num_bad_mean = 0;  // of what this rank added up, though none of the terms was
+    int64_t num_bad_mean = 0;  // bad elements of the mean that this rank computed from good terms
 };
 static_assert(sizeof(Vote) == 24, "the vote is a wire format");
 
-// What the votes of a round say of elements that no wire carries.
+// The bad elements (which no wire carries) of a round, from the votes.
 struct BadElements {
     std::string text;  // one sentence that names replicas and numbers; empty when there are none
-    std::vector<int64_t> replicas;  // whose they are: everybody's if they are those of a mean
+    std::vector<int64_t> replicas;  // with bad elements; all replicas, if the mean has them
 };
 
-// `votes` in rank order, of these replicas.
+// `votes` and `replicas` in rank order.
 BadElements find_bad_elements(const std::vector<Vote>& votes, const std::vector<int64_t>& replicas);
 
-// What there is to say when nobody but these replicas has a weight, and theirs are the bad values.
+// The sentence for a round in which only replicas with bad values have a weight.
 std::string nothing_to_average(const std::vector<int64_t>& reset_replicas);
 
 // The first difference that forbids this exchange, as one sentence that names replicas and values;

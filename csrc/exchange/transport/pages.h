@@ -1,4 +1,4 @@
-// Buffers that never cost a page fault after they are made.
+// Buffers for messages that cost no page fault after they are made.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -90,7 +90,8 @@ void Transport::wait(Receipt& receipt, Clock::time_point deadline) {
     if (receipt.delayed) {
         DelayedSend& message = *receipt.delayed;
         std::unique_lock<std::mutex> lock(message.mutex);
-        // Short slices, because abort() does not know which message is waited for here.
+        // The wait is cut into short slices: abort() does not know for which message this thread
+        // waits.
         while (!message.is_posted) {
             if (is_aborted_) throw Aborted();
             if (Clock::now() >= deadline) throw TransportError(receipt.peer, "timed out");

@@ -26,14 +26,14 @@ using Clock = std::chrono::steady_clock;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// What an error says, without the C++ stack that torch adds.
+// The text of an error, without the C++ stack that torch adds.
 std::string text_of(const std::exception& error);
 
 // A message was lost: the group is dead from here on.
 class TransportError : public std::runtime_error {
   public:
     TransportError(int peer, const std::string& what) : std::runtime_error(what), peer(peer) {}
-    // Says in a few words what a backend reports with file names and guesses.
+    // The message is a few words; `cause` keeps the backend's text, with file names and guesses.
     TransportError(int peer, const std::exception& error);
     bool is_timeout() const { return std::string(what()) == "timed out"; }
     int peer;
@@ -46,7 +46,7 @@ class Aborted : public std::runtime_error {
     Aborted() : std::runtime_error("the exchange was closed") {}
 };
 
-// One posted message. Empty when there was nothing to send.
+// One posted message. Empty for a message without bytes.
 struct Receipt {
     WorkPtr work;
     std::shared_ptr<DelayedSend> delayed;  // with an emulated link
@@ -77,7 +77,7 @@ class Transport {
     int64_t sent_bytes() const { return sent_bytes_; }
     int64_t received_bytes() const { return received_bytes_; }
 
-    // Messages waited for with success. From any thread.
+    // The number of messages whose wait() succeeded. From any thread.
     int64_t num_done() const { return num_done_; }
 
   private:

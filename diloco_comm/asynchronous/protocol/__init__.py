@@ -1,1 +1,1 @@
-"""What server and workers send each other: messages, keys, payloads, windows."""
+"""The protocol of server and workers: messages, keys, payloads, windows."""

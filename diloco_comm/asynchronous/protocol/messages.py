@@ -223,7 +223,7 @@ def parse(frames: Sequence[Any]) -> Message:
     """Turn frames (bytes or buffers) into a message; a body is a view of its frame.
 
     Raises:
-        ProtocolError: If they are none, whatever the bytes.
+        ProtocolError: If the frames are no message; any bytes are allowed as input.
     """
     if not 1 <= len(frames) <= 2:
         raise ProtocolError(f"a message has one frame or two, got {len(frames)}")

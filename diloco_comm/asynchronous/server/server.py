@@ -150,7 +150,7 @@ class AsyncServer:
     # ---------------------------------------------------------------------------------- running
 
     def start(self) -> AsyncServer:
-        """Serve in a thread of its own."""
+        """Serve in a new thread."""
         self._thread = threading.Thread(target=self._run, name="diloco-server", daemon=True)
         self._thread.start()
         return self

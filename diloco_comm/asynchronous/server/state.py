@@ -159,12 +159,12 @@ class ServerState:
         logger.error("%s; the server goes on", self._lost_file)
 
     def begin(self, parameters: Sequence[Tensor] | None) -> None:
-        """Take up the snapshot if there is one, else the parameters if there are some.
+        """Restore the snapshot if there is one, else take the parameters if they are given.
 
         Raises:
-            OSError: If the parameters are to be kept, and cannot be written, or another server has
-                the folder.
-            ValueError: If the snapshot is none, or does not fit the rule.
+            OSError: If the parameters cannot be written to the snapshot folder, or another server
+                has the folder.
+            ValueError: If the file is no snapshot, or does not fit the rule.
         """
         if self._folder is not None:
             self.keeper = Keeper(self._folder, self._snapshot_every)

@@ -176,12 +176,7 @@ class Link:
                 if message.kind == Kind.REFUSED:
                     if message.number == NAME_TAKEN and self._goes_by_another_name(message):
                         continue
-                    raise ServerRefused(
-                        f"the server {self.address} refused worker {self.worker}: "
-                        f"{message.meta['reason']}",
-                        stage=stage,
-                        seconds=now - began,
-                    )
+                    raise self._refusal(message, stage, now - began)
                 if message.kind == Kind.UNKNOWN:
                     self._say_hello()
                 elif message.kind == Kind.WELCOME:
@@ -200,14 +195,21 @@ class Link:
             if now - asked_at < RETRY_S and not self._is_blocked:
                 continue
             if now - heard_at > self.timeout:
-                raise ServerLost(
-                    f"the server {self.address} has not answered for {now - heard_at:.1f} s "
-                    f"({stage}); the parameters are as training left them",
-                    stage=stage,
-                    seconds=now - began,
-                )
+                raise self._silence(now - heard_at, stage, now - began)
             ask()
             asked_at = now
+
+    def _refusal(self, message: Message, stage: str, seconds: float) -> ServerRefused:
+        reason = message.meta["reason"]
+        sentence = f"the server {self.address} refused worker {self.worker}: {reason}"
+        return ServerRefused(sentence, stage=stage, seconds=seconds)
+
+    def _silence(self, silent_s: float, stage: str, seconds: float) -> ServerLost:
+        sentence = (
+            f"the server {self.address} has not answered for {silent_s:.1f} s "
+            f"({stage}); the parameters are as training left them"
+        )
+        return ServerLost(sentence, stage=stage, seconds=seconds)
 
     def _goes_by_another_name(self, refusal: Message) -> bool:
         if not self.identity.is_answer(refusal):

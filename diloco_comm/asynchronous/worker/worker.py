@@ -138,14 +138,9 @@ class AsyncDiLoCo:
         )
         self._follower = Follower(self._local.outer, impl) if fetch == "updates" else None
         self._hooks: StepHooks | None = None
+        sizes, layout = self._local.sizes, self._local.layout_hash
         self._link = Link(
-            server,
-            name,
-            self._local.sizes,
-            self._local.layout_hash,
-            timeout=seconds,
-            keys=keys,
-            key_name=key_name,
+            server, name, sizes, layout, timeout=seconds, keys=keys, key_name=key_name
         )
         self.inner_step = self.round_step = 0
         self._is_encoded = self._is_pushed = False

@@ -1,7 +1,7 @@
-"""Who has come to a meeting, who lives elsewhere, and who is given up.
+"""Which members have come to a meeting, which live elsewhere, and which are given up.
 
-Everybody renews a mark on the store: at the meeting the participants, in training the engines. No
-two clocks are compared, and a time in which this process stood still counts little.
+Participants of a meeting renew a mark on the store, and so do the engines in training. No two
+clocks are compared, and a time in which this process stood still counts little.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from .verdicts import read_known
+from .stores import read_known
 
 # (nonce, beat) of a hello.
 Mark = tuple[str, int]
@@ -41,7 +41,7 @@ class Limits:
 class OwnTime:
     """Time as this process has spent it: a stop of any length counts as at most a second.
 
-    Whoever waits for a store calls ``tick`` after each of its answers: that is no stop.
+    A caller that waits for a store calls ``tick`` after each of its answers: a wait is no stop.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class OwnTime:
 
 
 class Pulses:
-    """Which members of a group that trains live, told by the counters that their engines raise.
+    """The members of a training group that live, as the counters show that their engines raise.
 
     Args:
         store: Of the exchange.
@@ -108,7 +108,7 @@ class Pulses:
         return {replica for replica, number in self._num_rises.items() if number >= times}
 
     def rising(self, times: int) -> set[int]:
-        """Return those of ``risen`` whose counters rise still."""
+        """Return the replicas of ``risen`` whose counters still rise."""
         return {replica for replica in self.risen(times) if self._age[replica] < _STEADY_S}
 
     def lives(self, replica: int) -> bool:
@@ -141,7 +141,7 @@ class Attendance:
 
     @property
     def heard(self) -> set[int]:
-        """Members that are here, and not only a hello of theirs from before."""
+        """Members that are here now; an old hello of a member is not enough."""
         return {r for r, peer in self._peers.items() if peer.is_heard}
 
     def see(self, marks: dict[int, Mark]) -> None:
@@ -153,7 +153,7 @@ class Attendance:
             if mark == peer.mark:
                 peer.silent_s += passed
             else:
-                # A hello that was there when we came may be that of a dead process.
+                # A hello that was there before this process came may be that of a dead process.
                 is_same = mark is not None and peer.mark is not None and mark[0] == peer.mark[0]
                 peer.is_heard = mark is not None and (is_same or not peer.is_first_look)
                 peer.has_gone = mark is None
@@ -187,7 +187,7 @@ class Attendance:
         return self.time.total > self.limits.timeout
 
     def describe(self) -> str:
-        """Name those that are waited for; empty when all are here."""
+        """Name the members that are waited for; empty when all are here."""
         parts = []
         for replica, peer in self._peers.items():
             if peer.is_heard and peer.silent_s < 2.0:

@@ -1,4 +1,4 @@
-"""Connect the members of a new epoch; it begins for all of them, or for none."""
+"""Connect the members of a new epoch, which begins for all of them or for none."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from ...base.errors import SyncError
 from ..waiting import store_advice
 from . import rendezvous
 from .attendance import OwnTime
-from .meetings import Plan
-from .verdicts import GROUPS, STREAMS, decide_once, outcome_key
+from .line import GROUPS, STREAMS, outcome_key
+from .plans import Plan
+from .stores import decide_once
 
 # Connections between hosts that reach each other take milliseconds.
 LIMIT_S = 30.0
-# All members begin at the same time and give up by the limit. A member has died if nothing is heard
-# of it for so much longer: a quarter of the limit, within these bounds.
+# All members begin at the same time and give up by the limit. A member that is silent for so much
+# longer has died: a quarter of the limit, within these bounds.
 _SLACK_S = (2.0, 5.0)
 _POLL_S = (0.001, 0.05)
 _FINE = "connected"
-# In which a failed connection of devices is ended before it is said.
+# Seconds in which a failed connection of devices is ended before the others learn of it.
 _END_S = 5.0
 
 
@@ -65,8 +66,8 @@ def connect_streams(
     """Connect the devices of the members, where groups over gloo connect their hosts already.
 
     Args:
-        connect: Of this replica.
-        limit: Seconds that it takes at most, without the end of what has failed.
+        connect: Connects the device of this replica.
+        limit: Seconds that ``connect`` takes at most, without the end of what has failed.
 
     Raises:
         SyncError: The same on all members, if one of them did not connect.
@@ -90,7 +91,7 @@ def _end_together(
     started: float,
     limit: float,
 ) -> None:
-    """Come to one end with all members; ``own`` is what has failed here."""
+    """Come to one outcome with all members; ``own`` is what has failed on this replica."""
     note = "" if own is None else str(own) or type(own).__name__
     slack = min(max(limit / 4, _SLACK_S[0]), _SLACK_S[1])
     left = limit - min(time.monotonic() - started, limit) + slack
@@ -127,8 +128,8 @@ def _agree_on_outcome(
 
     Args:
         what: Was connected, GROUPS or STREAMS.
-        note: What went wrong here; empty when nothing did.
-        left: Seconds for the others to say it.
+        note: What went wrong on this replica; empty when nothing did.
+        left: Seconds for the others to say how connecting went.
     """
     key_of_all = outcome_key(plan.epoch, what)
     keys = [f"{key_of_all}/{member}" for member in members]

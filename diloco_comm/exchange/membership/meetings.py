@@ -1,11 +1,11 @@
-"""One meeting of replicas on a store: who came, whether they agree, and what becomes of it.
+"""One meeting of replicas on a store: which came, whether they agree, and how the meeting ends.
 
-Every participant posts a hello. What a participant has to say may come later: a replica that still
-exchanges stops only when all are here. The lowest one waits for all of that, draws an epoch number
-that was never used, and proposes a plan that quotes every hello. The plan begins when everybody has
-accepted it: a hello may lie on the store since its process died, and nobody must wait for that one
-to connect. A participant renews its hello while it waits, so that the others can tell a live one by
-its beat.
+Every participant posts a hello. What a participant says may come later: a replica that still
+exchanges stops only when all are here. The lowest participant waits for all of that, draws an epoch
+number that was never used, and proposes a plan that quotes every hello. The plan begins when every
+participant has accepted it: a hello may lie on the store since its process died, and no participant
+may wait for a dead process to connect. A participant renews its hello while it waits, so that the
+others know by its beat that it lives.
 
 A meeting has one fate, which is set once, by compare-and-set: its plan begins, or it has failed,
 with the same error for all that took part. Before it accepts, a participant tries to reach all the
@@ -14,54 +14,32 @@ others, so that a cut between two of them is known before anybody connects.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from ... import _C
 from ...base.errors import LeftBehind, SyncError
-from .attendance import Attendance, Pulses
-from .verdicts import WAY_BACK, announce_next, decide_once, raise_to, read_known, swap
+from ..sentences import difference
+from .attendance import Attendance
+from .plans import Plan, current_group, number_is_taken, propose_plan
+from .stores import decide_once, read_known, swap
+from .verdicts import WAY_BACK
 
 BEAT_S = 0.4
 # For an answer of a peer's host: a lost packet is sent again after one second.
 _REACH_S = 2.0
-_CURRENT = "current"
-# Looks, about a second each, in which a counter must have risen to be that of a running group.
-_RISES = 3
 
 _log = logging.getLogger(__name__)
 
 # Called with whether all members are here; returns None while it is too early to say anything.
 Say = Callable[[bool], dict[str, Any] | None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all participants agreed on: the epoch, and what each of them had to say.
-
-    Attributes:
-        reached: Those whose address this replica could connect to.
-    """
-
-    epoch: int
-    infos: dict[int, dict[str, Any]]
-    reached: frozenset[int] = frozenset()
-
-
-def own_place() -> str:
-    """Return where this process runs, as host:pid."""
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def arrive(store: dist.Store, key: str, hello: dict[str, Any]) -> str:
@@ -96,13 +74,13 @@ def make_room(store: dist.Store, members: Sequence[int]) -> None:
 
 
 class Meeting:
-    """What one participant has seen of the others, and done about it.
+    """A meeting as one participant sees it, and what this participant does in it.
 
     Args:
         found: Nonce of the hello that this participant's hello has replaced, "" without one.
 
     Attributes:
-        difference: The first thing that those alive do not agree on, as a sentence.
+        difference: The first thing that the live participants do not agree on, as a sentence.
         differs_since: When it was first seen, or None.
     """
 
@@ -137,10 +115,10 @@ class Meeting:
     # ------------------------------------------------------------------------- the fate
 
     def begun_plan(self) -> Plan | None:
-        """Accept the plan that quotes our hello; return it once everybody has accepted it.
+        """Accept the plan that quotes the own hello; return the plan once all have accepted it.
 
         Raises:
-            LeftBehind, SyncError: If the meeting has failed, or began without us.
+            LeftBehind, SyncError: If the meeting has failed, or began without this replica.
         """
         self._accept()
         key = f"fate/{self.hello['meeting']}"
@@ -160,7 +138,7 @@ class Meeting:
             return
         self._accepted = plan
         others = {int(r): i["address"] for r, i in plan["infos"].items() if int(r) != self.replica}
-        # Meanwhile our hello is not renewed.
+        # Meanwhile the own hello is not renewed.
         limit = min(_REACH_S, self.attendance.limits.silence / 4)
         answers = zip(others, _C.are_reached(list(others.values()), limit), strict=True)
         # A way that could not be tried is not judged.
@@ -260,12 +238,12 @@ class Meeting:
     # ------------------------------------------------------------------------- the others
 
     def look(self) -> bool:
-        """Read the others' hellos, renew ours, lead if we are the lowest.
+        """Read the others' hellos, renew the own one, and lead if this replica is the lowest.
 
         Returns:
             Whether the next look may soon see more: everybody's hello has just come.
         """
-        # Each answer of the store shows that we have not stood still.
+        # Each answer of the store shows that this process has not stood still.
         self.attendance.time.tick()
         now = time.monotonic()
         if now >= self._next_beat:
@@ -290,7 +268,7 @@ class Meeting:
         return self._complete_since is not None and now - self._complete_since < BEAT_S
 
     def _keep_place(self, hellos: dict[int, dict[str, Any]]) -> None:
-        """Let the first of two processes with one number stay, and the second one go.
+        """Of two processes with one number, let the first stay and the second go.
 
         Raises:
             SyncError: If this process is the second one.
@@ -326,7 +304,7 @@ class Meeting:
             _log.warning("%s", text)
 
     def _speak(self) -> None:
-        """Tell the others what they wait for, if it is time."""
+        """Say to the others what they wait for, if it is time."""
         self.hello["info"] = self._say(True)
         if self.hello["info"] is not None:
             self.store.set(f"hello/{self.replica}", json.dumps(self.hello))
@@ -337,7 +315,7 @@ class Meeting:
         nonces = {r: hello["nonce"] for r, hello in hellos.items()}
         if nonces != self._proposed:
             self._proposed = nonces
-            self._proposal = _propose_plan(self.store, hellos)
+            self._proposal = propose_plan(self.store, hellos)
             return
         # A hello may be that of a dead process: it never accepts, and its successor's is another.
         keys = {r: f"accepted/{self._proposal}/{r}" for r in self.members}
@@ -359,13 +337,13 @@ class Meeting:
         self._decide({"plan": self._proposal, "epoch": self._accepted["epoch"]})
 
     def waiting_for(self, where: str) -> str:
-        """Say who is waited for, and where; empty when all are here."""
+        """Name the members that are waited for, and where; empty when all are here."""
         who = self.attendance.describe()
         return who and f"{who} at {where}"
 
 
 def _find_cuts(reached: dict[int, dict[str, bool]]) -> list[tuple[int, int]]:
-    """Return the pairs of which one could not reach the other, and neither could.
+    """Return the pairs of replicas that could not reach each other, in either direction.
 
     Args:
         reached: Of each replica, whether it reached each other one; a firewall may let connections
@@ -378,92 +356,6 @@ def _find_cuts(reached: dict[int, dict[str, bool]]) -> list[tuple[int, int]]:
             if False in answers and True not in answers:
                 cuts.append((a, b))
     return cuts
-
-
-def current_group(store: dist.Store) -> tuple[int, list[int]]:
-    """Return the newest epoch that has begun on this store, and its members; 0 and none."""
-    if not store.check([_CURRENT]):
-        return 0, []
-    current = json.loads(store.get(_CURRENT))
-    return current["epoch"], current["members"]
-
-
-def number_is_taken(replica: int, place: str, epoch: int = 0) -> SyncError:
-    """Make the error of a process whose number another process has."""
-    where = f", which is in the group of epoch {epoch}" if epoch else ""
-    who = f"process {place} (host:pid)" if place else "another process"
-    cure = "give each replica a number of its own"
-    if place == own_place():
-        who = f"this process, {place} (host:pid)"
-        cure = "close the DiLoCo of this process first"
-    return SyncError(
-        f"replica number {replica} is already taken by {who}{where}: {cure}",
-        stage="rendezvous",
-    )
-
-
-def refuse_second_founding(
-    store: dist.Store, meeting: Meeting, pulses: Pulses, *, joins: bool
-) -> None:
-    """Tell a newcomer that the group which it would found runs, or that its number is taken.
-
-    A counter that has risen several times is that of a process which lives. A group that has
-    failed, or that a member has left, may be founded anew: its members are waited for. So is, for a
-    while, a group of which nobody is here: where all replicas are started again, an old process may
-    take its time to end.
-
-    Args:
-        joins: The newcomer comes to an old group.
-
-    Raises:
-        SyncError: One of the two holds.
-    """
-    risen, here = pulses.risen(_RISES), meeting.members_here()
-    if not risen and (joins or not here):
-        return
-    replica = meeting.replica
-    epoch, members = current_group(store)
-    if replica in risen & set(members):
-        places = json.loads(store.get(_CURRENT)).get("places", {})
-        raise number_is_taken(replica, places.get(str(replica), ""), epoch)
-    # A counter that rose may be that of a process which died since, or of one that has this number.
-    is_open = replica in pulses.risen(1) and not pulses.risen(4 * _RISES)
-    if joins or (is_open and not here):
-        return
-    if not here and not risen & set(members):
-        return
-    marks = [f"{epoch}/board/any_failed", f"{epoch}/board/any_left"]
-    if not here and any(store.check([mark]) for mark in marks):
-        return
-    text = (
-        f"the group of replicas {members or here} runs already"
-        f"{f', in epoch {epoch}' if epoch else ''}: a newcomer, also a replica that was started "
-        'again, attaches with init="join", while the others call change_group with replica '
-        f"{replica} among the members"
-    )
-    rises = bool(pulses.rising(_RISES) & set(members))
-    if not here and not meeting.has_run_long(rises):
-        meeting.warn_once(text)
-        return
-    raise SyncError(text, stage="rendezvous")
-
-
-def announce(store: dist.Store, plan: Plan, members: Sequence[int]) -> None:
-    """Leave word of an epoch that has begun, for those who come later or were left behind."""
-    # Nothing depends on it: an epoch does not fail because the store has gone just now.
-    with contextlib.suppress(dist.DistError):
-        places = {str(r): info.get("place", "") for r, info in sorted(plan.infos.items())}
-        current = json.dumps({"epoch": plan.epoch, "members": list(members), "places": places})
-        raise_to(store, _CURRENT, current, lambda held: _follows(plan, json.loads(held)))
-        for epoch in {info["epoch"] for info in plan.infos.values()} - {0}:
-            announce_next(store, epoch, plan.epoch, members)
-
-
-def _follows(plan: Plan, current: dict[str, Any]) -> bool:
-    """Say whether a plan goes on from the current group, or founds a new one."""
-    survivors = {replica for replica, info in plan.infos.items() if "ack" in info}
-    is_of_it = not survivors or bool(survivors & set(current["members"]))
-    return plan.epoch > current["epoch"] and is_of_it
 
 
 def _read_hellos(store: dist.Store, members: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -481,27 +373,5 @@ def _find_difference(hellos: dict[int, dict[str, Any]]) -> str:
             value = hello["members"] if name == "members" else hello["settings"].get(name)
             values.setdefault(json.dumps(value), []).append(replica)
         if len(values) > 1:
-            return f"{name} differs between replicas: " + "; ".join(
-                f"{value} on {'replica' if len(who) == 1 else 'replicas'} "
-                + ", ".join(map(str, who))
-                for value, who in values.items()
-            )
+            return difference(name, values)
     return ""
-
-
-def _propose_plan(store: dist.Store, hellos: dict[int, dict[str, Any]]) -> str:
-    """Tell everybody whose hello is here what the next epoch is; return the proposal's name."""
-    # Never twice on one store, whoever used it before, and above everybody's: a new store counts
-    # from the beginning.
-    newest = max(hello["newest"] for hello in hellos.values())
-    epoch = store.add("epochs", 1)
-    if epoch <= newest:
-        epoch = store.add("epochs", newest - epoch + 1)
-    name = uuid.uuid4().hex
-    infos = {r: hello["info"] for r, hello in hellos.items()}
-    for replica, hello in hellos.items():
-        infos[replica]["epoch"] = hello["epoch"]
-    plan = json.dumps({"id": name, "epoch": epoch, "infos": infos})
-    keys = [f"plan/{hello['nonce']}" for hello in hellos.values()]
-    store.multi_set(keys, [plan] * len(keys))  # type: ignore[attr-defined]
-    return name

@@ -1,12 +1,15 @@
-"""Enter an epoch: agree on it, settle the rounds of the last one, and connect."""
+"""The steps from one epoch to the next: agree, connect, and settle the rounds of the last one.
+
+``Exchange`` takes them in this order. Each step reads what it needs of the ``Member``, changes
+nothing of it, and returns values.
+"""
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,18 +17,16 @@ import torch.distributed as dist
 from ...base.errors import SyncError
 from ...ops.wire import Layout
 from ..headers import Header
+from ..round import Round, Terms
 from ..waiting import describe_store
-from ..work import Round, Terms
-from . import connecting, rendezvous, sealing, termination, verdicts
+from . import connecting, line, rendezvous, sealing, termination, verdicts
 from .attendance import Limits
-from .meetings import Plan, announce
+from .member import Epoch, Member
+from .plans import Plan
+from .stores import bounded
 from .termination import Decision
 
-if TYPE_CHECKING:
-    from ..exchange import Exchange
-
-
-# In which members that have met begin to connect, and say that it failed.
+# Seconds in which members that have met begin to connect, and say that it failed.
 _PATIENCE_S = 10.0
 
 
@@ -34,9 +35,9 @@ class Repair:
     """A round that counts and that this replica has not applied; see ``termination``.
 
     ``terms`` are laid out as ``layout``, which is that of the group at the time. A round counts
-    only when all survivors have voted, and who votes has the whole result: the terms are this
-    replica's own, kept since its exchange ended. ``headers`` are those of that group, in rank
-    order; our own alone where streams were given up before the others' had come.
+    only when all survivors have voted, and a replica that votes has the whole result: the terms are
+    this replica's own, kept since its exchange ended. ``headers`` are those of that group, in rank
+    order; the own header alone where streams were given up before the others had come.
     """
 
     fragment: int
@@ -46,74 +47,73 @@ class Repair:
     headers: list[Header]
     digest: int
 
+    @classmethod
+    def of(cls, round: Round) -> Repair:
+        headers = round.headers or [round.header]
+        return cls(*round.key, round.terms, round.layout, headers, round.digest)
 
-def enter(
-    exchange: Exchange,
-    members: Sequence[int],
-    store: dist.Store | None,
-    *,
-    last_rounds: sealing.LastRounds | None,
-    join: bool,
-) -> list[Repair]:
-    """Bring ``exchange`` into a new epoch with ``members``.
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the members of a new epoch have agreed on before they connect.
+
+    Attributes:
+        store: Of the exchange, with calls that end.
+        is_change: Some members come from a group, this replica among them.
+    """
+
+    store: dist.Store
+    members: tuple[int, ...]
+    plan: Plan
+    decision: Decision
+    is_change: bool
+
+    @property
+    def acks(self) -> list[int]:
+        """The members that come from a group, and have said how far they are with its rounds."""
+        return [replica for replica, info in self.plan.infos.items() if "ack" in info]
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch as it is once all members have confirmed the decision."""
+        infos = self.plan.infos
+        return Epoch(
+            self.plan.epoch,
+            self.members,
+            joined=tuple(sorted(r for r, info in infos.items() if info.get("join"))),
+            agreed_rounds=dict(self.decision.last),
+            agreed_step=min((infos[r]["inner_step"] for r in self.acks), default=-1),
+            lineage=self.decision.lineage,
+        )
+
+
+def agree(
+    member: Member, members: tuple[int, ...], last_rounds: sealing.LastRounds | None, join: bool
+) -> Agreement:
+    """Agree with ``members`` on the next epoch, and on the rounds of the last one.
 
     Args:
         last_rounds: None for a new exchange.
         join: A new exchange that comes to an old group.
     """
-    if store is not None:
-        exchange.use_store(store)
-    bounded = verdicts.bounded(exchange)
-    with verdicts.added(exchange, bounded):
-        plan = _agree(exchange, bounded, members, last_rounds, join)
-        decision = _decide(exchange, plan)
-    acks = [r for r, info in plan.infos.items() if "ack" in info]
+    store = bounded(member)
+    with verdicts.added(member, store):
+        plan = _meet(member, store, members, last_rounds, join)
+        decision = _decide(member, plan)
     if last_rounds is not None:
-        patience = _connect_limit(exchange) + _PATIENCE_S
-        verdicts.claim_line(exchange, bounded, plan.infos, plan.epoch, members, patience)
-    # Set before any member can enter the epoch: the next change of the group must know which
-    # members may have entered. But no group begins without a member that has lost the line.
-    exchange.newest_group = plan.epoch, tuple(members)
-    if last_rounds is not None:
-        survivors = sorted(set(acks) & set(exchange.members))
-        verdicts.leave_out(exchange, bounded, survivors, plan.epoch)
-    size = len(members)
-    is_first = all("ack" not in info and not info["join"] for info in plan.infos.values())
-    groups = []
-    if size > 1:
-        groups = _connect(exchange, bounded, plan, members, is_first=is_first)
-    _attach(exchange, plan, members, groups)
-    _enter_streams(exchange, bounded, plan, members)
-    exchange.members, exchange.epoch = tuple(members), plan.epoch
-    exchange.last_error = None
-    announce(bounded, plan, members)
-    del groups
-    if decision.commits or decision.discards:
-        _confirm(exchange, decision)
-    exchange.joined = tuple(sorted(r for r, i in plan.infos.items() if i.get("join")))
-    exchange.agreed_rounds = dict(decision.last)
-    exchange.agreed_step = min((plan.infos[r]["inner_step"] for r in acks), default=-1)
-    exchange.lineage = decision.lineage
-    missed = _missed_rounds(exchange, decision)
-    for buffers in exchange.all_buffers:
-        buffers.settle(missed)
-        exchange.plan_buffers(buffers)
-    return [
-        Repair(
-            r.header.fragment, r.header.round, r.terms, r.layout, r.headers or [r.header], r.digest
-        )
-        for r in missed
-    ]
+        patience = _connect_limit(member) + _PATIENCE_S
+        line.claim_line(member, store, plan.infos, plan.epoch, members, patience)
+    return Agreement(store, members, plan, decision, last_rounds is not None)
 
 
-def _decide(exchange: Exchange, plan: rendezvous.Plan) -> Decision:
+def _decide(member: Member, plan: Plan) -> Decision:
     """Decide what becomes of the rounds under way, from what all survivors have said.
 
     Raises:
         SyncError: On all of them, if they cannot go on together.
     """
     acks = {r: sealing.from_json(i["ack"]) for r, i in plan.infos.items() if "ack" in i}
-    decision = termination.decide(acks, exchange.num_under_way)
+    decision = termination.decide(acks, member.num_under_way)
     refusal = decision.refusal
     if refusal is not None:
         error = SyncError(
@@ -129,79 +129,92 @@ def _decide(exchange: Exchange, plan: rendezvous.Plan) -> Decision:
     return decision
 
 
-def _confirm(exchange: Exchange, decision: Decision) -> None:
-    """Let nobody settle before all are in the new epoch with the same decision."""
+def confirm(member: Member, decision: Decision) -> None:
+    """Wait until all members are in the new epoch with the same decision, before any settles."""
     commits = [[commit.fragment, commit.round] for commit in decision.commits]
     own = json.dumps([commits, decision.discards]).encode()
-    blobs = exchange.exchange_objects(own)
-    differing = [r for r, one in zip(exchange.members, blobs, strict=True) if one != own]
+    blobs = member.exchange_objects(own)
+    differing = [r for r, one in zip(member.members, blobs, strict=True) if one != own]
     if differing:
         raise SyncError(
             f"replicas {differing} settle the rounds under way otherwise than replica "
-            f"{exchange.replica}: they must run the same version of diloco_comm",
+            f"{member.replica}: they must run the same version of diloco_comm",
             stage="repair",
         )
 
 
-def _missed_rounds(exchange: Exchange, decision: Decision) -> list[Round]:
+def missed_rounds(member: Member, decision: Decision) -> list[Round]:
     """Return the rounds that count and that this replica has not applied."""
     missed = []
     for commit in decision.commits:
-        if exchange.replica not in commit.lacking:
+        if member.replica not in commit.lacking:
             continue
-        held = [buffers.held(commit.fragment, commit.round) for buffers in exchange.all_buffers]
+        held = [buffers.held(commit.fragment, commit.round) for buffers in member.all_buffers]
         missed += [round for round in held if round is not None][:1]
     return missed
 
 
-def _connect(
-    exchange: Exchange, store: dist.Store, plan: Plan, members: Sequence[int], *, is_first: bool
-) -> list[dist.ProcessGroupGloo]:
-    limit = min(exchange.timeout, connecting.LIMIT_S) if is_first else _connect_limit(exchange)
-    with verdicts.added(exchange, store):
-        return connecting.connect_members(
-            store, plan, members, exchange.replica, exchange.lanes, limit
-        )
+def connect(member: Member, agreement: Agreement) -> list[dist.ProcessGroupGloo]:
+    """Leave out the members that do not come along, and connect the others; none where alone."""
+    store, plan, members = agreement.store, agreement.plan, agreement.members
+    if agreement.is_change:
+        survivors = sorted(set(agreement.acks) & set(member.members))
+        verdicts.leave_out(member, store, survivors, plan.epoch)
+    if len(members) == 1:
+        return []
+    is_first = all("ack" not in info and not info["join"] for info in plan.infos.values())
+    limit = min(member.timeout, connecting.LIMIT_S) if is_first else _connect_limit(member)
+    with verdicts.added(member, store):
+        return connecting.connect_members(store, plan, members, member.replica, member.lanes, limit)
 
 
-def _connect_limit(exchange: Exchange) -> float:
-    return min(exchange.timeout, connecting.LIMIT_S, exchange.join_timeout)
+def _connect_limit(member: Member) -> float:
+    return min(member.timeout, connecting.LIMIT_S, member.join_timeout)
 
 
-def _enter_streams(
-    exchange: Exchange, store: dist.Store, plan: Plan, members: Sequence[int]
+def connect_streams(
+    member: Member,
+    agreement: Agreement,
+    connect: Callable[[], None],
+    leave: Callable[[str], None],
+    limit: float,
 ) -> None:
-    """Connect the devices of all members, or of none; without NCCL there is nothing to connect."""
-    rank, size = members.index(exchange.replica), len(members)
+    """Connect the devices of all members, or of none.
 
-    def connect() -> None:
-        exchange.enter_streams(exchange.store, plan.epoch, rank, size)
-
-    if exchange.collectives != "nccl" or size == 1:
+    Args:
+        connect: Connects the device of this replica.
+        leave: Gives that up, for a reason.
+        limit: Seconds that ``connect`` may take.
+    """
+    if len(agreement.members) == 1:
         connect()
         return
-    limit = exchange.streams_limit()
-    with verdicts.added(exchange, store):
+    with verdicts.added(member, agreement.store):
         try:
-            connecting.connect_streams(store, plan, members, exchange.replica, connect, limit)
+            connecting.connect_streams(
+                agreement.store, agreement.plan, agreement.members, member.replica, connect, limit
+            )
         except SyncError as error:
-            exchange.leave_streams(str(error))
+            leave(str(error))
             raise
 
 
-def _attach(
-    exchange: Exchange, plan: Plan, members: Sequence[int], groups: list[dist.ProcessGroupGloo]
-) -> None:
-    """Give the engine its groups; that what it was doing does not end is a SyncError."""
-    # A way that did not work when all began says nothing when it does not work later.
+def attach(member: Member, agreement: Agreement, groups: list[dist.ProcessGroupGloo]) -> None:
+    """Give the engine its groups.
+
+    Raises:
+        SyncError: If what the engine was doing does not end.
+    """
+    plan, members = agreement.plan, agreement.members
+    # An address that could not be reached at the meeting says nothing when it fails later.
     ways = [plan.infos[r]["address"] if r in plan.reached else "" for r in members]
     try:
-        exchange._engine.attach(
+        member._engine.attach(
             epoch=plan.epoch,
-            rank=members.index(exchange.replica),
+            rank=members.index(member.replica),
             replicas=list(members),
             groups=groups,
-            store=exchange.store,
+            store=member.store,
             prefix=f"{plan.epoch}/board",
             addresses=ways,
         )
@@ -209,44 +222,44 @@ def _attach(
         raise SyncError(str(error), stage="attach") from error
 
 
-def _agree(
-    exchange: Exchange,
+def _meet(
+    member: Member,
     store: dist.Store,
     members: Sequence[int],
     last_rounds: sealing.LastRounds | None,
     join: bool,
-) -> rendezvous.Plan:
+) -> Plan:
     settings = {
-        "lanes": exchange.lanes,
-        "chunk_bytes": exchange.chunk_bytes,
-        "window": exchange.window,
-        "collectives": exchange.collectives,
+        "lanes": member.lanes,
+        "chunk_bytes": member.chunk_bytes,
+        "window": member.window,
+        "collectives": member.collectives,
     }
     return rendezvous.agree(
         store,
-        exchange.replica,
+        member.replica,
         members,
-        former=() if last_rounds is None else exchange.members,
-        epoch=exchange.epoch,
-        newest=max(exchange.epoch, exchange.newest_group[0]),
+        former=() if last_rounds is None else member.members,
+        epoch=member.epoch,
+        newest=max(member.epoch, member.newest_group[0]),
         settings=settings,
-        say=sealing.Newcomer(exchange, join)
+        say=sealing.Newcomer(member, join)
         if last_rounds is None
-        else sealing.Survivor(exchange, members, last_rounds),
-        limits=_limits(exchange, is_first=last_rounds is None and not join),
-        place=describe_store(exchange.store),
-        newest_members=exchange.newest_group[1],
+        else sealing.Survivor(member, members, last_rounds),
+        limits=_limits(member, is_first=last_rounds is None and not join),
+        place=describe_store(member.store),
+        newest_members=member.newest_group[1],
     )
 
 
-def _limits(exchange: Exchange, *, is_first: bool) -> Limits:
+def _limits(member: Member, *, is_first: bool) -> Limits:
     """Return how long to wait; jobs of a first meeting may start long after each other."""
-    unheard = exchange.timeout if is_first else min(exchange.join_timeout, exchange.timeout)
-    return Limits(exchange.timeout, unheard, exchange.suspect_after)
+    unheard = member.timeout if is_first else min(member.join_timeout, member.timeout)
+    return Limits(member.timeout, unheard, member.suspect_after)
 
 
 def store_of_group(group: dist.ProcessGroup | None) -> tuple[dist.Store, int, int]:
-    """Return the store of a group under a prefix that its ranks agree on, our rank, and the size.
+    """Return the store of a group under a prefix that its ranks agree on, own rank, and size.
 
     A collective call: rank 0 draws the prefix and broadcasts it through the group.
     """

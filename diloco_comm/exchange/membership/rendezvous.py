@@ -1,4 +1,4 @@
-"""Agree through a store on who takes part in the next epoch, and build its groups."""
+"""Agree through a store on the members of the next epoch, and build its groups."""
 
 from __future__ import annotations
 
@@ -15,19 +15,9 @@ from ...base.background import batch_threads
 from ...base.errors import ReplicaMismatch, SyncError
 from ..waiting import WaitLog, store_advice
 from .attendance import Attendance, Limits, Pulses
-from .meetings import (
-    BEAT_S,
-    Meeting,
-    Plan,
-    Say,
-    arrive,
-    current_group,
-    leave,
-    make_room,
-    open_meeting,
-    own_place,
-    refuse_second_founding,
-)
+from .founding import refuse_second_founding
+from .meetings import BEAT_S, Meeting, Say, arrive, leave, make_room, open_meeting
+from .plans import Plan, current_group, own_place
 
 # A participant that retries with other members first removes its old hello; a difference that
 # outlasts this is a real one.
@@ -53,23 +43,23 @@ def agree(
 
     Args:
         store: Under a prefix of this exchange.
-        replica: Our id, one of ``members``.
+        replica: Id of this replica, one of ``members``.
         members: Sorted ids of the replicas of the next epoch.
-        former: Members of our current epoch; none for one that is new.
-        epoch: Our current epoch, in which our engine beats.
-        newest: The newest epoch that we have agreed to enter, whether it began or not; the next one
-            is above everybody's.
+        former: Members of the current epoch; none for a replica that is new.
+        epoch: The current epoch, in which this replica's engine beats.
+        newest: The newest epoch that this replica has agreed to enter, whether it began or not; the
+            next epoch is above that of every participant.
         settings: Must be equal on all participants.
-        say: What the others are handed, as it is; asked again and again until it returns that.
+        say: Returns what the others are handed; called again and again while it returns None.
             "join" and "address" are read here too.
         limits: How long to wait for them.
         place: Where the store is, for the log.
         newest_members: Of that epoch, in which their engines may beat.
 
     Raises:
-        ReplicaMismatch: If somebody expects other members or has other settings.
-        LeftBehind: If the others went on without us.
-        SyncError: If somebody did not come in time, or two cannot reach each other, or the store
+        ReplicaMismatch: If a participant expects other members or has other settings.
+        LeftBehind: If the others went on without this replica.
+        SyncError: If a member did not come in time, or two cannot reach each other, or the store
             does not answer.
     """
     hello = {
@@ -141,7 +131,7 @@ def _wait_for_plan(
             refuse_second_founding(store, meeting, pulses, joins=joins)
         now = time.monotonic()
         if meeting.differs_since is not None and now - meeting.differs_since > _MISMATCH_PATIENCE_S:
-            # Our hello stays until the others have seen the difference as long as we have.
+            # The own hello stays until the others have seen the difference for as long.
             time.sleep(BEAT_S + 4 * _POLL_S[1])
             raise ReplicaMismatch(meeting.difference, stage="rendezvous")
         meeting.give_up_if_time()
@@ -169,7 +159,7 @@ def build_groups(
 def connect(
     store: dist.Store, rank: int, size: int, timeout: float, name: str
 ) -> dist.ProcessGroupGloo:
-    """Connect a gloo group of our own.
+    """Connect a gloo group.
 
     gloo binds to GLOO_SOCKET_IFNAME, else to the host's address, else to loopback.
 

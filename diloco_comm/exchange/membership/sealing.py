@@ -1,96 +1,96 @@
-"""What a replica tells the others when the group changes: how far it is, once that is final.
+"""What a replica says to the others when the group changes: how far it is with each round.
 
-See ``termination`` for what becomes of it.
+The replica seals its epoch before, so that this is final. ``termination`` decides by it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...base.errors import SyncError
-from .meetings import own_place
-from .termination import Ack, Progress, Standing
-
-if TYPE_CHECKING:
-    from ..exchange import Exchange
+from ..round import Standing
+from .member import Member
+from .plans import own_place
+from .termination import Ack, Progress
 
 # The last applied round of every fragment, or what returns that once the exchanges have ended.
 LastRounds = Mapping[int, int] | Callable[[], Mapping[int, int]]
 
 
 class Newcomer:
-    """What a replica has to say that was in no group before; ``joins``: it comes to an old one."""
+    """What a replica says that was in no group before; ``joins``: it comes to an old group."""
 
-    def __init__(self, exchange: Exchange, joins: bool) -> None:
-        self._exchange, self._joins = exchange, joins
+    def __init__(self, member: Member, joins: bool) -> None:
+        self._member, self._joins = member, joins
 
     def __call__(self, all_are_here: bool) -> dict[str, Any]:
-        return {"address": self._exchange.address, "join": self._joins, "place": own_place()}
+        return {"address": self._member.address, "join": self._joins, "place": own_place()}
 
 
 class Survivor:
-    """What a replica that goes on has to say: asked by ``rendezvous`` until it answers.
+    """What a replica that goes on says; ``rendezvous`` asks again and again until it answers.
 
-    While its epoch lives it answers when all members of the new group are here: until then other
-    replicas may need its votes. If none is left out it lets its last exchanges end before, so that
-    their rounds count. Then it seals, and what it says is a promise.
+    While its epoch lives, the replica answers when all members of the new group are here: until
+    then other replicas may need its votes. If no member is left out, the replica lets its last
+    exchanges end before, so that their rounds count. Then the replica seals, and its answer is a
+    promise.
 
     Args:
         members: Of the new group.
     """
 
-    def __init__(self, exchange: Exchange, members: Sequence[int], last_rounds: LastRounds) -> None:
-        self._exchange, self._members, self._last_rounds = exchange, members, last_rounds
+    def __init__(self, member: Member, members: Sequence[int], last_rounds: LastRounds) -> None:
+        self._member, self._members, self._last_rounds = member, members, last_rounds
 
     def __call__(self, all_are_here: bool) -> dict[str, Any] | None:
-        exchange = self._exchange
-        if not exchange.is_dead:
-            is_whole = set(exchange.members) <= set(self._members)
-            if not all_are_here or (is_whole and not exchange.is_idle):
+        member = self._member
+        if not member.is_dead:
+            is_whole = set(member.members) <= set(self._members)
+            if not all_are_here or (is_whole and not member.is_idle):
                 return None
-        seal(exchange)
+        seal(member)
         last = self._last_rounds() if callable(self._last_rounds) else self._last_rounds
-        ack = to_json(ack_of(exchange, last))
+        ack = to_json(ack_of(member, last))
         return {
-            "address": exchange.address,
+            "address": member.address,
             "ack": ack,
-            "inner_step": exchange.inner_step,
+            "inner_step": member.inner_step,
             "place": own_place(),
         }
 
 
-def seal(exchange: Exchange) -> None:
-    """End what is under way for good: no vote leaves or is heard any more. Idempotent.
+def seal(member: Member) -> None:
+    """End what is under way for good: no vote leaves this replica or is heard any more. Idempotent.
 
     Raises:
         SyncError: If this replica's own device or engine does not come to an end.
     """
     try:
-        exchange.seal()
+        member.seal()
     except RuntimeError as error:
         raise SyncError(str(error), stage="seal") from error
 
 
-def ack_of(exchange: Exchange, last_rounds: Mapping[int, int]) -> Ack:
+def ack_of(member: Member, last_rounds: Mapping[int, int]) -> Ack:
     """Say how far a replica is that has sealed.
 
     Args:
         last_rounds: The last applied round of every fragment.
     """
     rounds: dict[int, dict[int, Standing]] = {fragment: {} for fragment in last_rounds}
-    applied_epoch = exchange.lineage
-    for buffers in exchange.all_buffers:
+    applied_epoch = member.lineage
+    for buffers in member.all_buffers:
         for (fragment, number), standing in buffers.standings().items():
             rounds.setdefault(fragment, {})[number] = standing
         applied_epoch = max(applied_epoch, buffers.applied_epoch)
     fragments = {f: Progress(last, rounds[f]) for f, last in last_rounds.items()}
-    epoch, members = exchange.newest_group
+    epoch, members = member.newest_group
     return Ack(epoch, tuple(members), applied_epoch, fragments)
 
 
 def to_json(ack: Ack) -> dict[str, Any]:
-    """Put an ack into what JSON has."""
+    """Return an ack as JSON's types."""
     return {
         "epoch": ack.epoch,
         "members": ack.members,
@@ -103,7 +103,7 @@ def to_json(ack: Ack) -> dict[str, Any]:
 
 
 def from_json(value: Mapping[str, Any]) -> Ack:
-    """Take an ack out of it."""
+    """Return the ack of which ``to_json`` has made ``value``."""
     fragments = {
         fragment: Progress(last, {n: Standing(state, epoch) for n, state, epoch in rounds})
         for fragment, last, rounds in value["fragments"]

@@ -5,13 +5,13 @@ exchanges for good and then says, in its ``Ack``, how far it is with each round.
 promise: in all epochs so far this replica will never vote again, and never hear a vote again.
 ``decide`` is a function of the acks alone, so that all survivors come to the same end:
 
-* somebody has no vote in a round, or somebody has seen it voted down: the round is discarded;
-* else it is committed, also when none of the survivors has applied it.
+* some survivor has no vote in a round, or has seen a bad vote: the round is discarded;
+* else the round is committed, also when none of the survivors has applied it.
 
-Nothing that any replica has applied is lost, alive or dead. Who applied a round had the votes of
-all members, so all survivors had voted; and a replica votes only when it holds the whole result.
-Nothing is applied later that was discarded: who seals without a vote never gives it, and who saw
-a bad vote knows that nobody can have all votes and all of them good.
+No round that any replica, alive or dead, has applied is lost. A replica that applied a round had
+the votes of all members, so all survivors had voted; and a replica votes only when it holds the
+whole result. No discarded round is applied later: a replica that seals without a vote never gives
+that vote, and after a bad vote no replica can have all votes and all of them good.
 
 A survivor may have taken part in a change that failed half-way, and others may have entered the
 group of that change meanwhile, with that decision. A group is entered only when all its members
@@ -27,21 +27,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-# Of a round that is not applied everywhere; a round that an ack does not name is in none of them.
-# "voted": told at least one peer, or was about to. "agreed": has every vote, and all are good.
-State = Literal["voted", "agreed", "rejected", "applied"]
+from ..round import Standing
+from ..sentences import named
+
 _HELD = ("voted", "agreed", "applied")
 _DONE = ("agreed", "applied")
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How far a replica is with one round, and the epoch in which it was sent."""
-
-    state: State
-    epoch: int
 
 
 @dataclass(frozen=True)
@@ -51,8 +42,8 @@ class Progress:
     Attributes:
         last: The last applied round, -1 for none. Rounds before it that ``rounds`` does not name
             are applied.
-        rounds: The latest rounds by number: all that are voted or agreed on, and as many of those
-            that ended as another replica may still hold.
+        rounds: The latest rounds by number: all that are voted or agreed on, and as many ended
+            rounds as another replica may still hold.
     """
 
     last: int
@@ -98,7 +89,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why these replicas cannot go on together, and who stands in the way."""
+    """Why these replicas cannot go on together; ``missing`` stand in the way."""
 
     message: str
     missing: tuple[int, ...] = ()
@@ -125,6 +116,11 @@ class Decision:
     lineage: int = 0
     refusal: Refusal | None = None
 
+    @property
+    def changes_rounds(self) -> bool:
+        """Whether some survivor holds a round that is not applied everywhere."""
+        return bool(self.commits or self.discards)
+
 
 class _Refused(Exception):
     def __init__(self, refusal: Refusal) -> None:
@@ -136,7 +132,7 @@ def decide(acks: Mapping[int, Ack], most: int = 1) -> Decision:
     """Decide what counts, from the acks of all survivors.
 
     Args:
-        acks: By replica; of those that come new there is none.
+        acks: By replica; newcomers have none.
         most: Rounds of one fragment that may be under way at a time.
     """
     if not acks:
@@ -163,17 +159,17 @@ def decide(acks: Mapping[int, Ack], most: int = 1) -> Decision:
 
 
 def _refuse_other_lines(epochs: Mapping[int, int], lineage: int) -> None:
-    """Refuse who holds as many rounds as those that decide, but others.
+    """Refuse replicas that hold as many rounds as the electors, but other rounds.
 
-    With one line of groups there is nobody like that. Where two parts of a group have gone on, each
+    With one line of groups there is no such replica. Where two parts of a group have gone on, each
     alone, both may have a round of one number, and acks do not name all rounds. But an epoch has
-    one group, and all enter it with the same rounds: so replicas that are at the same round, and
-    hold nothing newer than of the same epoch, hold the same.
+    one group, and all members enter it with the same rounds: so replicas that are at the same
+    round, and hold no round of a newer epoch, hold the same rounds.
     """
     others = sorted(replica for replica, epoch in epochs.items() if epoch != lineage)
     if others:
         text = (
-            f"{_named(others)} went on apart from the others, who have applied rounds of epoch "
+            f"{named(others)} went on apart from the others, who have applied rounds of epoch "
             f"{lineage} last: let {'it' if len(others) == 1 else 'them'} join anew"
         )
         raise _Refused(Refusal(text, tuple(others)))
@@ -240,7 +236,7 @@ class _Fragment:
         self.last = max(self.last, number)
 
     def _refuse_far(self) -> None:
-        """Name all that are too far behind at once; ``_refuse_lacking`` would one after another."""
+        """Name all replicas that are too far behind at once, not one after another."""
         far = {r: v.last for r, v in self.views.items() if v.resolved < self.last - self.most - 1}
         if far:
             self._refuse_behind(far)
@@ -254,7 +250,7 @@ class _Fragment:
             return
         lacks, has, it = ("lacks", "has", "it") if len(lacking) == 1 else ("lack", "have", "them")
         text = (
-            f"{_named(lacking)} {lacks} round {number} of fragment {self.fragment}, which others "
+            f"{named(lacking)} {lacks} round {number} of fragment {self.fragment}, which others "
             f"have applied, and {has} not voted for it: let {it} join anew"
         )
         raise _Refused(Refusal(text, tuple(lacking), self.fragment, number, "repair"))
@@ -268,7 +264,7 @@ class _Fragment:
         raise _Refused(Refusal(text, tuple(sorted(far)), self.fragment, self.last))
 
     def _refuse_unequal(self) -> None:
-        """Whatever the acks left out: all must end at the same round."""
+        """Refuse replicas that would end at another round, whatever the acks left out."""
         applied = {r: view.last for r, view in self.views.items()}
         for commit in self.commits:
             for replica in commit.lacking:
@@ -282,12 +278,7 @@ class _Fragment:
         if ahead:
             it = "it" if len(ahead) == 1 else "them"
             text = (
-                f"{_named(ahead)} applied a round of fragment {self.fragment} beyond round "
+                f"{named(ahead)} applied a round of fragment {self.fragment} beyond round "
                 f"{self.last}, where the group is: let {it} join anew"
             )
             raise _Refused(Refusal(text, tuple(ahead), self.fragment, self.last))
-
-
-def _named(replicas: Sequence[int]) -> str:
-    text = ", ".join(map(str, replicas))
-    return f"replica {text}" if len(replicas) == 1 else f"replicas {text}"

@@ -1,4 +1,4 @@
-"""A group over NCCL that leaves it to its user what becomes of a collective that fails."""
+"""A group over NCCL whose user, and not torch, ends a collective that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 # Enough to keep a link busy; the rest of the device stays with the training.
 MAX_CTAS = 4
 GROUP_DESCRIPTION = "diloco_comm.replica"
-# Torch's own limit of a collective, in limits of ours: ours is always the first.
+# Torch's own limit of a collective, in limits of this package, which always ends first.
 _TORCH_TIMEOUTS = 4
 # What ProcessGroupNCCL reads while it is constructed, and never again. By default it starts a
 # watchdog thread that ends the process when a collective fails or is late; also one that may only
@@ -35,8 +35,8 @@ def make_group(
 ) -> dist.ProcessGroup:
     """Build an NCCL group from a store alone, with few CTAs, named for the profiler.
 
-    Its works are to be waited for by ``synchronize``: there is no watchdog, and ``wait`` would
-    make the host wait. What fails or does not end is its user's to find out and to ``abort``.
+    Wait for its works by ``synchronize``: there is no watchdog, and ``wait`` would make the host
+    wait. The user finds out what fails or does not end, and calls ``abort``.
 
     Args:
         timeout: Seconds after which the user gives a collective up.
@@ -127,7 +127,7 @@ class HelperThread:
         weakref.finalize(self, calls.put, None).atexit = False
 
     def begin(self, function: Callable[[], Any]) -> Call:
-        """Have a function called after those that were given before.
+        """Have a function called after the functions that were given before.
 
         A process that was forked lacks the thread: there nothing is called, which is an error.
         """

@@ -1,24 +1,21 @@
-"""Exchanges on streams that are under way: whether they are done, and what became of them."""
+"""Exchanges on streams that are under way: whether they are done, and how they have ended."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ... import _C
+from ...base.memory import Ballot
 from ...ops import finish_digest
 from ..headers import shares
+from ..round import Round
 from ..waiting import WaitLog
-from ..work import Round
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ...base.memory import Ballot
-    from .streams import StreamDriver
+from .connections import Connections
 
 _POLL_S = 2e-5
 # What a failure says of the other replicas, as ``_C.Failure`` does.
@@ -34,7 +31,7 @@ _NO_BLAME: dict[str, Any] = {
 
 
 class StreamJob:
-    """An exchange on streams, with what ``slot.ExchangeWork`` asks of an engine's job.
+    """An exchange on streams; fulfils ``round.Job`` as the engine's jobs do.
 
     Args:
         control: The engine's job that exchanges and compares the headers.
@@ -47,7 +44,7 @@ class StreamJob:
 
     def __init__(
         self,
-        driver: StreamDriver,
+        driver: Connections,
         control: _C.Job,
         round: Round,
         events: tuple[torch.Event, ...],
@@ -64,11 +61,10 @@ class StreamJob:
         self.seconds: dict[str, float] = {}
         self._headers: list[_C.Header] = []
         self.has_data = self.has_votes = False
-        driver._jobs.add(self)
         self._begin = time.monotonic()
-        self._is_decided = False
+        self.is_decided = False
         self._lost: _C.Job | None = None
-        driver.engine.watch_streams(True)
+        driver.add(self)
 
     @property
     def headers(self) -> list[_C.Header]:
@@ -88,8 +84,22 @@ class StreamJob:
         return finish_digest(product, total, num_payloads * self.round.layout.payload_bytes)
 
     @property
+    def standing(self) -> str:
+        """How far the vote of a failed exchange was: "none", "voted" or "rejected".
+
+        Only a rank that has voted can hold a round that others have applied. Nobody applies a round
+        of which any rank has seen a bad vote, the own vote among them.
+        """
+        assert self.failure is not None
+        if self.failure.kind == "NonFiniteError":
+            return "rejected"
+        if self.failure.stage != "vote" or not self.weights:
+            return "none"
+        return "rejected" if bool(self._ballot.host_bad) else "voted"
+
+    @property
     def waiting(self) -> str:
-        """Whose header is waited for; empty when nothing is, or not for long."""
+        """The replicas whose header is waited for; empty when none is, or not for long."""
         return self.control.waiting
 
     @property
@@ -99,16 +109,14 @@ class StreamJob:
 
     @property
     def is_done(self) -> bool:
-        if not self._is_decided:
+        if not self.is_decided:
             self._decide()
-            # The engine forgets a driver that has failed.
-            if self._is_decided and not self.driver.failure:
-                under_way = any(not job._is_decided for job in self.driver._jobs)
-                self.driver.engine.watch_streams(under_way)
-        return self._is_decided
+            if self.is_decided:
+                self.driver.decided()
+        return self.is_decided
 
     def wait(self, seconds: float) -> bool:
-        """Ask until it is decided; the host sleeps in between and never waits in the driver."""
+        """Poll until the exchange is decided; the host sleeps in between, never in the driver."""
         deadline = time.monotonic() + seconds
         while not self.is_done:
             if time.monotonic() >= deadline:
@@ -116,8 +124,12 @@ class StreamJob:
             time.sleep(_POLL_S)
         return True
 
+    def wait_landed(self, runs: int, seconds: float) -> int:
+        """Return ``runs`` at once: the host sees no part of a result before all of it."""
+        return runs
+
     def wait_for_headers(self) -> None:
-        """Wait until it is known that all replicas mean the same exchange."""
+        """Wait until the headers are compared, or the exchange is decided."""
         log = WaitLog()
         while not self.control.is_done and not self.is_done:
             self.control.wait(0.05)
@@ -161,7 +173,7 @@ class StreamJob:
             names = ", ".join(str(self.members[rank]) for rank in quitters)
             self._fail("SyncError", f"replica {names} gave the round up before its vote")
             return
-        self._is_decided = True
+        self.is_decided = True
         self.seconds["total"] = time.monotonic() - self._begin
         message, replicas = _C.find_bad_elements(ballot.numbers(), list(self.members))
         if message:
@@ -175,8 +187,8 @@ class StreamJob:
             )
 
     def _fail_with_control(self, failure: _C.Failure) -> None:
-        # A vote that everybody took part in counts, whoever left after it; never one on rounds that
-        # are not the same.
+        # A vote of all ranks counts, also if one of them left afterwards; a vote on rounds that are
+        # not the same never does.
         if self.has_votes and failure.kind != "ReplicaMismatch" and not self._ballot.quitters():
             self._headers = self._presumed
             self._count_votes()
@@ -196,13 +208,13 @@ class StreamJob:
             self._headers = self._presumed
             self._count_votes()
             return
-        # Where the data came before the abort our vote may have left, whatever became of the
+        # Where the data came before the abort the own vote may have left, with or without the
         # headers.
         has_data = self.has_data or (is_over and not bool(self._ballot.host_given_up))
         stage = "vote" if has_data and not is_mismatch else stage or "exchange"
         if stage == "vote":
             self._headers = self.control.headers or self._presumed
-        self._is_decided = True
+        self.is_decided = True
         self._set_failure(kind, message, stage, **more)
 
     def _named(self, why: str) -> str:
@@ -211,7 +223,7 @@ class StreamJob:
         return why if why.startswith(name) else f"{name}: {why}"
 
     def _is_over(self) -> bool:
-        """Wait until the device is past the vote, which an abort lets it be; False if it is not."""
+        """Wait until the device is past the vote, as it is after an abort; return whether it is."""
         # An abort ends the collectives; what was enqueued after them takes no time.
         deadline = time.monotonic() + self.driver.seconds_to_end()
         while not self.done.query() and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Exchanges that never leave the device: NCCL on streams of our own.
+"""Exchanges that never leave the device: NCCL on a side stream.
 
 Everything is enqueued from the calling thread, in an order that (round, chunk) alone decides, so
 that it is the same on all ranks. The fragment is encoded on the caller's stream, which may then
@@ -10,36 +10,17 @@ Small messages, which say what an exchange is about, travel over the engine's gl
 
 from __future__ import annotations
 
-import logging
-import math
-import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ... import _C, ops
-from ...base.errors import SyncError
-from ...base.memory import GIVEN_UP, Ballot, page_locked, vote_token
-from ...ops.offload import chunks_of
-from ...ops.wire import Layout
+from ...base.memory import Ballot, vote_token
 from ..buffers import ExchangeBuffers
-from ..headers import shares
-from ..work import Round
-from .group import HelperThread
+from ..round import Round
+from .connections import Connections
+from .sending import Sending, current
 
-if TYPE_CHECKING:
-    from .jobs import StreamJob
-
-# Bytes of the collectives that make the connections: a chunk, as ``slot`` cuts them by default.
-# NCCL chooses how a collective travels by its size, and connects each way when it is first taken.
-CONNECT_BYTES = 16 << 20
-_POLL_S = 1e-3
 # Kernels on the side stream get a quarter of the blocks of ``reduce`` that a device runs at a time
 # (its registers allow three on a multiprocessor). On an H200 these are 99, at most one on each of
 # the 132 multiprocessors, where two thirds of the registers stay free for the training's kernels.
@@ -48,27 +29,6 @@ _POLL_S = 1e-3
 # the link is the limit, not the reduction. No GPU has measured any of this.
 SIDE_SHARE = 4
 _REDUCE_BLOCKS = 3
-# How long the host waits for NCCL to end a group, and for the device to be past an aborted vote.
-END_S = 5.0
-# The share of the time for closing that stays for ending the group.
-_END_SHARE = 0.25
-
-_log = logging.getLogger(__name__)
-
-
-@contextmanager
-def current(stream: torch.Stream) -> Iterator[None]:
-    """Make a stream the current one, and its device; then both as before."""
-    module = torch.get_device_module(stream.device)
-    device = module.current_device()
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-        # Streams are set together with their device, which need not be the caller's.
-        module.set_device(device)
 
 
 def side_blocks(device: torch.device) -> int:
@@ -79,50 +39,10 @@ def side_blocks(device: torch.device) -> int:
     return max(1, multiprocessors * _REDUCE_BLOCKS // SIDE_SHARE)
 
 
-@dataclass
-class Sending:
-    """What is encoded, and how; ``offered`` are the weights of all ranks."""
-
-    outer: Tensor | None
-    params: list[Tensor]
-    offered: list[float]
-    stochastic: bool
-    encode_key: int
-    reduce_key: int
-    loader: _C.ChunkLoader | None = None
-
-    @property
-    def weights(self) -> list[float]:
-        """Normalised, in rank order."""
-        return shares(self.offered)
-
-    def pieces(self, layout: Layout, begin: int, end: int) -> list[tuple[int, int]]:
-        """Cut the range of a chunk as far as outer parameters in host memory ask for that."""
-        if self.loader is None:
-            return [(begin, end)] if begin < end else []
-        return chunks_of(layout, begin=begin, end=end)
-
-    @contextmanager
-    def outer_of(self, begin: int, end: int) -> Iterator[Tensor | None]:
-        """Have the outer parameters of a range on the device."""
-        if self.loader is None or self.outer is None:
-            yield self.outer
-            return
-        yield self.loader.load([self.outer], begin, end)[0]
-        self.loader.release([self.outer], begin, end, False)
-
-
-class StreamDriver:
+class StreamDriver(Connections):
     """Enqueues the exchanges of one replica in one epoch.
 
-    Args:
-        group: Of the replicas; its collectives run on streams of its own (NCCL). None for one.
-        timeout: Seconds that an exchange may take.
-        engine: Exchanges small messages meanwhile, and looks after the other replicas.
-
     Attributes:
-        failure: Why no more exchanges are possible; "" while they are. After a seal the last ones
-            have ended, after an abort they were given up.
         max_blocks: Of the grid of each kernel on the side stream.
     """
 
@@ -136,155 +56,22 @@ class StreamDriver:
         impl: str,
         engine: _C.Engine,
     ) -> None:
-        self.engine = engine
-        self.device, self.group = device, group
-        self.rank, self.size, self.timeout, self.impl = rank, size, timeout, impl
-        self.failure = ""
+        super().__init__(device, group, rank, size, timeout, engine)
+        self.impl = impl
         self.max_blocks = side_blocks(device)
-        self._is_aborted = False
-        self._deadline = math.inf  # of closing
-        self._helper = None if group is None else HelperThread(device)
-        self._own_stream = _C.OwnStream(device)
-        self.side = self._own_stream.stream
         self._encoded: list[torch.Event] = []
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._works: dict[tuple[str, int], dist.Work] = {}
-        self._jobs: weakref.WeakSet[StreamJob] = weakref.WeakSet()
         self._num_votes = 0
-        # A flag that the device reads before and after each vote. An aborted collective ends after
-        # the flag is set, so whatever that collective leaves behind is never taken for a result.
-        self._given_up = page_locked(1, torch.int64)
 
     def reserve(self, num_bytes: int, num_chunks: int) -> None:
-        """Allocate what a slot needs beside its own buffers; the first to need most pays."""
+        """Allocate what a fragment needs beside its own buffers, which all fragments share."""
         if self._staging.numel() < num_bytes:
             # The old one may still be in use on the side stream: the allocator must see that.
             with current(self.side):
                 self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         while len(self._encoded) < num_chunks:
             self._encoded.append(torch.Event(self.device))
-
-    def connect(self, timeout: float) -> None:
-        """Make each kind of collective once: connections are made by the first one.
-
-        The host waits for the connections here, so that the first exchange does not. The helper
-        thread makes them: nothing else bounds the time in which NCCL meets the other replicas.
-
-        Args:
-            timeout: Seconds that the connecting may take.
-
-        Raises:
-            SyncError: If the collectives do not come about within the timeout, or fail.
-        """
-        if self.group is None:
-            return
-        assert self._helper is not None
-        begin, group = time.monotonic(), self.group
-        call = self._helper.begin(lambda: self._make_connections(group))
-        has_ended = call.join(timeout)
-        if has_ended and call.error is None:
-            while not call.result.query() and time.monotonic() - begin < timeout:
-                time.sleep(_POLL_S)
-            if call.result.query():
-                return
-        why = f"the replicas' devices did not connect within {timeout:g} s"
-        if call.error is not None:
-            why = f"the replicas' devices did not connect: {' '.join(str(call.error).split())}"
-        if has_ended:
-            self.abort(why)
-        else:
-            # NCCL may never return: the group is left to its thread.
-            self.failure, self.group = why, None
-        raise SyncError(why, stage="connect", seconds=time.monotonic() - begin) from call.error
-
-    def _make_connections(self, group: dist.ProcessGroup) -> torch.Event:
-        """Enqueue a collective of each kind; returns when all of them are done on the device."""
-        with current(self.side):
-            run_bytes = max(1, CONNECT_BYTES // self.size)
-            own, received = torch.zeros(
-                2, self.size * run_bytes, dtype=torch.uint8, device=self.device
-            ).unbind()
-            votes = torch.zeros(self.size + 1, dtype=torch.int64, device=self.device)
-            try:
-                self._send_chunk(group, received, own).synchronize()
-                if self.size > 2:
-                    group._allgather_base(received, own[:run_bytes]).synchronize()
-                group._allgather_base(votes[1:], votes[:1]).synchronize()
-            finally:
-                if self.group is None:
-                    group.abort()  # This thread was left behind.
-            done = torch.Event(self.device)
-            done.record(self.side)
-        return done
-
-    def abort(self, reason: str) -> None:
-        """End what is under way: the streams go on, and no vote on the streams is unanimous.
-
-        NCCL ends its group when the device has done everything that was enqueued before. The host
-        waits ``END_S`` seconds for that at most, or what is left of the time for closing: no vote
-        depends on when the group ends.
-        """
-        if self._is_aborted or self.group is None:
-            return
-        for job in list(self._jobs):
-            job.look()
-        self.failure, self._is_aborted = self.failure or reason, True
-        self._given_up.fill_(GIVEN_UP)
-        self.engine.watch_streams(False)
-        self._end(self.group.abort)
-
-    def _end(self, function: Callable[[], None]) -> None:
-        assert self._helper is not None
-        begin, call = time.monotonic(), self._helper.begin(function)
-        if not call.join(self.seconds_to_end()):
-            seconds = time.monotonic() - begin
-            _log.warning(
-                "the replicas' NCCL group has not ended after %.3g s: left behind", seconds
-            )
-        elif call.error is not None:
-            _log.warning("the replicas' NCCL group did not end well: %s", call.error)
-
-    def seconds_to_end(self) -> float:
-        """Return how long the host may wait for something to end."""
-        return max(0.0, min(END_S, self._deadline - time.monotonic()))
-
-    def seal(self, reason: str) -> None:
-        """Let nothing more be enqueued, and end what is under way.
-
-        Where all votes are here the connections stay as they are until ``abort``: what this replica
-        has sent may still be on its way to others.
-        """
-        for job in list(self._jobs):
-            job.look()
-        if not all(job.has_votes for job in self._jobs):
-            self.abort(reason)
-        elif self.group is not None:
-            self.failure = self.failure or reason
-
-    def close(self, patience: float = END_S) -> None:
-        """Give the connections up.
-
-        Args:
-            patience: Seconds that the host may wait in all. What is under way has most of them;
-                a share stays for ending the group, which is left behind after that.
-        """
-        begin = time.monotonic()
-        self._deadline = begin + patience
-        settled_by = begin + (1 - _END_SHARE) * patience
-        while not self._is_settled() and time.monotonic() < settled_by:
-            time.sleep(_POLL_S)
-        if self._is_settled() and self.group is not None and not self.failure:
-            self.failure, self._is_aborted = "this DiLoCo is closed", True
-            self._end(self.group.shutdown)
-        self.abort("this DiLoCo is closed")
-        self.group = None
-
-    def _is_settled(self) -> bool:
-        """Whether no exchange still needs the connections: all have ended, or the group has."""
-        if self.failure or self.group is None:
-            return True
-        # A job whose peer is lost finds that out when it is asked, and aborts.
-        return all(job.is_done or job.has_votes for job in list(self._jobs))
 
     # ------------------------------------------------------------------------------ enqueueing
 
@@ -400,13 +187,6 @@ class StreamDriver:
             else self._received(buffers, chunk)
         )
         self._works["exchange", chunk] = self._send_chunk(self.group, received, own)
-
-    def _send_chunk(self, group: dist.ProcessGroup, received: Tensor, own: Tensor) -> dist.Work:
-        """Send every rank its run of a chunk; with two ranks, the whole chunk to the other one."""
-        splits: list[int] = []
-        if self.size == 2:
-            splits = [0 if rank == self.rank else own.numel() for rank in range(2)]
-        return group.alltoall_base(received, own, splits, splits)
 
     def _wait_exchange(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int

@@ -1,4 +1,4 @@
-"""Who the replicas are, and whether they agree, before the first exchange."""
+"""Find the replicas and compare model, settings and weights, before the first exchange."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ...ops.digests import each_digest
 from ...replica import wrappers
 
 if not dist.is_initialized():
-    # Its functions keep the default group of the time of import as a default argument. Optimizers
-    # import it lazily, and a group kept like that until the interpreter's end aborts the process.
+    # The functions of this module keep the default group at the time of import as an argument's
+    # default. Optimizers import it lazily: a group kept until the interpreter's end aborts then.
     import torch.distributed.nn
 
 
@@ -61,9 +61,9 @@ def connected_store(
 def replica_group(
     group: dist.ProcessGroup | None, mesh: Any, store: Any, num_replicas: int | None = None
 ) -> dist.ProcessGroup | None:
-    """Return the process group whose ranks are the replicas; None for a store, or one alone.
+    """Return the process group whose ranks are the replicas; None for a store or a single replica.
 
-    Without group, mesh and store it is the default group, unless ``num_replicas`` is 1.
+    Without group, mesh and store the default group is returned, unless ``num_replicas`` is 1.
 
     Raises:
         ValueError: If more than one is given, or this process is not among the replicas.
@@ -96,7 +96,7 @@ def replica_group(
 def collectives_of(
     backend: str | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> str:
-    """Choose between gloo and nccl: what was asked for, else what the group has for the device.
+    """Choose gloo or nccl: ``backend`` if given, else the backend of the group for the device.
 
     Raises:
         ValueError: If ``backend`` is neither.
@@ -184,15 +184,15 @@ def agree(
     """Compare models and settings of all replicas.
 
     Args:
-        model: One line for each parameter, as ``describe_parameters`` makes them.
-        settings: JSON types by name.
-        private: What each replica may have for itself.
+        model: One line for each parameter, from ``describe_parameters``.
+        settings: Settings that must be equal, as JSON types by name.
+        private: Settings that may differ between replicas.
 
     Returns:
         Every replica's ``private``, in rank order.
 
     Raises:
-        ReplicaMismatch: On every replica, naming the first difference and who has which value.
+        ReplicaMismatch: On every replica, naming the first difference and both values.
     """
     views = gather_json(exchange, {"model": model, "settings": settings, "private": private})
     for replica, view in zip(exchange.members, views, strict=True):

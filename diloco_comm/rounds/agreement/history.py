@@ -1,9 +1,9 @@
 """The history of a part's outer state: one number that replicas compare before each exchange.
 
-It begins as a digest of the outer parameters, the optimizer's buffers and their counters. Each
-round that is applied mixes the digest of its payloads and its coefficients in. Replicas that hold
-the same outer state and apply the same rounds have the same history; a difference is found in the
-headers, before a payload is added to anything.
+The history begins as a digest of the outer parameters, the optimizer's buffers and their counters.
+Each round that is applied mixes in the digest of its payloads, and its coefficients. Replicas that
+hold the same outer state and apply the same rounds have the same history. A difference is found in
+the headers, before a payload is added to anything.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import Tensor
 from ...base.errors import ReplicaMismatch
 from ...exchange.headers import STATE_ADVICE
 from ...ops.digests import digest_of
+from ..flights import weight_sum
 from ..synced import SyncedFragment, SyncedPart
 from .handshake import gather_json
 
 if TYPE_CHECKING:
     from ...exchange.exchange import Exchange
-    from ..flights import Arrival
+    from ...exchange.work import Mean
 
 
 def begin(part: SyncedPart, *, is_shared: bool, saved: int = 0) -> None:
@@ -31,8 +32,8 @@ def begin(part: SyncedPart, *, is_shared: bool, saved: int = 0) -> None:
 
     Args:
         is_shared: Outer parameters are the same on all replicas. Otherwise (``Eager``, or delays
-            that differ) the history has nothing of their values: ``saved`` goes on.
-        saved: The history that a saved state had; 0 without one.
+            that differ) the history does not depend on their values: ``saved`` goes on.
+        saved: The history in a saved state; 0 without a saved state.
     """
     part.history = _mixed(saved, digest_of_state(part)) if is_shared else saved
 
@@ -51,13 +52,12 @@ def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def applied(part: SyncedPart, number: int, arrival: Arrival) -> None:
+def applied(part: SyncedPart, number: int, mean: Mean) -> None:
     """Mix a round that was applied into the history of its part."""
-    if arrival.digest is None:
-        return
-    numbers = arrival.outer_lr, arrival.gap, arrival.weight_sum
-    coefficients = [coefficient for _, coefficient in arrival.terms]
-    part.history = _mixed(part.history, number, arrival.digest, *numbers, *coefficients)
+    lowest = mean.headers[0]
+    numbers = lowest.outer_lr, lowest.gap, weight_sum(mean)
+    coefficients = [coefficient for _, coefficient in mean.terms]
+    part.history = _mixed(part.history, number, mean.digest, *numbers, *coefficients)
 
 
 def refuse_difference(exchange: Exchange, parts: Sequence[SyncedPart], *, is_shared: bool) -> None:
@@ -87,7 +87,7 @@ def refuse_other_past(
     """Compare the histories that all replicas gave, of parts that are at the same round.
 
     Args:
-        views: For each replica, (round, history) of each part.
+        views: (round, history) of each part, for each replica.
 
     Raises:
         ReplicaMismatch: As ``refuse_difference``.
@@ -99,7 +99,7 @@ def refuse_other_past(
 
 
 def own_past(parts: Sequence[SyncedPart]) -> list[list[int]]:
-    """Return what ``refuse_other_past`` takes of this replica."""
+    """Return this replica's view for ``refuse_other_past``."""
     return [[part.round, part.history] for part in parts]
 
 

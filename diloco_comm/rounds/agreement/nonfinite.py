@@ -1,8 +1,8 @@
 """How often rounds with values that no wire carries may follow each other.
 
-Every replica sees the same votes and headers, so all of them count alike. They count from when
-their group was formed: a run that is resumed and a changed group begin anew, newcomers included.
-A limit that was reached begins anew too: whoever catches the error may have cured the replica.
+Every replica sees the same votes and headers, so all replicas count alike. Counting begins when the
+group is formed: a resumed run and a changed group begin anew, newcomers included. After the error
+counting begins anew too: the program that catches the error may have cured the replica.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Streaks:
         """Count a round that no replica applies.
 
         Args:
-            reset: Replicas that have taken the outer parameters in it.
+            reset: Replicas that have taken the outer parameters in the round.
 
         Raises:
-            NonFiniteError: It is one too many, and no flush is under way.
+            NonFiniteError: The limit is passed, and no flush is under way.
         """
         self._count_resets(part, reset)
         self._skips[part.index] += 1
@@ -69,7 +69,7 @@ class Streaks:
         if tired:
             text = self._too_many_resets(part, number, tired)
             error = NonFiniteError(text, fragment=part.index, round=number, stage="reset")
-            # The round was applied, so that some replica was not reset.
+            # Since the round was applied, at least one replica was not reset.
             error.replicas = error.missing = tuple(tired)
             for replica in tired:
                 del counts[replica]
@@ -125,7 +125,7 @@ def _unshared_error(errors: Sequence[NonFiniteError], members: Sequence[int]) ->
         f"{_names(replicas)} from a checkpoint, or repair the values and call flush() again",
     )
     whole.replicas = tuple(replicas)
-    # A mean that no wire carries is nobody's, and a group cannot go on without all its members.
+    # A bad mean is no replica's fault, and a group cannot go on without all its members.
     is_of_some = all(error.missing for error in errors) and len(replicas) < len(members)
     whole.missing = tuple(replicas) if is_of_some else ()
     return whole

@@ -1,13 +1,13 @@
-"""``on_nonfinite="reset"``: a replica whose values no wire carries goes on from the outer ones.
+"""``on_nonfinite="reset"``: a replica with values that no wire carries takes the outer parameters.
 
-A fragment is encoded whole before any of it is sent, and its bad elements are counted. Where there
-are any, the replica sends zeros of weight 0, says so in the header, and takes the outer parameters
-as its local ones, in all its fragments: what is not finite in one of them would be in all after the
-next step. So a round is applied as if that replica were not there. Whatever then becomes of the
-round, the replica has been reset.
+A fragment is encoded whole before any of it is sent, and its bad elements are counted. A replica
+with bad elements sends zeros of weight 0, says so in the header, and sets the local parameters of
+all its fragments to the outer ones: a bad value in one fragment would be in all fragments after the
+next inner step. The round is then applied as if that replica were not there. The replica has been
+reset even if the round fails.
 
-Averaged buffers have no outer values: bad ones are overwritten with the mean of the others, when
-that arrives.
+Averaged buffers have no outer values: bad buffers are overwritten with the mean of the other
+replicas, when that mean arrives.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def check_on_reset(on_reset: OnReset | None, settings: Settings) -> None:
 
 
 class Resets:
-    """Looks at what a replica has encoded, before it is sent.
+    """Check what a replica has encoded, before it is sent.
 
-    The workers of one replica decide alike, in one small collective in each block of theirs.
+    The workers of one replica decide alike, in one small collective in each of their blocks.
 
     Args:
         on_reset: Called with all exchanged parameters when they have been written.
 
     Attributes:
-        is_on: Rounds are held until ``ship``; else nothing here does anything.
+        is_on: Rounds are held until ``ship``; otherwise all methods here do nothing.
         has_taken_outer: The last ``ship`` has set the local parameters to the outer ones.
     """
 
@@ -73,7 +73,7 @@ class Resets:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the workers of the replica have still to decide in this block of theirs."""
+        """Whether the workers of the replica have still to decide in this block."""
         return self.is_on and self._workers is not None and not self._is_decided
 
     def ship(
@@ -82,12 +82,13 @@ class Resets:
         """Send the rounds that are held, those with bad values as zeros of weight 0.
 
         Args:
-            leave_local: Called with each part before its local parameters are overwritten, and
-                with its round among ``sent``.
+            leave_local: Called with each part, before its local parameters are overwritten, and
+                with the round of that part among ``sent``.
 
         Raises:
-            Exception: What ``on_reset`` raises; all rounds are sent and all parameters written.
-            RuntimeError: Another worker of this replica is gone; likewise, but for its parameters.
+            Exception: The error of ``on_reset``; all rounds are sent and all parameters written.
+            RuntimeError: Another worker of this replica is gone; all rounds are sent, and all
+                parameters but those of that worker are written.
         """
         self.has_taken_outer = False
         if not self.is_on:
@@ -110,7 +111,7 @@ class Resets:
             self._on_reset([p for part in self._parameter_parts() for p in part.fragment.params])
 
     def finish(self, leave_local: LeaveLocal) -> None:
-        """Take part in the workers' decision, if this one had nothing to send; ends their block."""
+        """End the workers' block; a worker that sent nothing takes part in the decision here."""
         if self.is_undecided:
             self.ship([], leave_local)
         self._is_decided = False

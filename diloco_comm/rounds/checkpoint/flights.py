@@ -1,10 +1,10 @@
-"""Rounds under way in a saved state: what is due when, and the payloads that came and went.
+"""Rounds under way in a saved state: when each is due, its mean, and the own payload.
 
-Payloads are saved in one run (``canonical``), so that a group of any size can read them. What all
-replicas have in common is one list of numbers and, for each round, the payloads of its mean; what
-a replica has for itself is another, with its own payload where that is not part of the mean.
-Numbers are JSON text: a checkpoint that is read in place needs the same entries whatever is under
-way, so there are always ``depth`` sets of payloads, of zeros where nothing is.
+Payloads are saved in one run (``canonical``), so that a group of any size can read them. All
+replicas have in common one list of numbers and, for each round, the payloads of its mean. Each
+replica has another list, with its own payload where that is not part of the mean. Numbers are JSON
+text: a checkpoint that is read in place needs the same entries whatever is under way. So there are
+always ``depth`` sets of payloads, of zeros where no round is under way.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ...exchange.buffers import ExchangeBuffers
 from ...exchange.headers import Header
+from ...exchange.work import Mean, Terms
 from ...methods.overlap import Own
 from ...ops.wire import Layout, WireFormat
-from ..flights import Arrival, RoundInFlight
+from ..flights import RoundInFlight, weight_sum
 from ..synced import SyncedPart
 
 _SHARED = ("number", "kind", "sent_step", "apply_step", "lr")
-_ARRIVED = ("outer_lr", "gap", "weight_sum", "digest")
 _OWN = ("weight", "norm", "coefficient")
 
 
@@ -48,19 +48,25 @@ def pack_shared(
 
     Args:
         depth: Rounds that may be under way between two inner steps.
-        history: Of the part.
+        history: The history of the part.
     """
     rounds: list[dict[str, Any]] = []
     payloads: dict[str, dict[str, Tensor]] = {}
     num_terms = len(members) if len(members) <= 2 else 1
     zeros = canonical(buffers.num_elements, buffers.wire)
     for flight in flights:
-        arrival = flight.wait()
+        mean = flight.wait()
         numbers = {name: getattr(flight, name) for name in _SHARED}
-        numbers |= {name: getattr(arrival, name) for name in _ARRIVED}
-        numbers |= {"reset": list(arrival.reset)} if arrival.reset else {}
-        rounds.append({**numbers, "coefficients": [c for _, c in arrival.terms]})
-        packed = [_pack(payload, arrival.layout) for payload, _ in arrival.terms]
+        numbers |= {
+            "outer_lr": mean.headers[0].outer_lr,
+            "gap": mean.headers[0].gap,
+            "weight_sum": weight_sum(mean),
+            "digest": mean.digest if flight.has_digest else None,
+        }
+        reset = flight.reset_replicas()
+        numbers |= {"reset": list(reset)} if reset else {}
+        rounds.append({**numbers, "coefficients": [c for _, c in mean.terms]})
+        packed = [_pack(payload, mean.layout) for payload, _ in mean.terms]
         payloads[str(len(payloads))] = {str(i): payload for i, payload in enumerate(packed)}
     for k in range(len(flights), depth):
         empty = [_zeros(zeros, buffers) for _ in range(num_terms)]
@@ -76,7 +82,7 @@ def pack_shared(
 def pack_own(
     flights: Sequence[RoundInFlight], buffers: ExchangeBuffers, members: Sequence[int], depth: int
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return this replica's numbers, and its own payloads where they are no terms of the mean."""
+    """Return this replica's numbers, and its own payloads that are no terms of a mean."""
     for flight in flights:
         flight.measured_norm()
     numbers = [{name: getattr(flight, name) for name in _OWN} for flight in flights]
@@ -109,7 +115,7 @@ def _pack(payload: Tensor, layout: Layout) -> Tensor:
 
 @dataclass
 class Saved:
-    """What ``unpack`` found for one part, checked and not yet written anywhere."""
+    """The rounds that ``unpack`` found for one part, checked and not yet put in flight."""
 
     flights: list[RoundInFlight] = field(default_factory=list)
     corrections: list[Own] = field(default_factory=list)
@@ -118,12 +124,11 @@ class Saved:
         """Put the rounds in flight, as if they had just arrived."""
         part.corrections = self.corrections
         for flight in self.flights:
-            assert part.buffers is not None and flight.arrival is not None
+            assert part.buffers is not None and flight.mean is not None
             part.in_flight.append(flight)
-            terms = flight.arrival.terms
+            terms = flight.mean.terms
             own = terms[0][0] if flight.own is None else flight.own
-            header = Header(flight.kind, fragment=part.index, round=flight.number)
-            part.buffers.adopt(header, flight.layout, own, terms)
+            part.buffers.adopt(flight.mean.headers[0], flight.layout, own, terms)
 
 
 def unpack(
@@ -140,7 +145,7 @@ def unpack(
     Args:
         shared, payloads: As ``pack_shared`` made them.
         own: This replica's ``flights``, ``payloads``, ``corrections`` and ``corrected``, or None.
-        replica: Whose ``own`` is.
+        replica: Number of this replica.
         must_fit: Old and new payloads will be added up, so their wires must be equal.
 
     Raises:
@@ -162,23 +167,63 @@ def unpack(
     reader = _Reader(part.index, layout, target, buffers.device)
     saved = Saved()
     for k, numbers in enumerate(meta["rounds"]):
-        coefficients, reset = numbers.pop("coefficients"), tuple(numbers.pop("reset", ()))
+        coefficients = numbers.pop("coefficients")
         found = payloads.get(str(k), {})
         tensors = [reader.read(found.get(str(i))) for i in range(len(coefficients))]
-        # States of older versions have no digest.
-        arrived = {name: numbers.pop(name, None) for name in _ARRIVED}
         terms = list(zip(tensors, coefficients, strict=True))
         mine = own["flights"][k] if own and k < len(own["flights"]) else {"weight": 1.0}
         kept = _own_payload(reader, tensors, meta["members"], replica, own, k)
-        arrival = Arrival(terms, target, **arrived)
-        arrival.reset = reset
-        flight = RoundInFlight(**numbers, **mine, own=kept, layout=target, arrival=arrival)
-        flight.is_reset = replica in reset
-        saved.flights.append(flight)
+        saved.flights.append(_flight_of(part.index, numbers, mine, kept, terms, target, replica))
     for i, coefficient in enumerate(own["corrections"] if own else []):
         payload = reader.read(own["corrected"].get(str(i)) if own else None)
         saved.corrections.append(Own(payload, coefficient, target))
     return saved
+
+
+def _flight_of(
+    fragment: int,
+    numbers: Mapping[str, Any],
+    mine: Mapping[str, Any],
+    own: Tensor | None,
+    terms: Terms,
+    layout: Layout,
+    replica: int,
+) -> RoundInFlight:
+    """Return a round that has arrived: one header carries the numbers that all replicas share.
+
+    Args:
+        numbers, mine: Of the round, as ``pack_shared`` and ``pack_own`` made them.
+    """
+    header = Header(
+        numbers["kind"],
+        fragment=fragment,
+        round=numbers["number"],
+        weight=numbers["weight_sum"],
+        outer_lr=numbers["outer_lr"],
+        gap=numbers["gap"],
+    )
+    # States of older versions have no digest.
+    digest, reset = numbers.get("digest"), tuple(numbers.get("reset", ()))
+    mean = Mean(terms, layout, [header], [1.0], {}, 0, 0, digest=digest or 0)
+    return RoundInFlight(
+        **{name: numbers[name] for name in _SHARED},
+        **mine,
+        own=own,
+        layout=layout,
+        is_reset=replica in reset,
+        mean=mean,
+        has_digest=digest is not None,
+        saved_resets=reset,
+    )
+
+
+def saved_writes(parts: Sequence[SyncedPart]) -> dict[int, set[int]]:
+    """Return the parts with a round in flight, by the inner step after which it is applied."""
+    writes: dict[int, set[int]] = {}
+    for part in parts:
+        for flight in part.in_flight:
+            writes.setdefault(flight.apply_step, set()).add(part.index)
+    return writes
 
 
 def _own_payload(

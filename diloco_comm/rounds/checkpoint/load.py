@@ -1,4 +1,4 @@
-"""Take in a saved state: check all of it first, then write; ``state`` has its layout."""
+"""Take in a saved state: check all of it first, then write; ``save`` shows its layout."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _plan_residuals(
                 "strict=False starts them at zero"
             )
         whole, runs = None, None
-    # Without those from before, a round that is then lost leaves what it has rounded.
+    # Without the older residuals, a round that is lost later leaves its rounding error.
     old_whole = whole and (_find_whole(part, own, "residual_before") or whole)
     old_runs = runs and (_find_runs(part, own, scope, "reduce_residual_before") or runs)
 
@@ -219,7 +219,7 @@ def _plan_flights(
     is_busy = shared is not None and bool(json.loads(shared)["rounds"])
     is_busy = is_busy or (mine is not None and (mine["owes"] or mine["is_ahead"]))
     if not is_busy or part.buffers is None:
-        # What rounding left of rounds long applied; another policy has no use for it.
+        # Rounding errors of rounds that were applied long ago; another policy has no use for them.
         return _plan_owed(part, own, mine) if state.get("overlap") == scope.kind else []
     if state.get("overlap") != scope.kind:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Save what DiLoCo keeps; ``loading`` takes it in.
+"""Save the state that DiLoCo keeps; ``load`` takes it in.
 
 The layout of a saved state (a ``torch.distributed.checkpoint`` Stateful):
 
     version, layout, inner_step, overlap
     parts/<fragment>        round, last_sent, num_steps, weight_sum, step norms, extra (what the
-                            outer optimizer adds), flights (rounds under way, see ``saved_flights``)
+                            outer optimizer adds), flights (rounds under way, see ``flights``)
     outer/<parameter>       fp32, the parameter's shape
     buffers/<buffer>/<parameter>            momentum and the like, fp32
     flights/<fragment>/<k>/<term>           payloads of rounds under way
@@ -43,13 +43,14 @@ _HOME = ("parts", "outer", "buffers", "flights")
 
 @dataclass(frozen=True)
 class Scope:
-    """Whose state it is.
+    """The replica, group and model that a saved state belongs to.
 
     Attributes:
-        members: Replicas of the group, this one among them.
+        replica: Number of this replica.
+        members: Numbers of all replicas of the group.
         layout: Hash of names, shapes, fragments and schedule.
         is_shared: Whether outer parameters and rounds are the same on all replicas.
-        worker: Who this is among those that hold the shards of the replica, such as "1of4".
+        worker: Name of this worker among the replica's workers, such as "1of4".
     """
 
     replica: int
@@ -60,7 +61,7 @@ class Scope:
     worker: str = ""
 
     def key(self, part: SyncedPart) -> str:
-        """Name what belongs to a part and is not cut along its parameters."""
+        """Name the entries of a part that are not cut along its parameters."""
         return f"{part.index}@{self.worker}" if self.worker else str(part.index)
 
     @property
@@ -115,9 +116,10 @@ def collect(
 
 @dataclass
 class _View:
-    """A part as it will be when what has failed is lost.
+    """A part as it will be when its failed rounds are lost.
 
-    ``added`` is what the next encoding adds.
+    Attributes:
+        added: The values that the next encoding adds.
     """
 
     flights: list[RoundInFlight]
@@ -224,7 +226,7 @@ def _collect_residuals(
 
 
 def chain_key(key: str, chain: int) -> str:
-    """Name what the reductions of a part lost; see ``Residuals``."""
+    """Name the residual of one chain of a part's reductions; see ``Residuals``."""
     return f"{key}.{chain}" if chain else key
 
 

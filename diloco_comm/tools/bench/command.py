@@ -1,6 +1,6 @@
 """``diloco-comm bench``: measure the exchange, the operators and the outer step; tune for a link.
 
-Each runs under torchrun, under srun, or starts local processes itself (``-g N``).
+Each command runs under torchrun or srun, or starts local processes itself (``-g N``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ app = typer.Typer(
 
 Processes = Annotated[int, typer.Option("-g", "--nprocs", help="Start this many local processes.")]
 Size = str
-Wires = Annotated[str, typer.Option("--wire", help="Wire formats, a comma between them.")]
+Wires = Annotated[str, typer.Option("--wire", help="Wire formats, separated by commas.")]
 BlockSize = Annotated[int, typer.Option("--block-size", help="Elements that share a scale.")]
 Lanes = Annotated[int, typer.Option("--lanes", help="Connections to each peer.")]
 Chunk = Annotated[str, typer.Option("--chunk", help="Bytes of a chunk; default: by size.")]
@@ -42,7 +42,7 @@ Command = Callable[..., None]
 
 
 def one_sentence(command: Command) -> Command:
-    """Turn what is wrong with the arguments, or with the group, into one sentence."""
+    """Turn an error of the arguments or of the group into one sentence."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ def one_sentence(command: Command) -> Command:
         except ValueError as error:
             misuse(in_options(str(error), ("block_size",)))
         except WorkerError as error:
-            # A worker that ended by itself has said why.
+            # A worker with these statuses has printed its error.
             if error.status in (FAILED, 2):
                 raise typer.Exit(error.status) from None
             fail(str(error))
@@ -85,7 +85,7 @@ def exchange(
     backend: Annotated[str, typer.Option(help="gloo, nccl or diloco.")] = "gloo",
     emulate_link: Link = "",
     min_gbps: Annotated[
-        float | None, typer.Option(help="Status 1 unless each wire's best busbw has so many GB/s.")
+        float | None, typer.Option(help="Status 1 unless each wire's best busbw has these GB/s.")
     ] = None,
     json_path: Json = None,
 ) -> None:
@@ -132,7 +132,7 @@ def exchange(
         _complain(report, f"{wrong} elements are out of the bounds of their wire format")
     if slow:
         _complain(report, f"below --min-gbps {min_gbps:g}: {', '.join(slow)}")
-    # Nobody ends before all is said: the launcher kills the others when one has failed.
+    # Exit only after printing: the launcher kills the remaining ranks.
     _leave()
     if wrong or slow or not is_saved:
         raise typer.Exit(FAILED)
@@ -147,7 +147,7 @@ def ops(
     impl: Impl = "",
     json_path: Json = None,
 ) -> None:
-    """Time every operator against memory: plain loops that move the same bytes.
+    """Time every operator against plain loops that move the same bytes through memory.
 
     diloco-comm bench ops --size 256M
     """
@@ -181,14 +181,14 @@ def ops(
 @one_sentence
 def outer_step(
     params: Annotated[str, typer.Option(help="Parameters of the model, such as 25M.")] = "25M",
-    layers: Annotated[int, typer.Option(help="Tensors of equal size that hold them.")] = 12,
-    step_time: Annotated[float, typer.Option(help="Seconds of an inner step, a sleep.")] = 0.05,
+    layers: Annotated[int, typer.Option(help="Equal tensors that hold the parameters.")] = 12,
+    step_time: Annotated[float, typer.Option(help="Seconds of an inner step (a sleep).")] = 0.05,
     sync_every: Annotated[int, typer.Option(help="Inner steps a round.")] = 10,
     fragments: Annotated[int, typer.Option(help="Parts that are sent apart.")] = 1,
     policy: Annotated[
         str, typer.Option(help="blocking, streaming, delayed, eager or co2.")
     ] = "blocking",
-    delay: Annotated[int, typer.Option(help="Inner steps, of the policy streaming.")] = 1,
+    delay: Annotated[int, typer.Option(help="Inner steps of delay, for the policy streaming.")] = 1,
     wire: Annotated[str, typer.Option(help="Wire format.")] = "int8",
     block_size: BlockSize = 256,
     lanes: Lanes = 1,
@@ -198,7 +198,7 @@ def outer_step(
     emulate_link: Link = "",
     json_path: Json = None,
 ) -> None:
-    """Tell how long the training loop waits in a round, for a model's size and a policy.
+    """Measure how long the training loop waits in a round, for a model's size and a policy.
 
     diloco-comm bench outer-step -g 2 --params 25e6 --policy eager --emulate-link 1,10
     """
@@ -296,7 +296,7 @@ def tune(
 
 
 def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
-    """Join the group as a worker; a launcher starts the workers, waits, and is none itself."""
+    """Join the group and return True in a worker; in a launcher run the workers, return False."""
     from ..common import workers
 
     if workers.is_worker():
@@ -307,7 +307,7 @@ def _in_group(nprocs: int, backend: str, preload: Sequence[str] = ()) -> bool:
             "the measurement needs several processes: run it under torchrun or srun, or give -g N"
         )
     words = [sys.executable, "-m", "diloco_comm.tools.cli", *sys.argv[1:]]
-    # Forked ranks are not tried with NCCL.
+    # NCCL is not tested in forked ranks, so its ranks are fresh processes.
     workers.run_workers(words, nprocs, preload=None if backend == "nccl" else preload)
     return False
 
@@ -330,9 +330,9 @@ def _report(title: str, *, settings: Any, **header: object) -> Any:
 
 
 def _save(report: Any, path: Path | None, results: Any, **more: object) -> bool:
-    """Write what was measured, where a file was asked for; False where that fails, after saying so.
+    """Write the measurement to a file if one is given; print an error and return False on failure.
 
-    Whoever fails leaves the group with the others first.
+    The caller leaves the group with the other ranks before it ends.
     """
     if path is not None and not report.quiet:
         report.header.update(more)
@@ -345,7 +345,7 @@ def _save(report: Any, path: Path | None, results: Any, **more: object) -> bool:
 
 
 def _write_config(report: Any, out: Path, config: dict[str, Any]) -> bool:
-    """As ``_save``, for the arguments that were found."""
+    """Write the chosen arguments, as ``_save`` does."""
     if report.quiet:
         return True
     try:
@@ -367,7 +367,7 @@ def _leave() -> None:
 def _slower_than(
     min_gbps: float, reference: dict[str, Any], rows: list[dict[str, Any]]
 ) -> list[str]:
-    """List the wires none of whose rows has the bus bandwidth; the reference is not asked."""
+    """List the wires whose best row is below a bus bandwidth, without the reference."""
     best: dict[str, float] = {}
     for row in rows:
         if (row["wire"], row["impl"]) != (reference["wire"], reference["impl"]):

@@ -1,7 +1,7 @@
 """Measure all-reduces: pseudo-gradient in, average out, against the backend's own all_reduce.
 
-All methods are timed in turn within each sample, so slow phases of the machine hit all of them.
-docs/bench.md derives every column. Source of columns and JSON names: nccl-tests.
+Each sample times all methods in turn, so that slow phases of the machine affect all methods.
+docs/bench.md derives every column. The columns and JSON names are those of nccl-tests.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DTYPES = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.floa
 BACKENDS = ("gloo", "nccl", "diloco")
 _COLUMNS = "#{:>11} {:>11} {:>9} {:>7} {:>10} {:>8} {:>8} {:>8} {:>7} {:>8}"
 _ROW = " {:>11} {:>11} {:>9} {:>7} {:>10.1f} {:>8.3f} {:>8.3f} {:>8.3f} {:>7} {:>8.2f}"
-# A sample repeats the operation until it lasts about this long, as a barrier costs about 0.1 ms.
+# A sample repeats the operation for about this long, since a barrier costs about 0.1 ms.
 _SAMPLE_S = 0.02
-# gloo sums in place: 2^6 * 8^32 still fits fp32.
+# gloo sums in place, so values grow with each repetition: 2^6 * 8^32 still fits into fp32.
 _MAX_REPEATS = 32
 
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; sizes in bytes as fp32, the link in Gbit/s and ms."""
+    """Options of the measurement; sizes in bytes as fp32, the link in Gbit/s and ms."""
 
     min_bytes: int = 1 << 20
     max_bytes: int = 64 << 20
@@ -98,7 +98,7 @@ class Settings:
 
 
 def parse_link(text: str) -> tuple[float, float] | None:
-    """Read ``GBPS[,RTT_MS]``; "" is no emulated link."""
+    """Read ``GBPS[,RTT_MS]``; None for "", without an emulated link."""
     if not text:
         return None
     gbps, _, rtt_ms = text.partition(",")
@@ -112,14 +112,14 @@ def parse_link(text: str) -> tuple[float, float] | None:
 
 
 def describe_link(link: tuple[float, float] | None) -> str:
-    """Name the link for the header of an output."""
+    """Return the name of a link for the header of the output."""
     if link is None:
         return "loopback or what the host has"
     return f"simulated: emulated by sleep in the engine, {link[0]:g},{link[1]:g} Gbit/s,RTT ms"
 
 
 def make_exchange(settings: Settings) -> Exchange:
-    """Make the engine among all ranks; a collective call."""
+    """Make an exchange of all ranks; a collective call."""
     on_device = {"device": "cuda", "collectives": "nccl"} if settings.device == "cuda" else {}
     exchange = Exchange.from_group(
         None,
@@ -135,7 +135,10 @@ def make_exchange(settings: Settings) -> Exchange:
 
 
 def make_methods(settings: Settings) -> list[Any]:
-    """The reference first: the backend's fp32, or our own when the engine emulates a link."""
+    """Return the methods, the reference first.
+
+    The reference is the backend's fp32, or this library's fp32 if the engine emulates a link.
+    """
     exchange = None
     if any(not wire.startswith("gloo") for wire in settings.wires) or settings.link:
         exchange = make_exchange(settings)
@@ -154,14 +157,14 @@ def make_methods(settings: Settings) -> list[Any]:
 
 
 class Sampler:
-    """Times one method: barrier, drained link, as many repeats as make a sample long enough."""
+    """Time methods: after a barrier, on an idle link, with repetitions to fill a sample."""
 
     def __init__(self, drain_bytes: int = 0, device: str = "cpu") -> None:
         self.drain = torch.zeros(drain_bytes // 4, device=device) if drain_bytes else None
         self.wait = torch.cuda.synchronize if device == "cuda" else _nothing
 
     def sample(self, method: Any, source: torch.Tensor, repeats: int) -> float:
-        """Seconds of one operation on this rank."""
+        """Return the seconds of one operation on this rank."""
         method.load(source)
         self.wait()
         dist.barrier()
@@ -175,7 +178,7 @@ class Sampler:
         return (time.perf_counter() - begin) / repeats
 
     def repeats(self, reference: Any, source: torch.Tensor) -> int:
-        """How often all methods repeat in a sample, agreed by the ranks."""
+        """Return the number of repetitions in a sample, the same on all ranks."""
         self.sample(reference, source, 1)
         once = measuring.slowest_of_ranks([self.sample(reference, source, 1)])[0]
         return max(1, min(_MAX_REPEATS, round(_SAMPLE_S / once)))
@@ -183,7 +186,7 @@ class Sampler:
     def interleaved(
         self, chosen: list[Any], source: torch.Tensor, repeats: int, iters: int, warmup_iters: int
     ) -> list[list[float]]:
-        """Seconds of every method in turn, the slowest rank's; one list a method."""
+        """Return the seconds of every method on the slowest rank, one list for each method."""
         seconds: list[list[float]] = [[] for _ in chosen]
         for i in range(warmup_iters + iters):
             for times, method in zip(seconds, chosen, strict=True):
@@ -194,11 +197,11 @@ class Sampler:
 
 
 def _nothing() -> None:
-    """A CPU has nothing to wait for."""
+    """Wait for the device: on a CPU there is no wait."""
 
 
 def measure_size(settings: Settings, chosen: list[Any], size: int) -> list[Row]:
-    """All methods at one size, a row for each; a collective call."""
+    """Measure all methods at one size and return a row for each; a collective call."""
     count = size // 4
     source = methods.source_of(dist.get_rank(), count, settings.dtype)
     for method in chosen:
@@ -219,7 +222,7 @@ def measure_size(settings: Settings, chosen: list[Any], size: int) -> list[Row]:
 def describe(
     method: Any, size: int, times: list[float], reference: list[float], datatype: str = "float"
 ) -> Row:
-    """The figures of one row; docs/bench.md has the formulas."""
+    """Return the figures of one row; docs/bench.md has the formulas."""
     world = dist.get_world_size()
     median = statistics.median(times)
     gigabytes = size / 1e9
@@ -280,10 +283,10 @@ def check(settings: Settings, method: Any, source: torch.Tensor) -> Row:
 
 
 def interface_bits(method: Any, source: torch.Tensor, count: int) -> dict[str, float]:
-    """Bits an element that left this rank's network interface, in the mean over the ranks.
+    """Return the bits that left the network interface for each element, as a mean over ranks.
 
-    The median of three batches of four operations: one may hold a segment that TCP sent twice. On
-    loopback the counter holds the traffic of all ranks and of everything else on the machine.
+    The figure is the median of three batches of four operations, since TCP may send a segment of
+    one batch twice. On loopback the counter includes all ranks and all other programs.
     """
     world = dist.get_world_size()
     repeats = 4
@@ -307,7 +310,7 @@ def interface_bits(method: Any, source: torch.Tensor, count: int) -> dict[str, f
 
 
 def transmitted_bytes() -> int:
-    """The transmit counter of the interface that gloo uses, in this process's network namespace."""
+    """Return the transmit counter of gloo's interface, in this process's network namespace."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         device, _, counters = line.partition(":")
@@ -339,7 +342,7 @@ def run(report: reports.Report, settings: Settings, chosen: list[Any]) -> list[R
 
 
 def count_wrong(rows: list[Row]) -> int:
-    """Elements out of bounds in all rows that were checked."""
+    """Return the number of elements out of bounds, in all rows that were checked."""
     return sum(row["in_place"]["nwrong"] or 0 for row in rows)
 
 

@@ -16,8 +16,8 @@ from ...exchange.headers import Header
 from ...exchange.work import Mean
 from ...ops.wire import WireFormat
 
-# Half a quantisation step next to a value x of a block with this scale: relative part of |x|,
-# and part of the scale. The step of e3m0 between 2^k and 2^(k+1) is widest against 1.5 * 2^k.
+# Half a quantisation step beside a value x, as (factor of |x|, factor of the block's scale).
+# For e3m0 the step between 2^k and 2^(k+1) is widest relative to 1.5 * 2^k.
 _HALF_STEP = {
     "fp32": (0.0, 0.0),
     "bf16": (2.0**-8, 0.0),
@@ -34,10 +34,10 @@ _FP32_SLACK = 2.0**-21
 
 
 class GlooAllReduce:
-    """What people use today: `torch.distributed.all_reduce` over gloo, or another backend.
+    """The baseline: `torch.distributed.all_reduce` over gloo or another backend.
 
-    In fp32 the collective alone is timed, neither the subtraction before it nor the division
-    after it; in bf16 also the two casts.
+    In fp32 only the collective is timed, without the subtraction before and the division after the
+    collective. In bf16 the two casts are timed too.
     """
 
     def __init__(self, wire: str = "fp32", backend: str = "gloo") -> None:
@@ -65,14 +65,14 @@ class GlooAllReduce:
         return (self.tensor / dist.get_world_size()).cpu()
 
     def sent_bytes(self) -> int:
-        """Bytes that a ring all-reduce sends from one rank, by formula."""
+        """Return the bytes that a ring all-reduce sends from one rank, by formula."""
         element_size = 4 if self.wire == "fp32" else 2
         world = dist.get_world_size()
         return 2 * (world - 1) * self.tensor.numel() * element_size // world
 
 
 class DilocoAllReduce:
-    """Our exchange: pseudo-gradient in, averaged tensor out, in place."""
+    """This library's exchange: pseudo-gradient in, averaged tensor out, in place."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class DilocoAllReduce:
         self.format = WireFormat(wire, block_size)
         self.wire = wire
         self.dtype = dtype
-        # The fastest one comes last, and is what an empty name means.
+        # The fastest implementation is the last of the list, and the default.
         self.impl = ops.resolve_impl(exchange.impl) or ops.available_impls()[-1]
         self.round = 0
         self.last: Mean | None = None
@@ -123,19 +123,19 @@ class DilocoAllReduce:
         return self.tensor.float().cpu()
 
     def sent_bytes(self) -> int:
-        """Bytes that the engine counted on its way to the peers in the last round."""
+        """Return the bytes that the engine sent to the peers in the last round."""
         assert self.last is not None
         return self.last.sent_bytes
 
 
 def source_of(rank: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Gaussian data that every rank can make for every other rank."""
+    """Return Gaussian data of a rank, which any other rank can make too."""
     generator = torch.Generator().manual_seed(1_000_003 * rank + num_elements)
     return torch.randn(num_elements, generator=generator).to(dtype).float()
 
 
 def exact_mean(world: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """The mean over ranks in fp64, element by element."""
+    """Return the mean over ranks in fp64."""
     total = torch.zeros(num_elements, dtype=torch.float64)
     for rank in range(world):
         total += source_of(rank, num_elements, dtype)
@@ -143,7 +143,7 @@ def exact_mean(world: int, num_elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def relative_l2(result: Tensor, exact: Tensor) -> float:
-    """||result - exact|| / ||exact||, in fp64."""
+    """Return ||result - exact|| / ||exact||, in fp64."""
     return float(
         torch.linalg.vector_norm(result.double() - exact) / torch.linalg.vector_norm(exact)
     )
@@ -152,10 +152,10 @@ def relative_l2(result: Tensor, exact: Tensor) -> float:
 def error_bound(
     wire: str, block_size: int, sources: Sequence[Tensor], exact: Tensor, *, two_phases: bool
 ) -> Tensor:
-    """Largest error that the wire format allows, element by element, in fp64.
+    """Return the largest error that the wire format allows for each element, in fp64.
 
-    Each source is rounded once, by at most half a step of its block; with two phases the average
-    is rounded once more. Blocks are counted from the first element.
+    Each source is rounded once, by at most half a quantisation step of its block. With two phases
+    the average is rounded once more. Blocks are counted from the first element.
     """
     steps = [_half_steps(wire, block_size, source.double()) for source in sources]
     bound = torch.stack(steps).sum(0) / len(sources)
@@ -177,7 +177,7 @@ def _half_steps(wire: str, block_size: int, values: Tensor) -> Tensor:
 
 
 def count_wrong(result: Tensor, exact: Tensor, bound: Tensor) -> int:
-    """Elements further from the exact mean than the bound, or all when the ranks disagree."""
+    """Count elements further from the exact mean than the bound; all if the ranks differ."""
     if not same_on_all_ranks(result):
         return result.numel()
     error = (result.double() - exact).abs()
@@ -194,5 +194,5 @@ def same_on_all_ranks(tensor: Tensor) -> bool:
 
 
 def bus_factor(world: int) -> float:
-    """busbw / algbw of an all-reduce, as nccl-tests' PERFORMANCE page derives it."""
+    """Return busbw / algbw of an all-reduce, as derived on nccl-tests' page PERFORMANCE."""
     return 2 * (world - 1) / world if world > 1 else math.nan

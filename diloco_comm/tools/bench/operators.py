@@ -1,7 +1,7 @@
-"""Time each operator beside the machine's memory: plain loops that move the same bytes (*floors*).
+"""Time each operator against *floors*: plain loops that move the same bytes through memory.
 
-Ratios are taken round by round and their median is reported: on a shared machine they hold where
-times do not. ``benchmarks/operators/roofline.py`` adds plain PyTorch and ``torch.compile``.
+A ratio is taken in each round, and the median of the ratios is reported: on a shared machine ratios
+vary less than times. ``benchmarks/operators/roofline.py`` adds plain PyTorch and ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_RUNS = 4  # the shards that `reduce` sums
 BLOCK = 256
 PATTERN = 1 << 20  # elements after which the random data repeat
 # Buffers exactly 2^29 bytes apart were read at two thirds of the speed on one processor, and
-# encoded at half; a model's tensors do not lie like that.
+# encoded at half the speed. Tensors of a model do not have such distances.
 _STAGGER_BYTES = 260 << 10
 
 
@@ -81,7 +81,7 @@ class Data:
             raise AttributeError(name) from None
 
 
-# What is timed: closures over the buffers, and the bytes they must move for each element.
+# The timed functions are closures over the buffers; a row says how many bytes they must move.
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Row:
     wire: str
     run: Run
     traffic_bytes: float  # for each element
-    floor: str = ""  # names of the floors it is compared with, by their common beginning
+    floor: str = ""  # common beginning of the names of the floors to compare with
     plain: str = ""  # the plain PyTorch twin
 
     @property
@@ -190,7 +190,7 @@ def rows(data: Data, *, bars_only: bool) -> list[Row]:
 
 
 def floors(data: Data) -> dict[str, Run]:
-    """The plain loops of csrc/codec/bench/floors.cpp, each with and without non-temporal stores."""
+    """Return the loops of csrc/codec/bench/floors.cpp, with and without non-temporal stores."""
     outer, params, momentum = data.outer, data.params, data.momentum
     arguments = {
         "memcpy": [outer, data.rest],
@@ -208,7 +208,7 @@ def floors(data: Data) -> dict[str, Run]:
 
 
 def best_floor(seconds: Seconds, start: str) -> list[float]:
-    """The fastest variant of a floor, by its median."""
+    """Return the seconds of a floor's fastest variant, by the median."""
     variants = [times for name, times in seconds.items() if name.startswith(f"floor {start}")]
     return min(variants, key=lambda times: measuring.summary(times)["median"])
 
@@ -230,7 +230,7 @@ def floor_rows(seconds: Seconds) -> list[Row]:
 
 
 def measure(data: Data, table: Sequence[Row], *, rounds: int) -> Seconds:
-    """Time everything in turns; the keys are rows' names and ``floor X``."""
+    """Time operators and floors in turns; the keys are rows' names and ``floor X``."""
     functions: dict[str, Run] = {f"floor {name}": run for name, run in floors(data).items()}
     functions |= {row.name: row.run for row in table}
     with torch.no_grad():
@@ -252,7 +252,7 @@ def report_rows(
         times = seconds[row.name]
         median = measuring.summary(times)["median"]
         moved = row.traffic_bytes * num_elements / median / 1e9
-        # A floor of its own traffic where there is one, else memcpy's rate for as many bytes.
+        # A row without a floor is compared with the time that memcpy needs for as many bytes.
         floor = best_floor(seconds, row.floor) if row.floor else memcpy
         bytes_ratio = 1.0 if row.floor else row.traffic_bytes / 8
         is_floor = row.operator.startswith("floor")

@@ -1,7 +1,7 @@
-"""Measure what a training loop waits for in an outer step: a model's size, a policy, a link.
+"""Measure how long a training loop waits in an outer step, for a model's size, a policy and a link.
 
-The inner steps are sleeps of a given length, so the machine is as free for the exchange as an
-accelerator's host would be; encode, exchange and outer step are real.
+The inner steps are sleeps of a given length: the CPU stays free for the exchange, as on the host of
+an accelerator. Encoding, exchange and outer step are real.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POLICIES = ("blocking", "streaming", "delayed", "eager", "co2")
 
 @dataclass(frozen=True)
 class Settings:
-    """A model of ``num_params`` in ``num_layers`` equal layers, and how it is exchanged."""
+    """A model of ``num_params`` in ``num_layers`` equal layers, and how to exchange it."""
 
     num_params: int = 25_000_000
     num_layers: int = 12
@@ -70,7 +70,7 @@ class Settings:
 
 
 class Layers(nn.Module):
-    """Parameters of the asked for number; the forward pass is the caller's sleep."""
+    """A model with a given number of parameters; the caller sleeps instead of a forward pass."""
 
     def __init__(self, num_params: int, num_layers: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def _round(model: nn.Module, diloco: DiLoCo, settings: Settings) -> dict[str, float]:
-    """One round of inner steps; seconds in the loop's calls, by what they did."""
+    """Run one round of inner steps; return the seconds of the loop's calls, by stage."""
     before, blocked = diloco.totals(), 0.0
     parts = {name: getattr(before, f"{name}_s") for name in ("encode", "exposed", "outer_step")}
     sent, exchange = before.sent_bytes, before.exchange_s
@@ -158,7 +158,7 @@ def _summary(figures: list[dict[str, float]], settings: Settings) -> dict[str, A
 
 
 def print_table(report: reports.Report, result: dict[str, Any]) -> None:
-    """Print what a round costs the loop."""
+    """Print the times of a round."""
     report.print("#")
     report.print(f"#{'':>20} {'median':>10} {'p10':>10} {'p90':>10}   (ms a round)")
     for name, shown in (

@@ -1,7 +1,7 @@
-"""Find chunk size, lanes and wire for a link, by measuring on it; never slower than the default.
+"""Find chunk size, lanes and wire for a link by measurement; never slower than the default.
 
-First every candidate is timed a few times; then the best of them and the default in turns. One
-that is not faster than the default in that second, interleaved measurement is not chosen.
+First every candidate is timed a few times. Then the best candidates and the default are timed in
+turns. A candidate is chosen only if it is faster than the default in this second measurement.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..common.sizes import format_size
 from . import exchange as bench_exchange
 from . import methods
 
-# From what rounds least to what rounds most.
+# Wire formats, from the most precise to the coarsest.
 _PRECISION = ("fp32", "fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "e3m0")
 CHUNKS = (None, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20)
 LANES = (1, 2, 4)
 _NUM_FINALISTS = 3
-# What a noisy machine may show between two equal settings.
+# Least speedup over the default: on a noisy machine two equal settings may differ by less.
 _LEAST_GAIN = 1.02
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting; a chunk of None is the table's."""
+    """One setting; with a chunk of None the size decides."""
 
     wire: str
     lanes: int = 1
@@ -44,10 +44,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is tried: fragments of ``size_bytes`` of fp32 over a link.
+    """Settings to try: fragments of ``size_bytes`` of fp32 over a link.
 
-    With a ``budget_s`` the wire is the most precise one whose exchange fits in it; without, the
-    first of ``wires``.
+    With a ``budget_s``, the most precise wire is chosen whose exchange takes no longer. Without a
+    ``budget_s`` the wire is the first of ``wires``.
     """
 
     size_bytes: int = 64 << 20
@@ -77,7 +77,7 @@ def run(report: reports.Report, settings: Settings) -> dict[str, Any]:
     """Measure and choose; a collective call.
 
     Returns:
-        ``config`` for ``DiLoCo``, what was measured (``results``), and the ``speedup`` over the
+        ``config`` for ``DiLoCo``, the measurements (``results``), and the ``speedup`` over the
         default for the same wire.
     """
     bench = _Bench(settings)
@@ -101,7 +101,7 @@ def _by_precision(wires: tuple[str, ...]) -> list[str]:
 
 
 def _fitting(found: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
-    """Return the choice whose wire is wanted; the wires come from precise to coarse."""
+    """Return the choice for the wire to use, from choices in order of precision."""
     if settings.budget_s is None:
         return next(c for c in found if c["config"]["wire"] == settings.wires[0])
     for choice in found:
@@ -147,7 +147,7 @@ def _choose(report: reports.Report, bench: _Bench, wire: str) -> dict[str, Any]:
 
 
 class _Bench:
-    """One engine for each number of lanes, and one tensor that all candidates average."""
+    """An exchange for each number of lanes, and one tensor that all candidates average."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -158,7 +158,7 @@ class _Bench:
         self.repeats = 0
 
     def measure(self, candidates: list[Candidate], iters: int) -> list[list[float]]:
-        """Seconds of each candidate, in turns; the slowest rank's."""
+        """Time the candidates in turns; return each one's seconds on the slowest rank."""
         chosen = [self._method(candidate) for candidate in candidates]
         if not self.repeats:
             self.repeats = self.sampler.repeats(chosen[0], self.source)

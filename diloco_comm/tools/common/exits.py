@@ -1,4 +1,4 @@
-"""How a sub-command ends when it cannot do what was asked."""
+"""Exit statuses and error messages of sub-commands."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ MISUSED = 2
 
 
 def misuse(message: str) -> NoReturn:
-    """End with status 2 after one sentence: what was given is wrong, and what was expected."""
+    """Print one sentence about a wrong option or value, and end with status 2."""
     print(f"diloco-comm: {message}", file=sys.stderr)
     raise typer.Exit(MISUSED)
 
 
 def fail(message: str) -> NoReturn:
-    """End with status 1 after one sentence: the request was right, but could not be met."""
+    """Print one sentence about a failure, and end with status 1."""
     print(f"diloco-comm: {message}", file=sys.stderr)
     raise typer.Exit(FAILED)
 
 
 def in_options(sentence: str, names: Iterable[str]) -> str:
-    """Call the arguments that a sentence of the library names by their options here.
+    """Replace names of arguments in a message of the library by the command's options.
 
     Args:
-        names: Of the arguments; a name of one word is told from plain words by its place.
+        sentence: The message, such as "sync_every must be at least 1".
+        names: Names of the arguments. A name of a single word is replaced only where its place in
+            the sentence shows that it is an argument.
     """
     for name in names:
         forms = [rf"^(the |outer )?{name}(?= (must|is)\b)", rf"\b{name}=(True)?"]

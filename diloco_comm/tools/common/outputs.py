@@ -1,7 +1,7 @@
-"""Files that a tool writes: looked at before any work is done, and written after it is printed.
+"""Files that a tool writes: checked before the work, and written after the results are printed.
 
-A file that cannot be written is a sentence that names the option, never a traceback: a
-``ValueError`` before the work, an ``OSError`` after it.
+If a file cannot be written, the error is a sentence that names the option: a ``ValueError`` before
+the work, an ``OSError`` after it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _PAGE_BYTES = 4096
 def check_file(option: str, path: Path | None) -> None:
     """Make sure that a file can be written, its folder made for it where there is none.
 
-    Nothing is changed, and nothing is left behind. A file may still fail to be written later.
+    The check changes no file and leaves no file behind. Writing may still fail later.
 
     Args:
-        option: The option that names the file, for the sentence.
-        path: None asks for nothing.
+        option: The option that names the file, for the error.
+        path: The file; None for no check.
 
     Raises:
         ValueError: If the file cannot be written.
@@ -44,13 +44,13 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def check_folder(option: str, folder: Path | None, *, may_be_full: bool = False) -> None:
-    """Make sure that files can be made in a folder, which need not be there yet.
+    """Make sure that files can be made in a folder, which need not exist yet.
 
     Args:
-        may_be_full: Whoever writes there looks for room again and again.
+        may_be_full: Accept a full disk, for programs that wait for room.
 
     Raises:
-        ValueError: If they cannot.
+        ValueError: If no file can be made.
     """
     if folder is not None:
         with _sentence(option, folder, ValueError):
@@ -60,7 +60,7 @@ def check_folder(option: str, folder: Path | None, *, may_be_full: bool = False)
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[Path]:
-    """Make the folder of a file that is written inside, and name the option in what goes wrong.
+    """Make the folder of a file that the block writes, and name the option in errors.
 
     Raises:
         OSError: If the file cannot be written; its text is a sentence.
@@ -71,7 +71,7 @@ def writing(option: str, path: Path) -> Iterator[Path]:
 
 
 def plot_file(path: Path | None) -> Path | None:
-    """Return the file that a figure is written to: PNG, where the name has no ending."""
+    """Return the file of a figure; ``.png`` is added to a name without an ending."""
     if path is None or path.suffix:
         return path
     return path.with_name(f"{path.name}.png")
@@ -81,7 +81,7 @@ def check_plot(option: str, path: Path | None) -> None:
     """As ``check_file``, for a figure of matplotlib.
 
     Raises:
-        ValueError: If the figure cannot be written, or its name's ending is no format of figures.
+        ValueError: If the figure cannot be written, or matplotlib does not know the ending.
     """
     if path is None:
         return
@@ -103,7 +103,7 @@ def _sentence(option: str, path: Path, kind: type[ValueError] | type[OSError]) -
 
 
 def _try_folder(folder: Path, num_bytes: int = _PAGE_BYTES) -> None:
-    """Write into a file without a name, in the folder or where it would be made."""
+    """Write a file without a name into the folder, or into its first parent that exists."""
     while not _exists(folder):
         folder = folder.parent
     if not folder.is_dir():
@@ -113,7 +113,7 @@ def _try_folder(folder: Path, num_bytes: int = _PAGE_BYTES) -> None:
 
 
 def _exists(path: Path) -> bool:
-    """Whether a path exists; unlike ``Path.exists``, a path that cannot be is an error."""
+    """Whether a path exists; unlike ``Path.exists``, an unreadable path raises OSError."""
     try:
         path.stat()
         return True

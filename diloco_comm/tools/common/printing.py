@@ -1,4 +1,4 @@
-"""What sub-commands print for people or, with ``--json``, for programs."""
+"""Output of sub-commands: for people or, with ``--json``, for programs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# No table of ours is wider.
+# Columns; every table of this package is narrower.
 _WIDEST = 1000
 
 
 def announcer(as_json: bool) -> Callable[[str], None]:
-    """Return what prints the address that a command listens on, at once."""
+    """Return a function that prints the address on which a command listens."""
 
     def announce(address: str) -> None:
         text = json.dumps({"schema": 1, "address": address}) if as_json else address
@@ -29,14 +29,17 @@ def announcer(as_json: bool) -> Callable[[str], None]:
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """Print a table as wide as it needs, also where the terminal is narrower: nothing is cut."""
+    """Print a table uncut, even if it is wider than the terminal."""
     unlimited = console.options.update(max_width=_WIDEST)
     table.width = console.measure(table, options=unlimited).maximum
     console.print(table, crop=False)
 
 
 def save_plot(path: Path, draw: Callable[[Path], None], *, as_json: bool) -> None:
-    """Draw into the file of ``--plot``, once the results are printed; end with 1 if that fails."""
+    """Draw into the file of ``--plot``; end with status 1 if that fails.
+
+    Called after the results are printed, so that a failure loses no result.
+    """
     try:
         with writing("--plot", path):
             draw(path)

@@ -43,14 +43,14 @@ def machine() -> dict[str, object]:
 
 
 def _congestion_control() -> str | None:
-    """Name what paces TCP: loopback throughput differs between them by a factor."""
+    """Name TCP's congestion control, which changes loopback throughput by a factor."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     return None
 
 
 def versions() -> dict[str, str]:
-    """Name what runs, on what; ``nccl``, ``driver`` and ``gpu`` where there is a GPU."""
+    """Return the versions of the software; with a GPU also ``gpu``, ``nccl`` and ``driver``."""
     from ... import __version__
 
     found = {
@@ -70,13 +70,13 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checked-out commit; empty outside git.
+    """Return the checked-out commit; empty outside git.
 
-    It ends in ``-dirty`` when tracked files differ, other than results of earlier runs.
+    The commit ends in ``-dirty`` if tracked files differ, other than results of earlier runs.
     """
     git = ["git", "-C", str(_ROOT)]
     try:
-        # An environment may lie in somebody else's checkout.
+        # The environment of an installed package may lie in the checkout of another project.
         subprocess.check_output(
             [*git, "ls-files", "--error-unmatch", __file__], stderr=subprocess.DEVNULL
         )
@@ -89,7 +89,7 @@ def commit() -> str:
 
 
 def command_line() -> str:
-    """The command that runs, as one would type it in the checkout."""
+    """Return the running command, as typed in the checkout."""
     script = Path(sys.argv[0])
     with contextlib.suppress(ValueError):
         script = script.resolve().relative_to(_ROOT)
@@ -103,10 +103,10 @@ def command_line() -> str:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Make sure that results can be written, where they will be: by a launcher and by rank 0.
+    """Make sure that results can be written; only the launcher and rank 0 write results.
 
     Raises:
-        ValueError: If they cannot.
+        ValueError: If the file cannot be written.
     """
     found = launch.find()
     if found is None or found.rank == 0:
@@ -114,7 +114,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 
 class Report:
-    """Print lines, remember them, and write them with the figures as one JSON file."""
+    """Print lines, keep them, and write lines and figures as one JSON file."""
 
     def __init__(self, title: str, *, quiet: bool = False, **header: object) -> None:
         self.lines: list[str] = []

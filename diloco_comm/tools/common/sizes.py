@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 _BYTES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-# Billions as those who train models say them; G is what a size in bytes has.
+# B for billions, as in names of models; G is the suffix of sizes in bytes.
 _EXPONENTS = {"k": 3, "m": 6, "b": 9, "t": 12}
 
 
@@ -31,15 +31,15 @@ def parse_count(option: str, text: str) -> float:
     """Read a count such as 7e9, 350M, 7B or 1.5T; the suffixes K, M, B, T are powers of 1000.
 
     Args:
-        option: The option that was given it, for the sentence.
+        option: The option that has this value, for the error.
 
     Raises:
-        ValueError: If it is no such count, or not positive.
+        ValueError: If the text is no such count, or the count is not positive.
     """
     written = text.strip().lower()
     exponent = _EXPONENTS.get(written[-1:])
     try:
-        # A product would be rounded: 1.001 times a thousand is less than 1001.
+        # No product, which would be rounded: 1.001 * 1000 is less than 1001 in fp64.
         found = float(written if exponent is None else f"{written[:-1]}e{exponent}")
     except ValueError:
         expected = "a number such as 25e6, 350M, 7B or 1.5T"

@@ -1,4 +1,4 @@
-"""Host the rendezvous store of replicas that are separate jobs."""
+"""Host the store at which replicas that are separate jobs find each other."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch.distributed as dist
 
 
 def open_store(host: str, port: int) -> dist.TCPStore:
-    """Listen on ``host`` only, not on all interfaces as TCPStore does by itself.
+    """Return a store that listens on ``host`` only; TCPStore alone listens on all interfaces.
 
     Args:
         host: Name or address of a local interface.
-        port: TCP port; 0 picks a free one, see the ``port`` of the result.
+        port: TCP port; 0 picks a free port, the ``port`` of the result.
 
     Raises:
         OSError: If the address is not local or the port is taken.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, port), family=family)
-    # The store takes over the descriptor. Without libuv, stray connections can block it.
+    # The store owns the descriptor. Without libuv a stray connection can block the store.
     return dist.TCPStore(
         host,
         listener.getsockname()[1],
@@ -36,13 +36,16 @@ def open_store(host: str, port: int) -> dist.TCPStore:
 
 
 def address(store: dist.TCPStore) -> str:
-    """Return the ``tcp://host:port`` that replicas are given."""
+    """Return a store's address as ``tcp://host:port``, for ``DiLoCo(store=...)``."""
     host = f"[{store.host}]" if ":" in store.host else store.host
     return f"tcp://{host}:{store.port}"
 
 
 def host_store(host: str, port: int, announce: Callable[[str], None]) -> str:
-    """Host a store until SIGINT or SIGTERM; ``announce`` is told the address once it listens.
+    """Host a store until SIGINT or SIGTERM.
+
+    Args:
+        announce: Called with the address when the store listens.
 
     Returns:
         The name of the signal.

@@ -27,7 +27,7 @@ _FIRST_EPHEMERAL_PORT = 32_768
 
 
 class WorkerError(RuntimeError):
-    """A worker failed, with an exit status of its own, or None when it ran out of time."""
+    """A worker failed, with its exit status, or None if it ran out of time."""
 
     def __init__(self, message: str, status: int | None) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class WorkerError(RuntimeError):
 
 
 def die_with_launcher() -> None:
-    """Let this process be killed when the process that started it ends, however that ends."""
+    """Let the kernel kill this process when the process that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -46,9 +46,9 @@ def init_workers(timeout_s: float = 120.0, backend: str = "gloo") -> tuple[int, 
     The process dies with its launcher, so that a killed benchmark leaves nothing behind.
     """
     die_with_launcher()
-    # Some of torch's modules bind the default group as a default argument when they are imported
-    # (by the first optimizer, for one); it would then outlive destroy_process_group, and gloo's
-    # threads run into the interpreter's end.
+    # Import before the group exists. Some modules of torch, imported late by the first optimizer,
+    # bind the default group as a default argument. The group would then outlive
+    # destroy_process_group, and gloo's threads would run into the interpreter's end.
     import torch.distributed.nn
 
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def init_workers(timeout_s: float = 120.0, backend: str = "gloo") -> tuple[int, 
 
 
 def leave_workers() -> None:
-    """Leave the group once all ranks are done with it: the store lives in rank 0."""
+    """Leave the group after all ranks are done: rank 0 hosts the store."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -72,10 +72,10 @@ def is_worker() -> bool:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, for a process that starts later to listen there.
+    """Return a free port on which a process that starts later can listen.
 
-    The kernel gives the ports of its ephemeral range to any connection, so a port of that range can
-    be taken before the process has started. The port returned lies below the range.
+    The port lies below the kernel's ephemeral range. The kernel gives ports of that range to any
+    connection, so such a port could be taken before the process starts.
     """
     for port in random.SystemRandom().sample(_ports_below_ephemeral(), k=100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -104,24 +104,25 @@ def run_workers(
     preload: Sequence[str] | None = None,
     stdout: int | None = None,
 ) -> None:
-    """Start `command` once a rank with torchrun's environment and wait for all of them.
+    """Start `command` once for each rank, with torchrun's environment, and wait for all ranks.
 
     Args:
         command: Program and arguments; rank 0's output is the benchmark's output.
         world: Number of ranks.
-        prefixes: Words before the command, one list a rank (``ip netns exec NAME``).
+        prefixes: Words before the command, one list for each rank (``ip netns exec NAME``).
         env: Variables beside RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-        timeout_s: Seconds for all of them together.
-        preload: Modules to import, beside torch, in one process that then forks the ranks; the
-            command is this Python with a script or ``-m``. None: each rank is a fresh process.
+        timeout_s: Seconds for all ranks together.
+        preload: Modules to import, beside torch, in one process that then forks the ranks. The
+            command must then be this Python with a script or ``-m``. None: each rank is a fresh
+            process.
         stdout: As in subprocess.Popen.
 
     Raises:
-        WorkerError: If a rank fails or the time is over; the others are killed first.
+        WorkerError: If a rank fails or the time is over, after the other ranks are killed.
     """
     base = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     base |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    # torch's own switch: tensors on huge pages, for every method alike.
+    # A variable of torch: tensors on huge pages, for a fair comparison of methods.
     base["THP_MEM_ALLOC_ENABLE"] = "1"
     base |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)} | dict(env or {})
     deadline = time.monotonic() + timeout_s
@@ -164,7 +165,7 @@ def _run_forked(
 
 @contextlib.contextmanager
 def _killed_at_the_end() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Kill who is left of the processes put into the list, each with what it has started."""
+    """At the end kill the processes in the list that still run, and their children."""
     workers: list[subprocess.Popen[bytes]] = []
     try:
         yield workers
@@ -197,7 +198,7 @@ def _ended(rank: int, code: int) -> str:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that `finally` blocks clean up."""
+    """Turn SIGTERM into SystemExit, so that `finally` blocks run."""
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

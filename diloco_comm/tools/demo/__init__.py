@@ -1,1 +1,1 @@
-"""``diloco-comm demo``: several replicas on this machine, and a table of what they did."""
+"""``diloco-comm demo``: several replicas on this machine, and a table of their results."""

@@ -22,7 +22,7 @@ def run(
     """Run the demo, print its table, then write ``demo.json`` and ``demo.png`` to ``out``.
 
     Args:
-        as_json: Print what ``demo.json`` holds, and all else to stderr.
+        as_json: Print the content of ``demo.json``, and all other output to stderr.
 
     Raises:
         ValueError: If the text is missing or too short.
@@ -36,7 +36,7 @@ def run(
     numbers = results.as_json()
     if as_json:
         print(numbers, flush=True)
-    # The one that fails does not keep the other from being written.
+    # If the first file cannot be written, the second is still written.
     try:
         _write_numbers(console, numbers, out / "demo.json")
     finally:

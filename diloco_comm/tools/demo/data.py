@@ -1,4 +1,4 @@
-"""Text for the demo: the Python standard library's own sources, cut into shards by file."""
+"""Text for the demo: the sources of Python's standard library, divided into shards by file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Corpus:
 
 
 def load_corpus(data: Path | None, num_shards: int) -> Corpus:
-    """Read the text and deal it out: different files (or pieces of one file) to each replica.
+    """Read the text and give each replica different files, or different pieces of one file.
 
     Args:
         data: A file to use instead of the standard library.
@@ -112,8 +112,8 @@ def _standard_library() -> dict[str, bytes]:
 def _hold_out(pieces: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
     """Hold out a share of the bytes, by a hash of the name: the same pieces on every machine.
 
-    A piece that is by itself more than half of the share is never held out, so that the
-    validation text is a mixture of several.
+    A piece larger than half of the share is never held out, so that the validation text mixes
+    several pieces.
     """
     share = sum(map(len, pieces.values())) // HELD_OUT_ONE_IN
     longest = max(share // 2, PIECE_BYTES)
@@ -126,7 +126,7 @@ def _hold_out(pieces: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def _deal(pieces: Sequence[bytes], num_shards: int) -> tuple[bytes, ...]:
-    """Give each piece, longest first, to the shard that has least."""
+    """Give each piece, longest first, to the smallest shard."""
     shards: list[list[bytes]] = [[] for _ in range(num_shards)]
     sizes = [0] * num_shards
     for piece in sorted(pieces, key=len, reverse=True):

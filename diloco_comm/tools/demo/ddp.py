@@ -21,9 +21,10 @@ Future = torch.futures.Future
 
 
 class BucketExchange:
-    """State of the hook: averages each bucket over the replicas while backward goes on.
+    """State of the hook, which averages each bucket over the replicas during the backward pass.
 
-    DDP makes its buckets ready in the same order on all ranks, and so they are exchanged.
+    DDP finishes its buckets in the same order on all ranks, and the hook exchanges them in this
+    order.
     """
 
     def __init__(self, wire: str, link_gbps: float, link_rtt_ms: float) -> None:
@@ -33,10 +34,10 @@ class BucketExchange:
         self._wire = WireFormat(wire)
         self._exchange = Exchange.from_group(dist.group.WORLD, name="ddp")
         self._exchange.emulate_link(link_gbps, link_rtt_ms)
-        # DDP rebuilds its buckets once, after the first step: a slot for each size and place.
+        # DDP rebuilds its buckets after the first step: keys are a bucket's index and size.
         self._all_buffers: dict[tuple[int, int], ExchangeBuffers] = {}
         self._round = 0
-        # One thread finishes the buckets in order; it sleeps while the engine works.
+        # One thread finishes the buckets in order, and sleeps while the engine works.
         self._finisher = ThreadPoolExecutor(1, "diloco_comm-ddp")
         self._last_bucket_at = 0.0
 
@@ -65,12 +66,12 @@ class BucketExchange:
 
     @contextlib.contextmanager
     def timed_backward(self) -> Iterator[None]:
-        """Count as exposed what backward takes after the last gradient has been computed."""
+        """Count the time of the backward pass after the last gradient as exposed time."""
         yield
         self.exposed_s += time.perf_counter() - self._last_bucket_at
 
     def close(self) -> None:
-        """Finish what is in flight and leave the exchange."""
+        """Finish the buckets in flight and leave the exchange."""
         self._finisher.shutdown()
         self._exchange.close()
 
@@ -87,7 +88,7 @@ class BucketExchange:
         gradients: Tensor,
         future: Future[Tensor],
     ) -> None:
-        """Write the average over the gradients while it arrives, and release DDP."""
+        """Wait for a bucket's average, write it over the gradients, and set DDP's future."""
         try:
             outcome = work.collect(gradients)
             buffers.commit()

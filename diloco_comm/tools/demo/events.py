@@ -1,4 +1,4 @@
-"""What a replica of the demo tells the parent process while it trains."""
+"""Events that a replica of the demo sends to the parent process while it trains."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Progress:
     """Totals of one replica after ``step`` inner steps of the current row.
 
-    ``seconds`` counts training only: the clock stands still during validation.
-    ``exposed_s`` is the part of it in which the training loop waited for communication.
+    ``seconds`` counts training only, not validation. ``exposed_s`` is the part of ``seconds`` for
+    which the training loop waited for communication.
     """
 
     step: int

@@ -19,7 +19,7 @@ from .settings import Row, Settings
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one replica has sent and waited for since the row began."""
+    """Bytes and waiting time of one replica since the row began."""
 
     sent_bytes: int
     received_bytes: int
@@ -33,10 +33,10 @@ class Method(Protocol):
         """Do one inner step and return its loss, detached."""
 
     def finish(self) -> None:
-        """Share what was trained and not sent, or sent and not applied, after the last step."""
+        """After the last step, exchange and apply everything that is not applied yet."""
 
     def shared_model(self) -> contextlib.AbstractContextManager[object]:
-        """Put the parameters that all replicas share into the model; all call it together."""
+        """Put the shared parameters into the model; a collective call."""
 
     def traffic(self) -> Traffic: ...
 
@@ -46,23 +46,23 @@ class Method(Protocol):
 
 
 def open_method(row: Row, model: nn.Module, settings: Settings) -> Method:
-    """Attach the row's method to a fresh model; all replicas call it together."""
+    """Attach the row's method to a fresh model; a collective call."""
     if row.method == "DDP":
         return DataParallel(row, model, settings)
     return LowCommunication(row, model, settings)
 
 
-# Streaming's fragments take turns; a result is applied so many steps after its fragment was sent.
+# Streaming sends two fragments in turn, and applies a result this many steps after the send.
 FRAGMENTS = {"Streaming": 2}
 STREAMING_DELAY = 5
-# Averaging needs no momentum; a mean that comes a whole round late bears less of it.
+# FedAvg averages without momentum. Eager's mean comes a round late, and needs a smaller momentum.
 OUTERS = {"FedAvg": SGD(lr=1.0), "Eager": Nesterov(lr=0.5, momentum=0.3)}
 
 
 def overlap_of(row: Row, settings: Settings) -> Overlap | None:
-    """When results are applied, where that is not in the step that sends."""
+    """Return the row's overlap policy; None if results are applied in the step that sends."""
     if row.method == "Streaming":
-        # A fragment arrives before it is sent again.
+        # The delay is shorter than a round: a result arrives before the fragment's next send.
         return Streaming(delay=min(STREAMING_DELAY, settings.sync_every - 1), alpha=0.5)
     return Eager() if row.method == "Eager" else None
 
@@ -74,7 +74,7 @@ class LowCommunication:
         outer = Nesterov(lr=settings.outer_lr, momentum=settings.outer_momentum)
         self._row, self._model = row, model
         self._optimizer = inner_optimizer(model, settings)
-        # init="check": all replicas build the same weights from the seed, nothing is broadcast.
+        # init="check": all replicas make the same weights from the seed, so none are sent.
         self._diloco = DiLoCo(
             model,
             self._optimizer,
@@ -119,8 +119,8 @@ class LowCommunication:
 class DataParallel:
     """DistributedDataParallel whose gradients travel through this library's engine.
 
-    The link emulator throttles only the engine, so DDP must use it to be comparable; fp32 on
-    the wire is what DDP sends by itself, at the same number of bytes as a ring all-reduce.
+    The link emulator throttles only the engine, so DDP must use the engine for a fair comparison.
+    DDP alone would send fp32 too, and as many bytes by a ring all-reduce.
     """
 
     def __init__(self, row: Row, model: nn.Module, settings: Settings) -> None:

@@ -38,11 +38,11 @@ class Display(Protocol):
 
 
 def run_demo(settings: Settings, display: Display, rows: Sequence[Row] = ROWS) -> Results:
-    """Train every row on the same replica processes and return what they measured.
+    """Train every row on the same replica processes and return their results.
 
     Raises:
         ValueError: If the text is missing or too short.
-        ReplicaError: If a replica failed; no process is left behind, nor on an interrupt.
+        ReplicaError: If a replica failed. All processes have ended then, as after an interrupt.
     """
     started = time.perf_counter()
     corpus = load_corpus(settings.data, settings.num_replicas)
@@ -69,9 +69,9 @@ class _Replica:
 
 @contextlib.contextmanager
 def _replicas(settings: Settings) -> Iterator[list[_Replica]]:
-    """Start the worker processes; kill whatever is left of them at the end."""
+    """Start the worker processes, and at the end kill those that still run."""
     store = open_store("127.0.0.1", 0)
-    # A clean process imports torch once and forks the replicas.
+    # A fresh process imports torch once and forks the replicas.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([worker_main.__module__])
     replicas: list[_Replica] = []
@@ -102,7 +102,7 @@ def _replicas(settings: Settings) -> Iterator[list[_Replica]]:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Delay Ctrl-C; a process started inside inherits the mask and never sees one."""
+    """Delay Ctrl-C; processes started inside inherit the mask, and never get the signal."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the demo runs: the rows of its table and the numbers common to all of them."""
+"""The rows of the demo's table, and the settings common to all rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = (BASELINE, FEDAVG, REFERENCE, SMALL, TINY, STREAMING, EAGER)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings common to all rows; every row starts from the same weights and data order."""
+    """Settings common to all rows; every row has the same first weights and order of data."""
 
     num_replicas: int = 4
     num_steps: int = 350
@@ -90,5 +90,5 @@ class Settings:
 
 
 DEFAULT = Settings()
-# A short run needs a lower rate for its few outer steps to settle.
+# A short run has few outer steps, which converge better at a lower inner rate.
 QUICK = Settings(num_steps=100, batch_size=4, inner_lr=1e-3)

@@ -48,7 +48,7 @@ def worker_main(pipe: Connection, replica: int, settings: Settings, store_port: 
 
 
 def _exit_with_parent() -> None:
-    """End this process as soon as the parent is gone, even if it was killed."""
+    """End this process when the parent process ends, even if the parent is killed."""
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
@@ -56,7 +56,7 @@ def _exit_with_parent() -> None:
 
 
 class _Trainer:
-    """Data and settings of one replica, kept from row to row; the model is new for each."""
+    """Data and settings of one replica for all rows; each row has a new model."""
 
     def __init__(self, replica: int, settings: Settings, emit: Callable[[Event], None]) -> None:
         self._replica = replica
@@ -71,7 +71,7 @@ class _Trainer:
         self._warm_up()
 
     def train(self, row: Row) -> None:
-        """Train one row from the first step to the last and emit what happens."""
+        """Train one row from the first step to the last, and emit its events."""
         settings = self._settings
         model = ByteTransformer(settings.model, settings.seed)
         batches = self._batches()

@@ -1,1 +1,1 @@
-"""``diloco-comm doctor``: what is installed, and whether it works."""
+"""``diloco-comm doctor``: show what is installed, and test whether it works."""

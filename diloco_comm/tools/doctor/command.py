@@ -29,7 +29,7 @@ def doctor(
         bool, typer.Option(help="Let two processes on this machine exchange and compare.")
     ] = True,
     replicas: Annotated[
-        int | None, typer.Option(help="In a job: into how many replicas its ranks are divided.")
+        int | None, typer.Option(help="In a job: number of replicas that the ranks form.")
     ] = None,
     megabytes: Annotated[
         float, typer.Option(help="In a job: size of the messages that measure a link.")
@@ -39,10 +39,10 @@ def doctor(
     ] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show what is built, found and chosen, test it, and warn of what often goes wrong.
+    """Show the installation and the machine, run a self-test, and warn of common mistakes.
 
-    Under torchrun or srun all ranks compare themselves and measure their links. Status 1 when
-    something is wrong; warnings do not count.
+    Under torchrun or srun the ranks compare their facts and measure their links. The exit status is
+    1 if there is an error; warnings do not change the status.
     """
     for name, value in (("megabytes", megabytes), ("timeout", timeout)):
         if not 0 < value < math.inf:
@@ -86,7 +86,7 @@ def _in_job(
     num_bytes: int,
     timeout_s: float,
 ) -> dict[str, Any]:
-    """Let all ranks look at each other; the findings of every rank become those of all."""
+    """Compare all ranks, and collect the findings of every rank on every rank."""
     import torch.distributed as dist
 
     from .job import examine_job, gather_findings, join, judge_job
@@ -113,6 +113,6 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
 
     from .report import print_report
 
-    # Within a job the output is no terminal, and 80 columns would cut it.
+    # The output of a job is no terminal: rich would cut lines at 80 columns.
     width = None if os.isatty(1) else 120
     print_report(Console(width=width), report)

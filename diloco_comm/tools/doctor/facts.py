@@ -1,4 +1,4 @@
-"""``diloco-comm doctor``: what is built, found and chosen on this machine, and what looks wrong."""
+"""``diloco-comm doctor``: facts of the installation and this machine, and errors in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong ("error") or that often goes wrong ("warning"), and what to do."""
+    """An error, or a warning of a common mistake, with a remedy."""
 
     level: str
     what: str
@@ -32,7 +32,7 @@ class Finding:
 
 
 def examine() -> dict[str, Any]:
-    """Return the facts of this machine as JSON types; nothing is started."""
+    """Return the facts of this machine as JSON types; no process is started."""
     return {
         "versions": _versions(),
         "extension": _extension(),
@@ -44,7 +44,7 @@ def examine() -> dict[str, Any]:
 
 
 def judge(facts: dict[str, Any]) -> list[Finding]:
-    """Return what is wrong with the facts of one machine."""
+    """Return the errors and warnings about the facts of one machine."""
     return [*_judge_extension(facts), *_judge_settings(facts), *_judge_network(facts)]
 
 
@@ -63,7 +63,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _extension() -> dict[str, Any]:
-    """Ask the extension; where it cannot be loaded, importing this package has said so."""
+    """Return facts of the C++ extension, which importing this package has loaded."""
     spec = importlib.util.find_spec("diloco_comm._C")
     path = None if spec is None else spec.origin
     available = list(ops.available_impls())
@@ -124,7 +124,7 @@ def _network() -> dict[str, Any]:
 
 
 def _settings() -> dict[str, Any]:
-    """Return the environment that acts on this package and on the collectives."""
+    """Return the environment variables that change this package or the collectives."""
     wanted = re.compile(
         r"DILOCO_COMM_|NCCL_|TORCH_NCCL_|CUDA_DEVICE_MAX_CONNECTIONS|GLOO_|OMP_NUM_THREADS|MASTER_"
     )
@@ -190,5 +190,5 @@ def _judge_network(facts: dict[str, Any]) -> list[Finding]:
 
 
 def as_json(findings: list[Finding]) -> list[dict[str, str]]:
-    """Return findings as JSON types, the errors first."""
+    """Return findings as JSON types, errors first."""
     return [asdict(finding) for finding in sorted(findings, key=lambda f: f.level != "error")]

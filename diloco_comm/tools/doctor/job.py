@@ -1,4 +1,4 @@
-"""Checks that all ranks of a launched job make together: the same versions, and every link."""
+"""Checks of all ranks of a launched job: equal versions, and the speed of every link."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .facts import Finding
 
 LATENCY_ROUNDS = 20
 BANDWIDTH_ROUNDS = 3
-# More pairs than this are thinned out to those of each rank with the next ones.
+# With more pairs than this, each rank is paired with its nearest neighbours only.
 MOST_PAIRS = 120
-# A link that is this much slower than the median one is worth a look.
+# A link slower than the median by this factor is reported.
 SLOW_LINK = 3.0
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> dict[str, int] | None:
     """Return rank, size and local rank under torchrun or srun, else None.
 
-    Sets nothing: ``join`` does.
+    This function changes no variable; ``join`` does.
     """
     for names in (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -44,7 +44,7 @@ def join(job: Mapping[str, int], timeout_s: float) -> None:
     """Join the job's default group over gloo.
 
     Raises:
-        ValueError: If there is no address to meet at.
+        ValueError: If the address of rank 0 is not known.
     """
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise ValueError(
@@ -61,11 +61,11 @@ def join(job: Mapping[str, int], timeout_s: float) -> None:
 
 
 def examine_job(facts: dict[str, Any], replicas: int | None, num_bytes: int) -> dict[str, Any]:
-    """Compare all ranks and measure their links; the same result on every rank.
+    """Compare all ranks and measure their links; the result is the same on every rank.
 
     Args:
-        facts: Of this rank, from ``doctor.examine``.
-        replicas: Into how many replicas the ranks are divided, if known.
+        facts: The facts of this rank, from ``facts.examine``.
+        replicas: Number of replicas that the ranks form, if known.
         num_bytes: Size of the messages whose bandwidth is measured.
 
     Raises:
@@ -81,7 +81,7 @@ def examine_job(facts: dict[str, Any], replicas: int | None, num_bytes: int) -> 
     return {
         "world": world,
         "replicas": replicas,
-        # Hosts by number: their names are nobody's business.
+        # Hosts by number: a report should not show host names.
         "host_of_rank": [numbers[host] for host in hosts],
         "differences": differences([entry["facts"] for entry in everything]),
         "links": measure_links(num_bytes),
@@ -89,7 +89,7 @@ def examine_job(facts: dict[str, Any], replicas: int | None, num_bytes: int) -> 
 
 
 def gather_findings(own: list[Finding]) -> list[Finding]:
-    """Return what any rank has found, each once, with the ranks where not all have it."""
+    """Return the findings of all ranks, each once, with its ranks unless all ranks have it."""
     world = dist.get_world_size()
     everything: list[Any] = [None] * world
     dist.all_gather_object(everything, own)
@@ -102,7 +102,7 @@ def gather_findings(own: list[Finding]) -> list[Finding]:
 
 
 def differences(all_facts: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
-    """Return the facts that should be equal and are not: value, then the ranks that have it."""
+    """Return the facts that differ between ranks: for each value the ranks that have it."""
     found = {}
     for name, values in _comparable(all_facts).items():
         if len(set(values)) > 1:
@@ -135,7 +135,7 @@ def measure_links(num_bytes: int) -> list[dict[str, Any]]:
     """Time messages between pairs of ranks, one pair at a time.
 
     Returns:
-        One entry a pair: ``ranks``, ``latency_us`` (half a round trip of 8 bytes) and ``gbps``.
+        One entry for each pair: ``ranks``, ``latency_us`` (half a round trip of 8 bytes), ``gbps``.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     measured = []
@@ -155,7 +155,7 @@ def measure_links(num_bytes: int) -> list[dict[str, Any]]:
 
 
 def pairs_of(world: int) -> list[tuple[int, int]]:
-    """Return all pairs of ranks; of many ranks those with the nearest neighbours."""
+    """Return all pairs of ranks; of many ranks only pairs of near neighbours."""
     pairs = list(itertools.combinations(range(world), 2))
     if len(pairs) <= MOST_PAIRS:
         return pairs
@@ -178,12 +178,12 @@ def _ping(a: int, b: int, num_bytes: int, rounds: int) -> float:
             dist.recv(message, peer)
             dist.send(message, peer)
         seconds.append((time.perf_counter() - begin) / 2)
-    # The first one connects.
+    # The first message makes the connection.
     return statistics.median(seconds[1:])
 
 
 def judge_job(job: dict[str, Any]) -> list[Finding]:
-    """Return what is wrong with a job."""
+    """Return the errors and warnings about a job."""
     found = []
     for name, ranks in job["differences"].items():
         shown = "; ".join(
@@ -191,7 +191,7 @@ def judge_job(job: dict[str, Any]) -> list[Finding]:
             + (" ..." if len(own) > 8 else "")
             for value, own in ranks.items()
         )
-        # Implementations give the same bytes, so that different processors go together.
+        # All implementations of the operators give the same bytes, so they may differ.
         level = "warning" if name in ("default implementation", "python", "numpy") else "error"
         found.append(Finding(level, f"{name} differs: {shown}", "give all ranks the same"))
     found += _judge_links(job["links"])

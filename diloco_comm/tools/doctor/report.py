@@ -1,4 +1,4 @@
-"""What ``diloco-comm doctor`` shows."""
+"""The report of ``diloco-comm doctor``."""
 
 from __future__ import annotations
 

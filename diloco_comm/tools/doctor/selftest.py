@@ -1,4 +1,4 @@
-"""Two processes on this machine that exchange, step and compare: does the installation work?"""
+"""The self-test: two processes on this machine exchange, step, and compare their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIRES = ("fp32", "int8", "int4")
 
 
 def run_self_test(deadline_s: float = DEADLINE_S) -> dict[str, Any]:
-    """Start two replicas and return whether they agree; never raises for what they do.
+    """Start two replicas and return whether they agree; a failure of a replica is no exception.
 
     Returns:
         ``ok``, ``seconds``, and ``error``: one sentence, or None.
@@ -70,7 +70,7 @@ def _judge(processes: list[subprocess.Popen[str]], deadline: float) -> str | Non
 
 
 def _replica(rank: int, port: int) -> dict[str, str]:
-    """Exchange over every wire and train two rounds; hashes of what came out."""
+    """Exchange over every wire, train two rounds, and return hashes of the results."""
     import hashlib
     from datetime import timedelta
 
@@ -94,7 +94,7 @@ def _replica(rank: int, port: int) -> dict[str, str]:
     for wire in WIRES:
         tensor = values[rank].clone()
         all_reduce(tensor, wire=wire, timeout=DEADLINE_S)
-        # 4 bits of Gaussian values in blocks of 256 lose some 13 %.
+        # At 4 bits, Gaussian values in blocks of 256 have an error of about 13 %.
         error = float((tensor - mean).norm() / mean.norm())
         if error > {"fp32": 1e-6, "int8": 0.02, "int4": 0.3}[wire]:
             raise RuntimeError(f"the mean over the {wire} wire is wrong by {error:.2g}")

@@ -49,8 +49,8 @@ profile = typer.Typer(
 @profile.command("run", epilog=RUN_EXAMPLES, context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(help="Program and arguments, behind --.")],
-    out: Annotated[Path, typer.Option(help="Folder for a trace of each rank.")] = Path("traces"),
-    skip: Annotated[int, typer.Option(help="Optimizer steps before the recorded ones.")] = 10,
+    out: Annotated[Path, typer.Option(help="Folder for the ranks' traces.")] = Path("traces"),
+    skip: Annotated[int, typer.Option(help="Optimizer steps to skip before the recording.")] = 10,
     steps: Annotated[int, typer.Option(help="Optimizer steps to record.")] = 20,
     nsys: Annotated[
         bool, typer.Option("--nsys", help="Print the command for Nsight Systems; run nothing.")
@@ -85,7 +85,7 @@ def run(
         path for path, time_ns in _versions(out).items() if before.get(path) != time_ns
     )
     if status:
-        # A shell gives the number of the signal so.
+        # As in a shell: 128 plus the number of the signal.
         raise typer.Exit(status if status > 0 else 128 - status)
     if not written:
         fail(
@@ -103,9 +103,9 @@ def _versions(folder: Path) -> dict[Path, int]:
 
 
 def nsys_command(command: Sequence[str], out: Path) -> list[str]:
-    """Return the command that records each rank of another one with Nsight Systems.
+    """Return the command that records each rank of a command with Nsight Systems.
 
-    Under torchrun and torch.distributed.run every worker runs below a recorder of its own.
+    Under torchrun and torch.distributed.run each worker has its own recorder.
     """
     recorder = ["nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"]
     if Path(command[0]).name != "torchrun":
@@ -115,7 +115,7 @@ def nsys_command(command: Sequence[str], out: Path) -> list[str]:
     from torch.distributed.run import get_args_parser
 
     try:
-        # What it has to say is its usage, some hundred lines of it.
+        # Drop torchrun's own message, a usage text of more than a hundred lines.
         with contextlib.redirect_stderr(io.StringIO()):
             parsed = get_args_parser().parse_args(list(command[1:]))
     except SystemExit:
@@ -131,7 +131,7 @@ def nsys_command(command: Sequence[str], out: Path) -> list[str]:
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(help="Traces, one a rank: JSON (.gz) or SQLite of nsys; or a folder."),
+        typer.Argument(help="Traces of the ranks: JSON (.gz), or SQLite of nsys; or a folder."),
     ],
     plot: Annotated[Path | None, typer.Option(help="Draw a timeline into this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

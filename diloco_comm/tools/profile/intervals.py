@@ -1,8 +1,8 @@
 """Lengths of unions and intersections of time intervals, on numpy arrays.
 
-The arithmetic is that of Holistic Trace Analysis (``merge_kernel_intervals``), so that the overlap
-agrees with it to the last digit: times that were rounded inwards may end before they begin, and
-such an interval keeps its negative length.
+The arithmetic is that of Holistic Trace Analysis (``merge_kernel_intervals``), so that both tools
+report the same overlap to the last digit. An interval whose times were rounded inwards may end
+before it begins; such an interval keeps its negative length.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def length(merged: tuple[Array, Array]) -> float:
 
 
 def intersection(a: tuple[Array, Array], b: tuple[Array, Array]) -> float:
-    """Return the length of what two lists of merged intervals have in common."""
+    """Return the length of the intersection of two lists of merged intervals."""
     times = np.concatenate((*a, *b))
     if not len(a[0]) or not len(b[0]):
         return 0.0
-    # 1 while a runs, 2 while b runs: 3 while both do.
+    # The running sum is 1 inside an interval of a, 2 inside one of b, and 3 inside both.
     changes = np.repeat((1, -1, 2, -2), (len(a[0]), len(a[0]), len(b[0]), len(b[0])))
     order = np.argsort(times, kind="stable")
     times, running = times[order], np.cumsum(changes[order])
@@ -47,7 +47,7 @@ def intersection(a: tuple[Array, Array], b: tuple[Array, Array]) -> float:
 
 
 def inside(points: Array, merged: tuple[Array, Array]) -> NDArray[np.bool_]:
-    """Whether each point lies in one of the merged intervals, their ends included."""
+    """Whether each point lies in one of the merged intervals, ends included."""
     begin, end = merged
     if not len(begin):
         return np.zeros(len(points), dtype=bool)

@@ -25,31 +25,31 @@ from .trace import (
 from .trace_json import EventReader, no_garbage_collection
 
 STEP = "ProfilerStep"
-# What torch.distributed records on the processor; gloo has no other trace.
+# Names of torch.distributed's events on the processor; gloo has no other events.
 _CPU_COMMUNICATION = ("gloo:", "c10d::", "record_param_comms")
 
 
 class Rows:
-    """Numbers of many events, a row each, without an object for each."""
+    """Rows of numbers, one row for each event, without a Python object for each."""
 
     def __init__(self, width: int) -> None:
         self.width = width
         self._values = array("d")
-        # Called for every event: one call into C.
+        # ``add`` is called for every event, so it is a C function.
         self.add = self._values.extend
 
     def columns(self) -> Any:
-        """Return the columns, views of the rows; none may be added any more."""
+        """Return the columns as views of the rows; no row may be added afterwards."""
         values = np.frombuffer(self._values) if self._values else np.empty(0)
         return values.reshape(-1, self.width).T
 
 
 class KinetoTrace:
-    """What is kept of a Kineto trace while it is read, and how it is filtered afterwards.
+    """The numbers of a Kineto trace that the report needs, collected while the file is read.
 
-    Which kernels count is decided as in Holistic Trace Analysis: those launched before the last
-    profiled step begins, when there are two steps or more; times with fractions of a microsecond
-    are rounded inwards.
+    The choice of kernels is that of Holistic Trace Analysis: with two or more profiled steps, only
+    kernels launched before the last step begins. Times with fractions of a microsecond are rounded
+    inwards.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class KinetoTrace:
         self.step_names: set[str] = set()
         self.phases: dict[str, Phase] = {}
         self._has_fractions = False
-        # begin, end, correlation, stream, kind, whether it is ours by its process group
+        # begin, end, correlation, stream, kind, 1 if its process group is one of this package
         self._gpu = Rows(6)
         # begin, correlation, thread
         self._launches = Rows(3)
@@ -74,11 +74,11 @@ class KinetoTrace:
 
     @classmethod
     def read(cls, path: Path) -> KinetoTrace:
-        """Read a file, JSON or gzip of it.
+        """Read a file of JSON, or of JSON packed by gzip.
 
         Raises:
-            TraceError: If it is empty, foreign or truncated.
-            OSError: If it cannot be read.
+            TraceError: If the file is empty, foreign or truncated.
+            OSError: If the file cannot be read.
         """
         trace = cls(path)
         with path.open("rb") as file, no_garbage_collection():
@@ -99,7 +99,7 @@ class KinetoTrace:
         for event in events:
             begin, us, category = event.get("ts"), event.get("dur"), event.get("cat")
             if type(begin) is not int:
-                # A time that is missing makes a column of floating-point numbers, too.
+                # As in Holistic Trace Analysis, a missing time makes all times floating-point.
                 self._has_fractions = True
             if us is None or category is None or begin is None or category == "Trace":
                 continue
@@ -135,9 +135,10 @@ class KinetoTrace:
     def _add_ours(
         self, stage: str, key: tuple[str, str], begin: float, end: float, took_us: str | None
     ) -> None:
-        """Note one of our stages; an exchange is known when it has been waited for.
+        """Note a stage of this package; an exchange is complete with its wait.
 
-        It began with the encoding, and took what the engine measured, but no longer than the wait.
+        The exchange begins with the encoding. Its length is the engine's measurement, cut at the
+        end of the wait.
         """
         if stage == "encode":
             self._sent[key] = begin
@@ -149,10 +150,10 @@ class KinetoTrace:
             self.phases.setdefault(stage, Phase()).add(end - begin)
 
     def finish(self, num_steps: int) -> RankTrace:
-        """Filter and round.
+        """Filter the events, round the times, and return the intervals.
 
         Args:
-            num_steps: Different profiled steps in the traces of all ranks.
+            num_steps: Number of different profiled steps in the traces of all ranks.
         """
         begin, end, correlation, stream, kind, ours = self._gpu.columns()
         if not len(begin):
@@ -192,7 +193,7 @@ class KinetoTrace:
         return np.where(is_kernel, np.isin(correlation, ids[launched < last]), begin < last)
 
     def _is_launched_by_us(self, correlation: Any) -> Any:
-        """Whether a kernel was launched within one of our ranges, on its thread."""
+        """Whether a kernel was launched inside a range of this package, on the range's thread."""
         begin, end, threads = self._ranges.columns()
         launched, ids, launching = self._launches.columns()
         found = [np.empty(0, dtype=np.int64)]
@@ -204,7 +205,7 @@ class KinetoTrace:
 
 
 def _integer(value: Any) -> int:
-    """Read a number of a stream or a launch; -1 for none."""
+    """Return the number of a stream or a launch; -1 if the event has none."""
     try:
         return -1 if value is None else int(value)
     except ValueError:

@@ -1,7 +1,7 @@
 """Read an Nsight Systems report that was exported to SQLite.
 
-Tables that recorded nothing do not exist, and their columns differ between versions: all are
-looked up. Times are nanoseconds there, microseconds here.
+An export lacks tables without events, and columns differ between versions, so all names are looked
+up. Times are in nanoseconds in the export, and in microseconds in the result.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def read(path: Path) -> list[RankTrace]:
     """Return one trace for each process in the report.
 
     Raises:
-        TraceError: If it is no such export.
-        OSError: If it cannot be read.
+        TraceError: If the file is no such export.
+        OSError: If the file cannot be read.
     """
     with path.open("rb"):
         pass
@@ -101,7 +101,7 @@ class _Report:
         return RankTrace(self.path, rank, "gpu", **parts, phases=phases)
 
     def _kernels(self, ours: set[Pair]) -> dict[int, dict[str, list[Pair]]]:
-        """Return begin and end in ns by process, and by what they are."""
+        """Return begin and end of kernels in ns, by process and kind."""
         found: dict[int, dict[str, list[Pair]]] = {}
         if KERNELS not in self.tables:
             return found
@@ -124,7 +124,7 @@ class _Report:
         return found
 
     def _our_ranges(self) -> list[tuple[int, int, int, str]]:
-        """Return (thread, begin, end, stage) of our ranges."""
+        """Return (thread, begin, end, stage) of this package's ranges."""
         if NVTX not in self.tables:
             return []
         found = []
@@ -153,7 +153,7 @@ class _Report:
         )
 
     def _launches_of_ours(self, ranges: list[tuple[int, int, int, str]]) -> set[Pair]:
-        """Return (process, correlation) of what was launched within our ranges."""
+        """Return (process, correlation) of the launches inside this package's ranges."""
         if not ranges or RUNTIME not in self.tables:
             return set()
         has_process = KERNELS in self.tables and "globalPid" in self.columns(KERNELS)

@@ -1,4 +1,4 @@
-"""Record a trace of this process with torch.profiler, without a change to its program.
+"""Record a trace of this process with torch.profiler; the program need not change.
 
 ``diloco-comm profile run`` sets ``DILOCO_COMM_PROFILE``; a process that imports ``diloco_comm`` and
 steps an optimizer then writes ``rank<r>.json.gz``.
@@ -28,13 +28,13 @@ class Recorder:
 
     def __init__(self, folder: Path, skip: int, steps: int) -> None:
         self.folder = folder
-        # A process that is a replica of its own hides the launch from its trainer later on.
+        # Read now: ``replica_per_process`` later removes the launcher's variables.
         self._rank_at_start = _launched_rank()
         self._optimizer: Optimizer | None = None
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # The step in which recording is warmed up is the last of the skipped ones.
+        # The profiler warms up in the last skipped step.
         plan = schedule(wait=skip - 1, warmup=1, active=steps, repeat=1)
         self._profile = profile(
             activities=activities, schedule=plan, on_trace_ready=self._write, acc_events=False
@@ -42,7 +42,7 @@ class Recorder:
         self._is_running = False
 
     def attach(self) -> RemovableHandle:
-        """Listen to all optimizers, until the handle is removed."""
+        """Count the steps of all optimizers, until the handle is removed."""
         return register_optimizer_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: Optimizer, *arguments: Any) -> None:
@@ -54,18 +54,18 @@ class Recorder:
             self._attempt(self._profile.step)
 
     def stop(self) -> None:
-        """Write what was recorded if training ends before the last step to record."""
+        """Write the steps recorded so far, if training ends early."""
         if self._is_running:
             self._is_running = False
             self._attempt(self._profile.stop)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Let the profiler act; what it cannot do ends the recording, and never the training."""
+        """Call the profiler; an error ends the recording, and never the training."""
         try:
             action()
         except (OSError, RuntimeError) as error:
             self._is_running = False
-            logger.error("rank %d has no trace, its training goes on: %s", self._rank(), error)
+            logger.error("rank %d has no trace, and training goes on: %s", self._rank(), error)
 
     def _write(self, finished: profile) -> None:
         self._is_running = False
@@ -87,13 +87,13 @@ class Recorder:
 
 
 def _launched_rank() -> int | None:
-    """Return the rank that the launcher gave to this process; None for one that nobody launched."""
+    """Return the rank of this process in its launch; None without a launcher."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
     return None if rank is None else int(rank)
 
 
 def record(folder: str, skip: int, steps: int) -> None:
-    """Arrange for a trace of this process; nothing is started before its first step."""
+    """Record a trace of this process, from its first optimizer step on."""
     recorder = Recorder(Path(folder), skip, steps)
     recorder.attach()
     atexit.register(recorder.stop)

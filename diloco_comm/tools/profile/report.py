@@ -1,4 +1,4 @@
-"""What ``diloco-comm profile report`` does and shows."""
+"""The report of ``diloco-comm profile report``: read traces, print tables, draw a timeline."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from . import nsys as profile_nsys
 from .kineto import KinetoTrace
 from .trace import RankTrace, TraceError, figures, rank_of, settle_ranks, slowest_rank
 
-# Rectangles that a figure of some thousand pixels can show.
+# Most rectangles that a figure of a few thousand pixels can show.
 _MOST_DRAWN = 4000
 _ENDINGS = (".json", ".json.gz", ".sqlite")
 _REPORTS = (".nsys-rep", ".qdrep")
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:
-    """Put the traces in a folder in its place, by the rank in their names.
+    """Replace each folder by its traces, ordered by the rank in their names.
 
     Raises:
-        TraceError: If a folder has none.
+        TraceError: If a folder has no trace.
         OSError: If a folder cannot be read.
     """
     found: list[Path] = []
@@ -40,7 +40,7 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
 def _in_folder(folder: Path) -> list[Path]:
     files = sorted((path for path in folder.iterdir() if path.is_file()), key=_by_rank)
     traces = [path for path in files if path.name.endswith(_ENDINGS)]
-    # Those must be exported first, as read_traces says; beside an export they are no news.
+    # Reports of nsys count only without an export; read_traces asks the user to export them.
     traces = traces or [path for path in files if path.suffix in _REPORTS]
     if not traces:
         raise TraceError(f"there is no trace in {folder}: {', '.join(f'*{e}' for e in _ENDINGS)}")
@@ -53,11 +53,11 @@ def _by_rank(path: Path) -> tuple[bool, int, str]:
 
 
 def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
-    """Read all files, Kineto or Nsight Systems, by their content.
+    """Read all files; their content tells Kineto from Nsight Systems.
 
     Raises:
-        TraceError: If one is empty, foreign or truncated, or two are of one rank.
-        OSError: If one cannot be read.
+        TraceError: If a file is empty, foreign or truncated, or two files have the same rank.
+        OSError: If a file cannot be read.
     """
     kineto: list[KinetoTrace] = []
     traces: list[RankTrace] = []
@@ -109,8 +109,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(f"slowest rank: {report['slowest_rank']} (it computes longest)")
     if any(rank["device"] == "cpu" for rank in report["ranks"]):
         console.print(
-            "Without GPU kernels: communication is our exchanges and torch.distributed's calls, "
-            "computation the operators on the processor.",
+            "Without GPU kernels: communication is this library's exchanges and "
+            "torch.distributed's calls, computation is the operators on the processor.",
             soft_wrap=True,
         )
 
@@ -138,7 +138,7 @@ def _phases(report: dict[str, Any]) -> Table:
 
 
 def plot_timeline(traces: Sequence[RankTrace], path: Path) -> None:
-    """Draw what each rank computed and communicated; needs matplotlib, and no display."""
+    """Draw computation and communication of each rank; needs matplotlib, and no display."""
     figure = plots.new_figure(11, 1.2 + 1.1 * len(traces))
     axes = figure.subplots()
     plots.tidy(axes, grid=None)

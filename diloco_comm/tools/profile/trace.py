@@ -1,8 +1,8 @@
-"""What a trace of one rank is reduced to, and the figures that follow from it.
+"""The intervals of one rank's trace, and the figures computed from the intervals.
 
 Overlap is defined as in Holistic Trace Analysis: the time in which both communication and
-computation run on the device, over the time in which communication runs. Kernels are told apart by
-their names, as there; copies and memsets are neither.
+computation run on the device, over the time in which communication runs. A kernel's name decides
+whether it is communication or computation; copies and memsets are neither.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ COMMUNICATION, COMPUTATION, NEITHER = 0, 1, 2
 _NCCL = re.compile(r"nccl.*Kernel")
 _MEMORY = re.compile(r"Memcpy|Memset|dma")
 _NO_COMPUTATION = re.compile(r".*Memcpy|Memset|.*Sync")
-# "diloco_comm::encode fragment=0 round=3", and the same in our NVTX domain without the prefix.
+# "diloco_comm::encode fragment=0 round=3"; names in the package's NVTX domain have no prefix.
 OUR_RANGE = re.compile(r"(?:diloco_comm::)?(\w+) fragment=(\d+) round=(\d+)(?: us=(\d+))?$")
 OURS = "diloco_comm"
 _RANK = re.compile(r"rank[-_]?(\d+)")
 
 
 class TraceError(ValueError):
-    """A file that is no trace, or not a whole one; the message is one sentence."""
+    """A file is no trace, or an incomplete one; the message is one sentence."""
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def kind_of(name: str) -> int:
-    """Tell a GPU activity's kind by its name, as Holistic Trace Analysis 0.5 does."""
+    """Return the kind of a GPU activity by its name, as in Holistic Trace Analysis 0.5."""
     if _NCCL.match(name):
         return COMMUNICATION
     if _MEMORY.match(name) or _NO_COMPUTATION.match(name):
@@ -44,14 +44,14 @@ def kind_of(name: str) -> int:
 
 
 def rank_of(path: Path) -> int | None:
-    """Return the rank that a file's name tells: rank3.json, trace_rank-3.sqlite."""
+    """Return the rank in the name of a file such as rank3.json or trace_rank-3.sqlite."""
     found = _RANK.search(path.name)
     return int(found[1]) if found else None
 
 
 @dataclass
 class Phase:
-    """How often one of our stages ran, and for how long."""
+    """How often a stage of this package ran, and for how long."""
 
     count: int = 0
     total_us: float = 0.0
@@ -72,13 +72,13 @@ class RankTrace:
     """The activities of one rank, in microseconds; intervals in any order.
 
     Attributes:
-        rank: None where neither the trace nor its name tells.
+        rank: None if neither the trace nor the file's name has a rank.
         device: "gpu", or "cpu" for a trace without GPU activities.
-        ours: Communication of this library.
+        ours: Communication kernels of this library.
         inner: All other communication.
-        exchanges: This library's exchanges as its engine measured them, beside a device's kernels:
-            they are ours where no kernel is, as with gloo between sites.
-        phases: Our stages by name.
+        exchanges: This library's exchanges, as measured by its engine. They count as communication
+            if the library has no communication kernels, as with gloo between sites.
+        phases: This library's stages by name.
     """
 
     path: Path
@@ -92,7 +92,7 @@ class RankTrace:
 
     @property
     def our_traffic(self) -> tuple[Array, Array]:
-        """Our kernels, or our exchanges where no kernel is ours."""
+        """This library's kernels, or its exchanges if it has no kernels."""
         return self.ours if len(self.ours[0]) else self.exchanges
 
 
@@ -132,17 +132,17 @@ def _overlap(
 
 
 def slowest_rank(ranks: Sequence[dict[str, Any]]) -> int | None:
-    """Return the rank that computes longest: the others wait for it. None for a single one."""
+    """Return the rank that computes longest, which the others wait for; None with one rank."""
     if len(ranks) < 2:
         return None
     return max(ranks, key=lambda rank: rank["computation_us"])["rank"]
 
 
 def settle_ranks(traces: Sequence[RankTrace]) -> None:
-    """Give traces that name no rank the free numbers, in the order given.
+    """Give traces without a rank the free numbers, in the order of the list.
 
     Raises:
-        TraceError: If two traces are of the same rank.
+        TraceError: If two traces have the same rank.
     """
     taken: dict[int, Path] = {}
     for trace in traces:

@@ -1,8 +1,8 @@
-"""Read the events of a Kineto trace (JSON) piece by piece, in memory that does not grow with it.
+"""Read the events of a Kineto trace (JSON) piece by piece, in memory of constant size.
 
-A piece is cut where one event ends and the next begins, found as ``}`` ``,`` ``{``. Such a place
-may lie within an event or a string; then the piece is no JSON array, and an earlier one is tried:
-what parses between two brackets is a list of whole events.
+A piece ends between two events, at the characters ``}`` ``,`` ``{``. These characters may also lie
+inside an event or a string. Then the piece is no JSON array, and an earlier end is tried: a piece
+that parses between two brackets is a list of whole events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import IO, Any
 from .trace import TraceError
 
 PIECE_BYTES = 1 << 20
-# What stands before and behind the events, and the longest event, must fit into this.
+# Most bytes of the text before the events, of the text after them, and of one event.
 LARGEST_REST = 64 << 20
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _SPACE = re.compile(r"\s*")
@@ -28,7 +28,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 class EventReader:
-    """Iterates over lists of events; ``metadata`` is complete when they are exhausted.
+    """Iterate over lists of events; ``metadata`` is complete after the last list.
 
     Raises:
         TraceError: While iterating, if the file is empty, foreign or truncated.
@@ -61,7 +61,7 @@ class EventReader:
             raise TraceError(f"{self.path} is truncated or no gzip file: {error}") from None
 
     def _read_head(self) -> bytes:
-        """Parse what comes before the events; return what was read of them already."""
+        """Parse the text before the events; return the bytes of events that were read with it."""
         head = b""
         while True:
             piece = self._read()
@@ -80,7 +80,7 @@ class EventReader:
                 raise TraceError(f"{self.path} is no Kineto trace: it has no traceEvents")
 
     def _take_members(self, text: str) -> bool:
-        """Store the members of ``{"a": 1, "b": 2,``; False where it is not such a text."""
+        """Store the members of a text such as ``{"a": 1, "b": 2,``; False for other texts."""
         try:
             self.metadata.update(json.loads(text.rstrip().rstrip(",") + "}"))
         except ValueError:
@@ -88,7 +88,7 @@ class EventReader:
         return True
 
     def _read_tail(self, rest: bytes) -> list[dict[str, Any]]:
-        """Parse the last event and what follows the events."""
+        """Parse the last event and the text after the events."""
         truncated = TraceError(f"{self.path} is truncated: its events do not end")
         try:
             text = rest.decode()
@@ -111,7 +111,7 @@ class EventReader:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from looking for cycles, which JSON has none of: it takes two thirds."""
+    """Turn the garbage collector off: JSON has no cycles, and two thirds of the time are saved."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -122,7 +122,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def _whole_events(rest: bytes) -> tuple[int, list[dict[str, Any]]]:
-    """Parse as many whole events as there are; return also where the next one begins."""
+    """Return the position after the last whole event, and all whole events."""
     end = len(rest)
     while end > 0:
         at = rest.rfind(b"}", 0, end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,7 @@ diloco-comm serve keygen keys --worker paris --worker tokyo
 """
 
 serve_app = typer.Typer(
-    help="Host a server of asynchronous training, watch one, make its keys.", epilog=EXAMPLES
+    help="Host a server of asynchronous training, show its status, make its keys.", epilog=EXAMPLES
 )
 
 
@@ -55,7 +55,7 @@ def serve(
     snapshot: Annotated[Path | None, typer.Option(help="Folder of snapshot and journal.")] = None,
     snapshot_every: Annotated[int, typer.Option(help="Updates between two snapshots.")] = 100,
     model_sizes: Annotated[
-        float, typer.Option(help="Memory of the server, in fp32 models: the rule's and updates'.")
+        float, typer.Option(help="Memory of the server in fp32 models, for rule and updates.")
     ] = 4.0,
     keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
     key_name: Annotated[str, typer.Option(help="Pair of keys for --status.")] = "worker",
@@ -63,7 +63,7 @@ def serve(
         bool, typer.Option("--insecure", help="Listen on an open address without keys.")
     ] = False,
     status: Annotated[
-        bool, typer.Option("--status", help="Show the server at --address instead.")
+        bool, typer.Option("--status", help="Show the status of the server at --address.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="With --status: every second.")] = False,
@@ -72,58 +72,77 @@ def serve(
     """Host the shared model for workers that attach with AsyncDiLoCo, until Ctrl-C or SIGTERM."""
     if context.invoked_subcommand is not None:
         return
-    from ...asynchronous.server.server import AsyncServer
-    from ...asynchronous.worker.link import ServerLost
-    from .run import host_server, make_rule, show_status
-
     if watch and not status:
         misuse("--watch is for --status: it shows a server that runs, and hosts none")
     if watch and as_json:
         misuse("--watch and --json exclude each other: call --status --json as often as you like")
     if status:
-        try:
-            show_status(
-                address,
-                as_json=as_json,
-                watch=watch,
-                keys=keys,
-                key_name=key_name,
-                timeout=timeout,
-            )
-        except KeyboardInterrupt:
-            return
-        except ValueError as error:
-            misuse(in_options(str(error), context.params))
-        except ServerLost as error:
-            asked = "is it running, and does it want --keys?"
-            if keys is not None:
-                asked = f"is it running, and does it know the keys in --keys {keys}?"
-            fail(f"the server {address} has not answered for {error.seconds:.1f} s: {asked}")
-        return
-    try:
-        check_folder("--snapshot", snapshot, may_be_full=True)
-        chosen = make_rule(
-            rule,
-            lr=lr,
-            momentum=momentum,
-            period=period,
-            activation=activation,
-            discount=discount,
-            max_staleness=max_staleness,
-        )
-        server = AsyncServer(
-            chosen,
-            address=address,
-            sync_every=sync_every,
-            dylu=dylu,
-            grace=grace,
-            lost_after=lost_after,
-            snapshot=snapshot,
-            snapshot_every=snapshot_every,
+        _show(
+            context,
+            address,
+            as_json=as_json,
+            watch=watch,
             keys=keys,
-            insecure=insecure,
-            model_sizes=model_sizes,
+            key_name=key_name,
+            timeout=timeout,
         )
+        return
+    rule_options = {
+        "lr": lr,
+        "momentum": momentum,
+        "period": period,
+        "activation": activation,
+        "discount": discount,
+        "max_staleness": max_staleness,
+    }
+    server_options = {
+        "address": address,
+        "sync_every": sync_every,
+        "dylu": dylu,
+        "grace": grace,
+        "lost_after": lost_after,
+        "snapshot": snapshot,
+        "snapshot_every": snapshot_every,
+        "keys": keys,
+        "insecure": insecure,
+        "model_sizes": model_sizes,
+    }
+    _host(context, rule, rule_options, server_options, as_json=as_json)
+
+
+def _show(context: typer.Context, address: str, *, keys: Path | None, **options: Any) -> None:
+    """Show the status of a server, and end with a sentence if there is no answer."""
+    from ...asynchronous.worker.link import ServerLost
+    from .run import show_status
+
+    try:
+        show_status(address, keys=keys, **options)
+    except KeyboardInterrupt:
+        return
+    except ValueError as error:
+        misuse(in_options(str(error), context.params))
+    except ServerLost as error:
+        asked = "is it running, and does it want --keys?"
+        if keys is not None:
+            asked = f"is it running, and does it know the keys in --keys {keys}?"
+        fail(f"the server {address} has not answered for {error.seconds:.1f} s: {asked}")
+
+
+def _host(
+    context: typer.Context,
+    rule: str,
+    rule_options: dict[str, Any],
+    server_options: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Host a server until a signal, and end with a sentence if an option is wrong."""
+    from ...asynchronous.server.server import AsyncServer
+    from .run import host_server, make_rule
+
+    try:
+        check_folder("--snapshot", server_options["snapshot"], may_be_full=True)
+        server = AsyncServer(make_rule(rule, **rule_options), **server_options)
         name = host_server(server, announcer(as_json))
         print(f"closed by {name}", file=sys.stderr)
     except KeyboardInterrupt:

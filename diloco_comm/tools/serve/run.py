@@ -1,4 +1,4 @@
-"""``diloco-comm serve``: host a server of asynchronous training, watch one, make keys for one."""
+"""``diloco-comm serve``: host a server of asynchronous training, or show its status."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def make_rule(
     discount: float,
     max_staleness: int | None,
 ) -> ServerRule:
-    """Return the rule of a name on the command line.
+    """Return the rule that has a name on the command line.
 
     Raises:
-        ValueError: If there is none, or a number does not fit.
+        ValueError: If no rule has this name, or a number is out of its range.
     """
     common: dict[str, Any] = {"discount": discount, "max_staleness": max_staleness}
     if name == "delayed":
@@ -52,7 +52,7 @@ def make_rule(
 
 
 def host_server(server: AsyncServer, announce: Callable[[str], None]) -> str:
-    """Serve until SIGINT or SIGTERM, then write a snapshot; returns the name of the signal."""
+    """Serve until SIGINT or SIGTERM, write a snapshot, and return the name of the signal."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -75,7 +75,7 @@ def show_status(
     key_name: str,
     timeout: float,
 ) -> None:
-    """Print a server's status, once or again every second.
+    """Print a server's status, once or every second.
 
     Raises:
         ServerLost: If the server does not answer.

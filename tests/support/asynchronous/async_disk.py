@@ -15,7 +15,7 @@ SIZE = 100_001
 
 
 class Disk:
-    """A small file system of its own."""
+    """A small file system."""
 
     def __init__(self, root: Path) -> None:
         self.root, self._filler = root, root / "filler"

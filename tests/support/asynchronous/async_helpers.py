@@ -24,7 +24,7 @@ from diloco_comm.methods.outer import SGD
 
 PLAIN = Immediate(outer=SGD(1.0))
 
-# What a worker of the model Flat says when it is driven by hand.
+# Messages of a worker with the model Flat, sent by a test.
 HELLO = {"worker": "peer", "layout": 5, "sizes": [7]}
 PUSH = {"wire": "fp32", "block_size": 256, "steps": 1, "seconds": 0.1, "is_start": False}
 
@@ -73,7 +73,7 @@ def status(server: AsyncServer | str) -> dict:
 
 
 class Peer:
-    """A hand-driven DEALER: says what it likes."""
+    """A DEALER socket that sends any message."""
 
     def __init__(self, address: str) -> None:
         self.context = zmq.Context()
@@ -88,7 +88,7 @@ class Peer:
         self.socket.send_multipart(frames)
 
     def hear(self, seconds: float = 20.0, *, skip: tuple[Kind, ...] = ()) -> Message | None:
-        """Return the next message that is none of those to be skipped."""
+        """Return the next message of a kind that is not skipped."""
         while self.socket.poll(int(1000 * seconds)):
             message = parse(self.socket.recv_multipart())
             if message.kind not in skip:

@@ -1,7 +1,7 @@
-"""A server and workers that are processes of their own, for the tests of faults.
+"""A server and workers in separate processes, for the tests of faults.
 
-Every update is a vector that names its worker and number, and the rule is plain descent with rate
-one: what was applied can be read off the parameters, exactly, and compared with the workers' logs.
+The rule is plain descent with rate one, and every update changes the element of its worker by one.
+So the parameters show exactly which updates were applied, and are compared with the workers' logs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def worker_main(
         torch.optim.SGD(model.parameters(), lr=1.0),
         server=options.address,
         name=f"w{options.index}" if options.name == "" else options.name,
-        # Both carry a one exactly.
+        # Both wires represent 1 exactly.
         wire="bf16" if options.fetch == "updates" else "fp32",
         fetch=options.fetch,
         fragments=["a", "b"],
@@ -119,7 +119,7 @@ DEFAULTS = {
     "name": "", "environ": {},
 }  # fmt: skip
 
-# Children are forked from a process that has imported what they need: torch takes seconds.
+# Children are forked from a process that has imported torch, which takes seconds.
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     ["diloco_comm.asynchronous.server.server", "diloco_comm.asynchronous.worker.worker", "pytest"]
@@ -127,7 +127,7 @@ _forks.set_forkserver_preload(
 
 
 class Child:
-    """A server or a worker in a process of its own, which is used like a ``Popen``."""
+    """A server or a worker in its own process, used like a ``Popen``."""
 
     def __init__(self, role: str, **options: Any) -> None:
         ours, theirs = _forks.Pipe(duplex=False)
@@ -168,7 +168,7 @@ class Scene:
     Args:
         folder: For the server's state and the workers' logs.
         size: Elements of the model.
-        server: Arguments of ``AsyncServer``.
+        server: Further arguments of ``AsyncServer``.
     """
 
     def __init__(self, folder: Path, size: int, **server: Any) -> None:
@@ -200,7 +200,7 @@ class Scene:
         return process
 
     def finish(self) -> dict[str, Any]:
-        """End the server with SIGTERM and compare its books with the workers'."""
+        """End the server with SIGTERM, and compare its ledger with the workers' logs."""
         self.server.send_signal(signal.SIGTERM)
         assert self.server.wait(60) == 0
         return check_ledger(self.folder / "state", self.logs, self.size)
@@ -242,7 +242,7 @@ def check_ledger(folder: Path, logs: dict[int, Path], size: int) -> dict[str, An
         rows = [row[:3] for row in read_log(path)]
         told = [seq for seq, _, refusal in rows if seq != "lost" and not refusal]
         mine = applied.get(f"w{index}", 0)
-        # Told once each, in order; the last one may have been applied and not told.
+        # The server told each outcome once, in order; the last may be applied and not told.
         assert told == sorted(set(told)), f"worker {index} was told twice: {told}"
         assert len(told) <= mine, f"worker {index} was told of {len(told)}, {mine} were applied"
         assert max(told, default=0) <= mine

@@ -62,8 +62,8 @@ MUTANTS = {
     # A change has failed after one member has entered; who was left out comes back.
     "the-epoch-that-was-entered-is-told": Mutant(
         sealing,
-        "epoch, members = exchange.newest_group",
-        "epoch, members = exchange.epoch, exchange.members",
+        "epoch, members = member.newest_group",
+        "epoch, members = member.epoch, member.members",
         _LEFT_OUT,
         "I1",
     ),
@@ -75,7 +75,7 @@ MUTANTS = {
         "I4",
     ),
     "a-newcomer-says-that-it-has-nothing": Mutant(
-        sealing, "applied_epoch = exchange.lineage", "applied_epoch = 0", _NEWCOMER, "I4"
+        sealing, "applied_epoch = member.lineage", "applied_epoch = 0", _NEWCOMER, "I4"
     ),
     "one-round-less-is-kept": Mutant(
         buffers, "> self.num_under_way + 1:", "> self.num_under_way:", _TWO, "I4"

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from diloco_comm.exchange.buffers import ExchangeBuffers
 from diloco_comm.exchange.headers import Header
 from diloco_comm.exchange.membership.sealing import ack_of, from_json, to_json
-from diloco_comm.exchange.membership.termination import Ack, Decision, Standing, decide
-from diloco_comm.exchange.work import Round
+from diloco_comm.exchange.membership.termination import Ack, Decision, decide
+from diloco_comm.exchange.round import Round, Standing
 from diloco_comm.ops.wire import WireFormat
 
 # (number, epoch, state) of rounds.
@@ -45,7 +45,7 @@ class Record(NamedTuple):
 def after_start(code: Code, record: Record, number: int) -> Record:
     buffers = _buffers(code, record, 1)
     (round,) = _rounds(((number, 0, "started"),))
-    buffers.add_round(round, SimpleNamespace(_outcome=True, _error=None))  # type: ignore[arg-type]
+    buffers.add_round(round)
     return _record(buffers)
 
 
@@ -61,7 +61,7 @@ def after_rejection(
     code: Code, record: Record, number: int, epoch: int, num_under_way: int
 ) -> Record:
     buffers = _buffers(code, record, num_under_way, ((number, epoch, "started"),))
-    buffers.drop(buffers.rounds[0], is_rejected=True)
+    buffers.drop(buffers.rounds[0], "rejected")
     return _record(buffers)
 
 

@@ -4,9 +4,11 @@
     <!-- prints a -->        the next code block is what terminal a prints from there on
 
 A line ``...`` of the printed block stands for any number of lines. Numbers and hashes may differ
-from the page: the ``form`` of two lines is compared. With the folders of tests/support on
-PYTHONPATH, ``python tests/support/tools/page_runner.py PAGE`` runs a page for two machines, and
-writes what was printed this time into the page.
+from the page: the ``form`` of two lines is compared. This command runs a page for two machines, and
+writes what was printed this time into the page:
+
+    PYTHONPATH=$(echo . tests/support/* | tr ' ' :) \\
+        python tests/support/tools/page_runner.py docs/tutorials/two-machines.md
 """
 
 from __future__ import annotations

@@ -96,9 +96,9 @@ class ShardSampler:
         self._random = Random(seed)
 
     def probabilities(self) -> list[float]:
-        """p_i proportional to max(size share - share of what was learned, 0).
+        """Return p_i, proportional to max(share of the data - share of the learned points, 0).
 
-        Uniform when all are zero: at the start, and when every shard has had exactly its share.
+        Uniform if all are zero: at the start, and if every shard has had exactly its share.
         """
         total, learned = sum(self.sizes), sum(self.learned)
         if learned == 0:

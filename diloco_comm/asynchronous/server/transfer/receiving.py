@@ -209,7 +209,7 @@ class Receiver:
                 self.state.memory.give_back(upload.payloads)
                 return
             outers = [decode(payload[:], layout) for payload, layout in pairs]
-            # The rule's buffers take the place of what was sent.
+            # Free the payloads first: the rule's buffers need the memory.
             self.state.memory.give_back(upload.payloads)
             pairs.clear()
             upload.payloads.clear()

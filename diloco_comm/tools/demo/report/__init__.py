@@ -1,1 +1,1 @@
-"""What the demo shows: the results of its runs, as a table and as a plot."""
+"""The demo's results, their table and their plot."""

@@ -1,4 +1,4 @@
-"""What the demo prints: a live table on a terminal, plain lines elsewhere, then the results."""
+"""The demo's output: a live table on a terminal, plain lines elsewhere, then the results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..settings import BASELINE, ROWS, Row, Settings
 from .results import Results, RowResult
 
 CAPTION = """\
-Loss: nats a byte on held-out text, with the parameters that all replicas
-share: the outer parameters; for Eager, whose replicas differ by what is under
-way, their mean, which is taken for this table alone and not counted as sent.
+Loss: nats a byte on held-out text, with the outer parameters, which all
+replicas share. Under Eager the replicas differ, and the loss is that of their
+mean; computing the mean is not counted as sent.
 DDP: torch's DistributedDataParallel averages the gradients at every step,
 through a communication hook over this library's fp32 wire, because the link
 emulator throttles only this library's engine.
-Exposed: what training waited for communication and for slower replicas."""
+Exposed: time for which training waited for communication and slower replicas."""
 BAR_WIDTH = 10
 
 

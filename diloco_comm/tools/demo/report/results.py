@@ -1,4 +1,4 @@
-"""What the demo has measured: one row each, the claims that follow, and the JSON file."""
+"""The demo's results: a row for each method, the claims about the rows, and the JSON file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Point:
 
 @dataclass
 class RowResult:
-    """What the replicas have reported about one row so far."""
+    """Events of all replicas about one row."""
 
     row: Row
     num_replicas: int
@@ -40,7 +40,7 @@ class RowResult:
     _pending: dict[tuple[bool, int], list[Progress | Validation]] = field(default_factory=dict)
 
     def add(self, replica: int, event: Event) -> None:
-        """Record an event; a step becomes a point once every replica has reported it."""
+        """Record an event; a step becomes a point when every replica has reported the step."""
         if isinstance(event, Finished):
             self.finished[replica] = event
         elif isinstance(event, (Progress, Validation)):
@@ -88,7 +88,7 @@ class RowResult:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that a replica's training loop stood still, mean over the replicas."""
+        """Seconds for which a replica's training loop waited, mean over the replicas."""
         return _mean([total.exposed_s for total in self._totals()])
 
     @property
@@ -123,15 +123,15 @@ class Results:
 
     @property
     def bytes_ratio(self) -> float:
-        """How many times fewer bytes DiLoCo int8 sends than data parallel."""
+        """Bytes sent by data parallel over bytes sent by DiLoCo int8."""
         return self.rows[BASELINE].sent_bytes / max(1.0, self.rows[SMALL].sent_bytes)
 
     def claims(self) -> list[Claim]:
-        """Say what the rows show, and whether it is what low-communication training promises."""
+        """Return the claims of low-communication training, and whether the rows confirm them."""
         fp32, int8, int4 = (self.rows[row] for row in (REFERENCE, SMALL, TINY))
         share = fp32.final_loss / fp32.initial_loss
         settings = self.settings
-        # Four bytes an element at every step against 8 bits and a share of a scale every H steps.
+        # 32 bits an element at every step, against the wire's bits with scales every H steps.
         ideal = settings.sync_every * 32 / WireFormat(SMALL.wire).bits_per_element
         least = 3 * settings.sync_every
         return [

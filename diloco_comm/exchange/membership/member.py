@@ -1,0 +1,282 @@
+"""This replica as a member of a group: its epoch, store and engine, and small messages."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import _C
+from ...base.errors import LeftBehind, SyncError
+from ..buffers import ExchangeBuffers
+from ..headers import Header, error_from, verdict_of
+from ..options import Options
+from ..waiting import describe_store, wait_for_job
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The time in which a group has the same members, and what they agreed on at its beginning.
+
+    Attributes:
+        joined: Members that came new in this epoch.
+        agreed_rounds: Last applied round of each fragment in this epoch's members, after repair.
+        agreed_step: The least of the inner steps that members came with, newcomers aside.
+        lineage: The newest epoch whose rounds are in this replica's state.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    joined: tuple[int, ...] = ()
+    agreed_rounds: Mapping[int, int] = field(default_factory=dict)
+    agreed_step: int = -1
+    lineage: int = 0
+
+
+class Member:
+    """What an ``Exchange`` is to its group.
+
+    Attributes:
+        store: The part of the user's store that belongs to the exchanges of this name.
+        newest_group: The newest epoch that this replica has agreed to enter, and its members.
+        inner_step: The newest inner step that this replica has counted in an exchange.
+        last_error: Of this epoch, until an exchange succeeds.
+    """
+
+    def __init__(
+        self,
+        engine: _C.Engine,
+        store: dist.Store,
+        replica: int,
+        current: Epoch,
+        options: Options,
+        name: str,
+        line_name: str | None,
+    ) -> None:
+        self._engine = engine
+        self.store = self._users_store = store
+        self.replica, self.name = replica, name
+        self.line_name = name if line_name is None else line_name
+        self.lanes, self.window = options.lanes, options.window
+        self.chunk_bytes, self.num_under_way = options.chunk_bytes, options.num_under_way
+        self.collectives, self.device = options.collectives, options.device
+        self.timeout, self.join_timeout = options.timeout, options.join_timeout
+        self.suspect_after = options.suspect_after
+        self.newest_group: tuple[int, tuple[int, ...]] = (0, ())
+        self.inner_step = -1
+        self.last_error: SyncError | None = None
+        self._current = current
+        self._all_buffers: weakref.WeakSet[ExchangeBuffers] = weakref.WeakSet()
+        self._logged_epoch = -1  # the last epoch whose store was logged as lost
+
+    # --------------------------------------------------------------------------- the epoch
+
+    @property
+    def epoch(self) -> int:
+        return self._current.number
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._current.members
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        return self._current.joined
+
+    @property
+    def agreed_rounds(self) -> Mapping[int, int]:
+        return self._current.agreed_rounds
+
+    @property
+    def agreed_step(self) -> int:
+        return self._current.agreed_step
+
+    @property
+    def lineage(self) -> int:
+        return self._current.lineage
+
+    @property
+    def rank(self) -> int:
+        return self.members.index(self.replica)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def address(self) -> str:
+        """Where peers may try to reach this replica; empty where that is not known."""
+        return self._engine.address
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether this epoch failed, so that only ``change_group`` or ``close`` is left."""
+        return bool(self._engine.dead_reason)
+
+    @property
+    def all_buffers(self) -> list[ExchangeBuffers]:
+        return list(self._all_buffers)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every exchange of a fragment that was started has ended."""
+        return all(buffers.is_idle for buffers in self._all_buffers)
+
+    def seal(self) -> None:
+        """End this epoch for good, whatever is under way, before the group changes; idempotent.
+
+        Afterwards no vote of this replica leaves, and it hears none. Waits for no peer. Only
+        ``change_group`` or ``close`` is left.
+        """
+        self._engine.seal()
+
+    # --------------------------------------------------------------------------- the store
+
+    def use_store(self, store: dist.Store) -> None:
+        """Meet on this store from now on, under this exchange's name."""
+        self._users_store = store
+        self.store = self.store_of(self.name)
+
+    def store_of(self, name: str) -> dist.Store:
+        """Return the part of the store that an exchange of this name has."""
+        return dist.PrefixStore(f"diloco_comm/{name}", self._users_store)
+
+    def tell_of_lost_store(self) -> None:
+        """Log once in an epoch that the connection to its store has broken."""
+        if self._logged_epoch == self.epoch or not self._engine.is_store_lost:
+            return
+        self._logged_epoch = self.epoch
+        _log.warning(
+            "this replica's connection to the store at %s has broken, and the store is not asked "
+            "again: rounds go on without a store, but this replica cannot agree with others on who "
+            "has failed, and nobody can join, until all replicas call change_group(members, "
+            "store=...) with another store",
+            describe_store(self.store),
+        )
+
+    # --------------------------------------------------------------------------- small messages
+
+    def exchange_objects(self, blob: bytes) -> list[bytes]:
+        """Give ``blob`` to every replica and return the blobs of all, in rank order."""
+        if self.size == 1:
+            self._engine.check_process()
+            return [bytes(blob)]
+        job = self._submit_blob(blob)
+        _finish(job)
+        return [received.numpy().tobytes() for received in job.blobs]
+
+    def _submit_blob(self, blob: bytes) -> _C.Job:
+        tensor = (
+            torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+            if blob
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
+        header = _C.Header("exchange_objects")
+        header.blob_bytes, header.inner_step = len(blob), self.inner_step
+        return self._begin(self._engine.submit, header, blob=tensor)
+
+    def broadcast(self, tensors: list[Tensor], source_rank: int) -> None:
+        """Copy the tensors of rank ``source_rank`` to all, exactly and in place; any dtype.
+
+        Raises:
+            ReplicaMismatch: If the numbers of bytes or the sources differ; nothing is changed.
+        """
+        if not 0 <= source_rank < self.size:
+            raise ValueError(f"source_rank must be in [0, {self.size}), got {source_rank}")
+        buffers = [_as_bytes(tensor) for tensor in tensors]
+        header = _C.Header("broadcast")
+        header.source_rank = source_rank
+        header.num_elements = sum(buffer.numel() for buffer in buffers)
+        header.layout_hash = _hash_sizes([buffer.numel() for buffer in buffers])
+        if self.size == 1:
+            self._engine.check_process()
+            return
+        is_source = self.rank == source_rank
+        peers = [rank for rank in range(self.size) if rank != source_rank]
+        sends = [(peer, b) for b in buffers for peer in peers if b.numel()] if is_source else []
+        recvs = [] if is_source else [(source_rank, b) for b in buffers if b.numel()]
+        _finish(self._begin(self._engine.submit, header, sends=sends, recvs=recvs))
+        if not is_source:
+            for tensor, buffer in zip(tensors, buffers, strict=True):
+                _write_back(tensor, buffer)
+
+    def submit_header(self, buffers: ExchangeBuffers, header: Header, stochastic: bool) -> _C.Job:
+        """Begin to exchange and compare headers of a round whose payload travels on streams."""
+        native = buffers.native_header(header, stochastic)
+        return self._begin(self._engine.submit, native, of=header)
+
+    def _begin(
+        self,
+        begin: Callable[..., _C.Job],
+        *arguments: Any,
+        of: Header | None = None,
+        **named: Any,
+    ) -> _C.Job:
+        """Hand a job to the engine; that the epoch died before is a SyncError, too."""
+        self.tell_of_lost_store()
+        try:
+            return begin(*arguments, **named)
+        except RuntimeError as error:
+            if not self.is_dead:
+                raise
+            raise self.refusal(str(error), of) from error
+
+    def refusal(self, message: str, of: Header | None) -> SyncError:
+        """Make the error of an exchange in a dead epoch, with the replicas of the first error."""
+        fragment, round = (-1, -1) if of is None else (of.fragment, of.round)
+        failure = self._engine.dead_failure if self._engine.dead_reason else None
+        more = {} if failure is None else verdict_of(failure)
+        kind = LeftBehind if "went_on_in" in more else SyncError
+        return kind(message, fragment=fragment, round=round, stage="start", **more)
+
+
+def checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:
+    """Return the ids of the members of a group.
+
+    Raises:
+        ValueError: If the ids are none that an exchange may have.
+    """
+    result = tuple(members)
+    if list(result) != sorted(set(result)) or not result or result[0] < 0:
+        raise ValueError(f"members must be sorted, unique ids from 0, got {list(result)}")
+    if replica not in result:
+        raise ValueError(f"replica {replica} is not one of the members {list(result)}")
+    if len(result) > _C.MAX_REPLICAS:
+        raise ValueError(f"members must be at most {_C.MAX_REPLICAS} replicas, got {len(result)}")
+    return result
+
+
+def _finish(job: _C.Job) -> None:
+    while not wait_for_job(job, 3600.0):
+        pass
+    if job.failure is not None:
+        raise error_from(job.failure, headers=job.headers)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory as uint8, or a copy of it when it is not contiguous CPU memory."""
+    source = tensor.detach()
+    if source.device.type != "cpu" or not source.is_contiguous():
+        source = source.contiguous().cpu()
+    return source.reshape(-1).view(torch.uint8)
+
+
+def _write_back(tensor: Tensor, buffer: Tensor) -> None:
+    target = tensor.detach()
+    if buffer.numel() and buffer.data_ptr() != target.data_ptr():
+        target.copy_(buffer.view(target.dtype).view(target.shape))
+
+
+def _hash_sizes(sizes: list[int]) -> int:
+    digest = 1469598103934665603
+    for size in sizes:
+        digest = ((digest ^ size) * 1099511628211) & ((1 << 64) - 1)
+    return digest

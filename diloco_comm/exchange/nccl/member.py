@@ -1,0 +1,211 @@
+"""A member of a group whose exchanges go over NCCL, on streams.
+
+An exchange starts at once, or when the caller has looked at what is encoded. In the second case the
+exchange is held: the host waits for the encoding, and then for the weights of the other replicas,
+which depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ... import _C
+from ...base.errors import NonFiniteError, SyncError
+from ..buffers import ExchangeBuffers
+from ..headers import Header
+from ..membership import regroup
+from ..membership.member import Epoch, Member
+from ..options import Options
+from ..round import Round
+from . import group as nccl_group
+from .jobs import StreamJob
+from .sending import Sending
+from .streams import StreamDriver
+from .work import StreamWork
+
+# The least that NCCL has to connect a changed group, however short the ``join_timeout``.
+_CONNECT_S = 30.0
+
+
+class StreamMember(Member):
+    """A member whose fragments on a device are exchanged there, if its collectives are NCCL's.
+
+    Attributes:
+        impl: Implementation of the operators.
+        fixed_weights: Of all ranks, if none of them changes; see ``fix_weight``.
+    """
+
+    def __init__(
+        self,
+        engine: _C.Engine,
+        store: dist.Store,
+        replica: int,
+        current: Epoch,
+        options: Options,
+        name: str,
+        line_name: str | None,
+        impl: str,
+        joins: bool,
+    ) -> None:
+        super().__init__(engine, store, replica, current, options, name, line_name)
+        self.impl, self._joins = impl, joins
+        self.fixed_weights: list[float] | None = None
+        self._driver: StreamDriver | None = None
+
+    @property
+    def is_dead(self) -> bool:
+        return super().is_dead or bool(self._driver and self._driver.failure)
+
+    def seal(self) -> None:
+        if self._driver is not None:
+            self._driver.seal("a change of the group has begun")
+        super().seal()
+
+    def _enter_streams(self, agreement: regroup.Agreement) -> None:
+        """Leave the streams of the last epoch for those of the next one."""
+        if self.collectives != "nccl":
+            return
+        rank, size = agreement.members.index(self.replica), len(agreement.members)
+        # A first group may start NCCL cold, on many hosts; a changed group holds up survivors.
+        is_first = self._driver is None and not self._joins
+        changed_s = min(self.timeout, max(self.join_timeout, _CONNECT_S))
+        limit = self.timeout if is_first else changed_s
+
+        def connect() -> None:
+            if self._driver is not None:
+                self._driver.abort("the group has changed")
+            group = None
+            if size > 1:
+                store = dist.PrefixStore(f"{agreement.plan.epoch}/streams", self.store)
+                group = nccl_group.make_group(store, rank, size, self.device, self.timeout)
+            self._driver = StreamDriver(
+                self.device, group, rank, size, self.timeout, self.impl, self._engine
+            )
+            self._driver.connect(limit)
+            self.fixed_weights = None
+
+        def leave(reason: str) -> None:
+            if self._driver is not None:
+                self._driver.abort(reason)
+
+        regroup.connect_streams(self, agreement, connect, leave, limit)
+
+    def fix_weight(self, weight: float | None) -> None:
+        """Agree on weights that stay as they are; a collective call.
+
+        On streams the host then need not ask for the others' at each send.
+
+        Args:
+            weight: Of this rank; None: it may change.
+        """
+        if self.collectives != "nccl":
+            return
+        weights = [json.loads(blob) for blob in self.exchange_objects(json.dumps(weight).encode())]
+        self.fixed_weights = None if None in weights else weights
+
+    def _start_on_streams(
+        self, buffers: ExchangeBuffers, round: Round, sending: Sending, is_held: bool
+    ) -> StreamWork:
+        """Enqueue an exchange; of one that is held, the encoding alone."""
+        driver, header = self._driver, round.header
+        assert driver is not None
+        if driver.failure:
+            raise self.refusal(
+                f"epoch {self.epoch} of this replica's group is dead: {driver.failure}. Call "
+                "change_group() with the replicas that live",
+                header,
+            )
+        if is_held:
+            encoded = driver.encode(buffers, round, sending)
+        else:
+            sending.offered = self._weights_of(header)
+            control = self.submit_header(buffers, header, sending.stochastic)
+            events = driver.enqueue(buffers, round, sending)
+            encoded = events[0]
+            round.job = self._watch(driver, buffers, round, sending, control, events)
+        buffers.add_round(round)
+        return StreamWork(buffers, round, encoded, sending)
+
+    def _weights_of(self, header: Header) -> list[float]:
+        """Return the weights of all ranks in a round, which are exchanged if they are not fixed."""
+        weights = self.fixed_weights if header.kind != "all_reduce" else [1.0] * self.size
+        if weights is None:
+            own = json.dumps(header.weight).encode()
+            weights = [json.loads(blob) for blob in self.exchange_objects(own)]
+        if not sum(weights) > 0:
+            raise ValueError(f"weights must be finite and not all zero, got {weights}")
+        return weights
+
+    def _ship_on_streams(self, work: StreamWork) -> None:
+        """Agree on the weights, then enqueue the rest; ``ExchangeWork.wait`` raises what failed."""
+        driver, buffers, round, sending = self._driver, work.buffers, work.round, work.sending
+        assert driver is not None
+        try:
+            if driver.failure:
+                raise _error(SyncError, round.header, f"was not sent: {driver.failure}", "start")
+            sending.offered = _agree_on_weights(self, round)
+            control = self.submit_header(buffers, round.header, sending.stochastic)
+        except SyncError as error:
+            work.fail(error)
+            return
+        events = driver.post(buffers, round, sending, driver.mark(buffers))
+        round.job = self._watch(driver, buffers, round, sending, control, events)
+
+    def _watch(
+        self,
+        driver: StreamDriver,
+        buffers: ExchangeBuffers,
+        round: Round,
+        sending: Sending,
+        control: _C.Job,
+        events: tuple[torch.Event, ...],
+    ) -> StreamJob:
+        """Make the job of an exchange that is enqueued."""
+        size = self.size
+        sent = (size - 1) * buffers.layout.payload_bytes // (size if size > 2 else 1)
+        presumed = [
+            buffers.native_header(replace(round.header, weight=weight), sending.stochastic)
+            for weight in sending.offered
+        ]
+        return StreamJob(driver, control, round, events, presumed, self.members, sent * 2)
+
+
+def _agree_on_weights(member: Member, round: Round) -> list[float]:
+    """Return the weights of all ranks; a collective call.
+
+    What all ranks have said stays as the round's headers where the round cannot be sent.
+
+    Raises:
+        NonFiniteError: No weight is left, as every rank that had one was reset.
+        SyncError: The weights are not finite or all zero, or the group fails.
+    """
+    header = round.header
+    own = json.dumps([header.weight, header.is_reset]).encode()
+    views = [json.loads(view) for view in member.exchange_objects(own)]
+    weights = [float(weight) for weight, _ in views]
+    total = sum(weights)
+    if total > 0:
+        return weights
+    round.headers = [replace(header, weight=weight, is_reset=reset) for weight, reset in views]
+    reset = [r for r, (_, is_reset) in zip(member.members, views, strict=True) if is_reset]
+    if total == 0 and reset:
+        raise _nothing_to_average(header, reset)
+    text = f"weights must be finite and not all zero, got {weights}"
+    raise _error(SyncError, header, text, "header")
+
+
+def _nothing_to_average(header: Header, reset: Sequence[int]) -> NonFiniteError:
+    error = _error(NonFiniteError, header, _C.nothing_to_average(list(reset)), "header")
+    assert isinstance(error, NonFiniteError)
+    error.replicas = tuple(reset)
+    return error
+
+
+def _error(kind: type[SyncError], header: Header, why: str, stage: str) -> SyncError:
+    message = f"{header.kind} of fragment {header.fragment}, round {header.round}: {why}"
+    return kind(message, fragment=header.fragment, round=header.round, stage=stage)

@@ -1,0 +1,140 @@
+"""What all replicas must have alike: model, settings, weights and outer state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..exchange.exchange import Exchange
+from ..methods.settings import Settings
+from ..replica.fragments import describe_parameters
+from ..replica.workers import ReplicaWorkers
+from ..rounds import joining
+from ..rounds.agreement import handshake, history
+from ..rounds.checkpoint.save import Scope
+from ..rounds.runner import Weight
+from .planning import Plan
+
+
+def meet_workers(
+    workers: ReplicaWorkers, plan: Plan, settings: Settings, others: dict[str, Any]
+) -> None:
+    """Compare model and settings with the replica's other workers.
+
+    Afterwards each fragment knows which of its elements this worker counts in the replica's norms.
+
+    Args:
+        others: Further arguments that must be equal, by name.
+    """
+    fragments = plan.parameter_parts()
+    model = describe_parameters([part.fragment for part in fragments], whole=True)
+    shown = {**settings.as_json(), "outer": settings.outer.shared_config()}
+    workers.check_alike({"the model": model, **shown, **others})
+    if plan.shard_group is None:
+        is_counted = iter(workers.counted(plan.parameters()))
+        for part in fragments:
+            part.count([next(is_counted) for _ in part.fragment.params])
+
+
+class Agreement:
+    """Compare this replica with the others: at the start, and in each new group.
+
+    Attributes:
+        is_state_shared: All replicas have the same outer parameters after the same rounds.
+    """
+
+    def __init__(
+        self, exchange: Exchange, plan: Plan, settings: Settings, weight: Weight, impl: str
+    ) -> None:
+        self._exchange, self._plan, self._settings = exchange, plan, settings
+        self._weight = None if callable(weight) else float(weight)
+        self._impl = impl
+        self.is_state_shared = settings.overlap.is_shared
+
+    def start(self, model: nn.Module, group: dist.ProcessGroup | None, init: str) -> int:
+        """Begin with the same weights on all replicas, as ``init`` says; return the inner step."""
+        if group is not None:
+            handshake.warn_if_spans_replicas(model, group)
+        self.agree(init)
+        exchange, parts, inner_step = self._exchange, self._plan.parts, 0
+        named = {name: tensor for part in parts for name, tensor in part.named().items()}
+        if init == "check":
+            handshake.check_same_weights(exchange, named)
+        elif init == "broadcast":
+            exchange.broadcast(list(named.values()), 0)
+        for part in parts:
+            part.open_buffers(exchange)
+        if init == "join":
+            inner_step = self.share_state(inner_step)
+        else:
+            for part in self._plan.parameter_parts():
+                part.read_local()
+            for part in parts:
+                history.begin(part, is_shared=True)
+        self.refuse_different_state()
+        return inner_step
+
+    def agree(self, init: str) -> None:
+        """Compare model and settings with the other replicas."""
+        settings, exchange = self._settings, self._exchange
+        shown = {
+            "number of fragments": self._plan.num_fragments,
+            **settings.shared(),
+            "init": init,
+        }
+        if exchange.joined:
+            # The lr may have been assigned since the start; a newcomer is given the present one.
+            shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
+        private = {"overlap": settings.overlap.private_config(), "weight": self._weight}
+        views = handshake.agree(exchange, self._plan.description, shown, private)
+        weights = [view["weight"] for view in views]
+        if all(weight == 0 for weight in weights):
+            raise ValueError(f"the weights of all replicas are zero: {weights}")
+        self.fix_weight()
+        is_alike = all(view["overlap"] == views[0]["overlap"] for view in views)
+        self.is_state_shared = settings.overlap.is_shared and is_alike
+
+    def renew(self, inner_step: int) -> int:
+        """Begin in a new group; return the inner step."""
+        if self._exchange.joined:
+            self.agree("join")
+            inner_step = self.share_state(inner_step)
+        else:
+            self.fix_weight()
+        self.refuse_different_state()
+        return inner_step
+
+    def fix_weight(self) -> None:
+        """Tell the replicas a weight that will not change."""
+        self._exchange.fix_weight(self._weight)
+
+    def share_state(self, inner_step: int) -> int:
+        """Give newcomers the outer state of the lowest replica that trains already.
+
+        Returns:
+            The inner step of that replica.
+        """
+        exchange, outer = self._exchange, self._settings.outer
+        return joining.share(exchange, self._plan.parts, inner_step, outer, self._impl)
+
+    def refuse_different_state(self, *, is_shared: bool | None = None) -> None:
+        """Raise ReplicaMismatch if the outer states of the replicas differ; a collective call.
+
+        Args:
+            is_shared: The states must be equal; default: as the overlap policies have them.
+        """
+        is_shared = self.is_state_shared if is_shared is None else is_shared
+        history.refuse_difference(self._exchange, self._plan.parts, is_shared=is_shared)
+
+    def scope(self) -> Scope:
+        """Say of which replica, worker and group a saved state is."""
+        return Scope(
+            self._exchange.replica,
+            self._exchange.members,
+            self._plan.saved_layout,
+            self._settings.overlap,
+            self.is_state_shared,
+            self._plan.worker,
+        )

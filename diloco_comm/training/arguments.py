@@ -1,0 +1,41 @@
+"""The arguments of ``DiLoCo``, checked before anything is made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+
+from ..base import env
+from ..base.checks import choice, flag, not_negative, timeout_seconds
+from ..methods.settings import Config, Settings, merge
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of ``DiLoCo`` that are no ``Settings``.
+
+    Raises:
+        TypeError, ValueError: For the first one that cannot be.
+    """
+    model, weight = arguments["model"], arguments["weight"]
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not callable(weight):
+        not_negative("weight", weight, "a number or a function")
+    flag("norms", arguments["norms"])
+    flag("attach", arguments["attach"])
+    choice("init", arguments["init"], ("broadcast", "check", "join"))
+    choice("offload", arguments["offload"], (None, "cpu"))
+
+
+def seconds_of(timeout: float | timedelta | None) -> float:
+    """Return the timeout of an exchange in seconds; without one, that of the environment."""
+    return timeout_seconds(env.timeout_s() if timeout is None else timeout)
+
+
+def settings_among(arguments: Mapping[str, Any], config: Config | None) -> Settings:
+    """Return the settings among the arguments of ``DiLoCo``: fields and arguments share names."""
+    return merge({field.name: arguments[field.name] for field in fields(Settings)}, config)

@@ -1,0 +1,231 @@
+"""What a DiLoCo is from its constructor to ``close()``: its group, its metrics, its guards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.checks import integer
+from ..base.errors import SyncError
+from ..exchange.exchange import Exchange
+from ..methods.outer import OuterOptimizer
+from ..methods.settings import Settings
+from ..ops.digests import digest_of
+from ..replica.fragments import refuse_new_parameters
+from ..replica.hooks import StepHooks
+from ..replica.workers import ReplicaWorkers
+from ..rounds.agreement.consensus import mean_state
+from ..rounds.agreement.handshake import gather_json
+from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
+from ..rounds.runner import RoundRunner
+from ..rounds.synced import SyncedFragment, SyncedPart
+from . import spelling
+from .planning import Plan
+
+
+class Attached:
+    """A model attached to its replicas: what can be read of it, and what guards each call.
+
+    Attributes:
+        exchange: The connection to the other replicas.
+        parts: Fragments, and averaged buffers after them.
+        schedule: When each part is sent.
+        inner_step: Inner steps taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        settings: Settings,
+        plan: Plan,
+        exchange: Exchange,
+        rounds: RoundRunner,
+        recorder: Recorder,
+        workers: ReplicaWorkers | None,
+    ) -> None:
+        self.settings, self.exchange, self.impl = settings, exchange, rounds.impl
+        self.parts, self.schedule, self.device = plan.parts, plan.schedule, plan.device
+        self.inner_step = 0
+        self._plan, self._rounds, self._recorder, self._workers = plan, rounds, recorder, workers
+        self._model, self._optimizers = model, optimizers
+        self._hooks: StepHooks | None = None
+        self._is_swapped = self._is_closed = False
+
+    def close(self) -> None:
+        """Tell the peers, end the engine's threads and take the hooks off; idempotent.
+
+        What this replica has may still be looked at: parameters, metrics, ``state_dict``.
+        """
+        self._is_closed = True
+        if self._hooks is not None:
+            self._hooks.remove()
+        self.exchange.inner_step = self.inner_step
+        self.exchange.close()
+        if self._workers is not None:
+            self._workers.close()
+
+    def __repr__(self) -> str:
+        return spelling.describe(self)
+
+    # ---------------------------------------------------------------------------- reading
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Numbers of the replicas of the present group, in order."""
+        return self.exchange.members
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present group; each change makes a higher one, equal on its members."""
+        return self.exchange.epoch
+
+    def agree_on_steps(self, num_steps: int) -> int:
+        """Return the least ``num_steps`` of all replicas; every replica calls this at one point.
+
+        Each exchange needs all replicas, so that all must take the same number of inner steps,
+        also when their data do not last equally long: stop after what this returns, then flush.
+
+        Args:
+            num_steps: Inner steps that this replica could take from here on.
+
+        Raises:
+            ValueError: If it is not an integer of at least 0.
+            SyncError: If the group fails.
+        """
+        num_steps = integer("num_steps", num_steps, 0)
+        self._refuse_if_alone()
+        with self._all_workers(()):
+            if self._workers is not None:
+                num_steps = self._workers.least(num_steps)
+            return min(gather_json(self.exchange, num_steps))
+
+    @property
+    def outer(self) -> OuterOptimizer:
+        """The outer optimizer; assign ``outer.lr`` on every replica to change it from now on."""
+        return self.settings.outer
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that replicas share, as JSON types, for ``config=``."""
+        return self.settings.as_json()
+
+    def metrics(self) -> list[SyncMetrics]:
+        """Return the latest exchanges, oldest first (4096 at most)."""
+        return list(self._recorder.latest)
+
+    def totals(self) -> SyncTotals:
+        """Return the sums over all exchanges since the start."""
+        return self._recorder.totals
+
+    def on_sync(self, callback: Callable[[SyncMetrics], None]) -> None:
+        """Call ``callback`` after every exchange, applied or skipped.
+
+        It is called when a step, or another method here, has done all its work: it may read the
+        metrics, save ``state_dict()`` and look at ``outer_parameters()``. What needs the other
+        replicas (``step``, ``flush``, ``consensus``, ``change_group``; with ``shard_group`` also
+        ``state_dict`` and ``outer_parameters``) it cannot call: a RuntimeError.
+
+        An error that it raises comes out of that method, after the other callbacks have been
+        called; what was exchanged stays applied.
+
+        Raises:
+            TypeError: If it is not a function.
+        """
+        if not callable(callback):
+            raise TypeError(f"on_sync takes a function of a SyncMetrics, got {callback!r}")
+        self._recorder.callbacks.append(callback)
+
+    def consensus(self) -> dict[str, Any]:
+        """Return the mean over the replicas of outer parameters and momenta; a collective call.
+
+        Under ``Eager`` they differ between replicas by what is under way; ``flush()`` makes them
+        equal. Nothing of this replica is changed.
+
+        Returns:
+            ``{"outer": {name: fp32 tensor}, "buffers": {"momentum": {...}}}``, the same bits on all
+            replicas.
+
+        Raises:
+            SyncError: If the group fails.
+        """
+        self._refuse_if_alone()
+        self._look_at_parts()
+        return mean_state(self.exchange, self.parts, self.impl)
+
+    def outer_hash(self) -> str:
+        """Return a hash of all outer parameters, equal on replicas that agree bit by bit."""
+        return f"{digest_of([part.outer for part in self._parameter_parts()]):016x}"
+
+    def emulate_link(self, gbps: float, rtt_ms: float = 0.0) -> None:
+        """Throttle the engine to a slow link, for tests and demonstrations."""
+        self.exchange.emulate_link(gbps, rtt_ms)
+
+    # ----------------------------------------------------------------------------- guards
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this DiLoCo is closed")
+
+    def _refuse_if_alone(self) -> None:
+        """Raise if the other replicas, or workers, may not make the same call now."""
+        self._refuse_if_closed()
+        self._recorder.refuse_in_callback()
+
+    def _refuse_if_unfit(self) -> None:
+        """Raise if the model does not hold its local parameters."""
+        self._rounds.uninterruptible.refuse_if_broken()
+        if self._is_swapped:
+            raise RuntimeError("the model holds the outer parameters: leave outer_parameters()")
+
+    def _refuse_changes(self, parts: Iterable[SyncedPart], *, is_sending: bool = False) -> None:
+        """Raise if tensors do not lie in memory as when this was attached.
+
+        Args:
+            is_sending: Raise too if the optimizers train parameters that were not there, or frozen.
+        """
+        if is_sending:
+            known = {id(param) for param in self._plan.parameters()}
+            refuse_new_parameters(self._model, self._optimizers, known)
+        for part in parts:
+            part.refuse_changes()
+
+    def _parameter_parts(self) -> list[SyncedFragment]:
+        return self._plan.parameter_parts()
+
+    def _look_at_parts(self) -> list[SyncedFragment]:
+        """Return the parts with parameters as they are after all rounds that were applied."""
+        self._refuse_changes(self.parts)
+        with self._recorder.deferred_callbacks():
+            self._rounds.settle_verdicts(self.inner_step)
+        return self._parameter_parts()
+
+    @contextmanager
+    def _all_workers(self, parts: Iterable[SyncedPart], *, is_idle: bool = False) -> Iterator[None]:
+        """Run a block that writes local parameters of these parts, on all workers of the replica.
+
+        If one worker fails, all raise. The exchange keeps the error of the last block.
+
+        Args:
+            is_idle: Nothing is sent in the block; without parts the workers need not meet.
+        """
+        fragments = [part.fragment for part in parts if isinstance(part, SyncedFragment)]
+        try:
+            if self._workers is None or (is_idle and not fragments):
+                yield
+            else:
+                # An interrupt of this worker alone would leave the others with one vote too few.
+                with self._rounds.uninterruptible(), self._workers.all_workers(fragments):
+                    try:
+                        yield
+                    finally:
+                        self._rounds.post_norms()
+        except SyncError as error:
+            # A copy: the frames of the error itself would live as long as the exchange.
+            self.exchange.last_error = type(error)(str(error))
+            raise
+        if not is_idle:
+            self.exchange.last_error = None

@@ -1,0 +1,117 @@
+"""The state of a round: what follows from how its exchange has ended, and what may follow then."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diloco_comm.base.errors import PeerLeft, SyncError
+from diloco_comm.base.memory import CPU, Payload
+from diloco_comm.exchange.buffers import ExchangeBuffers
+from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.round import Round, Standing
+from diloco_comm.ops.wire import WireFormat
+
+
+def job(standing: str = "none", kind: str = "") -> Any:
+    """An exchange that is done; with a ``kind`` of failure, how far its vote was."""
+    failure = SimpleNamespace(
+        kind=kind,
+        message="as a test wants it",
+        stage="vote",
+        seconds=1.0,
+        cause="",
+        missing=[],
+        survivors=[],
+        cuts=[],
+        went_on_in=-1,
+        replicas=[1],
+        inner_steps=[],
+    )
+    return SimpleNamespace(
+        is_done=True,
+        failure=failure if kind else None,
+        standing=standing,
+        headers=[],
+        weights=[0.25, 0.75],
+        digest=7,
+        block_caller=lambda: None,
+    )
+
+
+def started(buffers: ExchangeBuffers, ended: Any, rank: int = 0) -> Round:
+    own, other = (Payload.make(8, CPU) for _ in range(2))
+    round = Round(Header(round=3), None, own, other, epoch=2, rank=rank, job=ended)  # type: ignore[arg-type]
+    buffers.add_round(round)
+    return round
+
+
+def new_buffers(carries: bool = False) -> ExchangeBuffers:
+    return ExchangeBuffers(1, WireFormat("fp32"), carries=carries)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exchange_that_ends_well_makes_its_round_agreed(rank: int) -> None:
+    buffers = new_buffers()
+    round = started(buffers, job("agreed"), rank)
+    assert round.is_done and round.state == "started"
+    assert buffers.standings() == {(0, 3): Standing("agreed", 2)}
+    assert (round.state, round.error, round.digest) == ("agreed", None, 7)
+    assert round.result is not None
+    payloads = [round.own.tensor, round.result.tensor]
+    # In rank order, on every rank.
+    expected = payloads if rank == 0 else payloads[::-1]
+    assert [id(payload) for payload, _ in round.terms] == [id(payload) for payload in expected]
+    assert [weight for _, weight in round.terms] == [0.25, 0.75]
+    buffers.commit()
+    assert round.state == "applied" and not buffers.rounds
+    assert buffers.standings() == {(0, 3): Standing("applied", 2)}
+
+
+@pytest.mark.parametrize(
+    ("standing", "state", "known"),
+    [("none", "failed", None), ("voted", "voted", "voted"), ("rejected", "rejected", "rejected")],
+)
+def test_a_failed_exchange_leaves_its_round_where_its_vote_was(
+    standing: str, state: str, known: Any
+) -> None:
+    buffers = new_buffers()
+    round = started(buffers, job(standing, "PeerLeft"))
+    assert buffers.standings() == ({} if known is None else {(0, 3): Standing(known, 2)})
+    assert round.state == state and isinstance(round.error, PeerLeft)
+    # Only a round that others may have applied keeps what is needed to apply it.
+    assert bool(round.terms) == (state == "voted") == (round in buffers.rounds)
+    with pytest.raises(RuntimeError, match="no round of these buffers has been agreed on"):
+        buffers.commit()
+    if state == "voted":
+        buffers.settle([round])
+        assert round.state == "applied"
+        return
+    with pytest.raises(AssertionError, match=f"a round that is {state} cannot be applied"):
+        round.advance("applied")
+
+
+def test_a_dropped_round_keeps_its_payload_until_it_is_released() -> None:
+    """Where the caller moves the parameters at each send, nothing else holds what was sent."""
+    buffers = new_buffers(carries=True)
+    buffers.plan(0, 2, None, 1, 2, "")
+    header = Header(round=1)
+    round = buffers.open_round(header)
+    buffers.add_round(round)
+    buffers.fail(round, SyncError("as a test wants it"))
+    assert round.state == "failed" and buffers.is_idle
+    assert buffers.open_round(header).own is not round.own
+    buffers.release(round.own.tensor)
+    assert buffers.open_round(header).own is round.own
+
+
+def test_a_round_is_applied_once() -> None:
+    buffers = new_buffers()
+    round = started(buffers, job())
+    buffers.resolve(round)
+    buffers.commit()
+    for state in ("applied", "agreed", "started"):
+        with pytest.raises(AssertionError, match="a round that is applied"):
+            round.advance(state)  # type: ignore[arg-type]

@@ -1,0 +1,75 @@
+"""Lightning's min_epochs and min_steps, with replicas that have different amounts of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from trainers import NUM_STEPS, ROWS, Rows, WithLoss, make_optimizer, needs, on_store
+from workers import Pool
+
+
+@pytest.fixture(scope="module")
+def replicas(trainer_replicas: Callable[[int], Pool]) -> Callable[[int], Pool]:
+    return trainer_replicas
+
+
+def lightning_with_a_minimum(
+    rank: int, world: int, address: tuple[str, int], limits: dict[str, int]
+) -> str:
+    """Replica 0 has data for half as many steps as replica 1, which has a minimum."""
+    import lightning.pytorch as pl
+
+    from diloco_comm.integrations.lightning import DiLoCoCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = WithLoss(rank)
+
+        def training_step(self, rows: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+            return self.model(**rows)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return make_optimizer(self.model)
+
+    place = on_store(rank, world, address, f"minimum {limits}")
+    callback = DiLoCoCallback(sync_every=2, **place)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        **(limits if rank else {}),
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    rows = Rows(rank, NUM_STEPS * (1 + rank))
+    try:
+        trainer.fit(Module(), torch.utils.data.DataLoader(rows, batch_size=ROWS))
+    except ValueError as error:
+        return str(error)
+    return f"ended at {trainer.global_step}"
+
+
+@needs("lightning")
+@pytest.mark.parametrize(
+    ("limits", "is_refused"),
+    [({"min_epochs": 2}, True), ({"min_steps": 25}, True), ({"min_epochs": 1}, False)],
+    ids=["epochs", "steps", "one epoch"],
+)
+def test_lightning_may_not_train_longer_than_the_others(
+    limits: dict[str, int], is_refused: bool, replicas: Callable[[int], Pool]
+) -> None:
+    pool = replicas(2)
+    ends = pool.run(lightning_with_a_minimum, pool.store, limits)
+    if not is_refused:
+        assert ends == ["ended at 20"] * 2
+        return
+    for text in ends:
+        assert "min_epochs or min_steps make Lightning train longer" in text and "\n" not in text
+        assert f"min_{'epochs' if 'min_epochs' in limits else 'steps'}=" in text
+        assert "on replica 1" in text and "on replica 0" not in text
