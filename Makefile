@@ -42,11 +42,11 @@ cpptest: setup
 cuda: emulated
 	$(BUILD) --target diloco_cuda
 	$(BIN)/pytest tests/ops/test_cuda_build.py
-	$(BIN)/python tests/support/cuda_reports.py $(ARGS)
+	$(BIN)/python tests/support/devices/cuda_reports.py $(ARGS)
 
 # Every specialisation of Triton's kernels for sm_80, sm_90 and gfx942: registers, spills, arithmetic.
 kernels: setup
-	$(BIN)/python tests/support/triton_specialisations.py --all --jobs $(or $(JOBS),2) $(ARGS)
+	$(BIN)/python tests/support/devices/triton_specialisations.py --all --jobs $(or $(JOBS),2) $(ARGS)
 
 # The extension with CUDA for a torch that has it, in a copy of the sources; it is loaded, the names of
 # torch that we use are looked up, the GPU tests are collected. This needs nvcc and no GPU. The torch
@@ -82,7 +82,7 @@ bars: setup
 	$(BIN)/python -m benchmarks.bars
 
 soak-async: setup
-	PYTHONPATH=tests/support $(BIN)/python tests/asynchronous/test_async_faults.py 180
+	PYTHONPATH=$$(echo tests/support/* | tr ' ' :) $(BIN)/python tests/asynchronous/test_async_faults.py 180
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.asynchronous.methods import METHODS
+from diloco_comm.tools.common import plots
 
 Row = dict[str, Any]
 BASE = "DiLoCo"
@@ -60,17 +61,8 @@ def _of(rows: list[Row], name: str) -> list[Row]:
 
 
 def _panels(count: int) -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     num_rows = math.ceil(count / _COLUMNS)
-    size = (3.3 * _COLUMNS, 2.6 * num_rows)
-    _, axes = pyplot.subplots(
-        num_rows, _COLUMNS, figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
-    return axes
+    return plots.new_panels(num_rows, _COLUMNS, 3.3, 2.6, sharey=True)[1]
 
 
 def _curve(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
@@ -88,13 +80,13 @@ def _draw(axis: Any, rows: list[Row], name: str, key: str) -> None:
         axis.plot(*_curve(_of(rows, BASE), key), color="0.8", linewidth=5, label=BASE)
     axis.plot(
         *_curve(_of(rows, name), key),
-        color="C0",
+        color=plots.BLUE,
         linewidth=1.2,
         marker="o",
         markersize=3,
         label=name,
     )
-    axis.legend(fontsize=7, loc="upper right")
+    plots.legend(axis, fontsize=7, loc="upper right")
 
 
 def _save(panels: Any, count: int, title: str, path: Path) -> None:
@@ -104,4 +96,4 @@ def _save(panels: Any, count: int, title: str, path: Path) -> None:
         row[0].set_ylabel("held-out loss, nats per byte", fontsize=8)
     figure = panels[0][0].figure
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    plots.save(figure, path)

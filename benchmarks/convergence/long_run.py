@@ -171,9 +171,11 @@ def make_all(runs: Runs, args: argparse.Namespace) -> None:
             best = {name: runs.tune(name, cell) for name in METHODS}
             chosen.append((cell, best))
             _make_seeds(runs, cell, best)
-        # Twice the rounds: what an overlapped method can do while a blocking one waits.
+        # Twice the rounds: what an overlapped method does in the time of a blocking one whose
+        # exchanges take as long as its inner steps.
         for cell, best in chosen:
-            _make_seeds(runs, cell | {"rounds": 2 * args.rounds}, best)
+            overlapped = {name: lr for name, lr in best.items() if name != "Blocking"}
+            _make_seeds(runs, cell | {"rounds": 2 * args.rounds}, overlapped)
 
 
 def _make_seeds(runs: Runs, cell: dict[str, Any], best: dict[str, float]) -> None:

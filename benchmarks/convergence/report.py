@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import common
+from diloco_comm.tools.common import plots
 
 
 def write_report(
@@ -62,21 +63,15 @@ def _rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Draw mean and every seed of each method, one panel a task."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     height = 1.5 + 0.25 * max(len(rows) for rows in tables.values())
-    figure, panels = plt.subplots(1, len(tables), figsize=(7 * len(tables), height), squeeze=False)
+    figure, panels = plots.new_panels(1, len(tables), 7, height)
     for axes, (task, rows) in zip(panels[0], tables.items(), strict=True):
         for place, row in enumerate(reversed(rows)):
-            axes.plot(row["losses"], [place] * len(row["losses"]), "o", color="0.7", markersize=4)
-            axes.plot(row["loss"], place, "|", color="C0", markersize=14, markeredgewidth=2)
+            axes.plot(
+                row["losses"], [place] * len(row["losses"]), "o", color=plots.GREY, markersize=4
+            )
+            axes.plot(row["loss"], place, "|", color=plots.BLUE, markersize=14, markeredgewidth=2)
         axes.set_yticks(range(len(rows)), [row["row"] for row in reversed(rows)], fontsize=8)
         axes.set_xlabel("validation loss, nats (bar: mean; dots: seeds)")
         axes.set_title(task)
-        axes.grid(axis="x", alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    plots.save(figure, path)

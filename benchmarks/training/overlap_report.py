@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import common
+from diloco_comm.tools.common import plots
 
 
 def summarize(
@@ -81,11 +82,6 @@ def print_rows(report: common.Report, rows: list[dict[str, Any]]) -> None:
 
 def draw(done: list[dict[str, Any]], path: Path) -> None:
     """Draw tokens/s as a share of training alone, one panel a set of workers and link."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     panels: dict[tuple[int, str], dict[str, float]] = {}
     for entry in done:
         cell = entry["cell"]
@@ -94,16 +90,14 @@ def draw(done: list[dict[str, Any]], path: Path) -> None:
             if row["variant"] != "alone":
                 bars[f"{row['variant']}, H={cell['H']}"] = 100 * row["of_alone"]
     height = 1.2 + 0.28 * max(map(len, panels.values()))
-    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), height), squeeze=False)
+    figure, axes = plots.new_panels(1, len(panels), 6, height)
     for panel, ((workers, link), bars) in zip(axes[0], panels.items(), strict=True):
         names = sorted(bars, key=lambda name: bars[name])
-        panel.barh(names, [bars[name] for name in names], color="C0")
+        panel.barh(names, [bars[name] for name in names], color=plots.BLUE)
         panel.axvline(97, color="0.4", linestyle=":", label="97 %")
         panel.set_xlim(0, max(105, *bars.values()))
         panel.set_xlabel("tokens/s, % of training without communication")
         panel.set_title(f"{workers} replicas\n" + link.replace(", ", ",\n", 1), fontsize=9)
         panel.tick_params(axis="y", labelsize=8)
-        panel.legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        plots.legend(panel, fontsize=8, loc="lower center")
+    plots.save(figure, path)

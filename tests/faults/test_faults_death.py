@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fault_replicas import Replica, Result, Setup, Simulation, check_agreement, check_sentence
+from fault_replicas import Replica, Result, Setup, check_agreement, check_sentence
+from fault_simulation import Simulation
 from workers import Pool
 
 H = 4

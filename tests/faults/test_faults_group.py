@@ -16,12 +16,12 @@ from fault_replicas import (
     Replica,
     Result,
     Setup,
-    Simulation,
     check_agreement,
     check_sentence,
     describe,
     least_resources,
 )
+from fault_simulation import Simulation
 from workers import Pool
 
 from diloco_comm import SyncError

@@ -12,11 +12,11 @@ from fault_replicas import (
     Replica,
     Result,
     Setup,
-    Simulation,
     check_agreement,
     check_sentence,
     wait_for,
 )
+from fault_simulation import Simulation
 from workers import Pool
 
 H = 4

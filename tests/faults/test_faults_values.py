@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fault_replicas import Failure, Replica, Result, Setup, Simulation, check_agreement
+from fault_replicas import Failure, Replica, Result, Setup, check_agreement
+from fault_simulation import Simulation
 from workers import Pool
 
 H = 4

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="needs Triton")
 @pytest.mark.timeout(400)
 def test_kernels_compile_for_every_target_without_spills(tmp_path: Path) -> None:
     """In a process of its own: here Triton interprets. The output has the registers of each."""
-    script = Path(__file__).parents[1] / "support" / "triton_specialisations.py"
+    script = Path(__file__).parents[1] / "support" / "devices" / "triton_specialisations.py"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     table = tmp_path / "table.json"

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..common import plots
 from ..common.printing import print_whole
 from .estimate import TARGETS, WIRES_TRIED
 from .published import MODELS
@@ -155,28 +156,24 @@ def _published_cell(entry: dict[str, Any]) -> str:
 
 def plot_plan(plan: dict[str, Any], path: Path) -> None:
     """Draw utilisation over bandwidth; needs matplotlib, and no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, panels = plots.new_panels(1, 1, 7, 4.2)
+    axes = panels[0, 0]
     curve = plan["curve"]
     for key, colour, line, label in (
-        ("layer", "#000000", "--", "ideal, layer by layer"),
-        ("step", "#0072B2", "-", "this library"),
+        ("layer", plots.BLACK, "--", "ideal, layer by layer"),
+        ("step", plots.BLUE, "-", "this library"),
     ):
         shares = [100 * share for share in curve[key]]
         axes.plot(curve["gbps"], shares, line, color=colour, label=label)
     if link := plan["link"]:
         axes.axvline(link["gbps"], color="0.6", linewidth=1, linestyle=":")
-        axes.plot(link["gbps"], 100 * link["utilisation"], "o", color="#D55E00", label="the link")
+        axes.plot(
+            link["gbps"], 100 * link["utilisation"], "o", color=plots.VERMILION, label="the link"
+        )
     axes.set_xscale("log")
     axes.set_ylim(0, 103)
     axes.set_xlabel("bandwidth of a replica's link (Gbit/s)")
     axes.set_ylabel("compute utilisation (%)")
     axes.set_title(_headline(plan), fontsize="x-small")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
-    figure.savefig(path, dpi=130)
+    plots.legend(axes, loc="lower right")
+    plots.save(figure, path)

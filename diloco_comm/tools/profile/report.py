@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..common import plots
 from ..common.printing import print_whole
 from . import intervals
 from . import nsys as profile_nsys
@@ -138,17 +139,14 @@ def _phases(report: dict[str, Any]) -> Table:
 
 def plot_timeline(traces: Sequence[RankTrace], path: Path) -> None:
     """Draw computation and communication of each rank; needs matplotlib, and no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 1.2 + 1.1 * len(traces)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = plots.new_figure(11, 1.2 + 1.1 * len(traces))
     axes = figure.subplots()
+    plots.tidy(axes, grid=None)
     origin, span = _extent(traces)
     rows = (
-        ("computation", "computation", "#999999"),
-        ("our_traffic", "diloco_comm", "#D55E00"),
-        ("inner", "other communication", "#0072B2"),
+        ("computation", "computation", plots.GREY),
+        ("our_traffic", "diloco_comm", plots.VERMILION),
+        ("inner", "other communication", plots.BLUE),
     )
     for idx, trace in enumerate(traces):
         for offset, (name, label, colour) in enumerate(rows):
@@ -160,9 +158,8 @@ def plot_timeline(traces: Sequence[RankTrace], path: Path) -> None:
     axes.set_yticks([-idx - 0.15 for idx in range(len(traces))])
     axes.set_yticklabels([f"rank {trace.rank}" for trace in traces])
     axes.set_xlabel("ms since the first activity")
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, ncols=3, loc="outside upper right")
-    figure.savefig(path, dpi=130)
+    plots.save(figure, path)
 
 
 def _extent(traces: Sequence[RankTrace]) -> tuple[float, float]:

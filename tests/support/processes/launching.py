@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
+from support_paths import FOLDERS
 
 # Before each script: `tell(...)` hands over plain values, `said(call)` is what a call raised.
 _PROLOGUE = f"""
 import json, os, sys
-sys.path.insert(0, {str(TESTS)!r})
+sys.path[:0] = {FOLDERS!r}
 RANK = int(os.environ["RANK"])
 
 def tell(**values):

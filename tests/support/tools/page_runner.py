@@ -7,7 +7,8 @@ A line ``...`` of the printed block stands for any number of lines. Numbers and 
 from the page: the ``form`` of two lines is compared. This command runs a page for two machines, and
 writes what was printed this time into the page:
 
-    PYTHONPATH=. python tests/support/page_runner.py docs/tutorials/two-machines.md
+    PYTHONPATH=$(echo . tests/support/* | tr ' ' :) \\
+        python tests/support/tools/page_runner.py docs/tutorials/two-machines.md
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SKIP = "..."
 _BLOCK = re.compile(
     r"<!-- (?P<verb>run|prints) (?P<terminals>[\w -]+?) -->\n```\w*\n(?P<text>.*?)```", re.DOTALL

@@ -25,6 +25,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
+from support_paths import FOLDERS, SUPPORT
+
 PRELOAD = (
     "numpy",
     "pytest",
@@ -34,7 +36,6 @@ PRELOAD = (
     "torch.optim",
     "diloco_comm",
 )
-TESTS = Path(__file__).resolve().parent
 
 
 # --------------------------------------------------------------------------------- in the zygote
@@ -93,7 +94,7 @@ def _begin(handle: int, script: str, arguments: list[str]) -> str:
         os.dup2(handle, stream)
     os.close(handle)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(TESTS)
+    os.chdir(SUPPORT)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.argv = ["-c", *arguments]
     return script
@@ -189,7 +190,7 @@ class Job:
 
 if __name__ == "__main__":
     # Functions are pickled under their modules' real names.
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = FOLDERS
     program = importlib.import_module("zygote").serve(int(sys.argv[1]), sys.argv[2:])
     if program is not None:
         exec(compile(program, "<program>", "exec"))

@@ -3,7 +3,7 @@
 CMake leaves a report of each file in build/cuda/sm_90 (``make test``, whose tests read it) and in
 build/cuda/all (``make cuda``, which runs this file):
 
-    python tests/support/cuda_reports.py [--json FILE]
+    python tests/support/devices/cuda_reports.py [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from diloco_comm.tools.common.reports import Report
 
-REPORTS = Path(__file__).resolve().parents[2] / "build/cuda"
+REPORTS = Path(__file__).resolve().parents[3] / "build/cuda"
 WANTED = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 # Kernels of each file: 8 wires, of which 7 round stochastically, too; Adam, arrivals and the other

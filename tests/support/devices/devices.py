@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "tests" / "cpp" / "lagging_device.cpp"
 LAG_US = 200
 

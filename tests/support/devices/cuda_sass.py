@@ -3,7 +3,7 @@
 Reads the machine code of build/cuda (``make emulated``) with cuobjdump, which CUDA's toolkit and
 Triton bring along:
 
-    python tests/support/cuda_sass.py encode.ptxas encode_kernel 5  # file, kernel, wire
+    python tests/support/devices/cuda_sass.py encode.ptxas encode_kernel 5  # file, kernel, wire
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 REPORTS = ROOT / "build/cuda/sm_90"
 _INSTRUCTION = re.compile(
     r"/\*(?P<address>[0-9a-f]{4,5})\*/\s+(?P<predicate>@\S+ )?\s*(?P<code>[A-Z][A-Z0-9_.]*)"

@@ -1,7 +1,7 @@
-"""Small real replicas for fault tests, and one-process simulations of what they must arrive at.
+"""Small real replicas for fault tests.
 
 A replica's model, data and inner optimizer are a function of its number and of how many steps it
-has taken, so that a run with failures can be repeated without processes, by ``Simulation``.
+has taken, so that a run with failures can be repeated without processes, by ``fault_simulation``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from workers import GRACE_S, Pool, deadline_after
 
-from diloco_comm import DiLoCo, Nesterov, SyncError, WireFormat
-from diloco_comm.ops import reference
+from diloco_comm import DiLoCo, Nesterov, SyncError
 from diloco_comm.ops.digests import digest_of
-from diloco_comm.ops.wire import Layout
-from diloco_comm.replica.fragments import make_fragments, trainable_parameters
 from diloco_comm.replica.schedule import Schedule
 
 LR, MOMENTUM = 0.7, 0.9
-TESTS = str(Path(__file__).parent)
 BLOCK = 32
 # Long enough for survivors on a loaded machine to report, short enough for a whole suite.
 REPORT_S = 2.0
@@ -317,94 +313,6 @@ def num_files() -> int:
 
 def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-# -------------------------------------------------------------------------------- simulation
-
-
-class Simulation:
-    """The same training in one process, with the operators of ``reference``."""
-
-    def __init__(self, setup: Setup, numbers: Iterable[int]) -> None:
-        self.setup = setup
-        self.wire = WireFormat(setup.wire, BLOCK)
-        self.replicas: dict[int, tuple[nn.Module, torch.optim.Optimizer]] = {}
-        self.fragments: dict[int, Any] = {}
-        self.step_count: dict[int, int] = {}
-        self.round = [0] * setup.fragments
-        for number in numbers:
-            self._add(number)
-        first = next(iter(self.fragments.values()))
-        self.outer = [self._flat(fragment) for fragment in first]
-        self.momentum = [torch.zeros_like(outer) for outer in self.outer]
-
-    def _add(self, number: int) -> None:
-        model = make_model()
-        optimizer = make_optimizer(model)
-        self.replicas[number] = model, optimizer
-        named = trainable_parameters(model, [optimizer])
-        self.fragments[number] = make_fragments(model, named, self.setup.fragments)
-        self.step_count[number] = 0
-
-    @staticmethod
-    def _flat(fragment: Any) -> Tensor:
-        return torch.cat([tensor.flatten() for tensor in fragment.tensors()]).clone()
-
-    def train(self, number: int, num_steps: int = 1) -> None:
-        for _ in range(num_steps):
-            self.step_count[number] += 1
-            take_inner_step(*self.replicas[number], number, self.step_count[number])
-
-    def run(
-        self,
-        members: Sequence[int],
-        first: int,
-        last: int,
-        skip: frozenset[tuple[int, int]] = frozenset(),
-    ) -> None:
-        """Take inner steps first..last with their exchanges but those of (step, fragment)."""
-        for step in range(first, last + 1):
-            for number in members:
-                self.train(number)
-            for fragment in self.setup.schedule.due(step):
-                if (step, fragment) not in skip:
-                    self.sync(fragment, members)
-
-    def sync(self, fragment: int, members: Sequence[int]) -> None:
-        parts = [self.fragments[number][fragment].tensors() for number in members]
-        outer, momentum = self.outer[fragment], self.momentum[fragment]
-        layout = Layout.plan(outer.numel(), len(members), 1, self.wire)
-        terms = reference.all_reduce(
-            parts,
-            layout,
-            outers=[outer] * len(members),
-            replicas=members,
-            round=self.round[fragment],
-            fragment=fragment,
-        )
-        payloads, coefficients = zip(*terms, strict=True)
-        form = (layout.run_elements, self.wire.name, self.wire.block_size)
-        reference.outer_step(
-            outer, momentum, [], payloads, coefficients, 0, outer.numel(), *form, "nesterov",
-            LR, MOMENTUM,
-        )  # fmt: skip
-        for tensors in parts:
-            reference.merge(outer, tensors)
-        self.round[fragment] += 1
-
-    def join(self, number: int) -> None:
-        """Add a fresh replica that starts at the outer parameters."""
-        self._add(number)
-        for fragment, outer in zip(self.fragments[number], self.outer, strict=True):
-            reference.merge(outer, fragment.tensors())
-
-    def check(self, number: int, result: Result) -> None:
-        """Compare a replica's end with ours, bit for bit."""
-        model, _ = self.replicas[number]
-        assert result.rounds == self.round
-        assert result.outer == hash_of(self.outer), f"outer parameters of replica {number}"
-        assert result.momentum == hash_of(self.momentum), f"momentum of replica {number}"
-        assert result.local == hash_of(list(model.parameters())), f"parameters of replica {number}"
 
 
 def check_agreement(results: Iterable[Result | None]) -> None:

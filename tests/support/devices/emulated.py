@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-LIBRARY = Path(__file__).resolve().parents[2] / "build/emulated/libdiloco_emulated.so"
+LIBRARY = Path(__file__).resolve().parents[3] / "build/emulated/libdiloco_emulated.so"
 REASON = "build/emulated is not built: make test builds it"
 
 needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason=REASON)

@@ -100,7 +100,7 @@ def check_arguments(arguments: list[str], place: str) -> None:
 
 def check_documented(keys: Iterable[str], page: str) -> None:
     """Every key stands in a page of ``docs/``, in backquotes."""
-    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
     assert [key for key in keys if f"`{key}`" not in text] == []
 
 

@@ -1,0 +1,95 @@
+"""The long run of Eager: its replicas in one process are those of the library, and its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmark_runs import run_benchmark
+from problems import Regression, train_step
+from torch import Tensor
+
+from benchmarks.convergence.in_one_process import Replica, Replicas
+from diloco_comm import DiLoCo, Nesterov
+from diloco_comm.methods.overlap import Blocking, Delayed, Eager, Overlap
+
+SYNC_EVERY, NUM_STEPS = 3, 15
+POLICIES = [Blocking(), Delayed(), Delayed(rounds=2), Eager(), Eager(first="sync"), Eager(rounds=2)]
+
+
+def make(policy: Overlap) -> tuple[torch.nn.Module, torch.optim.Optimizer, Nesterov]:
+    model = Regression()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01), Nesterov(0.4, 0.9)
+
+
+def values(model: torch.nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def train_with_the_library(rank: int, world: int, policy: Overlap) -> list[Tensor]:
+    """Parameters after each step, and those of the shared model at the end."""
+    model, optimizer, outer = make(policy)
+    seen = []
+    options = {"sync_every": SYNC_EVERY, "outer": outer, "overlap": policy, "wire": "fp32"}
+    with DiLoCo(model, optimizer, **options) as diloco:
+        for step in range(NUM_STEPS):
+            train_step(model, optimizer, rank, step)
+            seen.append(values(model))
+        diloco.flush()
+        with diloco.outer_parameters():
+            seen.append(values(model))
+    return seen
+
+
+def train_in_one_process(rank: int, one: int, world: int, policy: Overlap) -> list[list[Tensor]]:
+    replicas = Replicas([Replica(*make(policy)) for _ in range(world)], policy)
+    seen: list[list[Tensor]] = [[] for _ in range(world)]
+    for step in range(NUM_STEPS):
+        for rank, replica in enumerate(replicas.replicas):
+            train_step(replica.model, replica.optimizer, rank, step)
+        if (step + 1) % SYNC_EVERY == 0:
+            replicas.exchange()
+        for rank, replica in enumerate(replicas.replicas):
+            seen[rank].append(values(replica.model))
+    replicas.flush()
+    for rank, replica in enumerate(replicas.replicas):
+        seen[rank].append(values(replica.model))
+    return seen
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_replicas_in_one_process_are_those_of_the_library(policy: Overlap, workers) -> None:
+    """Bit by bit, after every step and at the end."""
+    expected = workers(2).run(train_with_the_library, policy)
+    (simulated,) = workers(1).run(train_in_one_process, 2, policy)
+    for own, library in zip(simulated, expected, strict=True):
+        assert len(own) == len(library) == NUM_STEPS + 1
+        assert all(torch.equal(a, b) for a, b in zip(own, library, strict=True))
+
+
+def row(method: str, seed: int, lr: float, loss: float) -> dict[str, Any]:
+    curve = [[rounds, loss + 1.0 / rounds] for rounds in (5, 50, 100)]
+    cell = {"num_replicas": 2, "momentum": 0.9, "rounds": 100, "model": "118k"}
+    losses = {"tuning_loss": loss - 0.1, "loss": loss, "curve": curve, "cpu_s": 1.0}
+    return {"method": method, "seed": seed, "lr": lr, **cell, **losses}
+
+
+def test_the_table_has_the_best_rate_and_differences_seed_by_seed(tmp_path: Path) -> None:
+    rows = [row("Blocking", seed, 0.4, 2.0 + 0.1 * seed) for seed in range(3)]
+    rows += [row("Eager zero", seed, 0.2, 2.25 + 0.1 * seed) for seed in range(3)]
+    rows += [row("Eager zero", 0, lr, 2.5) for lr in (0.1, 0.4)]
+    rows += [{**row("Eager zero", seed, 0.2, 1.9 + 0.1 * seed), "rounds": 200} for seed in range(3)]
+    path = tmp_path / "runs.jsonl"
+    path.write_text("\n".join(["{}", *map(json.dumps, rows)]) + "\n")
+    done = run_benchmark("convergence.long_run", "--report", "--out", path)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if "Eager zero" in line]
+    assert lines == [
+        ["Eager", "zero", "100", "0.2", "2.350", "0.100", "+0.250", "±", "0.000", "3"],
+        ["Eager", "zero", "200", "0.2", "2.000", "0.100", "-0.100", "±", "0.000", "3"],
+    ]
+    assert path.with_suffix(".txt").read_text() == done.stdout
+    assert path.with_suffix(".png").stat().st_size > 10_000
