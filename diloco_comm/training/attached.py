@@ -70,7 +70,16 @@ class Attached:
             self._workers.close()
 
     def __repr__(self) -> str:
-        return spelling.describe(self)
+        if not hasattr(self, "exchange"):  # An error came out of the constructor.
+            return "DiLoCo(not attached)"
+        return spelling.describe(
+            self.exchange,
+            self.settings,
+            self.parts,
+            num_fragments=self._plan.num_fragments,
+            inner_step=self.inner_step,
+            is_closed=self._is_closed,
+        )
 
     # ---------------------------------------------------------------------------- reading
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from .attached import Attached
+from ..exchange.exchange import Exchange
+from ..methods.settings import Settings
+from ..rounds.synced import SyncedPart
 
 
-def describe(diloco: Attached) -> str:
+def describe(
+    exchange: Exchange,
+    settings: Settings,
+    parts: Sequence[SyncedPart],
+    *,
+    num_fragments: int,
+    inner_step: int,
+    is_closed: bool,
+) -> str:
     """Return one line about a DiLoCo, from what this replica knows by itself."""
-    exchange = getattr(diloco, "exchange", None)
-    if exchange is None:
-        return "DiLoCo(not attached)"
-    settings, parts = diloco.settings, diloco.parts
-    count = diloco._plan.num_fragments
     rounds = sorted({part.round for part in parts})
     words = [
         f"replica {exchange.replica} of members {list(exchange.members)}",
@@ -23,11 +27,11 @@ def describe(diloco: Attached) -> str:
         f"overlap={_call(settings.overlap.config())}",
         f"outer={_call(settings.outer.config())}",
         f"wire={settings.wire.name}",
-        f"{count} fragment{'s'[: count > 1]}",
-        f"inner step {diloco.inner_step}",
+        f"{num_fragments} fragment{'s'[: num_fragments > 1]}",
+        f"inner step {inner_step}",
         f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}",
     ]
-    words += ["closed"] * diloco._is_closed
+    words += ["closed"] * is_closed
     return f"DiLoCo({', '.join(words)})"
 
 
