@@ -30,10 +30,13 @@ BUILD = export PATH="$(abspath $(BIN)):$$PATH" && cd build/editable-* && cmake -
 emulated: setup
 	$(BUILD) --target cuda_tests
 
-# Two files at a time: half of the tests wait for processes, the other half compute. With more, on two
-# cores, survivors of a fault do not report in the second that they have.
+# Three files at a time on two cores, because half of the tests wait for processes. The tests of faults
+# run two at a time: with three, survivors of a fault do not report in the second that they have.
+PYTEST = $(BIN)/pytest --dist loadfile --no-loadscope-reorder
+
 test: setup emulated
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --numprocesses 3 --ignore tests/faults
+	$(PYTEST) --numprocesses 2 tests/faults
 
 cpptest: setup
 	$(BUILD) --target cpp_tests && ctest --output-on-failure --parallel 2
