@@ -246,9 +246,9 @@ def twice(rank: int, world: int) -> list[str]:
     model, optimizer, diloco = attach(overlap=Delayed())
     apply, messages = SyncedFragment.apply, []
 
-    def interrupted(part: SyncedFragment, step: Any) -> None:
+    def interrupted(part: SyncedFragment, *arguments: Any, **options: Any) -> None:
         interrupt(2 if diloco.inner_step == LAST else 0)
-        apply(part, step)
+        apply(part, *arguments, **options)
 
     SyncedFragment.apply = interrupted  # type: ignore[method-assign]
     with default_handler(), diloco:
