@@ -131,7 +131,7 @@ def live_through(
         worker.diloco.close()
         return result
     errors = [ledger.error()] if ledger else []
-    # Workers whose own exchange did not fail go on with the members on which the other workers of their replica agreed.
+    # Workers whose own exchange did not fail go on with the members that the other workers chose.
     worker.diloco.change_group("survivors" if stage == "vote" else [0, 1])
     assert worker.diloco.members == (0, 1)
     worker.train_to(8 * H + 1)
