@@ -28,7 +28,7 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Names that every block may use: a small model, its optimizer, and the replica's own data.
