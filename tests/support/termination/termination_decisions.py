@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from termination_record import Code, ack_by
-from termination_states import HELD, Process, RoundRunner, Snapshot, last_of, members_of
+from termination_states import HELD, Process, Rounds, Snapshot, last_of, members_of
 
 from diloco_comm.exchange.membership.termination import Ack
 
@@ -13,11 +13,11 @@ from diloco_comm.exchange.membership.termination import Ack
 @cache
 def decided(
     code: Code, num_under_way: int, acks: tuple[Snapshot | tuple[()], ...]
-) -> tuple[int, tuple[RoundRunner, ...]]:
+) -> tuple[int, tuple[Rounds, ...]]:
     """Return the lineage, -1 if refused, and what each process must apply."""
     given = {p: ack for p, ack in enumerate(acks) if ack and ack.process.epoch}
     decision = code.decide({p: ack_from(code, ack) for p, ack in given.items()}, num_under_way)
-    adds: list[RoundRunner] = [()] * len(acks)
+    adds: list[Rounds] = [()] * len(acks)
     for commit in decision.commits:
         for p in commit.lacking:
             process = given[p].process
@@ -62,7 +62,7 @@ def may_be_refused(acks: tuple[Snapshot | tuple[()], ...], num_old: int) -> bool
     return False
 
 
-def beyond(process: Process, num_applied: int) -> RoundRunner:
+def beyond(process: Process, num_applied: int) -> Rounds:
     """What a process has applied or holds, but for the oldest rounds."""
     held = [(process.epoch, n) for n, s in enumerate(process.votes) if s in HELD]
     return (*process.applied, *held)[num_applied:]

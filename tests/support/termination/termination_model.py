@@ -51,7 +51,7 @@ from termination_states import (
     VOTED,
     Group,
     Process,
-    RoundRunner,
+    Rounds,
     Snapshot,
     State,
     group_of,
@@ -307,7 +307,7 @@ class Model:
         state = with_group(state._replace(entered=max(k, state.entered)), k, group)
         return with_process(state, p, process._replace(votes=votes))
 
-    def _applied(self, state: State, p: int, process: Process, rounds: RoundRunner) -> State:
+    def _applied(self, state: State, p: int, process: Process, rounds: Rounds) -> State:
         """Process ``p`` becomes ``process``, and then applies some rounds."""
         applied = (*process.applied, *rounds)
         state = with_process(state, p, process._replace(applied=applied))

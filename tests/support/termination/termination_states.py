@@ -14,7 +14,7 @@ HELD = {VOTED: "voted", AGREED: "agreed"}
 DONE = (ENDED, APPLIED)
 
 # (epoch, number) of rounds.
-RoundRunner = tuple[tuple[int, int], ...]
+Rounds = tuple[tuple[int, int], ...]
 
 
 class Process(NamedTuple):
@@ -32,7 +32,7 @@ class Process(NamedTuple):
     epoch: int
     acked: int
     lineage: int
-    applied: RoundRunner
+    applied: Rounds
     votes: tuple[int, ...]
     record: Record
 
@@ -72,8 +72,8 @@ class Group(NamedTuple):
     acks: tuple[Snapshot | tuple[()], ...]
     newest: int
     lineage: int
-    adds: tuple[RoundRunner, ...]
-    applied: RoundRunner
+    adds: tuple[Rounds, ...]
+    applied: Rounds
     voted: tuple[int, ...]
     bad: tuple[int, ...]
 
@@ -89,7 +89,7 @@ class State(NamedTuple):
     """
 
     deaths_left: int
-    ledger: RoundRunner
+    ledger: Rounds
     entered: int
     processes: tuple[Process | tuple[()], ...]
     groups: tuple[Group | tuple[()], ...]
@@ -100,11 +100,11 @@ def newest_known(state: State) -> int:
     return max(k for k, group in enumerate(state.groups, 1) if group and group.known)
 
 
-def listed(rounds: RoundRunner) -> str:
+def listed(rounds: Rounds) -> str:
     return "[" + ", ".join(f"round {n} of epoch {epoch}" for epoch, n in rounds) + "]"
 
 
-def last_of(rounds: RoundRunner) -> int:
+def last_of(rounds: Rounds) -> int:
     return max((n for _, n in rounds), default=-1)
 
 
