@@ -131,7 +131,7 @@ def live_through(
         worker.diloco.close()
         return result
     errors = [ledger.error()] if ledger else []
-    # Workers whose own exchange did not fail go on with whom their workmates agreed on.
+    # Workers whose own exchange did not fail go on with the members that the other workers chose.
     worker.diloco.change_group("survivors" if stage == "vote" else [0, 1])
     assert worker.diloco.members == (0, 1)
     worker.train_to(8 * H + 1)
@@ -178,7 +178,7 @@ def test_a_worker_dies_and_a_replica_joins(
         assert result["is_state_kept"], error
         assert result["in_flight"] >= 2 and result["in_flight_at_join"] >= 2
         assert all(error < 1e-6 for error in result["errors"]), result["errors"]
-    check_workmate(kind, results[4]["error"])
+    check_other_worker(kind, results[4]["error"])
     going_on = [*results[:4], *results[6:]]
     assert len({result["step"] for result in going_on}) == 1
     for shard_index in range(NUM_SHARDS):
@@ -188,7 +188,7 @@ def test_a_worker_dies_and_a_replica_joins(
         assert all(result["norms"] == going_on[0]["norms"] for result in going_on)
 
 
-def check_workmate(kind: str, error: Exception) -> None:
+def check_other_worker(kind: str, error: Exception) -> None:
     """The worker of the dead one's replica is told; FSDP's own collectives may find out first."""
     if kind == "shard_group":
         assert isinstance(error, SyncError)

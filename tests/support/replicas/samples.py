@@ -1,6 +1,6 @@
 """Samples of an older version: a saved state with what followed it, and the bytes of each wire.
 
-    python tests/support/replicas/samples.py FOLDER COMMIT   # of the installed package
+    python tests/support/replicas/samples.py FOLDER COMMIT     # of the installed diloco_comm
 
 Inner steps subtract multiples of 1/1024 and the rest is defined bit by bit, so the numbers do not
 depend on the machine.
