@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
-from ..base.memory import Reading
 from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
 from ..exchange.work import ExchangeWork, Mean
 from ..ops.wire import Layout
 
-if TYPE_CHECKING:
-    from .norms import SharedReading
+
+class NormReading(Protocol):
+    """A norm that was measured on a device, or over the workers of the replica."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether ``norm`` returns without a wait for other workers."""
+        ...
+
+    def norm(self) -> float: ...
 
 
 @dataclass(eq=False)
@@ -52,7 +59,7 @@ class RoundInFlight:
     own: Tensor | None
     layout: Layout
     norm: float = float("nan")
-    reading: Reading | SharedReading | None = None
+    reading: NormReading | None = None
     coefficient: float = 0.0
     is_local_kept: bool = False
     is_reset: bool = False

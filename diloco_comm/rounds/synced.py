@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import isnan
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import _C, ops
-from ..base.memory import Reading, device_of, memory_order, page_locked, persistent
+from ..base.memory import device_of, memory_order, page_locked, persistent
 from ..exchange.buffers import ExchangeBuffers
 from ..exchange.exchange import Exchange
 from ..exchange.work import decode_terms
@@ -23,14 +23,10 @@ from ..ops.offload import CHUNK_ELEMENTS, slices
 from ..ops.wire import Layout, WireFormat
 from ..replica import sharding
 from ..replica.fragments import Fragment
-from .flights import RoundInFlight
-
-if TYPE_CHECKING:
-    from .norms import SharedReading
-
+from .flights import NormReading, RoundInFlight
 
 # Takes the squared norm of an outer step.
-Measure = Callable[[Tensor], "Reading | SharedReading"]
+Measure = Callable[[Tensor], NormReading]
 
 
 class SyncedPart(ABC):
@@ -73,7 +69,7 @@ class SyncedPart(ABC):
         self.weight_sum = 0.0
         self.history = 0
         self._step_norm = 0.0
-        self._readings: deque[Reading | SharedReading] = deque()
+        self._readings: deque[NormReading] = deque()
         self._largest_norm = 0.0
         self.buffers: ExchangeBuffers | None = None
 
