@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from typing import Self
 
 # RFC 5737 documentation addresses: they never belong to a real host.
 NETWORK = "192.0.2"
@@ -61,7 +62,7 @@ class Namespaces:
         self.names = [f"{stem}n{rank}" for rank in range(world)]
         self._interface, self._bridge_address = interface, bridge_address
 
-    def __enter__(self) -> Namespaces:
+    def __enter__(self) -> Self:
         try:
             self.build()
         except BaseException:

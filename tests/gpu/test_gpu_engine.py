@@ -17,7 +17,6 @@ import diloco_comm
 from diloco_comm import ops
 from diloco_comm.base.errors import PeerLeft
 from diloco_comm.exchange.nccl.sending import current
-from diloco_comm.methods import outer
 from diloco_comm.ops import offload
 from diloco_comm.ops.wire import Layout, WireFormat
 
@@ -217,7 +216,7 @@ def offloaded(rank: int, world: int, device: str, library: str, names: list[str]
     """Outer state in host memory, in chunks of a few thousand elements; the names that differ."""
     here = devices.use(device, library)
     offload.CHUNK_ELEMENTS = 4096
-    outer.chunks_of.__defaults__ = (4096,)  # type: ignore[attr-defined]
+    offload.chunks_of.__defaults__ = (4096,)  # type: ignore[attr-defined]
     wrong = []
     for name in names:
         arguments = METHODS[name]

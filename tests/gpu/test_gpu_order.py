@@ -17,7 +17,7 @@ from test_gpu_streams import on_streams, use_streams
 
 import diloco_comm
 from diloco_comm.exchange.nccl.sending import Sending
-from diloco_comm.methods import outer
+from diloco_comm.ops import offload
 
 CHUNK_ELEMENTS = 4096
 
@@ -128,9 +128,9 @@ def encoded_ranges(rank: int, world: int, library: str) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sending, "outer_of", outer_of)
-        patch.setattr(outer.chunks_of, "__defaults__", (CHUNK_ELEMENTS,))
-        for offload in (None, "cpu"):
-            options = {**METHODS["diloco"], "chunk_bytes": 12 << 10, "offload": offload}
+        patch.setattr(offload.chunks_of, "__defaults__", (CHUNK_ELEMENTS,))
+        for place in (None, "cpu"):
+            options = {**METHODS["diloco"], "chunk_bytes": 12 << 10, "offload": place}
             replica = Replica(rank, here, **on_streams(options))
             replica.steps(0, 9)
             (part,) = replica.diloco.parts
@@ -152,13 +152,13 @@ def test_few_offloaded_elements_are_loaded_at_a_time(replicas, stand_in) -> None
 
 def from_host_memory(rank: int, world: int, library: str) -> list[str]:
     here = devices.use("lagging", library)
-    before = outer.chunks_of.__defaults__
-    outer.chunks_of.__defaults__ = (CHUNK_ELEMENTS,)  # type: ignore[attr-defined]
+    before = offload.chunks_of.__defaults__
+    offload.chunks_of.__defaults__ = (CHUNK_ELEMENTS,)  # type: ignore[attr-defined]
     replica = Replica(rank, here, offload="cpu", **METHODS["diloco"])
     replica.steps(0, 5)
     tasks = tasks_of(replica)
     replica.diloco.close()
-    outer.chunks_of.__defaults__ = before  # type: ignore[attr-defined]
+    offload.chunks_of.__defaults__ = before  # type: ignore[attr-defined]
     return tasks
 
 
