@@ -10,7 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import Self
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # RFC 5737 documentation addresses: they never belong to a real host.
 NETWORK = "192.0.2"
