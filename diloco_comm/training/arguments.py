@@ -12,6 +12,7 @@ from torch import nn
 from ..base import env
 from ..base.checks import choice, flag, not_negative, timeout_seconds
 from ..methods.settings import Config, Settings, merge
+from ..rounds.runner import Weight
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -20,15 +21,18 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     Raises:
         TypeError, ValueError: For the first one that cannot be.
     """
-    model, weight = arguments["model"], arguments["weight"]
+    model = arguments["model"]
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not callable(weight):
-        not_negative("weight", weight, "a number or a function")
     flag("norms", arguments["norms"])
     flag("attach", arguments["attach"])
     choice("init", arguments["init"], ("broadcast", "check", "join"))
     choice("offload", arguments["offload"], (None, "cpu"))
+
+
+def weight_of(weight: Weight) -> Weight:
+    """Return a weight that is a number as a float, which stays as it is; a function as given."""
+    return weight if callable(weight) else not_negative("weight", weight, "a number or a function")
 
 
 def seconds_of(timeout: float | timedelta | None) -> float:

@@ -29,7 +29,7 @@ from ..rounds.checkpoint.flights import saved_writes
 from ..rounds.metrics import Recorder
 from ..rounds.runner import Weight
 from .agreement import Agreement, meet_workers
-from .arguments import check_arguments, seconds_of, settings_among
+from .arguments import check_arguments, seconds_of, settings_among, weight_of
 from .attached import Attached
 from .connecting import connect, make_runner, shard_group_of, workers_of
 from .evaluation import swapped_in
@@ -148,7 +148,7 @@ class DiLoCo(Attached):
         # By name, for the functions below that take many of them.
         arguments = dict(locals())
         check_arguments(arguments)
-        seconds = seconds_of(timeout)
+        weight, seconds = weight_of(weight), seconds_of(timeout)
         settings = settings_among(arguments, config)
         check_on_reset(on_reset, settings)
         optimizers = hookable(optimizer, attach=attach)

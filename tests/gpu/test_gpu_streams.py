@@ -6,8 +6,10 @@ may be (1 by default: two ranks on one GPU are refused unless NCCL is told other
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from typing import Any
 
 import devices
@@ -102,6 +104,34 @@ def changing_weights(rank: int, world: int, device: str, library: str) -> list[b
 def test_weights_that_change(device: str, world: int, replicas, stand_in) -> None:
     result = replicas(world).run(changing_weights, device, stand_in)
     assert result == [[True] * 6] * world
+
+
+def left_of_rounds(rank: int, world: int, device: str, library: str) -> list[Any]:
+    """Without collections of garbage: exchanges still watched, and payloads of the old group."""
+    here = use_streams(rank, device, library)
+    gc.disable()
+    try:
+        replica = Replica(rank, here, **on_streams(METHODS["diloco"]))
+        diloco = replica.diloco
+        replica.steps(0, 16)
+        driver = diloco.exchange._driver
+        assert driver is not None
+        num_watched = len(driver._jobs)
+        payloads = [
+            weakref.ref(one.tensor) for p in diloco.parts if p.buffers for one in p.buffers._owns
+        ]
+        diloco.change_group(range(world))
+        replica.steps(16, 20)
+        num_kept = sum(payload() is not None for payload in payloads)
+        diloco.close()
+    finally:
+        gc.enable()
+    return [num_watched <= len(diloco.parts), len(payloads) > 0, num_kept]
+
+
+def test_a_round_that_is_applied_leaves_nothing_on_the_device(replicas, stand_in) -> None:
+    result = replicas(2).run(left_of_rounds, "lagging", stand_in)
+    assert result == [[True, True, 0]] * 2
 
 
 def voted_down(rank: int, world: int, device: str, library: str, name: str) -> list[Any]:

@@ -37,6 +37,17 @@ def test_mean_is_weighted(is_callable: bool, workers) -> None:
     assert workers(2).run(weighted, is_callable) == [[9.25], [9.25]]
 
 
+def test_a_weight_is_read_once() -> None:
+    """A tensor that the caller writes later: other replicas know the first value."""
+    model = torch.nn.Linear(1, 1)
+    optimizer, weight = torch.optim.SGD(model.parameters(), lr=0.1), torch.tensor(2.0)
+    with DiLoCo(model, optimizer, sync_every=1, num_replicas=1, weight=weight) as diloco:
+        weight.fill_(5.0)
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        assert [m.weight for m in diloco.metrics()] == [2.0]
+
+
 def flush_twice(rank: int, world: int) -> tuple[list[int], str, bool]:
     model = Regression()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

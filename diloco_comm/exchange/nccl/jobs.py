@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ... import _C
-from ...base.memory import Ballot
 from ...ops import finish_digest
 from ..headers import shares
 from ..round import Round
@@ -52,7 +51,11 @@ class StreamJob:
         members: Sequence[int],
         sent_bytes: int,
     ) -> None:
-        self.driver, self.control, self.round = driver, control, round
+        assert round.own.ballot is not None
+        self.driver, self.control = driver, control
+        # Not the round itself: it holds this job, and such a circle lives until the next collection
+        # of garbage, with the round's payloads on the device.
+        self._header, self._layout, self._ballot = round.header, round.layout, round.own.ballot
         self.encoded, self.data, self.done = events
         self._presumed, self.members = presumed, members
         self.weights = shares([header.weight for header in presumed])
@@ -72,16 +75,11 @@ class StreamJob:
         return self._headers or self.control.headers
 
     @property
-    def _ballot(self) -> Ballot:
-        assert self.round.own.ballot is not None
-        return self.round.own.ballot
-
-    @property
     def digest(self) -> int:
         """Of the payloads, once the vote is on the host."""
         product, total = self._ballot.host_digest.tolist()
         num_payloads = 2 if len(self.members) == 2 else 1
-        return finish_digest(product, total, num_payloads * self.round.layout.payload_bytes)
+        return finish_digest(product, total, num_payloads * self._layout.payload_bytes)
 
     @property
     def standing(self) -> str:
@@ -218,7 +216,7 @@ class StreamJob:
         self._set_failure(kind, message, stage, **more)
 
     def _named(self, why: str) -> str:
-        header = self.round.header
+        header = self._header
         name = f"sync of fragment {header.fragment}, round {header.round}"
         return why if why.startswith(name) else f"{name}: {why}"
 
