@@ -195,7 +195,9 @@ class ExchangeBuffers:
         self.residuals.forget()
 
     def resolve(self, round: Round) -> None:
-        """Take over how the exchange of a round, which is done, has ended."""
+        """Take over how the exchange of a round, which is done, has ended; idempotent."""
+        if round.state != "started":
+            return
         state = round.conclude()
         if state == "rejected" or state == "failed":
             self.drop(round, state)
