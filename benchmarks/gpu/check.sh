@@ -100,7 +100,7 @@ prepare() {
 }
 
 # sources of the operators' tests
-operators=(tests/ops/test_ops_{encode,reduce,outer_step,bounds,examples,digest}.py
+operators=(tests/ops/test_ops_{encode,reduce,outer_step,bounds,examples,digest,digest_errors}.py
     tests/ops/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py)
 
 part_A() {
