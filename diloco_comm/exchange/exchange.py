@@ -74,8 +74,8 @@ class Exchange(StreamMember):
             Default: the environment's, 60.
         suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
             that is waited for is given up; default: the environment's, 30.
-        admit: Called when the members of an epoch are connected, before rounds of the last epoch
-            are settled. An error that it raises ends this attempt.
+        admit: Called with the agreed inner step when the members of an epoch are connected, before
+            rounds of the last epoch are settled. An error that it raises ends this attempt.
 
     Attributes:
         link: Description of the emulated link, or None.
@@ -106,7 +106,7 @@ class Exchange(StreamMember):
         report_patience: float | None = None,
         join_timeout: timedelta | float | None = None,
         suspect_after: timedelta | float | None = None,
-        admit: Callable[[], None] | None = None,
+        admit: Callable[[int], None] | None = None,
     ) -> None:
         options = Options.checked(
             lanes=lanes,
@@ -131,7 +131,7 @@ class Exchange(StreamMember):
             )
         super().__init__(engine, store, replica, current, options, name, line_name, impl, join)
         self.link: str | None = None
-        self._admit = admit
+        self.admit = admit
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
         _open.add(self)
@@ -353,23 +353,13 @@ class Exchange(StreamMember):
         del groups
         if agreement.decision.changes_rounds:
             regroup.confirm(self, agreement.decision)
-        self._ask_for_admission()
+        self.ask_for_admission(agreement.epoch.agreed_step)
         self._current = agreement.epoch
         missed = regroup.missed_rounds(self, agreement.decision)
         for buffers in self.all_buffers:
             buffers.settle(missed)
             self.plan_buffers(buffers)
         return [Repair.of(round) for round in missed]
-
-    def _ask_for_admission(self) -> None:
-        if self._admit is None:
-            return
-        try:
-            self._admit()
-        except BaseException:
-            # The rounds of the last epoch are kept for the next attempt.
-            self.seal()
-            raise
 
     def inject_fault(self, **fault: Any) -> None:
         """For tests: delay, stop or kill this replica; see csrc/exchange/failure/faults.h."""

@@ -49,6 +49,8 @@ class RoundRunner(ABC):
         on_reset: See ``resets``.
 
     Attributes:
+        announces_change: What is sent says that a change of the group is due.
+        is_change_due: A round was applied of which a replica has said so: all learn it from one.
         uninterruptible: Guards sections that Ctrl-C must not split. Entered while waiting for the
             replica's workers, never while waiting for other replicas.
     """
@@ -78,6 +80,7 @@ class RoundRunner(ABC):
         self._records = Records(recorder, exchange)
         self._streaks = Streaks(settings)
         self._resets = Resets(exchange, parts, settings, impl, workers=workers, on_reset=on_reset)
+        self.announces_change = self.is_change_due = False
         self.uninterruptible = Uninterruptible()
 
     # ----------------------------------------------------------------------- one outer step
@@ -168,6 +171,7 @@ class RoundRunner(ABC):
             inner_step=inner_step - num_skipped,
             gap=policy.gap_for(part.step_norm, part.largest_norm),
             history=part.history,
+            is_change_due=self.announces_change,
         )
         reading = None
         if self.norms:
@@ -299,6 +303,7 @@ class RoundRunner(ABC):
 
     def _record(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
         """Write down that a round was applied; raise if a replica was reset once too often."""
+        self.is_change_due |= any(header.is_change_due for header in flight.wait().headers)
         try:
             self._records.applied(part, flight, inner_step)
         finally:

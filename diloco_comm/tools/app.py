@@ -22,6 +22,7 @@ from .doctor.command import doctor
 from .plan.command import EXAMPLES as PLAN_EXAMPLES
 from .plan.command import plan
 from .profile.command import profile
+from .registry.command import registry_app
 from .serve.command import serve_app
 
 INTERRUPTED = 130
@@ -65,6 +66,7 @@ app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.add_typer(profile, name="profile")
 app.add_typer(bench.app, name="bench")
 app.add_typer(serve_app, name="serve")
+app.add_typer(registry_app, name="registry")
 
 
 @app.command(epilog=DEMO_EXAMPLES)

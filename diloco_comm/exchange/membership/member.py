@@ -49,6 +49,7 @@ class Member:
         newest_group: The newest epoch that this replica has agreed to enter, and its members.
         inner_step: The newest inner step that this replica has counted in an exchange.
         last_error: Of this epoch, until an exchange succeeds.
+        admit: See ``Exchange``.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Member:
         self.newest_group: tuple[int, tuple[int, ...]] = (0, ())
         self.inner_step = -1
         self.last_error: SyncError | None = None
+        self.admit: Callable[[int], None] | None = None
         self._current = current
         self._all_buffers: weakref.WeakSet[ExchangeBuffers] = weakref.WeakSet()
         self._logged_epoch = -1  # the last epoch whose store was logged as lost
@@ -137,6 +139,21 @@ class Member:
         ``change_group`` or ``close`` is left.
         """
         self._engine.seal()
+
+    def ask_for_admission(self, inner_step: int) -> None:
+        """Let ``admit`` decide whether this replica enters an epoch whose members are connected.
+
+        Args:
+            inner_step: On which the members have agreed; -1 where all are new.
+        """
+        if self.admit is None:
+            return
+        try:
+            self.admit(inner_step)
+        except BaseException:
+            # The rounds of the last epoch are kept for the next attempt.
+            self.seal()
+            raise
 
     # --------------------------------------------------------------------------- the store
 

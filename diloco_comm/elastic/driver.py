@@ -1,0 +1,241 @@
+"""The thread that beats, polls the registry and carries out what the core decides.
+
+The training thread tells the driver what happens to it, and waits for its orders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from . import core
+from .beats import Beat
+from .core import events as ev
+from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
+from .views import View
+
+logger = logging.getLogger(__name__)
+
+# A poll that comes this many periods after the last one says nothing about other processes.
+_LATE = 3.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why the driver takes no further part.
+
+    Attributes:
+        kind: "fenced", "refused", "drained" or "failed".
+    """
+
+    kind: str
+    reason: str
+
+
+class Driver:
+    """Carry out the core's decisions for one process.
+
+    Args:
+        registry: Used by the driver's thread alone from now on.
+        state: The core's first state.
+        period_s: Seconds between two polls.
+        say: Called with each action of the core, on the driver's thread.
+
+    Attributes:
+        state: The core's newest state.
+        is_change_wanted: Headers shall ask for a boundary.
+        is_broken: Another member has stopped: the training thread shall stop too.
+        inner_step: That this process has reached, for its beats.
+        waiting_for: For what this process waits; "" for nothing.
+        is_registry_lost: The last poll had no answer.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        state: core.State,
+        *,
+        period_s: float,
+        say: Callable[[ev.Action], None],
+    ) -> None:
+        self._registry, self._period_s, self._say = registry, period_s, say
+        self.state = state
+        self.is_change_wanted = self.is_broken = self.is_registry_lost = False
+        self.inner_step = 0
+        self.waiting_for = ""
+        self._break: Callable[[], None] = lambda: None
+        self._events: queue.SimpleQueue[ev.Event | None] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._form: ev.Form | None = None
+        self._entered: View | None = None
+        self._abandoned = -1
+        self._ended: Ended | None = None
+        self._counter = 0
+        self._last_poll = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and the connection to the registry; idempotent."""
+        self._events.put(None)
+        if self._thread.is_alive():
+            self._thread.join(2 * self._period_s + 5.0)
+
+    # --------------------------------------------------------------- for the training thread
+
+    def tell(self, event: ev.Event) -> None:
+        """Tell the core what has happened to the training thread."""
+        if isinstance(event, ev.Broke | ev.Boundary):
+            self.is_change_wanted = self.is_broken = False
+        self._events.put(event)
+
+    def on_break(self, function: Callable[[], None]) -> None:
+        """Call ``function``, on the driver's thread, when a round under way is to fail."""
+        self._break = function
+
+    def next_form(self, timeout_s: float) -> ev.Form | Ended | None:
+        """Return the newest attempt to take part in, once; None if there was none in time."""
+        with self._news:
+            self._news.wait_for(lambda: self._form or self._ended, timeout_s)
+            form, self._form = self._form, None
+            return form or self._ended
+
+    def wait_until_open(self, number: int) -> View | Ended | None:
+        """Wait for a view to be open; None if the attempt is given up."""
+
+        def is_decided() -> bool:
+            is_open = self._entered is not None and self._entered.number >= number
+            return is_open or self._abandoned >= number or self._ended is not None
+
+        with self._news:
+            self._news.wait_for(is_decided)
+            if self._entered is not None and self._entered.number == number:
+                return self._entered
+            return self._ended
+
+    @property
+    def ended(self) -> Ended | None:
+        return self._ended
+
+    # ------------------------------------------------------------------- the driver's thread
+
+    def _run(self) -> None:
+        try:
+            while self._ended is None:
+                if not self._take_turn():
+                    break
+        except Exception as error:
+            logger.exception("membership of replica %d has failed", self.state.member.id)
+            self._end("failed", f"{type(error).__name__}: {error}")
+        finally:
+            self._say_goodbye()
+            self._registry.close()
+
+    def _take_turn(self) -> bool:
+        """Handle one event, or poll; return False when the thread shall end."""
+        due = self._last_poll + self._period_s - time.monotonic()
+        try:
+            event = self._events.get(timeout=max(0.0, due)) if due > 0 else None
+        except queue.Empty:
+            event = None
+        else:
+            if due > 0:
+                if event is None:
+                    return False
+                self._step(event)
+                # The others shall learn of it at once. Such a poll is no measure of time.
+                self._poll(is_extra=True)
+                return True
+        self._poll(is_extra=False)
+        return True
+
+    def _poll(self, *, is_extra: bool) -> None:
+        now = time.monotonic()
+        is_late = is_extra or now - self._last_poll > _LATE * self._period_s
+        if not is_extra:
+            self._last_poll = now
+        self._counter += 1
+        member = self.state.member
+        beat = core.beat_of(self.state, self._counter, self.inner_step)
+        try:
+            texts = self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())
+            record = self._registry.read()
+        except RegistryUnavailable as error:
+            self._note_loss(error)
+            return
+        if self.is_registry_lost:
+            self.is_registry_lost = False
+            logger.warning("the registry answers again")
+        beats = [beat for text in texts.values() if (beat := Beat.from_bytes(text)) is not None]
+        beats.sort(key=lambda one: one.member.key)
+        self._step(ev.Polled(record, tuple(beats), is_late))
+
+    def _note_loss(self, error: Exception) -> None:
+        if not self.is_registry_lost:
+            self.is_registry_lost = True
+            logger.warning("rounds go on, but nobody can come or go: %s", error)
+
+    def _step(self, event: ev.Event) -> None:
+        self.state, actions = core.step(self.state, event)
+        for action in actions:
+            self._say(action)
+            self._carry_out(action)
+
+    def _carry_out(self, action: ev.Action) -> None:
+        if isinstance(action, ev.Swap):
+            self._swap(action)
+        elif isinstance(action, ev.Form):
+            self._publish(_form=action)
+        elif isinstance(action, ev.Enter):
+            self._publish(_entered=action.view, is_change_wanted=False, is_broken=False)
+        elif isinstance(action, ev.Abandon):
+            self._publish(_abandoned=action.number, _form=None)
+        elif isinstance(action, ev.Pend):
+            self.is_change_wanted = True
+        elif isinstance(action, ev.Break):
+            self.is_broken = True
+            self._break()
+        elif isinstance(action, ev.Fence):
+            self._end("fenced", action.reason)
+        elif isinstance(action, ev.Refuse):
+            self._end("refused", action.reason)
+        elif isinstance(action, ev.Drained):
+            self._end("drained", "this replica has left")
+        elif isinstance(action, ev.Wait):
+            self.waiting_for = action.reason
+
+    def _swap(self, action: ev.Swap) -> None:
+        try:
+            is_done: bool | None = self._registry.swap(action.old, action.new)
+        except RegistryUnavailable as error:
+            self._note_loss(error)
+            is_done = None
+        self._step(ev.Swapped(action.old, action.new, is_done))
+
+    def _publish(self, **values: object) -> None:
+        with self._news:
+            for name, value in values.items():
+                setattr(self, name, value)
+            self._news.notify_all()
+
+    def _end(self, kind: str, reason: str) -> None:
+        self._publish(_ended=Ended(kind, reason))
+
+    def _say_goodbye(self) -> None:
+        """Leave a last beat that says how this process ended; the others need not suspect it."""
+        member = self.state.member
+        beat = replace(core.beat_of(self.state, self._counter + 1), inner_step=self.inner_step)
+        with contextlib.suppress(RegistryUnavailable, RegistryMismatch):
+            self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())
+
+
+def name_of(id: int, nonce: str) -> str:
+    """Return the name under which a process beats."""
+    return f"{id}.{nonce}"

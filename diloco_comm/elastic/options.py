@@ -1,0 +1,131 @@
+"""What a user chooses about a membership that changes by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.checks import integer, timeout_seconds
+from . import core
+from .hosting import own_interface
+from .registry import connect
+from .registry.protocol import Registry, check_run
+from .views import Member, from_bytes
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .happenings import Happening
+
+# Seconds between two beats.
+PERIOD_S = 0.5
+
+
+@dataclass
+class Elastic:
+    """Replicas come and go while the others train on: the argument ``membership=`` of ``DiLoCo``.
+
+    Every process that names the same registry and run is a replica of the same training. A replica
+    that dies is left out after seconds, and no outer step that was applied anywhere is lost. A
+    process that starts later joins at the next round. ``SyncError`` does not come out of training,
+    except for what concerns this replica alone; see ``DiLoCo.step``.
+
+    Args:
+        registry: Address, ``tcp://host:port`` of ``diloco-comm registry``, ``etcd://host:port``, or
+            ``store://host:port``; or a ``torch.distributed.Store``. See ``registry.connect``.
+        run: Name of the training run; several runs may share a registry.
+        min_replicas: Fewer do not train; they wait for more.
+        replica: This replica's number, which no other process may have. Default: the environment
+            variable ``DILOCO_COMM_REPLICA``; without it, the lowest number that is free.
+        suspect_after: Seconds without a beat after which the others do not wait for a replica.
+        quorum_wait: Seconds to wait for enough replicas, or for an answer of the registry, before a
+            SyncError; None: for ever.
+        founding_wait: Seconds for which those that begin a run wait for more to come.
+        rollback: Begin anew where all members of the run have died, though an outer step that
+            they applied is lost.
+        host: Address of this host for the other members; default: that of the interface which leads
+            to the registry.
+        key, insecure: Of the connection to the registry; see ``registry.connect``.
+        on_event: Called with each ``Happening``, on a thread of its own; it must not call DiLoCo.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    registry: str | dist.Store
+    run: str = "default"
+    min_replicas: int = 1
+    replica: int | None = None
+    suspect_after: float = 20.0
+    quorum_wait: float | None = 3600.0
+    founding_wait: float = 2.0
+    rollback: bool = False
+    host: str | None = None
+    key: str | Path | None = None
+    insecure: bool = False
+    on_event: Callable[[Happening], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_run(self.run)
+        self.min_replicas = integer("min_replicas", self.min_replicas, 1)
+        if self.replica is None and "DILOCO_COMM_REPLICA" in os.environ:
+            self.replica = int(os.environ["DILOCO_COMM_REPLICA"])
+        if self.replica is not None:
+            self.replica = integer("replica", self.replica, 0)
+        self.suspect_after = timeout_seconds(self.suspect_after, "suspect_after")
+        if self.quorum_wait is not None:
+            self.quorum_wait = timeout_seconds(self.quorum_wait, "quorum_wait")
+        if self.suspect_after < 2 * PERIOD_S:
+            raise ValueError(
+                f"suspect_after must be at least {2 * PERIOD_S:g} seconds, two beats, got "
+                f"{self.suspect_after:g}"
+            )
+
+    def connect(self) -> Registry:
+        """Connect to the registry."""
+        return connect(self.registry, run=self.run, key=self.key, insecure=self.insecure)
+
+    def interface(self) -> str:
+        """Return the address at which the other members reach this process."""
+        return self.host or own_interface(self.registry)
+
+    def begin(self, registry: Registry, *, address: str, workers: int, shown: Any) -> core.State:
+        """Return the first state of a process that wants to take part.
+
+        Args:
+            address: Of the store that this process hosts.
+            workers: Of this replica.
+            shown: What must be equal on all replicas, as JSON types.
+        """
+        digest = hashlib.blake2b(json.dumps(shown, sort_keys=True).encode(), digest_size=8)
+        replica = self.replica if self.replica is not None else _free_number(registry, self.run)
+        member = Member(replica, uuid.uuid4().hex, address, workers, digest.hexdigest())
+        settings = core.Settings(
+            self.run,
+            self.min_replicas,
+            suspect_after=max(2, round(self.suspect_after / PERIOD_S)),
+            founding_wait=round(self.founding_wait / PERIOD_S),
+            is_durable=registry.is_durable,
+            allows_rollback=self.rollback,
+        )
+        return core.start(settings, member)
+
+
+def _free_number(registry: Registry, run: str) -> int:
+    """Return the lowest number that neither a member of the view has nor a process that beats."""
+    taken = {int(name.split(".")[0]) for name in registry.beat("", b"")}
+    record = registry.read()
+    if record:
+        view = from_bytes(record, run)
+        taken |= {*view.ids, *(id for id, _ in view.base_members)}
+    return lowest_free(taken)
+
+
+def lowest_free(taken: Sequence[int] | set[int]) -> int:
+    return next(number for number in range(len(taken) + 1) if number not in taken)

@@ -1,0 +1,283 @@
+"""A group of replicas whose membership changes by itself: from view to view."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError
+from ..elastic.core import events as ev
+from ..elastic.driver import Driver, Ended
+from ..elastic.happenings import Fenced, Suspected, ViewChanged, Waiting
+from ..elastic.hosting import Host, meeting_place
+from ..elastic.options import PERIOD_S, Elastic
+from ..elastic.views import View
+from ..exchange.waiting import WaitLog
+from ..replica.workers import ReplicaWorkers
+from ..rounds.runner import RoundRunner
+
+logger = logging.getLogger(__name__)
+
+# Takes part in an attempt: members, the store at which they meet, and the form that asks for it.
+Attempt = Callable[[tuple[int, ...], dist.Store, ev.Form], None]
+# How often the workers of a replica hear from worker 0, which speaks for the replica.
+_HEAR_S = 1.0
+_POLL_S = 0.05
+
+
+class ElasticGroup:
+    """Lead one replica, or one worker of it, from view to view.
+
+    Args:
+        shown: What must be equal on all replicas, as JSON types.
+        workers: The workers of this replica; worker 0 speaks for the replica.
+        connect_s: Seconds in which the store of a view must answer.
+
+    Attributes:
+        replica: This replica's number.
+        view: In which this replica trains; None before the first.
+        is_done: This replica has left the group.
+    """
+
+    def __init__(
+        self, elastic: Elastic, shown: Any, workers: ReplicaWorkers | None, connect_s: float
+    ) -> None:
+        self.elastic, self._workers, self._connect_s = elastic, workers, connect_s
+        self.view: View | None = None
+        self.is_done = False
+        self._form: ev.Form | None = None
+        self._store: dist.Store | None = None
+        self._driver: Driver | None = None
+        self._host: Host | None = None
+        failure = ""
+        if self._speaks:
+            try:
+                self._open(shown, 1 if workers is None else workers.size)
+            except Exception as error:
+                if workers is None:
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+        number = -1 if self._driver is None else self._driver.state.member.id
+        self.replica, failure = self._from_worker_0((number, failure))
+        if failure:
+            raise SyncError(f"worker 0 of this replica failed: {failure}", stage="registry")
+
+    def _open(self, shown: Any, num_workers: int) -> None:
+        elastic = self.elastic
+        registry = elastic.connect()
+        self._host = Host(elastic.interface())
+        state = elastic.begin(
+            registry, address=self._host.address, workers=num_workers, shown=shown
+        )
+        self._driver = Driver(registry, state, period_s=PERIOD_S, say=self._say)
+        self._driver.start()
+
+    @property
+    def _speaks(self) -> bool:
+        return self._workers is None or self._workers.rank == 0
+
+    def _from_worker_0(self, value: Any) -> Any:
+        return value if self._workers is None else self._workers.gather(value)[0]
+
+    def close(self) -> None:
+        """Tell the others that this replica has ended; idempotent."""
+        if self._driver is not None:
+            self._driver.tell(ev.Finished())
+            self._driver.close()
+
+    def leave(self) -> None:
+        """Leave the group at the next boundary."""
+        if self._driver is not None:
+            self._driver.tell(ev.Leave())
+
+    # ----------------------------------------------------------------------- while training
+
+    def before_step(self, rounds: RoundRunner, inner_step: int) -> bool:
+        """Pass on what the driver knows; return whether this replica must stop at once."""
+        driver = self._driver
+        if driver is None:
+            return False
+        driver.inner_step = inner_step
+        rounds.announces_change = driver.is_change_wanted
+        # Several workers could not stop at the same step without a message in each step.
+        return driver.is_broken and self._workers is None
+
+    def is_boundary(self, rounds: RoundRunner) -> bool:
+        """Whether the round just applied was the last of this view; all workers call this."""
+        if self._workers is None:
+            return rounds.is_change_due
+        return self._workers.any([rounds.is_change_due])[0]
+
+    # ------------------------------------------------------------------- from view to view
+
+    def enter(self, attempt: Attempt) -> None:
+        """Come to the group, as a founder or a newcomer."""
+        self._attempt_until_done(attempt, time.monotonic())
+
+    def go_on(self, attempt: Attempt, error: SyncError | None) -> None:
+        """Go from the present view to the next.
+
+        Args:
+            error: Why; None at a boundary.
+        """
+        assert self.view is not None
+        began = time.monotonic()
+        number = self.view.number
+        missing = () if error is None else tuple(error.missing)
+        if error is not None:
+            logger.warning("view %d has ended: %s", number, error)
+        self._tell(ev.Boundary(number) if error is None else ev.Broke(number, missing))
+        self._attempt_until_done(attempt, began)
+
+    def _attempt_until_done(self, attempt: Attempt, began: float) -> None:
+        while True:
+            form = self._next_form(began)
+            if form is None:
+                return
+            unreported = None
+            try:
+                store = meeting_place(form.view, self._connect_s)
+                self._form, self._store = form, store
+                attempt(form.view.ids, store, form)
+            except ReplicaMismatch:
+                self._failed(form, ())
+                raise
+            except NonFiniteError as error:
+                unreported = error
+            except (SyncError, dist.DistError) as error:
+                logger.warning("view %d could not begin: %s", form.view.number, error)
+                self._failed(form, getattr(error, "missing", ()))
+                continue
+            self._begun(form.view, began)
+            if unreported is not None:
+                raise unreported
+            return
+
+    def _next_form(self, began: float) -> ev.Form | None:
+        """Wait for an attempt that asks for this replica; None when it has left.
+
+        Raises:
+            LeftBehind: The others go on without this replica.
+            SyncError: There are too few replicas, or no answer of the registry, for too long.
+        """
+        log, limit = WaitLog(), self.elastic.quorum_wait
+        while True:
+            driver = self._driver
+            order: Any = None if driver is None else driver.next_form(_HEAR_S)
+            waiting = "" if driver is None else driver.waiting_for
+            if order is None and limit is not None and time.monotonic() - began > limit:
+                order = Ended("waited", f"waited {limit:g} s {waiting}")
+            order, waiting = self._from_worker_0((order, waiting))
+            if isinstance(order, Ended):
+                return self._ended(order)
+            if order is not None:
+                assert isinstance(order, ev.Form)
+                return order
+            log.tick(lambda waiting=waiting: waiting or "the registry")  # type: ignore[misc]
+
+    def _ended(self, order: Ended) -> None:
+        if order.kind == "drained":
+            self.is_done = True
+            return
+        if order.kind == "fenced":
+            raise LeftBehind(
+                f"{order.reason}: start this replica again, and it joins as a newcomer",
+                stage="view",
+            )
+        raise SyncError(order.reason, stage="quorum" if order.kind == "waited" else "view")
+
+    def _failed(self, form: ev.Form, missing: Any) -> None:
+        number = form.view.number
+        self._mark("failed")
+        is_open = self._driver is not None and self._driver.state.epoch == number
+        self._tell(
+            ev.Broke(number, tuple(missing)) if is_open else ev.Failed(number, tuple(missing))
+        )
+
+    def _begun(self, view: View, began: float) -> None:
+        self.view = view
+        self._tell(ev.Started(view.number))
+        if self._host is not None:
+            self._host.forget_before(view.number)
+        if self._driver is not None:
+            entered = self._driver.state.recorded or view
+            seconds = time.monotonic() - began
+            step = entered.inner_step if entered.number == view.number else view.inner_step
+            self._emit(
+                ViewChanged(
+                    view.number, view.ids, view.joined, view.left, view.reason, seconds, step
+                )
+            )
+
+    # ------------------------------------------------------------- the view must be open first
+
+    def admit(self, inner_step: int) -> None:
+        """Wait until the registry says that the view is open, or raise SyncError."""
+        assert self._form is not None and self._store is not None
+        number = self._form.view.number
+        if self._driver is None:
+            self._hear_of_opening(number)
+            return
+        self._driver.tell(ev.Formed(number, max(0, inner_step)))
+        entered = self._driver.wait_until_open(number)
+        if not isinstance(entered, View):
+            raise self._given_up(number)
+        self._mark("open")
+
+    def _mark(self, what: str) -> None:
+        """Tell this replica's other workers what became of the attempt."""
+        if self._workers is not None and self._driver is not None and self._store is not None:
+            with contextlib.suppress(dist.DistError):
+                self._store.set(f"{what}/{self.replica}", b"1")
+
+    def _hear_of_opening(self, number: int) -> None:
+        assert self._store is not None
+        try:
+            while not self._store.check([f"open/{self.replica}"]):
+                if self._store.check([f"failed/{self.replica}"]):
+                    raise self._given_up(number)
+                time.sleep(_POLL_S)
+        except dist.DistError as error:
+            raise self._given_up(number) from error
+
+    def _given_up(self, number: int) -> SyncError:
+        return SyncError(f"view {number} was given up before it was open", stage="view")
+
+    # --------------------------------------------------------------------------------- words
+
+    def _tell(self, event: ev.Event) -> None:
+        if self._driver is not None:
+            self._driver.tell(event)
+
+    def on_break(self, function: Callable[[], None]) -> None:
+        """Call ``function`` when a round under way is to fail, as another member has stopped."""
+        if self._driver is not None:
+            self._driver.on_break(function)
+
+    def _say(self, action: ev.Action) -> None:
+        if isinstance(action, ev.Suspect):
+            self._emit(Suspected(action.ids))
+        elif isinstance(action, ev.Wait):
+            self._emit(Waiting(action.reason))
+        elif isinstance(action, ev.Fence):
+            self._emit(Fenced(action.reason))
+
+    def _emit(self, happening: Any) -> None:
+        logger.info("%s", happening)
+        if self.elastic.on_event is not None:
+            try:
+                self.elastic.on_event(happening)
+            except Exception:
+                logger.exception("on_event has failed")
+
+
+def is_about_group(error: SyncError) -> bool:
+    """Whether other members can go on after this error."""
+    return not isinstance(error, ReplicaMismatch | NonFiniteError | LeftBehind)
+
+
