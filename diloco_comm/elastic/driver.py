@@ -10,19 +10,21 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from . import core
-from .beats import Beat
+from .beats import READY, TRAINING, Beat
 from .core import events as ev
 from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
-from .views import View
+from .views import View, from_bytes
 
 logger = logging.getLogger(__name__)
 
 # A poll that comes this many periods after the last one says nothing about other processes.
 _LATE = 3.0
+# Part of a period between two looks while the training thread waits for others.
+_HASTE = 0.2
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Driver:
         state: The core's first state.
         period_s: Seconds between two polls.
         say: Called with each action of the core, on the driver's thread.
+        chooses_number: The number in ``state`` is a guess: take another if it is taken.
 
     Attributes:
         state: The core's newest state.
@@ -62,9 +65,11 @@ class Driver:
         *,
         period_s: float,
         say: Callable[[ev.Action], None],
+        chooses_number: bool = False,
     ) -> None:
         self._registry, self._period_s, self._say = registry, period_s, say
         self.state = state
+        self._chooses_number = chooses_number
         self.is_change_wanted = self.is_broken = self.is_registry_lost = False
         self.inner_step = 0
         self.waiting_for = ""
@@ -120,6 +125,10 @@ class Driver:
                 return self._entered
             return self._ended
 
+    def is_given_up(self, number: int) -> bool:
+        """Whether an attempt is to fail."""
+        return self._abandoned >= number or self._ended is not None
+
     @property
     def ended(self) -> Ended | None:
         return self._ended
@@ -141,19 +150,19 @@ class Driver:
     def _take_turn(self) -> bool:
         """Handle one event, or poll; return False when the thread shall end."""
         due = self._last_poll + self._period_s - time.monotonic()
+        is_hasty = self.state.stage not in (READY, TRAINING) and not self.is_registry_lost
+        pause = min(due, _HASTE * self._period_s) if is_hasty else due
         try:
-            event = self._events.get(timeout=max(0.0, due)) if due > 0 else None
+            event = self._events.get(timeout=max(0.0, pause))
         except queue.Empty:
-            event = None
-        else:
-            if due > 0:
-                if event is None:
-                    return False
-                self._step(event)
-                # The others shall learn of it at once. Such a poll is no measure of time.
-                self._poll(is_extra=True)
-                return True
-        self._poll(is_extra=False)
+            # Between two polls that measure time, one that waits for others looks more often.
+            self._poll(is_extra=pause < due)
+            return True
+        if event is None:
+            return False
+        self._step(event)
+        # The others shall learn of it at once.
+        self._poll(is_extra=True)
         return True
 
     def _poll(self, *, is_extra: bool) -> None:
@@ -173,9 +182,34 @@ class Driver:
         if self.is_registry_lost:
             self.is_registry_lost = False
             logger.warning("the registry answers again")
-        beats = [beat for text in texts.values() if (beat := Beat.from_bytes(text)) is not None]
-        beats.sort(key=lambda one: one.member.key)
+        found = [Beat.from_bytes(text) for text in texts.values()]
+        beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
+        if self._chooses_number and self._take_free_number(beats, record):
+            return
         self._step(ev.Polled(record, tuple(beats), is_late))
+
+    def _take_free_number(self, beats: Sequence[Beat], record: bytes) -> bool:
+        """Take another number where an earlier process has this one; return whether it did."""
+        state = self.state
+        if state.stage != READY:
+            self._chooses_number = False
+            return False
+        own = state.member
+        view = from_bytes(record, state.settings.run) if record else None
+        if view is not None and view.is_member(*own.key):
+            return False
+        taken = set() if view is None else {*view.ids, *(id for id, _ in view.base_members)}
+        others = [one for one in beats if one.member.nonce != own.nonce]
+        clash = any(
+            one.member.id == own.id and (one.stage != READY or one.member.nonce < own.nonce)
+            for one in others
+        )
+        if not clash and own.id not in taken:
+            return False
+        free = lowest_free({*taken, *(one.member.id for one in others)})
+        self._registry.beat(name_of(own.id, own.nonce), b"")
+        self.state = replace(state, member=replace(own, id=free))
+        return True
 
     def _note_loss(self, error: Exception) -> None:
         if not self.is_registry_lost:
@@ -234,6 +268,11 @@ class Driver:
         beat = replace(core.beat_of(self.state, self._counter + 1), inner_step=self.inner_step)
         with contextlib.suppress(RegistryUnavailable, RegistryMismatch):
             self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())
+
+
+def lowest_free(taken: Set[int]) -> int:
+    """Return the lowest number that is not taken."""
+    return next(number for number in range(len(taken) + 1) if number not in taken)
 
 
 def name_of(id: int, nonce: str) -> str:

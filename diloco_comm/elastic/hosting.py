@@ -62,8 +62,8 @@ def own_interface(registry: object) -> str:
         place = (registry.host, registry.port) if isinstance(registry, dist.TCPStore) else None
     else:
         url = urlsplit(str(registry).split(",")[0])
-        place = (url.hostname, url.port)
-    if place is None or place[0] is None:
+        place = None if url.hostname is None else (url.hostname, url.port or 0)
+    if place is None:
         return "127.0.0.1"
     family, _, _, _, target = socket.getaddrinfo(place[0], place[1], type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

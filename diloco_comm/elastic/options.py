@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from . import core
 from .hosting import own_interface
 from .registry import connect
 from .registry.protocol import Registry, check_run
-from .views import Member, from_bytes
+from .views import Member
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -104,8 +104,8 @@ class Elastic:
             shown: What must be equal on all replicas, as JSON types.
         """
         digest = hashlib.blake2b(json.dumps(shown, sort_keys=True).encode(), digest_size=8)
-        replica = self.replica if self.replica is not None else _free_number(registry, self.run)
-        member = Member(replica, uuid.uuid4().hex, address, workers, digest.hexdigest())
+        # The driver takes another number when this one is taken.
+        member = Member(self.replica or 0, uuid.uuid4().hex, address, workers, digest.hexdigest())
         settings = core.Settings(
             self.run,
             self.min_replicas,
@@ -115,17 +115,3 @@ class Elastic:
             allows_rollback=self.rollback,
         )
         return core.start(settings, member)
-
-
-def _free_number(registry: Registry, run: str) -> int:
-    """Return the lowest number that neither a member of the view has nor a process that beats."""
-    taken = {int(name.split(".")[0]) for name in registry.beat("", b"")}
-    record = registry.read()
-    if record:
-        view = from_bytes(record, run)
-        taken |= {*view.ids, *(id for id, _ in view.base_members)}
-    return lowest_free(taken)
-
-
-def lowest_free(taken: Sequence[int] | set[int]) -> int:
-    return next(number for number in range(len(taken) + 1) if number not in taken)

@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,7 @@ from ..ops.wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key
 from .buffers import ExchangeBuffers
 from .headers import Header
 from .membership import regroup
-from .membership.member import Epoch, checked_members
+from .membership.member import Admission, Epoch, checked_members
 from .membership.plans import announce
 from .membership.regroup import Repair
 from .membership.sealing import LastRounds
@@ -74,8 +74,7 @@ class Exchange(StreamMember):
             Default: the environment's, 60.
         suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
             that is waited for is given up; default: the environment's, 30.
-        admit: Called with the agreed inner step when the members of an epoch are connected, before
-            rounds of the last epoch are settled. An error that it raises ends this attempt.
+        admission: Is asked before this replica enters an epoch.
 
     Attributes:
         link: Description of the emulated link, or None.
@@ -106,7 +105,7 @@ class Exchange(StreamMember):
         report_patience: float | None = None,
         join_timeout: timedelta | float | None = None,
         suspect_after: timedelta | float | None = None,
-        admit: Callable[[int], None] | None = None,
+        admission: Admission | None = None,
     ) -> None:
         options = Options.checked(
             lanes=lanes,
@@ -131,7 +130,7 @@ class Exchange(StreamMember):
             )
         super().__init__(engine, store, replica, current, options, name, line_name, impl, join)
         self.link: str | None = None
-        self.admit = admit
+        self.admission = admission
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
         _open.add(self)

@@ -116,11 +116,18 @@ class RoundRunner(ABC):
 
     def stale_parts(self, inner_step: int) -> list[SyncedPart]:
         """List the parts of which any replica holds something unsent; a collective call."""
-        steps = [inner_step - part.last_sent or int(part.owes) for part in self.parts]
+        steps = self._unsent(inner_step)
         views = handshake.gather_json(self.exchange, [steps, history.own_past(self.parts)])
         history.refuse_other_past(self.exchange, self.parts, [past for _, past in views])
         has_news = [any(news[part.index] for news, _ in views) for part in self.parts]
         return [p for p, is_new in zip(self.parts, has_news, strict=True) if is_new and p.buffers]
+
+    def has_unsent(self, inner_step: int) -> bool:
+        """Whether this replica holds something that was not shared."""
+        return any(self._unsent(inner_step)) or any(part.in_flight for part in self.parts)
+
+    def _unsent(self, inner_step: int) -> list[int]:
+        return [inner_step - part.last_sent or int(part.owes) for part in self.parts]
 
     @abstractmethod
     def settle_verdicts(self, inner_step: int) -> None:

@@ -24,6 +24,7 @@ from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
 from ..rounds.runner import RoundRunner
 from ..rounds.synced import SyncedFragment, SyncedPart
 from . import spelling
+from .elastic_group import ElasticGroup
 from .planning import Plan
 
 
@@ -56,6 +57,9 @@ class Attached:
         self._hooks: StepHooks | None = None
         self._is_swapped = self._is_closed = False
 
+    # None where the user changes the group, or nobody.
+    _elastic: ElasticGroup | None = None
+
     def close(self) -> None:
         """Tell the peers, end the engine's threads and take the hooks off; idempotent.
 
@@ -65,6 +69,8 @@ class Attached:
         if self._hooks is not None:
             self._hooks.remove()
         self.exchange.inner_step = self.inner_step
+        if self._elastic is not None:
+            self._elastic.close()
         self.exchange.close()
         if self._workers is not None:
             self._workers.close()

@@ -14,13 +14,15 @@ from torch import nn
 
 from .. import ops
 from ..base.errors import NonFiniteError
+from ..elastic.options import Elastic
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
 from ..methods.overlap import Overlap
-from ..methods.settings import UNSET, Config, Unset
+from ..methods.settings import UNSET, Config, Settings, Unset
 from ..ops.wire import WireFormat
 from ..replica.fragments import FragmentSpec
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
+from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement import handshake
 from ..rounds.agreement.consensus import mean_outer
 from ..rounds.agreement.resets import OnReset, check_on_reset
@@ -33,7 +35,8 @@ from .arguments import check_arguments, seconds_of, settings_among, weight_of
 from .attached import Attached
 from .connecting import connect, make_runner, shard_group_of, workers_of
 from .evaluation import swapped_in
-from .planning import make_plan
+from .planning import Plan, make_plan
+from .views import elastic_group, enter_view, repeat_flush, train_on
 
 
 class DiLoCo(Attached):
@@ -96,6 +99,8 @@ class DiLoCo(Attached):
             been written: to clear the optimizer's state, which is else left alone.
         norms: Measure the norm of the pseudo-gradient, one more pass over the parameters.
         attach: False leaves it to the user to call ``step()`` after each optimizer step.
+        membership: An ``Elastic``: replicas come and go by themselves. Without ``group``, ``mesh``,
+            ``store``, ``replica``, ``num_replicas``, ``members`` and ``init``.
 
     Raises:
         ValueError, TypeError: For arguments that cannot be.
@@ -144,6 +149,7 @@ class DiLoCo(Attached):
         attach: bool = True,
         backend: str | None = None,
         offload: str | None = None,
+        membership: Elastic | None = None,
     ) -> None:
         # By name, for the functions below that take many of them.
         arguments = dict(locals())
@@ -161,22 +167,48 @@ class DiLoCo(Attached):
         if workers is not None:
             meet_workers(workers, plan, settings, {"norms": norms, "replica": replica})
         impl = ops.resolve_impl(impl, plan.device.type)
-        store = handshake.connected_store(store, seconds)
-        group = handshake.replica_group(group, mesh, store, num_replicas)
-        arguments |= {"group": group, "store": store}
-        exchange = connect(plan, settings, arguments, impl=impl, timeout_s=seconds)
-        recorder, measures = Recorder(), {"weight": weight, "norms": norms, "on_reset": on_reset}
-        rounds = make_runner(exchange, plan, settings, recorder, workers, impl, **measures)
-        super().__init__(model, optimizers, settings, plan, exchange, rounds, recorder, workers)
-        self._agreement = Agreement(exchange, plan, settings, weight, impl)
-        try:
-            with self._all_workers(self.parts):
-                self.inner_step = self._agreement.start(model, group, init)
-        except BaseException:
-            self.close()
-            raise
+        measures = {"weight": weight, "norms": norms, "on_reset": on_reset}
+        begin = partial(
+            self._begin, model, optimizers, settings, plan, workers, impl, seconds, measures
+        )
+        if membership is None:
+            store = handshake.connected_store(store, seconds)
+            group = handshake.replica_group(group, mesh, store, num_replicas)
+            begin(arguments | {"group": group, "store": store})
+        else:
+            self._elastic = elastic_group(membership, plan, settings, workers, seconds)
+            self._elastic.enter(partial(enter_view, begin, self._elastic, arguments))
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
+
+    def _begin(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        settings: Settings,
+        plan: Plan,
+        workers: ReplicaWorkers | None,
+        impl: str,
+        timeout_s: float,
+        measures: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        """Connect to the other replicas, and begin with the same state on all of them."""
+        with nullcontext() if workers is None else workers.all_workers():
+            exchange = connect(plan, settings, arguments, impl=impl, timeout_s=timeout_s)
+        recorder = Recorder()
+        rounds = make_runner(exchange, plan, settings, recorder, workers, impl, **measures)
+        super().__init__(model, optimizers, settings, plan, exchange, rounds, recorder, workers)
+        self._agreement = Agreement(exchange, plan, settings, measures["weight"], impl)
+        try:
+            with self._all_workers(self.parts):
+                init, source = arguments["init"], arguments.get("source_rank", 0)
+                self.inner_step = self._agreement.start(model, arguments["group"], init, source)
+        except BaseException:
+            if self._elastic is None:
+                self.close()
+            exchange.close()
+            raise
 
     def __enter__(self) -> DiLoCo:
         self._refuse_if_closed()
@@ -211,7 +243,16 @@ class DiLoCo(Attached):
         self._step()
 
     def _step(self, *, is_skipped: bool = False) -> None:
-        """Take an inner step; ``is_skipped`` if the optimizer was not called for it.
+        """Take an inner step; ``is_skipped`` if the optimizer was not called for it."""
+        take_step = partial(self._take_step, is_skipped=is_skipped)
+        if self._elastic is None:
+            take_step()
+        elif not self._elastic.is_done:
+            self._refuse_if_closed()
+            train_on(self._elastic, self, take_step)
+
+    def _take_step(self, *, is_skipped: bool) -> None:
+        """Count an inner step, and exchange what is due.
 
         The local parameters of a part that is due are subtracted from the outer ones, encoded and
         sent. A mean that is due goes through the outer optimizer, into outer and local parameters.
@@ -252,6 +293,12 @@ class DiLoCo(Attached):
             NonFiniteError: Fragments had to be skipped, on all replicas; the others are shared.
             ReplicaMismatch: The outer states differ all the same: a program has written into one.
         """
+        if self._elastic is None:
+            self._flush()
+        elif not self._elastic.is_done:
+            repeat_flush(self._elastic, self, self._flush)
+
+    def _flush(self) -> None:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self.exchange.inner_step = self.inner_step
@@ -362,7 +409,15 @@ class DiLoCo(Attached):
             NonFiniteError: The new group is formed. A round under way, on NCCL, turned out to have
                 values that no wire carries, and ``on_nonfinite`` is "raise".
             ValueError: For "survivors", if there was no failure; for numbers that cannot be.
+            RuntimeError: With ``membership=``, which changes the group by itself.
         """
+        if self._elastic is not None:
+            raise RuntimeError("membership= changes the group by itself: leave out change_group")
+        self._change_group(members, store)
+
+    def _change_group(
+        self, members: Iterable[int] | str, store: dist.Store | str | None = None
+    ) -> None:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         unreported: list[NonFiniteError] = []

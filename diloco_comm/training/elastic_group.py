@@ -39,7 +39,6 @@ class ElasticGroup:
         connect_s: Seconds in which the store of a view must answer.
 
     Attributes:
-        replica: This replica's number.
         view: In which this replica trains; None before the first.
         is_done: This replica has left the group.
     """
@@ -50,6 +49,7 @@ class ElasticGroup:
         self.elastic, self._workers, self._connect_s = elastic, workers, connect_s
         self.view: View | None = None
         self.is_done = False
+        self._replica = -1
         self._form: ev.Form | None = None
         self._store: dist.Store | None = None
         self._driver: Driver | None = None
@@ -62,9 +62,7 @@ class ElasticGroup:
                 if workers is None:
                     raise
                 failure = f"{type(error).__name__}: {error}"
-        number = -1 if self._driver is None else self._driver.state.member.id
-        self.replica, failure = self._from_worker_0((number, failure))
-        if failure:
+        if failure := self._from_worker_0(failure):
             raise SyncError(f"worker 0 of this replica failed: {failure}", stage="registry")
 
     def _open(self, shown: Any, num_workers: int) -> None:
@@ -74,8 +72,19 @@ class ElasticGroup:
         state = elastic.begin(
             registry, address=self._host.address, workers=num_workers, shown=shown
         )
-        self._driver = Driver(registry, state, period_s=PERIOD_S, say=self._say)
+        self._driver = Driver(
+            registry,
+            state,
+            period_s=PERIOD_S,
+            say=self._say,
+            chooses_number=elastic.replica is None,
+        )
         self._driver.start()
+
+    @property
+    def replica(self) -> int:
+        """This replica's number, known from the first view on."""
+        return self._replica
 
     @property
     def _speaks(self) -> bool:
@@ -172,9 +181,11 @@ class ElasticGroup:
             waiting = "" if driver is None else driver.waiting_for
             if order is None and limit is not None and time.monotonic() - began > limit:
                 order = Ended("waited", f"waited {limit:g} s {waiting}")
-            order, waiting = self._from_worker_0((order, waiting))
+            number = -1 if driver is None else driver.state.member.id
+            order, waiting, self._replica = self._from_worker_0((order, waiting, number))
             if isinstance(order, Ended):
-                return self._ended(order)
+                self._ended(order)
+                return None
             if order is not None:
                 assert isinstance(order, ev.Form)
                 return order
@@ -216,6 +227,16 @@ class ElasticGroup:
 
     # ------------------------------------------------------------- the view must be open first
 
+    def is_given_up(self) -> bool:
+        """Whether the attempt under way is to fail before its members have met."""
+        assert self._form is not None and self._store is not None
+        if self._driver is not None:
+            return self._driver.is_given_up(self._form.view.number)
+        try:
+            return self._store.check([f"failed/{self.replica}"])
+        except dist.DistError:
+            return True
+
     def admit(self, inner_step: int) -> None:
         """Wait until the registry says that the view is open, or raise SyncError."""
         assert self._form is not None and self._store is not None
@@ -233,7 +254,7 @@ class ElasticGroup:
         """Tell this replica's other workers what became of the attempt."""
         if self._workers is not None and self._driver is not None and self._store is not None:
             with contextlib.suppress(dist.DistError):
-                self._store.set(f"{what}/{self.replica}", b"1")
+                self._store.set(f"{what}/{self.replica}", "1")
 
     def _hear_of_opening(self, number: int) -> None:
         assert self._store is not None
@@ -279,5 +300,3 @@ class ElasticGroup:
 def is_about_group(error: SyncError) -> bool:
     """Whether other members can go on after this error."""
     return not isinstance(error, ReplicaMismatch | NonFiniteError | LeftBehind)
-
-

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from ...base.store_host import address, open_store
 
 
-
 def host_store(host: str, port: int, announce: Callable[[str], None]) -> str:
     """Host a store until SIGINT or SIGTERM.
 
