@@ -54,6 +54,7 @@ class Driver:
         is_change_wanted: Headers shall ask for a boundary.
         is_broken: Another member has stopped: the training thread shall stop too.
         inner_step: That this process has reached, for its beats.
+        waits_since: Since when the training thread may wait for the other members; 0: it does not.
         waiting_for: For what this process waits; "" for nothing.
         is_registry_lost: The last poll had no answer.
     """
@@ -73,6 +74,7 @@ class Driver:
         self.is_change_wanted = self.is_broken = self.is_registry_lost = False
         self.inner_step = 0
         self.waiting_for = ""
+        self.waits_since = 0.0
         self._break: Callable[[], None] = lambda: None
         self._events: queue.SimpleQueue[ev.Event | None] = queue.SimpleQueue()
         self._news = threading.Condition()
@@ -187,6 +189,20 @@ class Driver:
         if self._chooses_number and self._take_free_number(beats, record):
             return
         self._step(ev.Polled(record, tuple(beats), is_late))
+        if not is_extra:
+            self._break_off_silent_round()
+
+    def _break_off_silent_round(self) -> None:
+        """Let a round fail that waits for a member of which nothing is heard.
+
+        The members' own connections do not tell where that member hosts the store of the view.
+        """
+        waited = time.monotonic() - self.waits_since if self.waits_since else 0.0
+        if waited < 2 * self._period_s or self.state.stage != TRAINING:
+            return
+        if core.silent_members(self.state):
+            self.is_broken = True
+            self._break()
 
     def _take_free_number(self, beats: Sequence[Beat], record: bytes) -> bool:
         """Take another number where an earlier process has this one; return whether it did."""

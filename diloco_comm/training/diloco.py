@@ -178,6 +178,7 @@ class DiLoCo(Attached):
         else:
             self._elastic = elastic_group(membership, plan, settings, workers, seconds)
             self._elastic.enter(partial(enter_view, begin, self._elastic, arguments))
+            self._elastic.on_break(self.exchange.seal)
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
 

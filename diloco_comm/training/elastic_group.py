@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -116,6 +116,18 @@ class ElasticGroup:
         # Several workers could not stop at the same step without a message in each step.
         return driver.is_broken and self._workers is None
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Run a block in which the training thread may wait for the other members."""
+        if self._driver is None:
+            yield
+            return
+        self._driver.waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._driver.waits_since = 0.0
+
     def is_boundary(self, rounds: RoundRunner) -> bool:
         """Whether the round just applied was the last of this view; all workers call this."""
         if self._workers is None:
@@ -189,7 +201,7 @@ class ElasticGroup:
             if order is not None:
                 assert isinstance(order, ev.Form)
                 return order
-            log.tick(lambda waiting=waiting: waiting or "the registry")  # type: ignore[misc]
+            log.tick(lambda waiting=waiting: f"a view, {waiting}" if waiting else "a view")  # type: ignore[misc]
 
     def _ended(self, order: Ended) -> None:
         if order.kind == "drained":

@@ -86,7 +86,8 @@ def train_on(group: ElasticGroup, diloco: DiLoCo, take_step: Callable[[], None])
         diloco._plan.written_at(diloco.inner_step + 1, diloco._saved_writes)
     )
     try:
-        take_step()
+        with group.waiting():
+            take_step()
     except SyncError as error:
         if not is_about_group(error):
             raise
@@ -100,7 +101,8 @@ def repeat_flush(group: ElasticGroup, diloco: DiLoCo, flush: Callable[[], None])
     """Flush, and again in the next view where the present one ends before all is shared."""
     while True:
         try:
-            flush()
+            with group.waiting():
+                flush()
         except SyncError as error:
             if not is_about_group(error):
                 raise
