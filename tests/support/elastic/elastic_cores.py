@@ -7,13 +7,16 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from diloco_comm.elastic.core import Settings, State, start, step
-from diloco_comm.elastic.core.events import Action, Event
+from diloco_comm.elastic.beats import GONE, Beat
+from diloco_comm.elastic.core import Settings, State, beat_of, start, step
+from diloco_comm.elastic.core.events import Action, Event, Polled
 from diloco_comm.elastic.views import Member, View
 
 Step = Callable[[State, Event], tuple[State, tuple[Action, ...]]]
 
 
+# Numbers of beats, and whether their counters have risen.
+Heard = tuple[tuple[int, bool], ...]
 # Number of the view, number of its base, and nonces: first that of the proposer.
 Key = tuple[int, int, str]
 
@@ -42,6 +45,10 @@ class Cores:
         self._states: list[State] = []
         self._numbers: dict[State, int] = {}
         self._steps: dict[tuple[int, Event], tuple[int, tuple[Action, ...]]] = {}
+        self._polls: dict[tuple[int, bytes, Heard], tuple[int, tuple[Action, ...]]] = {}
+        self._beats: list[Beat] = []
+        self._beat_numbers: dict[Beat, int] = {}
+        self._beat_of: dict[int, int] = {}
         self._places: dict[Key, tuple[int, ...]] = {}
 
     def __getitem__(self, number: int) -> State:
@@ -60,6 +67,40 @@ class Cores:
         if known is None:
             state, actions = self._step(self._states[number], event)
             known = self._steps[number, event] = self._number(state), actions
+        return known
+
+    def beat(self, number: int) -> int:
+        """Return the number of what a process says of itself, with a counter that is none."""
+        found = self._beat_of.get(number)
+        if found is None:
+            found = self._beat_of[number] = self._keep(beat_of(self[number], 0))
+        return found
+
+    def last_beat(self, number: int) -> int:
+        """Return the number of what a process says that has ended by itself."""
+        return self._keep(replace(beat_of(self[number], 0), stage=GONE))
+
+    def _keep(self, beat: Beat) -> int:
+        self._beats.append(beat)
+        return self._beat_numbers.setdefault(beat, len(self._beats) - 1)
+
+    def poll(self, number: int, record: bytes, beats: Heard) -> tuple[int, tuple[Action, ...]]:
+        """Let a process poll.
+
+        Args:
+            beats: Numbers of beats, and whether the counter is another than it was.
+        """
+        key = number, record, beats
+        known = self._polls.get(key)
+        if known is None:
+            counters = {peer.key: peer.counter for peer in self[number].peers}
+            heard = []
+            for beat_number, is_fresh in beats:
+                beat = self._beats[beat_number]
+                last = counters.get(beat.member.key, -1)
+                counter = (last + 1) % 2 if is_fresh else max(0, last)
+                heard.append(replace(beat, counter=counter))
+            known = self._polls[key] = self.step(number, Polled(record, tuple(heard)))
         return known
 
     def _number(self, state: State) -> int:

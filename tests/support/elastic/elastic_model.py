@@ -19,7 +19,7 @@ or a seal in the middle of telling.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -48,10 +48,10 @@ from elastic_threads import (
 )
 
 from diloco_comm.elastic import views
-from diloco_comm.elastic.beats import GONE, TRAINING, Beat
-from diloco_comm.elastic.core import State, beat_of
+from diloco_comm.elastic.beats import TRAINING
 from diloco_comm.elastic.core.events import (
     Abandon,
+    Action,
     Boundary,
     Break,
     Broke,
@@ -62,7 +62,6 @@ from diloco_comm.elastic.core.events import (
     Form,
     Formed,
     Pend,
-    Polled,
     Refuse,
     Started,
     Swap,
@@ -120,7 +119,7 @@ class World(NamedTuple):
     Attributes:
         record: In the registry.
         processes: By slot: a Process, BEFORE or DEAD.
-        beats: By slot: the last in the registry, or None; the core is given another counter.
+        beats: By slot: the number of the last in the registry, or None.
         unread: By slot: the slots of which it has not read the last beat; where beats may be late.
         sessions: Views in which somebody trains.
         attempts: In which somebody takes part.
@@ -131,7 +130,7 @@ class World(NamedTuple):
 
     record: bytes
     processes: tuple[Any, ...]
-    beats: tuple[Beat | None, ...]
+    beats: tuple[int | None, ...]
     unread: tuple[int, ...]
     sessions: tuple[Session, ...]
     attempts: tuple[Attempt, ...]
@@ -152,6 +151,8 @@ class Model:
         highest: Number of the last view that may be proposed.
         has_late_beats: A process may be so slow that others suspect it, at any time. Else this
             takes ``budget.suspicions``.
+        has_quick_beats: What others see of a process is what it is now, and a process seals at
+            once when it takes part in an attempt. With one round under way, it is applied at once.
         votes_bad: A process may vote a round down.
         keeps_promise, commits_voted, compares: What the mutants lack: no vote leaves and none is
             heard after an ack; a round counts if all survivors have voted; the registry compares.
@@ -164,6 +165,7 @@ class Model:
     num_under_way: int = 2
     highest: int = 3
     has_late_beats: bool = False
+    has_quick_beats: bool = False
     votes_bad: bool = False
     is_cut: bool = False
     keeps_promise: bool = True
@@ -241,6 +243,8 @@ class Model:
             world = world._replace(stray=process.outbox)
         if not is_clean:
             world = world._replace(num_dead=world.num_dead + 1)
+            if self.has_quick_beats:
+                world = world._replace(beats=put(world.beats, p, self.cores.beat(process.core)))
         return with_process(world, p, DEAD)
 
     def _restarted(self, world: World) -> World:
@@ -257,7 +261,7 @@ class Model:
         yield ("polls", p), self._polled(world, p, 0)
         if world.budget.suspicions:
             for q, other in enumerate(world.processes):
-                if q != p and isinstance(other, Process) and world.beats[q]:
+                if q != p and isinstance(other, Process) and self._beat(world, q, is_new=False):
                     after = self._polled(spend(world, "suspicions"), p, 1 << q)
                     yield ("!polls, and has not heard", p, q), after
 
@@ -293,33 +297,37 @@ class Model:
         return world._replace(line=(*world.line, key_of(view)), ledger=applied)
 
     def _polled(self, world: World, p: int, unheard: int) -> World:
-        process = world.processes[p]
-        state: State = self.cores[process.core]
-        own = beat_of(state, 0)
-        beats = tuple(own if q == p else beat for q, beat in enumerate(world.beats))
+        beats = tuple([self._beat(world, q, is_new=q == p) for q in range(len(self.slots))])
         bit = 1 << p
-        unread = tuple(
-            0 if q == p else (mask | bit if self.has_late_beats else 0)
-            for q, mask in enumerate(world.unread)
-        )
-        counters = {peer.key: peer.counter for peer in state.peers}
         heard = []
         for q, beat in enumerate(beats):
-            if beat is None:
-                continue
-            last = counters.get(beat.member.key, -1)
-            is_fresh = isinstance(world.processes[q], Process) and not unheard >> q & 1
-            if self.has_late_beats:
-                is_fresh = bool(world.unread[p] >> q & 1)
-            counter = max(0, last) if not is_fresh else (1 - last if last >= 0 else 0)
-            heard.append(replace(beat, counter=counter))
-        world = world._replace(beats=beats, unread=unread)
-        return self._tell(world, p, Polled(world.record, tuple(heard)))
+            if beat is not None:
+                is_fresh = isinstance(world.processes[q], Process) and not unheard >> q & 1
+                if self.has_late_beats:
+                    is_fresh = bool(world.unread[p] >> q & 1)
+                heard.append((beat, is_fresh))
+        if not self.has_quick_beats:
+            world = world._replace(beats=beats)
+        if self.has_late_beats:
+            unread = [0 if q == p else mask | bit for q, mask in enumerate(world.unread)]
+            world = world._replace(unread=tuple(unread))
+        core, actions = self.cores.poll(world.processes[p].core, world.record, tuple(heard))
+        return self._moved(world, p, core, actions)
+
+    def _beat(self, world: World, q: int, is_new: bool) -> int | None:
+        process = world.processes[q]
+        if not isinstance(process, Process) or not (is_new or self.has_quick_beats):
+            return world.beats[q]
+        return self.cores.beat(process.core)
 
     def _tell(self, world: World, p: int, event: Any) -> World:
         """Give an event to the core of a process, and carry out its actions."""
+        return self._moved(world, p, *self.cores.step(world.processes[p].core, event))
+
+    def _moved(self, world: World, p: int, core: int, actions: Sequence[Action]) -> World:
         process = world.processes[p]
-        core, actions = self.cores.step(process.core, event)
+        if not actions:
+            return with_process(world, p, process._replace(core=core))
         thread = process.thread
         outbox: tuple[bytes, bytes] | tuple[()] = process.outbox
         is_over = False
@@ -330,20 +338,28 @@ class Model:
             elif isinstance(action, Form):
                 self.cores.know(action.view)
                 key, role = key_of(action.view), action.role
-                thread = thread._replace(kind=MEET, attempt=key, role=role, orders="")
+                thread = thread._replace(
+                    kind=ACKED if self.has_quick_beats else MEET,
+                    is_sealed=self.has_quick_beats or thread.is_sealed,
+                    attempt=key,
+                    role=role,
+                    order="",
+                    pends=False,
+                    breaks=False,
+                )
             elif isinstance(action, Enter):
                 self.cores.know(action.view)
-                thread = thread._replace(orders="enter")
+                thread = thread._replace(order="enter")
             elif isinstance(action, Abandon):
-                thread = thread._replace(orders="abandon")
+                thread = thread._replace(order="abandon")
             elif isinstance(action, Pend):
                 thread = thread._replace(pends=True)
             elif isinstance(action, Break):
-                thread = thread._replace(orders="break")
+                thread = thread._replace(breaks=True)
             is_over |= isinstance(action, (Fence, Refuse, Drained))
         world = with_process(world, p, Process(core, thread, outbox))
         if is_over:
-            last = replace(beat_of(self.cores[core], 0), stage=GONE)
+            last = self.cores.last_beat(core)
             beats = put(world.beats, p, last)
             world = self._ended(world._replace(beats=beats), p, is_clean=True)
             self._check_state_is_held(world)
@@ -374,16 +390,16 @@ class Model:
             formed = with_thread(world, p, thread._replace(kind=HOOK))
             event = Formed(view.number, len(attempt.applied))
             yield ("forms", p), self._tell(formed, p, event)
-        elif thread.kind == HOOK and thread.orders == "enter" and attempt:
+        elif thread.kind == HOOK and thread.order == "enter" and attempt:
             yield ("enters", p), self._enters(world, p, view, attempt)
         yield from self._fails(world, p, thread, view, noted)
 
     def _fails(
         self, world: World, p: int, thread: Thread, view: View, noted: int
     ) -> Iterator[tuple[EventName, World]]:
-        stopped = thread._replace(kind=IDLE, orders="")
+        stopped = thread._replace(kind=IDLE, order="")
         event = Failed(view.number, (), has_voted=thread.kind in (NOTED, HOOK))
-        if thread.orders == "abandon":
+        if thread.order == "abandon":
             yield ("gives up", p), self._tell(with_thread(world, p, stopped), p, event)
         elif thread.kind != HOOK:
             if any(self._is_missing(world, q, thread) for q in self.places(view)):
@@ -429,7 +445,7 @@ class Model:
         if key_of(view) not in world.line:
             raise Broken(f"I3: process {p} enters {key_of(view)}, which is not in {world.line}")
         if thread.role == "join":
-            return with_thread(world, p, thread._replace(kind=JOIN, orders=""))
+            return with_thread(world, p, thread._replace(kind=JOIN, order=""))
         if thread.role == "change":
             lacks = lacking(thread, attempt.applied)
             if lacks:
@@ -447,7 +463,7 @@ class Model:
         if session and any(self._has_state_of(world, q, view) for q in self.places(view)):
             yield ("takes the state", p), self._begins(world, p, view, session.applied)
         elif all(self._cannot_help(world, q, view) for q in self.places(view)):
-            idle = process.thread._replace(kind=IDLE, orders="")
+            idle = process.thread._replace(kind=IDLE, order="")
             broke = Broke(self.cores[process.core].epoch)
             yield ("gets no state", p), self._tell(with_thread(world, p, idle), p, broke)
 
@@ -473,8 +489,7 @@ class Model:
             codes=codes,
             applied=applied,
             is_sealed=False,
-            orders="",
-            pends=False,
+            order="",
         )
         nobody = (0,) * self.num_rounds
         session = find(world.sessions, key_of(view))
@@ -498,8 +513,8 @@ class Model:
             return
         places = self.places(view)
         is_lost = any(self._has_stopped(world, q, view) for q in places if q != p)
-        if thread.orders == "break" or is_lost:
-            idle = thread._replace(kind=IDLE, orders="")
+        if thread.breaks or is_lost:
+            idle = thread._replace(kind=IDLE, order="")
             yield ("breaks", p), self._tell(with_thread(world, p, idle), p, Broke(view.number))
         if session.ends_pending or (
             all(code >= REJECTED for code in thread.codes)
@@ -529,7 +544,7 @@ class Model:
         return thread.attempt != key_of(view) or thread.kind == IDLE
 
     def _stops(self, world: World, p: int, view: View) -> World:
-        thread = world.processes[p].thread._replace(kind=IDLE, orders="")
+        thread = world.processes[p].thread._replace(kind=IDLE, order="")
         return self._tell(with_thread(world, p, thread), p, Boundary(view.number))
 
     def _votes(
@@ -541,7 +556,7 @@ class Model:
         if n is None:
             return
         if thread.codes[n] == VOTED:
-            if session.voted[n] == everyone:
+            if session.voted[n] == everyone and (self.num_under_way > 1 or session.bad[n]):
                 code = REJECTED if session.bad[n] else AGREED
                 yield ("hears all", p, n), with_code(world, p, n, code)
         elif session.entered == everyone and self._is_sent(world, view, n):
@@ -575,7 +590,7 @@ class Model:
         self, world: World, p: int, thread: Thread, session: Session
     ) -> Iterator[tuple[EventName, World]]:
         n = next((n for n, code in enumerate(thread.codes) if code < REJECTED), None)
-        if n is None or thread.codes[n] != AGREED:
+        if n is None or not self._may_apply(thread.codes[n], session, n):
             return
         applied = (*thread.applied, (thread.epoch[0], n))
         ledger = world.ledger
@@ -593,6 +608,12 @@ class Model:
         if session.flags[n] and thread.kind == TRAIN:
             world = self._stops(world, p, self.cores.views[thread.epoch])
         yield ("applies", p, n), world
+
+    def _may_apply(self, code: int, session: Session, n: int) -> bool:
+        if self.num_under_way > 1:
+            return code == AGREED
+        everyone = sum(1 << q for q in self.places(self.cores.views[session.key]))
+        return code == VOTED and session.voted[n] == everyone and not session.bad[n]
 
     # ------------------------------------------------------------------------------- the end
 

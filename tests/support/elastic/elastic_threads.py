@@ -28,8 +28,9 @@ class Thread(NamedTuple):
         attempt: The last that it took part in.
         role: There; see ``Form``.
         is_sealed: It has acked since it entered ``epoch``.
-        orders: "enter", "abandon", "break" or "": what the core has asked for last.
-        pends: Its headers ask for a boundary.
+        order: "enter", "abandon" or "": what the core has asked for in its attempt.
+        pends, breaks: What the core has asked for in the view that it enters or is in: a boundary,
+            or to fail.
     """
 
     codes: tuple[int, ...]
@@ -39,8 +40,9 @@ class Thread(NamedTuple):
     attempt: Key = _NO_KEY
     role: str = ""
     is_sealed: bool = False
-    orders: str = ""
+    order: str = ""
     pends: bool = False
+    breaks: bool = False
 
 
 class Session(NamedTuple):
