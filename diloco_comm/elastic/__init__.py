@@ -1,1 +1,1 @@
-"""Elastic membership: replicas come and go, and the members agree on one line of views."""
+"""Replicas that come and go: the chain of views, the registry that holds it, and who decides."""
