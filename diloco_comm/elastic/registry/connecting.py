@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -46,6 +47,8 @@ def connect(
         ModuleNotFoundError: If the address is ``tcp`` and pyzmq (the extra ``[async]``) is missing.
     """
     timeout, run = timeout_seconds(timeout_s, "timeout_s"), check_run(run)
+    if registry_id and not re.fullmatch("[0-9a-f]{32}", registry_id):
+        raise ValueError(f"registry_id must be 32 hexadecimal digits, got {registry_id!r}")
     if not isinstance(address, str):
         return _from_store(address, run, timeout, registry_id)
     scheme = urlsplit(address).scheme
