@@ -99,6 +99,41 @@ class Attached:
         """Number of the present group; each change makes a higher one, equal on its members."""
         return self.exchange.epoch
 
+    @property
+    def is_done(self) -> bool:
+        """Whether this replica has left the group by ``leave``: end the training loop."""
+        return self._elastic is not None and self._elastic.is_done
+
+    @property
+    def view(self) -> int:
+        """Number of the present view with ``membership=``; -1 without."""
+        return (
+            -1 if self._elastic is None or self._elastic.view is None else self._elastic.view.number
+        )
+
+    @property
+    def replica_index(self) -> int:
+        """Place of this replica among the members, from 0."""
+        return self.exchange.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas that train."""
+        return self.exchange.size
+
+    def leave(self) -> None:
+        """Leave the group after the next round; then ``is_done`` is true.
+
+        The others go on without this replica, and lose nothing that it has shared. May be called
+        from a signal handler, or another thread.
+
+        Raises:
+            RuntimeError: Without ``membership=``.
+        """
+        if self._elastic is None:
+            raise RuntimeError("leave() needs membership=: without it, call close()")
+        self._elastic.leave()
+
     def agree_on_steps(self, num_steps: int) -> int:
         """Return the least ``num_steps`` of all replicas; every replica calls this at one point.
 

@@ -1,0 +1,76 @@
+"""Replicas die, hang, leave and join while the others train on; all end with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from elastic_replicas import Fault, Run, check_one_line, live
+from elastic_replicas import registry as registry
+from registries import Host
+from workers import Pool
+
+from diloco_comm import CO2, Blocking, Delayed, Eager, Streaming
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "blocking": {"overlap": Blocking()},
+    "blocking-feedback": {"overlap": Blocking(), "wire": "int4", "error_feedback": True},
+    "streaming": {"overlap": Streaming(delay=2, alpha=0.5), "fragments": 3},
+    "delayed": {"overlap": Delayed()},
+    "eager": {"overlap": Eager()},
+    "co2": {"overlap": CO2()},
+}
+
+
+def run_all(
+    workers: Callable[..., Pool],
+    registry: Host,
+    run: Run,
+    world: int,
+    dead: set[int] = frozenset(),  # type: ignore[assignment]
+) -> list[Any]:
+    pool = workers(world)
+    ends = pool.run(live, pool.store, registry.address, run, timeout=60, expect_exit=dead)
+    check_one_line(ends)
+    living = [end for end in ends if end is not None and not end.is_done]
+    assert len({(end.outer, end.local, end.inner_step, end.members) for end in living}) == 1, living
+    assert living[0].inner_step == run.last_step
+    return ends
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_joins_and_one_dies(
+    fresh_workers: Callable[..., Pool], registry: Host, name: str
+) -> None:
+    fault = Fault(1, 20, "kill", "vote", num_peers=1, num_members=4)
+    run = Run(3, 320, joins={3: 12}, faults=(fault,), options=POLICIES[name])
+    ends = run_all(fresh_workers, registry, run, 4, {1})
+    assert ends[0].members == (0, 2, 3)
+    last = ends[0].views[-1]
+    assert (last.joined, last.left) == ((), (1,))
+    assert any(view.joined == (3,) for view in ends[0].views)
+
+
+@pytest.mark.parametrize("stage", ["header", "post_exchange", "vote"])
+def test_the_host_of_the_store_dies(
+    fresh_workers: Callable[..., Pool], registry: Host, stage: str
+) -> None:
+    run = Run(3, 40, faults=(Fault(0, 20, "kill", stage),))
+    ends = run_all(fresh_workers, registry, run, 3, {0})
+    assert ends[1].members == (1, 2)
+
+
+def test_a_replica_leaves_at_a_boundary(fresh_workers: Callable[..., Pool], registry: Host) -> None:
+    run = Run(3, 48, faults=(Fault(0, 14, "leave"),))
+    ends = run_all(fresh_workers, registry, run, 3)
+    assert ends[0].is_done and ends[1].members == (1, 2)
+    assert ends[1].views[-1].inner_step % 4 == 0
+
+
+def test_two_of_three_die_and_one_trains_on(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    run = Run(3, 40, faults=(Fault(0, 20, "kill", "vote"), Fault(2, 20, "kill", "header")))
+    ends = run_all(fresh_workers, registry, run, 3, {0, 2})
+    assert ends[1].members == (1,)
