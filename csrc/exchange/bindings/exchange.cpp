@@ -1,4 +1,4 @@
-#include "exchange/bindings.h"
+#include "exchange/bindings/bindings.h"
 
 #include <pybind11/stl.h>
 #include <torch/extension.h>
