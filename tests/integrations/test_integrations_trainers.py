@@ -224,35 +224,20 @@ def test_accelerate(replicas: Callable[[int], Pool], tmp_path: Path) -> None:
 def lightning_run(
     rank: int, folder: Path, arguments: dict[str, Any], *, resume: bool = False
 ) -> torch.Tensor:
-    import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning_runs import Module, quiet_trainer
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = WithLoss(seed=7 if resume else rank)
-
-        def training_step(self, rows: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-            return self.model(**rows)["loss"]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(self.model)
-
-    module, home = Module(), folder / f"replica_{rank}"
+    module, home = Module(seed=7 if resume else rank), folder / f"replica_{rank}"
     callback = DiLoCoCallback(**arguments)
     saving = ModelCheckpoint(home, filename="{step}", every_n_train_steps=SAVED_STEP, save_top_k=-1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_steps=NUM_STEPS,
         accumulate_grad_batches=2,
         callbacks=[callback, saving],
         default_root_dir=home,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     # Lightning goes on at an epoch's begin; DiLoCo is within a round there.
     loader = torch.utils.data.DataLoader(Rows(rank, SAVED_STEP, 2), batch_size=ROWS)

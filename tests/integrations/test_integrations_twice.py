@@ -93,28 +93,14 @@ def test_a_trainer_that_does_not_know_of_the_job_is_refused(tmp_path: Path) -> N
 
 
 LIGHTNING = """
-import lightning.pytorch as pl
 import torch, torch.distributed as dist
-from trainers import Rows, WithLoss, flat, make_optimizer
+from lightning_runs import Module, quiet_trainer
+from trainers import Rows, flat
 from diloco_comm.integrations.lightning import DiLoCoCallback
 
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = WithLoss(RANK)
-
-    def training_step(self, rows, index):
-        return self.model(**rows)["loss"]
-
-    def configure_optimizers(self):
-        return make_optimizer(self.model)
-
 def train(devices, **arguments):
-    module, callback = Module(), DiLoCoCallback(sync_every=1, **arguments)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, max_steps=2, callbacks=[callback], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
+    module, callback = Module(RANK), DiLoCoCallback(sync_every=1, **arguments)
+    trainer = quiet_trainer(devices=devices, max_steps=2, callbacks=[callback])
     trainer.fit(module, torch.utils.data.DataLoader(Rows(RANK), batch_size=8))
     diloco = callback.diloco
     return [diloco.exchange.size, diloco.totals().num_syncs, flat(module).sum().item()]
