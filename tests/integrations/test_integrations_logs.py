@@ -56,19 +56,15 @@ def hf_logs(
     rank: int, world: int, address: tuple[str, int], folder: Path, options: dict[str, Any]
 ) -> tuple[list[dict[str, float]], list[Any]]:
     """Return the trainer's log, and the metrics of all exchanges."""
-    from transformers import Trainer, TrainingArguments
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
-    args = TrainingArguments(
-        output_dir=str(folder / f"replica-{rank}"),
-        per_device_train_batch_size=ROWS,
+    args = quiet_arguments(
+        folder / f"replica-{rank}",
         max_steps=NUM_STEPS,
         save_strategy="no",
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        disable_tqdm=True,
         **options,
     )
     place = on_store(rank, world, address, f"hf logs {options}")

@@ -125,23 +125,18 @@ def test_accelerate(trainer_replicas: Callable[[int], Pool]) -> None:
 
 
 def hugging_face(rank: int, world: int, address: tuple[str, int], folder: Path, optim: str) -> End:
-    from transformers import Trainer, TrainingArguments
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
-    args = TrainingArguments(
-        output_dir=str(folder / f"replica-{rank}"),
-        per_device_train_batch_size=ROWS,
+    args = quiet_arguments(
+        folder / f"replica-{rank}",
         max_steps=NUM_STEPS,
         learning_rate=LEARNING_RATE,
         optim=optim,
         max_grad_norm=0.0,
         save_strategy="no",
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
     )
     place = on_store(rank, world, address, f"skipped {optim}")
     callback, model = DiLoCoCallback(sync_every=4, **place), Overflowing(rank)

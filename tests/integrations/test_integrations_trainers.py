@@ -82,26 +82,21 @@ def test_the_end_of_training_says_what_was_not_shared(
 def hf_run(
     rank: int, folder: Path, arguments: dict[str, Any], *, resume: bool = False, **options: Any
 ) -> torch.Tensor:
-    from transformers import Trainer, TrainingArguments
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
     model = WithLoss(seed=7 if resume else rank)
     accumulate = options.get("gradient_accumulation_steps", 1)
-    args = TrainingArguments(
-        output_dir=str(folder / f"replica_{rank}"),
-        per_device_train_batch_size=ROWS,
+    args = quiet_arguments(
+        folder / f"replica_{rank}",
         max_steps=NUM_STEPS,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         train_sampling_strategy="sequential",
         save_steps=SAVED_STEP,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
         **options,
     )
     callback = DiLoCoCallback(**arguments)

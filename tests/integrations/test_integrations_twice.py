@@ -22,15 +22,12 @@ SPANS = (
 
 HUGGING_FACE = """
 import torch.distributed as dist
-from transformers import Trainer, TrainingArguments
+from huggingface_runs import quiet_arguments
+from transformers import Trainer
 from trainers import Rows, WithLoss, flat
 from diloco_comm.integrations.huggingface import DiLoCoCallback
 
-args = TrainingArguments(
-    output_dir=f"out-{RANK}", per_device_train_batch_size=8, max_steps=2, use_cpu=True,
-    report_to="none", disable_tqdm=True, save_strategy="no", remove_unused_columns=False,
-    dataloader_pin_memory=False,
-)
+args = quiet_arguments(f"out-{RANK}", max_steps=2, save_strategy="no")
 
 def train(**arguments):
     callback = DiLoCoCallback(sync_every=1, **arguments)
@@ -294,8 +291,9 @@ def hf_with_own_ddp(rank: int, world: int, address: tuple[str, int], folder: Pat
     """Two replicas of two workers each, in one launch; the trainer wraps one replica's workers."""
     import os
 
+    from huggingface_runs import quiet_arguments
     from torch.distributed.device_mesh import init_device_mesh
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
@@ -310,17 +308,11 @@ def hf_with_own_ddp(rank: int, world: int, address: tuple[str, int], folder: Pat
         def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
             return DistributedDataParallel(model, process_group=mesh["worker"].get_group())
 
-    args = TrainingArguments(
-        output_dir=str(folder / f"{rank}"),
-        per_device_train_batch_size=8,
+    args = quiet_arguments(
+        folder / f"{rank}",
         max_steps=2,
         learning_rate=LEARNING_RATE,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
         save_strategy="no",
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
     )
     place = {"mesh": mesh["replica"], "shard_group": mesh["worker"]}
     callback, model = DiLoCoCallback(sync_every=2, **place), WithLoss(rank)

@@ -73,20 +73,15 @@ def test_one_replica_alone() -> None:
 
 def hf_steps(rank: int, world: int, address: tuple[str, int], folder: Path) -> tuple[int, list]:
     """An epoch that is shorter on replica 1; returns the steps taken, and the parameters."""
-    from transformers import Trainer, TrainingArguments
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
     model = WithLoss(rank)
-    args = TrainingArguments(
-        output_dir=str(folder / f"hf-{rank}"),
-        per_device_train_batch_size=ROWS,
+    args = quiet_arguments(
+        folder / f"hf-{rank}",
         num_train_epochs=2,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
     )
     place = on_store(rank, world, address, "uneven hf")
     callback = DiLoCoCallback(sync_every=4, **place)
