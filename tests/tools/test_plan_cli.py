@@ -95,7 +95,7 @@ def test_json_has_the_documented_schema(method: str) -> None:
     check_schema(plan, SCHEMA)
     assert len(plan["curve"]["gbps"]) == len(plan["curve"]["step"]) == 50
     keys = [*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0], *SCHEMA["curve"]]
-    check_documented(keys, "plan.md")
+    check_documented(keys, "reference/plan.md")
 
 
 def test_scripts_get_a_row_of_the_papers_table() -> None:

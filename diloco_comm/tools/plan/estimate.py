@@ -161,7 +161,7 @@ def needed_gbps(shares: Array) -> dict[str, float | None]:
 
 
 def make_plan(request: Request, gbps: float | None = None, target: float = 0.95) -> dict[str, Any]:
-    """Return all that is known about a request, as JSON types; ``docs/plan.md`` has the schema.
+    """Return all that is known about a request, as JSON types; docs/reference/plan.md has them.
 
     Args:
         gbps: Bandwidth of a link to look at, Gbit/s.
