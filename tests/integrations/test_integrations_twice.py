@@ -61,7 +61,9 @@ def test_hugging_face_under_torchrun(tmp_path: Path) -> None:
 
 # Without use_cpu=True transformers knows of one process where there is no GPU, and wraps nothing.
 UNAWARE = (
-    HUGGING_FACE[: HUGGING_FACE.index("place =")].replace("use_cpu=True,", "")
+    HUGGING_FACE[: HUGGING_FACE.index("place =")].replace(
+        "max_steps=2", "max_steps=2, use_cpu=False"
+    )
     + """
 import torch
 from accelerate import Accelerator
