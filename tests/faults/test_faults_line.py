@@ -16,8 +16,9 @@ from fault_replicas import Replica, Result, Setup, check_agreement, connect
 
 from diloco_comm import LeftBehind, SyncError
 from diloco_comm.exchange import waiting
-from diloco_comm.exchange.membership import attendance, line, meetings, plans, regroup, stores
-from diloco_comm.exchange.membership.attendance import Attendance, Limits, Pulses
+from diloco_comm.exchange.membership import line, plans, regroup, stores
+from diloco_comm.exchange.membership.meeting import attendance, meetings
+from diloco_comm.exchange.membership.meeting.attendance import Attendance, Limits, Pulses
 
 H = 4
 

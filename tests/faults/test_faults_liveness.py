@@ -22,8 +22,9 @@ from fault_replicas import (
 )
 
 from diloco_comm import SyncError
-from diloco_comm.exchange.membership import attendance, regroup
-from diloco_comm.exchange.membership.attendance import Attendance, Limits, OwnTime, Pulses
+from diloco_comm.exchange.membership import regroup
+from diloco_comm.exchange.membership.meeting import attendance
+from diloco_comm.exchange.membership.meeting.attendance import Attendance, Limits, OwnTime, Pulses
 
 H = 4
 PREFIX = "run/diloco_comm/default"
