@@ -13,7 +13,6 @@ from ..base import env
 from ..base.checks import choice, flag, not_negative, timeout_seconds
 from ..methods.settings import Config, Settings, merge
 from ..rounds.runner import Weight
-from .views import check_membership
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -29,7 +28,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     flag("attach", arguments["attach"])
     choice("init", arguments["init"], ("broadcast", "check", "join"))
     choice("offload", arguments["offload"], (None, "cpu"))
-    check_membership(arguments)
+    if arguments["membership"] is not None:
+        from .views import check_membership
+
+        check_membership(arguments)
 
 
 def weight_of(weight: Weight) -> Weight:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,8 +24,10 @@ from ..rounds.metrics import Recorder, SyncMetrics, SyncTotals
 from ..rounds.runner import RoundRunner
 from ..rounds.synced import SyncedFragment, SyncedPart
 from . import spelling
-from .elastic_group import ElasticGroup
 from .planning import Plan
+
+if TYPE_CHECKING:
+    from .views import ElasticTraining
 
 
 class Attached:
@@ -58,7 +60,7 @@ class Attached:
         self._is_swapped = self._is_closed = False
 
     # None where the user changes the group, or nobody.
-    _elastic: ElasticGroup | None = None
+    _elastic: ElasticTraining | None = None
 
     def close(self) -> None:
         """Tell the peers, end the engine's threads and take the hooks off; idempotent.
@@ -70,7 +72,7 @@ class Attached:
             self._hooks.remove()
         self.exchange.inner_step = self.inner_step
         if self._elastic is not None:
-            self._elastic.close()
+            self._elastic.group.close()
         self.exchange.close()
         if self._workers is not None:
             self._workers.close()
@@ -102,14 +104,13 @@ class Attached:
     @property
     def is_done(self) -> bool:
         """Whether this replica has left the group by ``leave``: end the training loop."""
-        return self._elastic is not None and self._elastic.is_done
+        return self._elastic is not None and self._elastic.group.is_done
 
     @property
     def view(self) -> int:
         """Number of the present view with ``membership=``; -1 without."""
-        return (
-            -1 if self._elastic is None or self._elastic.view is None else self._elastic.view.number
-        )
+        view = None if self._elastic is None else self._elastic.group.view
+        return -1 if view is None else view.number
 
     @property
     def replica_index(self) -> int:
@@ -132,7 +133,7 @@ class Attached:
         """
         if self._elastic is None:
             raise RuntimeError("leave() needs membership=: without it, call close()")
-        self._elastic.leave()
+        self._elastic.group.leave()
 
     def agree_on_steps(self, num_steps: int) -> int:
         """Return the least ``num_steps`` of all replicas; every replica calls this at one point.

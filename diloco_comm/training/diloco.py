@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch import nn
 
 from .. import ops
 from ..base.errors import NonFiniteError
-from ..elastic.options import Elastic
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
 from ..methods.overlap import Overlap
@@ -24,22 +23,20 @@ from ..replica.fragments import FragmentSpec
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
 from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement import handshake
-from ..rounds.agreement.consensus import mean_outer
 from ..rounds.agreement.resets import OnReset, check_on_reset
-from ..rounds.checkpoint import load, save
-from ..rounds.checkpoint.flights import saved_writes
 from ..rounds.metrics import Recorder
 from ..rounds.runner import Weight
 from .agreement import Agreement, meet_workers
 from .arguments import check_arguments, seconds_of, settings_among, weight_of
-from .attached import Attached
 from .connecting import connect, make_runner, shard_group_of, workers_of
-from .evaluation import swapped_in
 from .planning import Plan, make_plan
-from .views import elastic_group, enter_view, repeat_flush, train_on
+from .saved import Saved
+
+if TYPE_CHECKING:
+    from ..elastic.options import Elastic
 
 
-class DiLoCo(Attached):
+class DiLoCo(Saved):
     """Train this replica on its own and share what it learned every ``sync_every`` steps.
 
     Args:
@@ -179,9 +176,10 @@ class DiLoCo(Attached):
             group = handshake.replica_group(group, mesh, store, num_replicas)
             begin(arguments | {"group": group, "store": store})
         else:
-            self._elastic = elastic_group(membership, plan, settings, workers, seconds)
-            self._elastic.enter(partial(enter_view, begin, self._elastic, arguments))
-            self._elastic.on_break(self.exchange.seal)
+            from .views import ElasticTraining
+
+            self._elastic = ElasticTraining(membership, plan, settings, workers, seconds)
+            self._elastic.enter(self, begin, arguments)
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
 
@@ -251,9 +249,9 @@ class DiLoCo(Attached):
         take_step = partial(self._take_step, is_skipped=is_skipped)
         if self._elastic is None:
             take_step()
-        elif not self._elastic.is_done:
+        elif not self.is_done:
             self._refuse_if_closed()
-            train_on(self._elastic, self, take_step)
+            self._elastic.take_step(self, take_step)
 
     def _take_step(self, *, is_skipped: bool) -> None:
         """Count an inner step, and exchange what is due.
@@ -299,8 +297,8 @@ class DiLoCo(Attached):
         """
         if self._elastic is None:
             self._flush()
-        elif not self._elastic.is_done:
-            repeat_flush(self._elastic, self, self._flush)
+        elif not self.is_done:
+            self._elastic.flush(self, self._flush)
 
     def _flush(self) -> None:
         self._refuse_if_alone()
@@ -311,81 +309,6 @@ class DiLoCo(Attached):
             self._rounds.flush(self.inner_step, self._skipped.count)
             if self.exchange.size > 1:
                 self._agreement.refuse_different_state(is_shared=True)
-
-    # ------------------------------------------------------------------- outer parameters
-
-    @contextmanager
-    def outer_parameters(self, *, consensus: bool = False) -> Iterator[None]:
-        """Put the outer parameters into the model, to evaluate them; restore it bit by bit.
-
-        Args:
-            consensus: Take their mean over the replicas, see ``consensus()``; a collective call.
-        """
-        if consensus or self._plan.shard_group is not None:
-            self._refuse_if_alone()
-        self._refuse_if_unfit()
-        parts = self._look_at_parts()
-        outers = [part.outer for part in parts]
-        if consensus:
-            outers = mean_outer(self.exchange, parts, self.impl)
-        # Workers with shards of their own need nothing from each other here.
-        writing = nullcontext() if self._plan.shard_group is None else self._all_workers(parts)
-        guard = self._rounds.uninterruptible
-        self._is_swapped = True
-        try:
-            with swapped_in(parts, outers, impl=self.impl, writing=writing, uninterruptible=guard):
-                yield
-        finally:
-            self._is_swapped = False
-
-    # ------------------------------------------------------------------- saving, resuming
-
-    def state_dict(self, *, shared: bool = False) -> dict[str, Any]:
-        """Return what a resumed run needs besides the model and the inner optimizer.
-
-        **With** ``shard_group`` **this is a collective call**: it gathers what its workers own, so
-        all of them must call it, also when only one of them writes the file
-        (``if rank == 0: torch.save(diloco.state_dict(), ...)`` hangs). Otherwise, under FSDP2 too,
-        it calls no collective.
-
-        Tensors are views of the live buffers, under the parameters' names, fp32. What differs
-        between replicas is keyed ``replica_<r>``: every replica must save its own. Waits for rounds
-        under way, and applies nothing: they are part of the state. A round that failed is not: the
-        state is that before the round.
-
-        Args:
-            shared: Refuse if something differs between replicas, for a save by one of them alone.
-        """
-        if self._plan.shard_group is not None:
-            self._refuse_if_alone()
-        self._rounds.uninterruptible.refuse_if_broken()
-        self._look_at_parts()
-        scope = self._agreement.scope()
-        return save.collect(self.parts, scope, inner_step=self.inner_step, shared=shared)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Take over a saved state, in place; local parameters come with the user's model.
-
-        Args:
-            strict: Raise when what this replica had for itself is missing, instead of doing
-                without: residuals start at zero, outer parameters that differ between replicas are
-                those of the lowest one.
-
-        Rounds under way are dropped; those of the state take their place.
-
-        Raises:
-            ValueError: If the state was saved with another model, schedule or set of fragments, or
-                lacks something; nothing is changed.
-            RuntimeError: Inside ``outer_parameters()``, or after ``close()``.
-        """
-        self._refuse_if_closed()
-        self._refuse_if_unfit()
-        self._refuse_changes(self.parts)
-        write = load.restore(self.parts, state_dict, self._agreement.scope(), strict=strict)
-        with self._recorder.deferred_callbacks(), self._rounds.uninterruptible():
-            self._rounds.drop()
-            self.inner_step = write()
-            self._saved_writes = saved_writes(self.parts)
 
     # ------------------------------------------------------------------------- the group
 
