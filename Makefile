@@ -13,11 +13,14 @@ SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 # The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
 
+# Most of the many modules are never imported; those that are get compiled at their first import.
+PIP_INSTALL = $(BIN)/pip install --quiet --no-compile
+
 $(VENV)/.installed: .ci/requirements.txt .ci/requirements-no-deps.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet -r .ci/requirements.txt
-	$(BIN)/pip install --quiet --no-deps -r .ci/requirements-no-deps.txt
+	$(PIP_INSTALL) $(TORCH)
+	$(PIP_INSTALL) -r .ci/requirements.txt
+	$(PIP_INSTALL) --no-deps -r .ci/requirements-no-deps.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)

@@ -1,5 +1,5 @@
 // The Python module: a list of what each area registers, nothing more.
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
 #include <torch/version.h>
 
 #include "exchange/bindings/bindings.h"

@@ -24,9 +24,11 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files of few tests run whole programs and take longest: none is left to one worker at the end.
+    # What takes longest comes first, so that it is not left to one worker at the end: files with
+    # slow tests, then files of few tests, which run whole programs.
+    has_slow = {item.path for item in items if item.get_closest_marker("slow")}
     num_tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: num_tests[item.path])
+    items.sort(key=lambda item: (item.path not in has_slow, num_tests[item.path]))
     if torch.cuda.is_available():
         return
     for item in items:

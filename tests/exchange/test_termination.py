@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -158,6 +159,15 @@ def test_an_ack_travels_as_text() -> None:
 
 
 # ------------------------------------------------------------------------- all that can happen
+
+
+@pytest.fixture(autouse=True)
+def without_collections() -> Iterator[None]:
+    """A million states stay until the end, and hold no circles: to look for some takes long."""
+    gc.disable()
+    yield
+    gc.enable()
+
 
 EVENTS = {"votes", "hears all", "applies", "calls for", "seals for", "agrees to enter", "enters"}
 

@@ -22,12 +22,15 @@ from workers import Pool
 
 from diloco_comm import Eager
 from diloco_comm.base.errors import SyncError
+from diloco_comm.exchange.nccl import member
 from diloco_comm.exchange.nccl.sending import current
 from diloco_comm.exchange.nccl.streams import StreamDriver
 
 SUSPECT_S = 2.0
 # Of an exchange: what the others must not have to wait for.
 TIMEOUT_S = 90.0
+# Of devices that connect: the others wait so long for one that does not.
+CONNECT_S = 8.0
 # Of a GPU: more than a minute at 2 GHz.
 HOLD_CYCLES = 1 << 37
 
@@ -186,15 +189,17 @@ def devices_of_one_do_not_connect(
 ) -> tuple[str, tuple[int, ...], int, str]:
     here = use_streams(rank, device, library)
     members = {"store": connect(address), "replica": rank, "num_replicas": world}
-    replica = Replica(rank, here, **members, timeout=TIMEOUT_S, **on_streams(METHODS["diloco"]))
+    limits = {"timeout": TIMEOUT_S, "join_timeout": CONNECT_S}
+    replica = Replica(rank, here, **members, **limits, **on_streams(METHODS["diloco"]))
     replica.steps(0, 8)
-    with mock.patch.object(
-        StreamDriver, "connect", fail_to_connect if rank == 0 else StreamDriver.connect
-    ):
-        with pytest.raises(SyncError) as caught:
-            replica.diloco.change_group(range(world))
-    epoch = replica.diloco.epoch
-    replica.diloco.change_group(range(world))
+    with mock.patch.object(member, "_CONNECT_S", CONNECT_S):
+        with mock.patch.object(
+            StreamDriver, "connect", fail_to_connect if rank == 0 else StreamDriver.connect
+        ):
+            with pytest.raises(SyncError) as caught:
+                replica.diloco.change_group(range(world))
+        epoch = replica.diloco.epoch
+        replica.diloco.change_group(range(world))
     replica.steps(8, 16)
     replica.diloco.flush()
     outer_hash = replica.diloco.outer_hash()

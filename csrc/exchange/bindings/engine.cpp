@@ -1,7 +1,8 @@
 #include "exchange/engine/engine.h"
 
+#include <ATen/ops/zeros.h>
 #include <pybind11/stl.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>

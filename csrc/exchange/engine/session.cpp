@@ -12,8 +12,6 @@
 namespace diloco {
 namespace {
 
-uint8_t* bytes(const at::Tensor& tensor) { return tensor.data_ptr<uint8_t>(); }
-
 bool is_bad(const Vote& vote) { return vote.num_bad > 0 || vote.num_bad_mean > 0; }
 
 }  // namespace

@@ -34,6 +34,8 @@ class Rejected : public std::runtime_error {
     Failure failure;
 };
 
+inline uint8_t* bytes(const at::Tensor& tensor) { return tensor.data_ptr<uint8_t>(); }
+
 class Session {
   public:
     Session(Membership membership, std::vector<BackendPtr> groups,

@@ -10,8 +10,6 @@
 namespace diloco {
 namespace {
 
-uint8_t* bytes(const at::Tensor& tensor) { return tensor.data_ptr<uint8_t>(); }
-
 bool is_leave(const Header& header) { return Kind(header.kind) == Kind::kLeave; }
 
 }  // namespace
