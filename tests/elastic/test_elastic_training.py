@@ -30,11 +30,14 @@ def run_all(
     world: int,
     dead: set[int] = frozenset(),  # type: ignore[assignment]
 ) -> list[Any]:
-    pool = workers(world)
+    pool = workers(world, init_group=False)
     ends = pool.run(live, pool.store, registry.address, run, timeout=60, expect_exit=dead)
     check_one_line(ends)
     living = [end for end in ends if end is not None and not end.is_done]
-    assert len({(end.outer, end.local, end.inner_step, end.members) for end in living}) == 1, living
+    assert len({(end.local, end.inner_step, end.members) for end in living}) == 1, living
+    for worker in range(run.num_workers):
+        mates = [one for one in ends[worker :: run.num_workers] if one in living]
+        assert len({one.outer for one in mates}) == 1, mates
     assert living[0].inner_step == run.last_step
     return ends
 
@@ -74,3 +77,12 @@ def test_two_of_three_die_and_one_trains_on(
     run = Run(3, 40, faults=(Fault(0, 20, "kill", "vote"), Fault(2, 20, "kill", "header")))
     ends = run_all(fresh_workers, registry, run, 3, {0, 2})
     assert ends[1].members == (1,)
+
+
+def test_a_replica_of_two_workers_dies_and_another_joins(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    faults = (Fault(1, 20, "kill", "vote", num_members=3),)
+    run = Run(2, 240, joins={2: 8}, faults=faults, num_workers=2)
+    ends = run_all(fresh_workers, registry, run, 6, {2, 3})
+    assert ends[0].members == ends[4].members == (0, 2)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from fault_replicas import BLOCK, LR, MOMENTUM, connect, hash_of, make_model, make_optimizer
 from fault_replicas import take_inner_step as train
 from registries import Host
@@ -48,6 +49,7 @@ class Run:
 
     Attributes:
         founders: Replicas 0 to founders - 1 begin; the others join.
+        num_workers: Of each replica, which share its outer state.
         joins: Inner step of replica 0 at which each further replica is started, by number.
     """
 
@@ -57,6 +59,7 @@ class Run:
     faults: tuple[Fault, ...] = ()
     min_replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    num_workers: int = 1
 
 
 @dataclass
@@ -73,11 +76,18 @@ class End:
 
 
 def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run) -> End:
-    """Be replica ``rank`` of a run."""
+    """Be replica ``rank`` of a run, or one of the workers that it has."""
     os.environ["DILOCO_COMM_REPORT_S"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     signs = connect(store)
+    rank, worker = divmod(rank, run.num_workers)
     if rank >= run.founders:
         signs.wait([f"start {rank}"])
+    group = None
+    if run.num_workers > 1:
+        own = dist.PrefixStore(f"workers of {rank}", signs)
+        dist.init_process_group("gloo", store=own, rank=worker, world_size=run.num_workers)
+        group = dist.group.WORLD
     model = make_model()
     optimizer = make_optimizer(model)
     views: list[ViewChanged] = []
@@ -100,6 +110,7 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         model,
         optimizer,
         membership=membership,
+        shard_group=group,
         **{
             "sync_every": 4,
             "wire": "int8",
