@@ -104,6 +104,7 @@ class Budget(NamedTuple):
     """How often there may be each fault."""
 
     deaths: int = 0
+    breaks: int = 0
     failures: int = 0
     restarts: int = 0
     unanswered: int = 0
@@ -126,6 +127,7 @@ class World(NamedTuple):
         ledger: The longest sequence of rounds that any process has applied.
         line: The last view that was entered, and those before it that may be entered late.
         stray: A swap whose process has died or has given it up; it may still arrive.
+        is_bounded: A process would have proposed a view beyond the model's last.
     """
 
     record: bytes
@@ -139,6 +141,7 @@ class World(NamedTuple):
     stray: tuple[bytes, bytes] | tuple[()]
     budget: Budget
     num_dead: int = 0
+    is_bounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -333,8 +336,9 @@ class Model:
         is_over = False
         for action in actions:
             if isinstance(action, Swap):
-                if views.from_bytes(action.new, self.cores.settings.run).number <= self.highest:
-                    outbox = action.old, action.new
+                if views.from_bytes(action.new, self.cores.settings.run).number > self.highest:
+                    return world._replace(is_bounded=True)
+                outbox = action.old, action.new
             elif isinstance(action, Form):
                 self.cores.know(action.view)
                 key, role = key_of(action.view), action.role
@@ -516,6 +520,9 @@ class Model:
         if thread.breaks or is_lost:
             idle = thread._replace(kind=IDLE, order="")
             yield ("breaks", p), self._tell(with_thread(world, p, idle), p, Broke(view.number))
+        elif world.budget.breaks:
+            idle = with_thread(world, p, thread._replace(kind=IDLE, order=""))
+            yield ("!breaks", p), self._tell(spend(idle, "breaks"), p, Broke(view.number))
         if session.ends_pending or (
             all(code >= REJECTED for code in thread.codes)
             and all(self._is_done(world, q, view) for q in places)
@@ -645,11 +652,13 @@ class Model:
     def is_excused(self, world: World) -> bool:
         """Whether there are reasons to wait: too few processes, or the model's own bounds."""
         living = [one for one in world.processes if isinstance(one, Process)]
-        if len(living) < self.cores.settings.min_replicas:
+        if world.is_bounded or len(living) < self.cores.settings.min_replicas:
             return True
-        if not any(self.cores[one.core].has_state for one in living) and world.ledger:
-            return True
-        if any(self.cores[one.core].highest >= self.highest for one in living):
+        if world.line and not any(
+            isinstance(world.processes[p], Process)
+            for p in self.places(self.cores.views[world.line[-1]])
+        ):
+            # Nobody is left of the last view.
             return True
         return self.cores.is_excused(living)
 
