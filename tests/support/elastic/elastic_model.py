@@ -208,8 +208,8 @@ class Model:
         """Let a process do what it can, but take part in no round."""
         if world.processes[place] in (BEFORE, DEAD):
             return world
-        world = next(self._registry(world, place))[1]
-        return next((after for _, after in self._attempt(world, place)), world)
+        world = next(self.of_registry(world, place))[1]
+        return next((after for _, after in self.of_attempt(world, place)), world)
 
     # ------------------------------------------------------------------------------- events
 
@@ -232,9 +232,9 @@ class Model:
                 continue
             if world.budget.deaths:
                 yield ("!dies", p), self._ended(spend(world, "deaths"), p)
-            yield from self._registry(world, p)
-            yield from self._attempt(world, p)
-            yield from self._rounds(world, p)
+            yield from self.of_registry(world, p)
+            yield from self.of_attempt(world, p)
+            yield from self.of_rounds(world, p)
 
     def _may_begin(self, world: World, p: int) -> bool:
         begins = self.slots[p].begins
@@ -256,7 +256,7 @@ class Model:
 
     # ------------------------------------------------------------------- beats, polls and swaps
 
-    def _registry(self, world: World, p: int) -> Iterator[tuple[EventName, World]]:
+    def of_registry(self, world: World, p: int) -> Iterator[tuple[EventName, World]]:
         process = world.processes[p]
         if process.outbox:
             yield from self._swaps(world, p, process)
@@ -371,7 +371,7 @@ class Model:
 
     # ------------------------------------------------------------------------------- attempts
 
-    def _attempt(self, world: World, p: int) -> Iterator[tuple[EventName, World]]:
+    def of_attempt(self, world: World, p: int) -> Iterator[tuple[EventName, World]]:
         process = world.processes[p]
         if not isinstance(process, Process):
             return
@@ -504,7 +504,7 @@ class Model:
 
     # ------------------------------------------------------------------------------- rounds
 
-    def _rounds(self, world: World, p: int) -> Iterator[tuple[EventName, World]]:
+    def of_rounds(self, world: World, p: int) -> Iterator[tuple[EventName, World]]:
         process = world.processes[p]
         thread = process.thread
         session = find(world.sessions, thread.epoch) if thread.epoch else None
@@ -659,6 +659,8 @@ class Model:
             for p in self.places(self.cores.views[world.line[-1]])
         ):
             # Nobody is left of the last view.
+            return True
+        if world.ledger and not any(self.cores[one.core].has_state for one in living):
             return True
         return self.cores.is_excused(living)
 
