@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from elastic_cores import Cores
 from elastic_explorer import explore
-from elastic_model import Budget, Model, Slot, World
+from elastic_model import Model
 from elastic_mutants import MUTANTS
+from elastic_world import Budget, Slot, World
 
 from diloco_comm.elastic.core import Settings
 

@@ -1,4 +1,4 @@
-"""Long random histories: a registry and a network that drop, delay and repeat, and slow processes."""
+"""Long random histories: lost and late swaps, old beats, slow processes, deaths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from elastic_cores import Cores
 from elastic_explorer import describe, pruned
-from elastic_model import NO_FAULTS, Budget, EventName, Model, Process, Slot, World, replace_budget
+from elastic_model import Model
+from elastic_world import NO_FAULTS, Budget, EventName, Process, Slot, World, replace_budget
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule

@@ -130,5 +130,5 @@ def test_a_beat_with_another_content_is_no_beat(name: str, value: object) -> Non
 
 def test_a_beat_of_too_many_fragments_is_refused() -> None:
     assert set(STAGES) >= {READY}
-    with pytest.raises(ValueError, match="the beat of replica 1 has .* it has 900 fragments"):
+    with pytest.raises(ValueError, match="it has 900 fragments"):
         Beat(member(1), 7, READY, positions=tuple(range(900))).to_bytes()

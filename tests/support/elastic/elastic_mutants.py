@@ -47,7 +47,7 @@ MUTANTS = {
         "    members = [id for id, _ in view.last_open[1]]\n",
         '    return ""\n    members = [id for id, _ in view.last_open[1]]\n',
         "found-alone",
-        ("I1", "I3", "I4"),
+        ("I1", "I3", "I4", "I5"),
     ),
     "no-majority": Mutant(
         proposals,
@@ -70,7 +70,7 @@ MUTANTS = {
         "_follow_in_view",
         "    if view.phase == OPEN and not view.is_member(*state.key):\n",
         "    if False:\n",
-        "two-suspected",
+        "two-suspect-each-other",
         ("L1",),
     ),
     "failed-attempts-are-not-renewed": Mutant(
