@@ -6,7 +6,6 @@ attempt, and does not know what came of it, first makes sure that nobody has ent
 
 from __future__ import annotations
 
-from ..beats import TRAINING
 from .peers import Roster
 from .state import IN_ATTEMPT, State
 from .turn import Turn
@@ -21,24 +20,18 @@ def recall(turn: Turn, roster: Roster) -> None:
             "knows less"
         )
         return
-    if state.stage in IN_ATTEMPT and not state.has_state:
-        # Whoever entered that view has committed nothing without this process.
+    unknown = _unknown(state, roster) if state.has_voted else []
+    if unknown:
+        turn.wait(
+            f"until replicas {unknown} say whether view {state.attempt_number} was opened, as the "
+            "registry has forgotten it"
+        )
+    elif state.stage in IN_ATTEMPT:
+        # Without a state nothing depends on it: nobody commits anything without this process.
         turn.abandon()
-        return
-    if state.has_voted:
-        unknown = _unknown(state, roster)
-        if unknown:
-            turn.wait(
-                f"until replicas {unknown} say whether view {state.attempt_number} was opened, as "
-                "the registry has forgotten it"
-            )
-            return
+    else:
         turn.change(has_voted=False)
-        if state.stage in IN_ATTEMPT:
-            turn.abandon()
-            return
-    if state.stage not in IN_ATTEMPT and state.view:
-        turn.swap(state.view)
+        turn.swap(state.view or state.record)
 
 
 def _unknown(state: State, roster: Roster) -> list[int]:
@@ -50,7 +43,6 @@ def _unknown(state: State, roster: Roster) -> list[int]:
         beat = roster.beats.get(key)
         if key == state.key:
             continue
-        is_outside = beat is not None and beat.view < attempt.number <= beat.attempt
-        if beat is None or not (roster.lives(key) and is_outside and beat.stage != TRAINING):
+        if beat is None or not roster.lives(key) or beat.view >= attempt.number:
             unknown.append(key[0])
     return unknown

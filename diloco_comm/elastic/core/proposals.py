@@ -137,8 +137,8 @@ def _found(state: State, standing: Standing, roster: Roster, view: View | None) 
 
 def _in_a_view(state: State, roster: Roster) -> int | None:
     """Return a replica that belongs to a view of which the registry knows nothing."""
-    for beat in roster.alive():
-        if beat.has_state and beat.member.key != state.key:
+    for key, beat in sorted(roster.beats.items()):
+        if beat.has_state and key != state.key and roster.may_live(key):
             return beat.member.id
     return None
 

@@ -52,7 +52,12 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
 def _told(turn: Turn, event: Event) -> None:
     state = turn.state
     if isinstance(event, Formed) and event.number == state.attempt_number:
-        turn.change(stage=FORMED, agreed_step=event.inner_step, has_voted=True, is_abandoned=False)
+        turn.change(
+            stage=FORMED,
+            agreed_step=event.inner_step,
+            has_voted=state.has_state,
+            is_abandoned=False,
+        )
         follow(turn)
     elif isinstance(event, Failed) and event.number == state.attempt_number:
         _failed(turn, event)
@@ -82,8 +87,7 @@ def _failed(turn: Turn, event: Failed) -> None:
     nonces = [member.nonce for member in view.members if member.id in event.missing]
     turn.change(
         stage=BROKEN if state.has_state else READY,
-        # It is given up only when it is known that this view was not opened, or that it was.
-        has_voted=state.has_state and event.has_voted and not state.is_abandoned,
+        has_voted=state.has_state and event.has_voted,
         is_abandoned=False,
         unreachable=tuple(sorted(set(nonces) - {state.member.nonce})),
     )
@@ -197,9 +201,10 @@ def _propose(turn: Turn, roster: Roster, is_late: bool) -> None:
     if plan.view is not None and num_waits >= plan.patience:
         turn.propose(plan.view)
         return
+    if is_late or not (plan.view or state.unreachable):
+        return
     limit = 3 * state.settings.suspect_after + state.settings.founding_wait
-    if not is_late:
-        turn.change(num_waits=min(num_waits + 1, limit))
+    turn.change(num_waits=min(num_waits + 1, limit))
     if plan.view is None and num_waits + 1 >= limit:
         # What could not be reached once may be reached now.
-        turn.change(unreachable=())
+        turn.change(unreachable=(), num_waits=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from diloco_comm.elastic.beats import GONE, Beat
@@ -21,13 +20,17 @@ Heard = tuple[tuple[int, bool], ...]
 Key = tuple[int, int, str]
 
 
-@cache
 def key_of(view: View) -> Key:
     """Return what a forming view and the open view that comes of it have in common.
 
     Within one history number and proposer are enough; an exploration has many.
     """
-    return view.number, view.base, view.proposer + "".join(member.nonce for member in view.members)
+    key: Key | None = view.__dict__.get("key")
+    if key is None:
+        nonces = view.proposer + "".join(member.nonce for member in view.members)
+        # It is asked for millions of times.
+        key = view.__dict__["key"] = view.number, view.base, nonces
+    return key
 
 
 class Cores:

@@ -7,8 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from elastic_cores import key_of
-from elastic_model import Broken, EventName, Model, Process, World
+from elastic_model import Model
 from elastic_threads import IN_ATTEMPT
+from elastic_world import Broken, EventName, Process, World
 
 from diloco_comm.elastic import views
 
