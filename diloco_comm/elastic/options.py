@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Seconds between two beats.
 PERIOD_S = 0.5
+# Seconds without a beat after which a replica whose connection broke is not waited for.
+_UNREACHED_AFTER_S = 2.0
 
 
 @dataclass
@@ -110,6 +112,7 @@ class Elastic:
             self.run,
             self.min_replicas,
             suspect_after=max(2, round(self.suspect_after / PERIOD_S)),
+            unreached_after=round(_UNREACHED_AFTER_S / PERIOD_S),
             founding_wait=round(self.founding_wait / PERIOD_S),
             is_durable=registry.is_durable,
             allows_rollback=self.rollback,

@@ -21,6 +21,7 @@ class Settings:
         run: Name of the training run.
         min_replicas: Fewer do not train.
         suspect_after: Polls in which a peer's counter must stand still for it to be suspected.
+        unreached_after: The same for a peer that this process could not reach; 0: no difference.
         founding_wait: Polls for which the founders wait for more to come.
         is_durable: The registry keeps its record when it ends. If not, a view needs more than half
             of its base, or exactly half with the lowest of them.
@@ -30,6 +31,7 @@ class Settings:
     run: str
     min_replicas: int = 1
     suspect_after: int = 20
+    unreached_after: int = 0
     founding_wait: int = 0
     is_durable: bool = True
     allows_rollback: bool = False
