@@ -164,7 +164,7 @@ def to_bytes(view: View) -> bytes:
     if len(record) > MAX_RECORD_BYTES:
         raise ValueError(
             f"the record of a view with {len(view.members)} members has {len(record)} bytes, and a "
-            f"registry holds {MAX_RECORD_BYTES}: let fewer replicas train, or give shorter addresses"
+            f"registry holds {MAX_RECORD_BYTES}: let fewer replicas train, or shorten addresses"
         )
     return record
 

@@ -8,7 +8,6 @@ registry, and the training thread.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Union
 
 from ..beats import Beat
 from ..views import View
@@ -108,7 +107,7 @@ class Finished:
     """All steps are taken."""
 
 
-Event = Union[Polled, Swapped, Broke, Boundary, Formed, Failed, Started, Leave, Finished]
+Event = Polled | Swapped | Broke | Boundary | Formed | Failed | Started | Leave | Finished
 
 
 # ------------------------------------------------------------------------------------ actions
@@ -194,4 +193,4 @@ class Wait:
     reason: str
 
 
-Action = Union[Swap, Form, Enter, Abandon, Pend, Break, Fence, Refuse, Drained, Suspect, Wait]
+Action = Swap | Form | Enter | Abandon | Pend | Break | Fence | Refuse | Drained | Suspect | Wait
