@@ -70,9 +70,13 @@ class Host:
         theirs.close()
         self.address = ours.recv()
 
-    def send_signal(self, number: int) -> None:
+    @property
+    def pid(self) -> int:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End the process with SIGKILL, also if it is stopped."""
@@ -128,6 +132,10 @@ class EtcdHost:
             return False
         finally:
             registry.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -185,9 +193,17 @@ def stopped(host: Host | EtcdHost) -> Iterator[None]:
     """Stop the process of a registry, and let it go on."""
     host.send_signal(signal.SIGSTOP)
     try:
+        while any(state != "T" for state in _states(host.pid)):
+            time.sleep(0.001)
         yield
     finally:
         host.send_signal(signal.SIGCONT)
+
+
+def _states(pid: int) -> list[str]:
+    """Return the state of each thread of a process, as in /proc."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return [stat.read_text().rpartition(")")[2].split()[0] for stat in stats]
 
 
 def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
