@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -42,6 +43,23 @@ def test_many_clients_increment_a_counter(host: Host, run: str) -> None:
         record = following[record]
     assert int(record.split()[0]) == 400
     assert open_registry(host, run).read() == record
+
+
+def test_of_equal_swaps_one_succeeds(host: Host, run: str) -> None:
+    meeting = threading.Barrier(4)
+
+    def work(client: int) -> list[bool]:
+        registry, done = open_registry(host, run), []
+        for i in range(30):
+            old = b"%d" % i if i else b""
+            assert registry.read() == old
+            meeting.wait(20)
+            done.append(registry.swap(old, b"%d" % (i + 1)))
+            meeting.wait(20)
+        registry.close()
+        return done
+
+    assert [sum(round) for round in zip(*in_threads(work, 4), strict=True)] == [1] * 30
 
 
 def test_threads_may_share_a_registry(host: Host, run: str) -> None:
@@ -105,7 +123,7 @@ def test_limits_are_said_before_anything_is_sent(host: Host, run: str) -> None:
 def test_the_id_of_the_registry_is_compared(host: Host, run: str) -> None:
     registry = open_registry(host, run)
     registry.swap(b"", b"x")
-    assert len(registry.registry_id) == 32 and isinstance(registry, Registry)
+    assert len(registry.registry_id) == 32
     assert registry.is_durable == (not host.address.startswith("store"))
     again = connect(host.address, run=run, registry_id=registry.registry_id)
     assert again.read() == b"x"

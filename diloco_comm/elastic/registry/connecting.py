@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ...base.checks import timeout_seconds
-from ...base.service.addresses import require_keys
+from ...base.service.addresses import is_loopback
 from .protocol import Registry, check_run
 
 if TYPE_CHECKING:
@@ -70,7 +70,11 @@ def _from_server(
 ) -> Registry:
     from .client import RegistryClient
 
-    require_keys(address, key, insecure, maker="diloco-comm registry keygen")
+    if key is None and not insecure and not is_loopback(address):
+        raise ValueError(
+            f"{address} is another machine: give key= (made by `diloco-comm registry keygen`), or "
+            "insecure=True to trust the network"
+        )
     return RegistryClient(address, run, timeout, key, registry_id)
 
 

@@ -88,7 +88,11 @@ class Gateway:
 
 def _is_idle(connection: http.client.HTTPConnection) -> bool:
     """Whether a connection is open, and nothing waits to be read: not even its end."""
-    return connection.sock is not None and not select.select([connection.sock], [], [], 0)[0]
+    if connection.sock is None:
+        return False
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    return not poll.poll(0)
 
 
 def _exchange(connection: http.client.HTTPConnection, path: str, body: Json) -> Json:

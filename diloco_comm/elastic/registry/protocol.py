@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 MAX_RECORD_BYTES = 8192
 MAX_BEAT_BYTES = 2048
@@ -28,7 +28,6 @@ class RegistryMismatch(RuntimeError):
     """
 
 
-@runtime_checkable
 class Registry(Protocol):
     """One record and the members' beats, of one run; other runs do not see them.
 

@@ -28,7 +28,9 @@ KINDS = ("tcp", "store", "etcd")
 
 # Children are forked from a process that has imported torch, which takes seconds.
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["registries"])
+_forks.set_forkserver_preload(
+    ["diloco_comm.elastic.registry.server", "diloco_comm.tools.common.store", "pytest"]
+)
 
 
 def serve_main(out: Connection, address: str, options: dict[str, Any]) -> None:
@@ -68,9 +70,13 @@ class Host:
         theirs.close()
         self.address = ours.recv()
 
-    def send_signal(self, number: int) -> None:
+    @property
+    def pid(self) -> int:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End the process with SIGKILL, also if it is stopped."""
@@ -79,17 +85,24 @@ class Host:
 
 
 class EtcdHost:
-    """A real etcd of one member."""
+    """A real etcd of one member.
 
-    def __init__(self, folder: Path) -> None:
-        client, peer = _free_port(), _free_port()
-        self.address = f"etcd://127.0.0.1:{client}"
-        client_url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+    Args:
+        is_encrypted: Speak TLS with a certificate that etcd makes; its folder is ``key``.
+    """
+
+    def __init__(self, folder: Path, *, is_encrypted: bool = False) -> None:
+        client, peer = f"127.0.0.1:{_free_port()}", f"http://127.0.0.1:{_free_port()}"
+        scheme = "https" if is_encrypted else "http"
+        self.address = f"{'etcds' if is_encrypted else 'etcd'}://{client}"
+        self.key = folder / "key" if is_encrypted else None
+        self._folder = folder
         self._command = [
-            "etcd", "--data-dir", str(folder), "--log-level", "error",
-            "--listen-client-urls", client_url, "--advertise-client-urls", client_url,
-            "--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url,
-            "--initial-cluster", f"default={peer_url}",
+            "etcd", "--data-dir", str(folder / "data"), "--log-level", "error",
+            "--listen-client-urls", f"{scheme}://{client}",
+            "--advertise-client-urls", f"{scheme}://{client}",
+            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+            "--initial-cluster", f"default={peer}", *(["--auto-tls"] if is_encrypted else []),
         ]  # fmt: skip
         self.start()
 
@@ -98,15 +111,31 @@ class EtcdHost:
         self._process = subprocess.Popen(
             self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        registry = connect(self.address, run="start", timeout_s=1.0)
         for _ in range(600):
-            try:
-                registry.read()
-                break
-            except RegistryUnavailable:
-                assert self._process.poll() is None, "etcd has ended"
-                time.sleep(0.05)
-        registry.close()
+            assert self._process.poll() is None, "etcd has ended"
+            if self._is_ready():
+                return
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        made = self._folder / "data" / "fixtures" / "client" / "cert.pem"
+        if self.key is not None:
+            if not made.exists():
+                return False
+            self.key.mkdir(exist_ok=True)
+            shutil.copy(made, self.key / "ca.pem")
+        registry = connect(self.address, run="start", timeout_s=1.0, key=self.key)
+        try:
+            registry.read()
+            return True
+        except RegistryUnavailable:
+            return False
+        finally:
+            registry.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -121,11 +150,17 @@ def _free_port() -> int:
         return taken.getsockname()[1]
 
 
+def need_etcd() -> None:
+    """Skip the test if there is no etcd."""
+    if shutil.which("etcd") is None:
+        pytest.skip("etcd is not on the PATH (Debian: apt-get install etcd-server)")
+
+
 @contextmanager
 def hosting(kind: str) -> Iterator[Host | EtcdHost]:
     """Host a registry of one kind; skip the test if its program is missing."""
-    if kind == "etcd" and shutil.which("etcd") is None:
-        pytest.skip("etcd is not on the PATH (Debian: apt-get install etcd-server)")
+    if kind == "etcd":
+        need_etcd()
     with tempfile.TemporaryDirectory() as folder:
         host: Host | EtcdHost
         if kind == "etcd":
@@ -158,9 +193,17 @@ def stopped(host: Host | EtcdHost) -> Iterator[None]:
     """Stop the process of a registry, and let it go on."""
     host.send_signal(signal.SIGSTOP)
     try:
+        while any(state != "T" for state in _states(host.pid)):
+            time.sleep(0.001)
         yield
     finally:
         host.send_signal(signal.SIGCONT)
+
+
+def _states(pid: int) -> list[str]:
+    """Return the state of each thread of a process, as in /proc."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return [stat.read_text().rpartition(")")[2].split()[0] for stat in stats]
 
 
 def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
