@@ -5,16 +5,18 @@ The training thread tells the driver what happens to it, and waits for its order
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from . import core
-from .beats import READY, TRAINING, Beat
+from .beats import FINISHED, GONE, READY, TRAINING, Beat
 from .core import events as ev
 from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
 from .views import View, from_bytes
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 _LATE = 3.0
 # Part of a period between two looks while the training thread waits for others.
 _HASTE = 0.2
+
+
+_open: weakref.WeakSet[Driver] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,14 @@ class Driver:
 
     def start(self) -> None:
         self._thread.start()
+        _open.add(self)
 
     def close(self) -> None:
-        """End the thread and the connection to the registry; idempotent."""
+        """End the thread and the connection to the registry; idempotent.
+
+        The others learn that this process takes no further part.
+        """
+        _open.discard(self)
         self._events.put(None)
         if self._thread.is_alive():
             self._thread.join(2 * self._period_s + 5.0)
@@ -281,9 +291,17 @@ class Driver:
     def _say_goodbye(self) -> None:
         """Leave a last beat that says how this process ended; the others need not suspect it."""
         member = self.state.member
-        beat = replace(core.beat_of(self.state, self._counter + 1), inner_step=self.inner_step)
+        beat = core.beat_of(self.state, self._counter + 1, self.inner_step)
+        if beat.stage != FINISHED:
+            beat = replace(beat, stage=GONE)
         with contextlib.suppress(RegistryUnavailable, RegistryMismatch):
             self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())
+
+
+@atexit.register
+def _close_all() -> None:
+    for driver in list(_open):
+        driver.close()
 
 
 def lowest_free(taken: Set[int]) -> int:
