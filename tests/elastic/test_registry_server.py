@@ -7,6 +7,8 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 import zmq
 from registries import Host, in_threads, increment, serving
 from test_registry_journal import disk_of
+from torch.distributed import HashStore
 
 from diloco_comm.base.service.curve import make_keys
 from diloco_comm.base.service.sockets import receive
@@ -363,6 +366,35 @@ def test_an_open_address_needs_keys_or_a_word(address: str) -> None:
     with pytest.raises(ValueError, match="messages are not encrypted: use etcds"):
         connect(address.replace("tcp", "etcd"), run="r")
     connect(store, run="r", insecure=True).close()
+
+
+def test_a_process_ends_well_whose_registry_does_not_answer() -> None:
+    program = """
+from diloco_comm.elastic.registry import RegistryUnavailable, connect
+for address in ("tcp://127.0.0.1:1", "store://127.0.0.1:1"):
+    registry = connect(address, run="r", timeout_s=0.1)
+    registry.itself = registry
+    try:
+        registry.read()
+    except RegistryUnavailable:
+        print("unavailable")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, [b"unavailable"] * 2)
+
+
+def test_what_is_dropped_without_close_leaves_no_thread() -> None:
+    before = threading.active_count()
+    for _ in range(3):
+        registry = connect(HashStore(), run="r")
+        assert registry.swap(b"", b"x")
+        registry = connect("tcp://127.0.0.1:1", run="r", timeout_s=0.05)
+    del registry
+    for _ in range(1000):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 def test_wrong_arguments_are_one_sentence(tmp_path: Path) -> None:
