@@ -7,11 +7,13 @@ is stored behind a nonce of its writer, and only the own nonce coming back means
 
 from __future__ import annotations
 
+import atexit
 import json
 import queue
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -36,6 +38,8 @@ _ROOT = "diloco-comm/"
 _NONCE_BYTES = 16
 # Links that were given up and whose store still has not answered. With so many no new one is made.
 _MAX_LEFT = 4
+# Seconds for which the end of the process waits for stores that have not answered.
+_PATIENCE_S = 8.0
 
 
 class StoreRegistry:
@@ -208,6 +212,9 @@ class _Link:
     def __init__(self, store: dist.Store | None) -> None:
         self.store, self.is_known = store, False
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # The thread of a link that nobody has ended ends with the link.
+        weakref.finalize(self, self._calls.put, None).atexit = False
+        _links.add(self)
         self._thread: threading.Thread | None = None
 
     @property
@@ -240,6 +247,24 @@ class _Link:
         """End the thread when it has ended its function, and let go of the store."""
         self._calls.put(None)
         self.store = None
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread to end."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, seconds))
+
+
+_links: weakref.WeakSet[_Link] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all threads: one that returns from C++ while Python ends would abort the process."""
+    links, deadline = list(_links), time.monotonic() + _PATIENCE_S
+    for link in links:
+        link.end()
+    for link in links:
+        link.join(deadline - time.monotonic())
 
 
 def _run(calls: queue.SimpleQueue[Any]) -> None:
