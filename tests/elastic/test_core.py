@@ -251,9 +251,7 @@ def test_who_is_left_out_is_fenced_when_the_view_is_open() -> None:
     process.record = to_bytes(attempt(0))
     assert process.poll() == [Break(4)]
     process.record = to_bytes(opened(attempt(0), 200))
-    assert process.poll()[-1] == Fence(
-        "view 5 of replicas [0] was opened after view 4 without this process"
-    )
+    assert process.poll()[-1] == Fence("view 5 of replicas [0] was opened without this process")
 
 
 # --------------------------------------------------------------------------------- planned

@@ -60,7 +60,10 @@ def _told(turn: Turn, event: Event) -> None:
         )
         follow(turn)
     elif isinstance(event, Failed) and event.number == state.attempt_number:
-        _failed(turn, event)
+        if state.stage in IN_ATTEMPT:
+            _failed(turn, event)
+        else:
+            _broke(turn, Broke(event.number, event.missing))
     elif isinstance(event, Started) and event.number == state.epoch:
         turn.change(has_state=True)
     elif isinstance(event, Broke) and event.number == state.epoch:
@@ -184,7 +187,9 @@ def _has_left(turn: Turn, roster: Roster) -> bool:
     if any(beat.member.key == state.key for beat in standing.here):
         # The only one that has the state: it gives it to a newcomer first.
         return False
-    if state.settings.is_durable or not (standing.here and state.has_state):
+    if standing.busy:
+        turn.wait(f"until replicas {standing.busy} have stopped, too")
+    elif state.settings.is_durable or not (standing.here and state.has_state):
         turn.drain()
     return True
 
