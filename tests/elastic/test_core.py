@@ -269,6 +269,28 @@ def test_a_newcomer_is_let_in_at_a_boundary() -> None:
     assert other.poll() == [Form(after, "join")]
 
 
+def test_a_newcomer_that_cannot_reach_a_member_stops_nobody() -> None:
+    one = view(0, 1)
+    process = Process(training(0, one))
+    mate = beat(1, TRAINING, one)
+    assert Pend() not in process.polls(3, mate, beat(2, READY, unreachable=("n1",)))
+    assert Pend() in process.poll(mate, beat(2, READY))
+
+
+def test_what_could_not_be_reached_is_tried_again_after_a_while() -> None:
+    process = Process(start(Settings("run", suspect_after=SUSPECT_AFTER), member(2)))
+    after = replace(attempt(0, 1, 2), joined=(2,))
+    process.record = to_bytes(after)
+    process.poll()
+    process.tell(Failed(5, missing=(1,)))
+    assert process.state.unreachable == ("n1",)
+    for number in range(1, 3 * SUSPECT_AFTER):
+        # Whatever happens meanwhile.
+        process.record = to_bytes(view(0, 1, number=5 + number))
+        process.poll()
+    assert process.state.unreachable == ()
+
+
 def test_a_newcomer_waits_while_the_process_before_it_lives() -> None:
     one = view(0, 1)
     process = Process(training(0, one))
