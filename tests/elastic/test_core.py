@@ -251,9 +251,7 @@ def test_who_is_left_out_is_fenced_when_the_view_is_open() -> None:
     process.record = to_bytes(attempt(0))
     assert process.poll() == [Break(4)]
     process.record = to_bytes(opened(attempt(0), 200))
-    assert process.poll()[-1] == Fence(
-        "view 5 of replicas [0] was opened after view 4 without this process"
-    )
+    assert process.poll()[-1] == Fence("view 5 of replicas [0] was opened without this process")
 
 
 # --------------------------------------------------------------------------------- planned
@@ -269,6 +267,28 @@ def test_a_newcomer_is_let_in_at_a_boundary() -> None:
     assert after.ids == (0, 1, 2) and after.joined == (2,)
     other = Process(start(Settings("run"), member(2)), to_bytes(after))
     assert other.poll() == [Form(after, "join")]
+
+
+def test_a_newcomer_that_cannot_reach_a_member_stops_nobody() -> None:
+    one = view(0, 1)
+    process = Process(training(0, one))
+    mate = beat(1, TRAINING, one)
+    assert Pend() not in process.polls(3, mate, beat(2, READY, unreachable=("n1",)))
+    assert Pend() in process.poll(mate, beat(2, READY))
+
+
+def test_what_could_not_be_reached_is_tried_again_after_a_while() -> None:
+    process = Process(start(Settings("run", suspect_after=SUSPECT_AFTER), member(2)))
+    after = replace(attempt(0, 1, 2), joined=(2,))
+    process.record = to_bytes(after)
+    process.poll()
+    process.tell(Failed(5, missing=(1,)))
+    assert process.state.unreachable == ("n1",)
+    for number in range(1, 3 * SUSPECT_AFTER):
+        # Whatever happens meanwhile.
+        process.record = to_bytes(view(0, 1, number=5 + number))
+        process.poll()
+    assert process.state.unreachable == ()
 
 
 def test_a_newcomer_waits_while_the_process_before_it_lives() -> None:

@@ -16,6 +16,10 @@ from elastic_world import Budget, Slot, World
 
 from diloco_comm.elastic.core import Settings
 
+needs_time = pytest.mark.skipif(
+    not os.environ.get("DILOCO_COMM_LARGE_MODELS"),
+    reason="takes many minutes: set DILOCO_COMM_LARGE_MODELS=1",
+)
 Make = Callable[[], Model]
 
 
@@ -57,26 +61,32 @@ SETTLED: dict[str, Make] = {
     "two-forgetful": lambda: Model(
         cores(is_durable=False),
         members(2),
-        Budget(restarts=1, breaks=1, deaths=1),
+        Budget(restarts=1, breaks=1),
         highest=2,
         **NO_ROUND,
     ),
-    "three-two-deaths": lambda: Model(cores(), members(3), Budget(deaths=2), **NO_ROUND),
+    "three": lambda: Model(cores(), members(3), Budget(deaths=1), highest=2, **ONE_ROUND),
 }
 # From processes that have just begun.
 FOUNDING: dict[str, Make] = {
     "found-together": lambda: Model(
         cores(0, min_replicas=2), members(2), Budget(failures=1), highest=2, **ONE_ROUND
     ),
-    "found-alone": lambda: Model(cores(0), members(2), Budget(deaths=1, suspicions=1), **ONE_ROUND),
+    "found-alone": lambda: Model(cores(0), members(2), Budget(suspicions=1), **ONE_ROUND),
     "newcomer": lambda: Model(cores(0), NEWCOMER, Budget(deaths=1), **ONE_ROUND),
 }
 LARGE: dict[str, Make] = {
-    "two-four-views": lambda: Model(
-        cores(), members(2), Budget(2, breaks=1, failures=1, unanswered=1), highest=4
+    "three-two-deaths": lambda: Model(cores(), members(3), Budget(deaths=2), **NO_ROUND),
+    "two-three-views": lambda: Model(
+        cores(), members(2), Budget(deaths=1, breaks=1, failures=1), highest=3, **ONE_ROUND
     ),
-    "two-late-breaks": lambda: Model(
-        cores(), members(2), Budget(breaks=1, failures=1), highest=3, has_late_beats=True
+    "two-late-and-broken": lambda: Model(
+        cores(),
+        members(2),
+        Budget(breaks=1, failures=1, unanswered=1),
+        highest=2,
+        has_late_beats=True,
+        **ONE_ROUND,
     ),
     "two-forgetful-three-views": lambda: Model(
         cores(is_durable=False), members(2), Budget(restarts=1, breaks=1, deaths=1), **NO_ROUND
@@ -89,7 +99,6 @@ LARGE: dict[str, Make] = {
         has_late_beats=True,
         **NO_ROUND,
     ),
-    "three": lambda: Model(cores(), members(3), Budget(deaths=1), highest=2, **ONE_ROUND),
     "three-forgetful": lambda: Model(
         cores(is_durable=False), members(3), Budget(restarts=1, deaths=1), highest=2, **NO_ROUND
     ),
@@ -113,10 +122,7 @@ def test_no_step_is_lost_and_all_that_live_come_to_train(name: str) -> None:
     check(name)
 
 
-@pytest.mark.skipif(
-    not os.environ.get("DILOCO_COMM_LARGE_MODELS"),
-    reason="takes many minutes: set DILOCO_COMM_LARGE_MODELS=1",
-)
+@needs_time
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.timeout(7200)
 def test_no_step_is_lost_in_a_large_model(name: str) -> None:
@@ -144,7 +150,10 @@ def check(name: str) -> None:
 # ------------------------------------------------------------------------ what is wrong
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[needs_time] * (one.model in LARGE)) for n, one in MUTANTS.items()],
+)
 @pytest.mark.timeout(300)
 def test_a_mistake_in_the_core_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]

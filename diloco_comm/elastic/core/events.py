@@ -78,7 +78,7 @@ class Formed:
 
 @dataclass(frozen=True)
 class Failed:
-    """An attempt has failed, before the hook or in it.
+    """An attempt has failed, before the hook or in it; what fails after the hook is ``Broke``.
 
     Attributes:
         missing: Ids of members that this process could not reach.
@@ -150,12 +150,18 @@ class Abandon:
 
 @dataclass(frozen=True)
 class Pend:
-    """Ask for a boundary in the headers of all rounds from now on."""
+    """Ask for a boundary in the headers of all rounds of this view from now on.
+
+    The training thread may not have left the hook yet.
+    """
 
 
 @dataclass(frozen=True)
 class Break:
-    """Another member has stopped in this view: let the round under way fail; ``Broke`` follows."""
+    """Another member has stopped in this view: let the round under way fail; ``Broke`` follows.
+
+    The training thread may not have left the hook yet: then it enters, and fails at once.
+    """
 
     number: int
 

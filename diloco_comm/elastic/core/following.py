@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..beats import BROKEN, FORMED, GONE, READY, TRAINING
-from ..views import FORMING, NO_VIEW, OPEN, View, opened, to_bytes
+from ..views import FORMING, OPEN, View, opened, to_bytes
 from .state import IN_ATTEMPT, IN_VIEW, State
 from .turn import Turn
 
@@ -112,5 +112,6 @@ def _form_if_asked(turn: Turn, view: View) -> None:
 
 
 def _left_out(view: View) -> str:
-    base = "" if view.base == NO_VIEW else f" after view {view.base}"
-    return f"view {view.number} of replicas {list(view.ids)} was opened{base} without this process"
+    if view.phase == FORMING:
+        return f"view {view.base} was opened without this process"
+    return f"view {view.number} of replicas {list(view.ids)} was opened without this process"

@@ -75,6 +75,7 @@ class State:
         is_pending: It has asked for a boundary.
         is_broken: It has asked the training thread to stop.
         unreachable: Nonces of processes that it could not reach.
+        num_cut_polls: Polls since then.
         record: The last that it has seen.
         highest: Number that was seen anywhere.
         num_waits: Polls since it waits for the same thing, up to a limit.
@@ -96,6 +97,7 @@ class State:
     is_pending: bool = False
     is_broken: bool = False
     unreachable: tuple[str, ...] = ()
+    num_cut_polls: int = 0
     record: bytes = b""
     highest: int = 0
     num_waits: int = 0

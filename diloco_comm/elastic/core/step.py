@@ -23,6 +23,7 @@ from .following import follow, is_forgotten
 from .forgetting import recall
 from .peers import Roster, look, newly_suspected
 from .proposals import plan_of
+from .reach import as_many_as_reach
 from .standing import standing_of
 from .state import IN_ATTEMPT, State, own_beat
 from .turn import Turn
@@ -60,7 +61,10 @@ def _told(turn: Turn, event: Event) -> None:
         )
         follow(turn)
     elif isinstance(event, Failed) and event.number == state.attempt_number:
-        _failed(turn, event)
+        if state.stage in IN_ATTEMPT:
+            _failed(turn, event)
+        else:
+            _broke(turn, Broke(event.number, event.missing))
     elif isinstance(event, Started) and event.number == state.epoch:
         turn.change(has_state=True)
     elif isinstance(event, Broke) and event.number == state.epoch:
@@ -89,8 +93,8 @@ def _failed(turn: Turn, event: Failed) -> None:
         stage=BROKEN if state.has_state else READY,
         has_voted=state.has_state and event.has_voted,
         is_abandoned=False,
-        unreachable=tuple(sorted(set(nonces) - {state.member.nonce})),
     )
+    turn.cut_off(nonces)
     follow(turn)
 
 
@@ -100,8 +104,7 @@ def _broke(turn: Turn, event: Broke) -> None:
         return
     view = state.recorded
     members = () if view is None else (*view.keys, *view.base_members)
-    nonces = {nonce for id, nonce in members if id in event.missing}
-    turn.change(unreachable=tuple(sorted(nonces - {state.member.nonce})))
+    turn.cut_off([nonce for id, nonce in members if id in event.missing])
     if state.has_state:
         turn.change(stage=BROKEN)
     else:
@@ -135,6 +138,8 @@ def _polled(turn: Turn, event: Polled) -> None:
     turn.change(peers=peers)
     if suspected:
         turn.act(Suspect(suspected))
+    if not event.is_late:
+        _age(turn)
     num_actions = len(turn.actions)
     follow(turn)
     if turn.state.stage in (GONE, FINISHED) or len(turn.actions) > num_actions:
@@ -149,6 +154,17 @@ def _polled(turn: Turn, event: Polled) -> None:
         _propose(turn, roster, event.is_late)
 
 
+def _age(turn: Turn) -> None:
+    """What could not be reached once may be reached after a while."""
+    state = turn.state
+    if not state.unreachable:
+        return
+    if state.num_cut_polls < 3 * state.settings.suspect_after:
+        turn.change(num_cut_polls=state.num_cut_polls + 1)
+    else:
+        turn.cut_off(())
+
+
 def _watch(turn: Turn, roster: Roster) -> None:
     """While this process trains: see who has stopped, and who wants to come or go."""
     state = turn.state
@@ -160,7 +176,7 @@ def _watch(turn: Turn, roster: Roster) -> None:
         return
     alive = [roster.beats[key] for key in view.keys if roster.lives(key)]
     wants_out = bool(view.evicted) or any(beat.is_leaving for beat in alive)
-    if wants_out or standing_of(state, roster, view).newcomers:
+    if wants_out or as_many_as_reach(alive, standing_of(state, roster, view).newcomers):
         turn.pend()
     turn.wait("")
 
@@ -184,7 +200,9 @@ def _has_left(turn: Turn, roster: Roster) -> bool:
     if any(beat.member.key == state.key for beat in standing.here):
         # The only one that has the state: it gives it to a newcomer first.
         return False
-    if state.settings.is_durable or not (standing.here and state.has_state):
+    if standing.busy:
+        turn.wait(f"until replicas {standing.busy} have stopped, too")
+    elif state.settings.is_durable or not (standing.here and state.has_state):
         turn.drain()
     return True
 
@@ -201,10 +219,6 @@ def _propose(turn: Turn, roster: Roster, is_late: bool) -> None:
     if plan.view is not None and num_waits >= plan.patience:
         turn.propose(plan.view)
         return
-    if is_late or not (plan.view or state.unreachable):
-        return
-    limit = 3 * state.settings.suspect_after + state.settings.founding_wait
-    turn.change(num_waits=min(num_waits + 1, limit))
-    if plan.view is None and num_waits + 1 >= limit:
-        # What could not be reached once may be reached now.
-        turn.change(unreachable=(), num_waits=0)
+    if plan.view is not None and not is_late:
+        most = 2 * state.settings.suspect_after + state.settings.founding_wait
+        turn.change(num_waits=min(num_waits + 1, most))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -43,9 +44,8 @@ class Turn:
         role = "change"
         if self.state.member.id in view.joined:
             role = "broadcast" if set(view.joined) == set(view.ids) else "join"
-        self.change(
-            stage=FORMING, attempt=view, has_voted=False, is_abandoned=False, unreachable=()
-        )
+        self.change(stage=FORMING, attempt=view, has_voted=False, is_abandoned=False)
+        self.cut_off(())
         self.act(Form(view, role))
 
     def enter(self, view: View) -> None:
@@ -57,8 +57,8 @@ class Turn:
             has_voted=False,
             is_pending=False,
             is_broken=False,
-            unreachable=(),
         )
+        self.cut_off(())
         self.act(Enter(view))
 
     def abandon(self) -> None:
@@ -78,6 +78,11 @@ class Turn:
         if not self.state.is_pending:
             self.change(is_pending=True)
             self.act(Pend())
+
+    def cut_off(self, nonces: Iterable[str]) -> None:
+        """Note which processes this one cannot reach."""
+        others = set(nonces) - {self.state.member.nonce}
+        self.change(unreachable=tuple(sorted(others)), num_cut_polls=0)
 
     def swap(self, new: bytes) -> None:
         if new != self.state.record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
@@ -32,6 +33,15 @@ class Exploration:
 
 def explore(model: Model, start: World, limit: int = 10_000_000) -> Exploration:
     """Go through all worlds, those with the fewest events first."""
+    # Nothing of it is garbage, and all of it would be looked at again and again.
+    gc.disable()
+    try:
+        return _explore(model, start, limit)
+    finally:
+        gc.enable()
+
+
+def _explore(model: Model, start: World, limit: int) -> Exploration:
     found = Exploration()
     worlds: list[World | None] = [start]
     numbers = {start: 0}
