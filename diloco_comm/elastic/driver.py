@@ -88,7 +88,8 @@ class Driver:
         self._abandoned = -1
         self._ended: Ended | None = None
         self._counter = 0
-        self._last_poll = time.monotonic()
+        self._has_warned = False
+        self._last_poll = self._last_answer = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
 
     def start(self) -> None:
@@ -124,15 +125,15 @@ class Driver:
             form, self._form = self._form, None
             return form or self._ended
 
-    def wait_until_open(self, number: int) -> View | Ended | None:
-        """Wait for a view to be open; None if the attempt is given up."""
+    def wait_until_open(self, number: int, timeout_s: float) -> View | Ended | None:
+        """Wait for a view to be open; None if the attempt is given up, or nothing was decided."""
 
         def is_decided() -> bool:
             is_open = self._entered is not None and self._entered.number >= number
             return is_open or self._abandoned >= number or self._ended is not None
 
         with self._news:
-            self._news.wait_for(is_decided)
+            self._news.wait_for(is_decided, timeout_s)
             if self._entered is not None and self._entered.number == number:
                 return self._entered
             return self._ended
@@ -141,9 +142,11 @@ class Driver:
         """Whether an attempt is to fail."""
         return self._abandoned >= number or self._ended is not None
 
-    @property
-    def ended(self) -> Ended | None:
-        return self._ended
+    def warn_if_ended(self) -> None:
+        """Log once that this replica's group cannot change any more."""
+        if self._ended is not None and self._ended.kind == "failed" and not self._has_warned:
+            self._has_warned = True
+            logger.error("this replica trains on until its group changes: %s", self._ended.reason)
 
     # ------------------------------------------------------------------- the driver's thread
 
@@ -179,7 +182,8 @@ class Driver:
 
     def _poll(self, *, is_extra: bool) -> None:
         now = time.monotonic()
-        is_late = is_extra or now - self._last_poll > _LATE * self._period_s
+        # A slow answer of the registry is no standstill of this process.
+        is_late = is_extra or now - self._last_answer > _LATE * self._period_s
         if not is_extra:
             self._last_poll = now
         self._counter += 1
@@ -190,7 +194,9 @@ class Driver:
             record = self._registry.read()
         except RegistryUnavailable as error:
             self._note_loss(error)
+            self._last_answer = time.monotonic()
             return
+        self._last_answer = time.monotonic()
         if self.is_registry_lost:
             self.is_registry_lost = False
             logger.warning("the registry answers again")
@@ -210,9 +216,9 @@ class Driver:
         waited = time.monotonic() - self.waits_since if self.waits_since else 0.0
         if waited < 2 * self._period_s or self.state.stage != TRAINING:
             return
-        if core.silent_members(self.state):
+        if self.is_broken or core.silent_members(self.state):
             self.is_broken = True
-            self._break()
+            self._break_off()
 
     def _take_free_number(self, beats: Sequence[Beat], record: bytes) -> bool:
         """Take another number where an earlier process has this one; return whether it did."""
@@ -233,7 +239,8 @@ class Driver:
         if not clash and own.id not in taken:
             return False
         free = lowest_free({*taken, *(one.member.id for one in others)})
-        self._registry.beat(name_of(own.id, own.nonce), b"")
+        with contextlib.suppress(RegistryUnavailable):
+            self._registry.beat(name_of(own.id, own.nonce), b"")
         self.state = replace(state, member=replace(own, id=free))
         return True
 
@@ -256,12 +263,12 @@ class Driver:
         elif isinstance(action, ev.Enter):
             self._publish(_entered=action.view, is_change_wanted=False, is_broken=False)
         elif isinstance(action, ev.Abandon):
-            self._publish(_abandoned=action.number, _form=None)
+            self._abandon(action.number)
         elif isinstance(action, ev.Pend):
             self.is_change_wanted = True
         elif isinstance(action, ev.Break):
             self.is_broken = True
-            self._break()
+            self._break_off()
         elif isinstance(action, ev.Fence):
             self._end("fenced", action.reason)
         elif isinstance(action, ev.Refuse):
@@ -279,6 +286,24 @@ class Driver:
             is_done = None
         self._step(ev.Swapped(action.old, action.new, is_done))
 
+    def _abandon(self, number: int) -> None:
+        with self._news:
+            waits = self._form is not None and self._form.view.number == number
+            if waits:
+                # The training thread has not heard of the attempt: it cannot fail there.
+                self._form = None
+                self._events.put(ev.Failed(number, (), has_voted=False))
+        self._publish(_abandoned=number)
+        if not waits:
+            self._break_off()
+
+    def _break_off(self) -> None:
+        """Let what the training thread waits for fail."""
+        try:
+            self._break()
+        except RuntimeError as error:
+            logger.warning("a round could not be broken off: %s", error)
+
     def _publish(self, **values: object) -> None:
         with self._news:
             for name, value in values.items():
@@ -294,7 +319,9 @@ class Driver:
         beat = core.beat_of(self.state, self._counter + 1, self.inner_step)
         if beat.stage != FINISHED:
             beat = replace(beat, stage=GONE)
-        with contextlib.suppress(RegistryUnavailable, RegistryMismatch):
+        if self.is_registry_lost:
+            return
+        with contextlib.suppress(RegistryUnavailable, RegistryMismatch, ValueError):
             self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())
 
 

@@ -39,13 +39,16 @@ class Host:
                     self._store.delete_key(key)
 
 
-def meeting_place(view: View, timeout_s: float) -> dist.Store:
+def meeting_place(view: View, timeout_s: float, address: str = "") -> dist.Store:
     """Connect to the store at which the members of a view meet, under a prefix of this attempt.
+
+    Args:
+        address: Of another member's store; default: that of the lowest.
 
     Raises:
         torch.distributed.DistError: If the view's lowest member does not host it any more.
     """
-    url = urlsplit(view.lowest.address)
+    url = urlsplit(address or view.lowest.address)
     assert url.hostname is not None and url.port is not None
     store = _C.connect_store(url.hostname, url.port, timeout_s)
     return dist.PrefixStore(f"view{view.number}/{view.proposer}", store)

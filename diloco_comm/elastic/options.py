@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.checks import integer, timeout_seconds
+from ..base import env
+from ..base.checks import flag, integer, not_negative, timeout_seconds
+from ..exchange.waiting import WaitLog
 from . import core
 from .hosting import own_interface
 from .registry import connect
-from .registry.protocol import Registry, check_run
+from .registry.protocol import Registry, RegistryUnavailable, check_run
 from .views import Member
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 # Seconds between two beats.
 PERIOD_S = 0.5
 # Seconds without a beat after which a replica whose connection broke is not waited for.
-_UNREACHED_AFTER_S = 2.0
+_UNHEARD_AFTER_S = 2.0
 
 
 @dataclass
@@ -54,7 +56,8 @@ class Elastic:
         host: Address of this host for the other members; default: that of the interface which leads
             to the registry.
         key, insecure: Of the connection to the registry; see ``registry.connect``.
-        on_event: Called with each ``Happening``, on a thread of its own; it must not call DiLoCo.
+        on_event: Called with each ``Happening``, on the training thread or on the one that beats;
+            must return soon, and must not call DiLoCo.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -76,10 +79,16 @@ class Elastic:
     def __post_init__(self) -> None:
         check_run(self.run)
         self.min_replicas = integer("min_replicas", self.min_replicas, 1)
-        if self.replica is None and "DILOCO_COMM_REPLICA" in os.environ:
-            self.replica = int(os.environ["DILOCO_COMM_REPLICA"])
+        if self.replica is None:
+            self.replica = env.replica()
         if self.replica is not None:
             self.replica = integer("replica", self.replica, 0)
+        self.founding_wait = not_negative("founding_wait", self.founding_wait)
+        flag("rollback", self.rollback)
+        if self.on_event is not None and not callable(self.on_event):
+            raise TypeError(f"on_event must be a function of a Happening, got {self.on_event!r}")
+        if self.host in ("0.0.0.0", "::", ""):
+            raise ValueError(f"host must be an address that other hosts reach, got {self.host!r}")
         self.suspect_after = timeout_seconds(self.suspect_after, "suspect_after")
         if self.quorum_wait is not None:
             self.quorum_wait = timeout_seconds(self.quorum_wait, "quorum_wait")
@@ -90,8 +99,20 @@ class Elastic:
             )
 
     def connect(self) -> Registry:
-        """Connect to the registry."""
-        return connect(self.registry, run=self.run, key=self.key, insecure=self.insecure)
+        """Connect to the registry; wait for ``quorum_wait`` until it answers."""
+        registry = connect(self.registry, run=self.run, key=self.key, insecure=self.insecure)
+        log, began = WaitLog(), time.monotonic()
+        while True:
+            try:
+                registry.read()
+                return registry
+            except RegistryUnavailable:
+                limit = self.quorum_wait
+                if limit is not None and time.monotonic() - began > limit:
+                    registry.close()
+                    raise
+            log.tick(lambda: f"the registry at {self.registry}")
+            time.sleep(PERIOD_S)
 
     def interface(self) -> str:
         """Return the address at which the other members reach this process."""
@@ -112,7 +133,7 @@ class Elastic:
             self.run,
             self.min_replicas,
             suspect_after=max(2, round(self.suspect_after / PERIOD_S)),
-            unreached_after=round(_UNREACHED_AFTER_S / PERIOD_S),
+            unheard_after=round(_UNHEARD_AFTER_S / PERIOD_S),
             founding_wait=round(self.founding_wait / PERIOD_S),
             is_durable=registry.is_durable,
             allows_rollback=self.rollback,

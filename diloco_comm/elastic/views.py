@@ -151,6 +151,17 @@ def record_hash(record: bytes) -> str:
     return hashlib.blake2b(record, digest_size=16).hexdigest()
 
 
+def encoded_bytes(view: View) -> int:
+    """Return the length of the record of a view, also of one that is too long."""
+    return len(_encoded(view))
+
+
+def _encoded(view: View) -> bytes:
+    values = {one.name: getattr(view, one.name) for one in fields(View)}
+    values["members"] = [_listed(member) for member in view.members]
+    return _dumps({"version": VERSION, **values})
+
+
 @lru_cache(maxsize=4096)
 def to_bytes(view: View) -> bytes:
     """Return the record of a view: equal bytes for equal views.
@@ -158,9 +169,7 @@ def to_bytes(view: View) -> bytes:
     Raises:
         ValueError: If a registry would not hold it.
     """
-    values = {one.name: getattr(view, one.name) for one in fields(View)}
-    values["members"] = [_listed(member) for member in view.members]
-    record = _dumps({"version": VERSION, **values})
+    record = _encoded(view)
     if len(record) > MAX_RECORD_BYTES:
         raise ValueError(
             f"the record of a view with {len(view.members)} members has {len(record)} bytes, and a "

@@ -132,7 +132,7 @@ class Exchange(StreamMember):
             )
         super().__init__(engine, store, replica, current, options, name, line_name)
         self.link: str | None = None
-        self.admission = admission
+        self.guard_by(admission)
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
         _open.add(self)

@@ -67,12 +67,16 @@ class Attached:
 
         What this replica has may still be looked at: parameters, metrics, ``state_dict``.
         """
+        self._close(is_finished=True)
+
+    def _close(self, *, is_finished: bool) -> None:
+        """As ``close``; ``is_finished`` if this replica has taken all its steps."""
         self._is_closed = True
         if self._hooks is not None:
             self._hooks.remove()
         self.exchange.inner_step = self.inner_step
         if self._elastic is not None:
-            self._elastic.group.close()
+            self._elastic.group.close(is_finished=is_finished)
         self.exchange.close()
         if self._workers is not None:
             self._workers.close()
@@ -125,8 +129,8 @@ class Attached:
     def leave(self) -> None:
         """Leave the group after the next round; then ``is_done`` is true.
 
-        The others go on without this replica, and lose nothing that it has shared. May be called
-        from a signal handler, or another thread.
+        The others go on without this replica. Rounds that are under way then may be given up: what
+        this replica sent in them is lost. May be called from a signal handler, or another thread.
 
         Raises:
             RuntimeError: Without ``membership=``.
@@ -147,7 +151,13 @@ class Attached:
         Raises:
             ValueError: If it is not an integer of at least 0.
             SyncError: If the group fails.
+            RuntimeError: With ``membership=``: replicas join at different steps.
         """
+        if self._elastic is not None:
+            raise RuntimeError(
+                "replicas join at different steps: end the loop by diloco.inner_step, which is the "
+                "same on all of them, instead of agree_on_steps"
+            )
         num_steps = integer("num_steps", num_steps, 0)
         self._refuse_if_alone()
         with self._all_workers(()):

@@ -217,7 +217,7 @@ class DiLoCo(Saved):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._close(is_finished=exception[:1] == (None,))
 
     # -------------------------------------------------------------------- one inner step
 

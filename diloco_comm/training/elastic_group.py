@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -51,7 +52,8 @@ class ElasticGroup:
         self.is_done = False
         self._replica = -1
         self._form: ev.Form | None = None
-        self._store: dist.Store | None = None
+        # At worker 0 of this replica, for what it tells the replica's other workers.
+        self._own_store: dist.Store | None = None
         self._driver: Driver | None = None
         self._host: Host | None = None
         failure = ""
@@ -67,11 +69,15 @@ class ElasticGroup:
 
     def _open(self, shown: Any, num_workers: int) -> None:
         elastic = self.elastic
-        registry = elastic.connect()
         self._host = Host(elastic.interface())
-        state = elastic.begin(
-            registry, address=self._host.address, workers=num_workers, shown=shown
-        )
+        registry = elastic.connect()
+        try:
+            state = elastic.begin(
+                registry, address=self._host.address, workers=num_workers, shown=shown
+            )
+        except BaseException:
+            registry.close()
+            raise
         self._driver = Driver(
             registry,
             state,
@@ -93,10 +99,15 @@ class ElasticGroup:
     def _from_worker_0(self, value: Any) -> Any:
         return value if self._workers is None else self._workers.gather(value)[0]
 
-    def close(self) -> None:
-        """Tell the others that this replica has ended; idempotent."""
+    def close(self, *, is_finished: bool = True) -> None:
+        """Tell the others that this replica has ended; idempotent.
+
+        Args:
+            is_finished: It has taken all its steps.
+        """
         if self._driver is not None:
-            self._driver.tell(ev.Finished())
+            if is_finished:
+                self._driver.tell(ev.Finished())
             self._driver.close()
 
     def leave(self) -> None:
@@ -111,6 +122,7 @@ class ElasticGroup:
         driver = self._driver
         if driver is None:
             return False
+        driver.warn_if_ended()
         driver.inner_step = inner_step
         rounds.announces_change = driver.is_change_wanted
         # Several workers could not stop at the same step without a message in each step.
@@ -148,11 +160,12 @@ class ElasticGroup:
         """
         assert self.view is not None
         began = time.monotonic()
-        number = self.view.number
-        missing = () if error is None else tuple(error.missing)
-        if error is not None:
-            logger.warning("view %d has ended: %s", number, error)
-        self._tell(ev.Boundary(number) if error is None else ev.Broke(number, missing))
+        number = self.view.number if self._driver is None else self._driver.state.epoch
+        if error is None:
+            self._tell(ev.Boundary(number))
+        else:
+            logger.warning("view %d has ended: %s", number, _without_advice(error))
+            self._tell(ev.Broke(number, *self._lost(error)))
         self._attempt_until_done(attempt, began)
 
     def _attempt_until_done(self, attempt: Attempt, began: float) -> None:
@@ -162,22 +175,41 @@ class ElasticGroup:
                 return
             unreported = None
             try:
-                store = meeting_place(form.view, self._connect_s)
-                self._form, self._store = form, store
-                attempt(form.view.ids, store, form)
-            except ReplicaMismatch:
-                self._failed(form, ())
-                raise
+                with self.waiting():
+                    attempt(form.view.ids, self._meeting_place(form), form)
             except NonFiniteError as error:
                 unreported = error
-            except (SyncError, dist.DistError) as error:
+            except SyncError as error:
+                self._failed(form, error)
+                if isinstance(error, ReplicaMismatch):
+                    raise
                 logger.warning("view %d could not begin: %s", form.view.number, error)
-                self._failed(form, getattr(error, "missing", ()))
                 continue
+            except BaseException:
+                self._failed(form, None)
+                raise
             self._begun(form.view, began)
             if unreported is not None:
                 raise unreported
             return
+
+    def _meeting_place(self, form: ev.Form) -> dist.Store:
+        """Connect all workers to the store of a view."""
+        self._form, self._own_store = form, None
+        with nullcontext() if self._workers is None else self._workers.all_workers():
+            try:
+                if self._workers is not None:
+                    own = next(one for one in form.view.members if one.id == self.replica)
+                    self._own_store = meeting_place(form.view, self._connect_s, own.address)
+                return meeting_place(form.view, self._connect_s)
+            except dist.DistError as error:
+                host = form.view.lowest
+                raise SyncError(
+                    f"the store of view {form.view.number} on replica {host.id}, at "
+                    f"{host.address}, did not answer: {error}",
+                    stage="rendezvous",
+                    cuts=[] if host.id == self.replica else [(self.replica, host.id)],
+                ) from error
 
     def _next_form(self, began: float) -> ev.Form | None:
         """Wait for an attempt that asks for this replica; None when it has left.
@@ -214,13 +246,22 @@ class ElasticGroup:
             )
         raise SyncError(order.reason, stage="quorum" if order.kind == "waited" else "view")
 
-    def _failed(self, form: ev.Form, missing: Any) -> None:
+    def _failed(self, form: ev.Form, error: SyncError | None) -> None:
         number = form.view.number
         self._mark("failed")
+        cuts, dead = self._lost(error)
         is_open = self._driver is not None and self._driver.state.epoch == number
-        self._tell(
-            ev.Broke(number, tuple(missing)) if is_open else ev.Failed(number, tuple(missing))
-        )
+        if is_open:
+            self._tell(ev.Broke(number, cuts, dead))
+        else:
+            self._tell(ev.Failed(number, cuts, unheard=dead))
+
+    def _lost(self, error: SyncError | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the members to which this replica has no way, and those that seem dead."""
+        if error is None:
+            return (), ()
+        cuts = {one for pair in error.cuts if self.replica in pair for one in pair}
+        return tuple(sorted(cuts - {self.replica})), tuple(error.missing)
 
     def _begun(self, view: View, began: float) -> None:
         self.view = view
@@ -241,38 +282,44 @@ class ElasticGroup:
 
     def is_given_up(self) -> bool:
         """Whether the attempt under way is to fail before its members have met."""
-        assert self._form is not None and self._store is not None
+        assert self._form is not None
         if self._driver is not None:
             return self._driver.is_given_up(self._form.view.number)
+        assert self._own_store is not None
         try:
-            return self._store.check([f"failed/{self.replica}"])
+            return self._own_store.check(["failed"])
         except dist.DistError:
             return True
 
     def admit(self, inner_step: int) -> None:
         """Wait until the registry says that the view is open, or raise SyncError."""
-        assert self._form is not None and self._store is not None
+        assert self._form is not None
         number = self._form.view.number
         if self._driver is None:
             self._hear_of_opening(number)
             return
         self._driver.tell(ev.Formed(number, max(0, inner_step)))
-        entered = self._driver.wait_until_open(number)
-        if not isinstance(entered, View):
-            raise self._given_up(number)
-        self._mark("open")
+        log, began, limit = WaitLog(), time.monotonic(), self.elastic.quorum_wait
+        while not self._driver.is_given_up(number):
+            if isinstance(self._driver.wait_until_open(number, _HEAR_S), View):
+                self._mark("open")
+                return
+            if limit is not None and time.monotonic() - began > limit:
+                break
+            log.tick(lambda: f"the registry to open view {number}")
+        raise self._given_up(number)
 
     def _mark(self, what: str) -> None:
         """Tell this replica's other workers what became of the attempt."""
-        if self._workers is not None and self._driver is not None and self._store is not None:
+        if self._driver is not None and self._own_store is not None:
             with contextlib.suppress(dist.DistError):
-                self._store.set(f"{what}/{self.replica}", "1")
+                self._own_store.set(what, "1")
 
     def _hear_of_opening(self, number: int) -> None:
-        assert self._store is not None
+        assert self._own_store is not None
         try:
-            while not self._store.check([f"open/{self.replica}"]):
-                if self._store.check([f"failed/{self.replica}"]):
+            while not self._own_store.check(["open"]):
+                if self._own_store.check(["failed"]):
                     raise self._given_up(number)
                 time.sleep(_POLL_S)
         except dist.DistError as error:
@@ -287,10 +334,10 @@ class ElasticGroup:
         if self._driver is not None:
             self._driver.tell(event)
 
-    def on_break(self, function: Callable[[], None]) -> None:
-        """Call ``function`` when a round under way is to fail, as another member has stopped."""
+    def guard(self, seal: Callable[[], None]) -> None:
+        """Call ``seal`` when what the training thread waits for is to fail."""
         if self._driver is not None:
-            self._driver.on_break(function)
+            self._driver.on_break(seal)
 
     def _say(self, action: ev.Action) -> None:
         if isinstance(action, ev.Suspect):
@@ -311,4 +358,9 @@ class ElasticGroup:
 
 def is_about_group(error: SyncError) -> bool:
     """Whether other members can go on after this error."""
-    return not isinstance(error, ReplicaMismatch | NonFiniteError | LeftBehind)
+    return not isinstance(error, ReplicaMismatch | NonFiniteError)
+
+
+def _without_advice(error: SyncError) -> str:
+    """Return the message without what it says of ``change_group``."""
+    return str(error).split(": call change_group")[0]

@@ -17,6 +17,7 @@ from ..elastic.options import Elastic
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
+from ..rounds.agreement.handshake import gather_json
 from ..rounds.runner import RoundRunner
 from .elastic_group import ElasticGroup, is_about_group
 from .planning import Plan
@@ -34,6 +35,8 @@ class Trained(Protocol):
     _saved_writes: dict[int, set[int]]
 
     def _change_group(self, members: tuple[int, ...], store: dist.Store) -> None: ...
+
+    def _flush(self) -> None: ...
 
 
 def check_membership(arguments: Mapping[str, Any]) -> None:
@@ -73,6 +76,7 @@ class ElasticTraining:
     ) -> None:
         shown = {"model": plan.description, "settings": _alike(settings), "of": plan.num_fragments}
         self.group = ElasticGroup(elastic, shown, workers, connect_s=min(timeout_s, 10.0))
+        self._may_be_boundary = self._is_flushing = self._must_flush = False
 
     def enter(
         self,
@@ -82,14 +86,15 @@ class ElasticTraining:
     ) -> None:
         """Come to the group, as a founder or a newcomer."""
         try:
-            self.group.enter(partial(self._begin, begin, arguments))
+            self.group.enter(partial(self._begin, diloco, begin, arguments))
+            self._flush_with_others(diloco)
         except BaseException:
-            self.group.close()
+            self.group.close(is_finished=False)
             raise
-        self.group.on_break(diloco.exchange.seal)
 
     def _begin(
         self,
+        diloco: Trained,
         begin: Callable[[Mapping[str, Any]], None],
         arguments: Mapping[str, Any],
         members: tuple[int, ...],
@@ -97,21 +102,28 @@ class ElasticTraining:
         form: Form,
     ) -> None:
         view, group = form.view, self.group
+        if form.role == "change":
+            raise RuntimeError(f"view {view.number} asks for a state that this replica lacks")
         places = {"store": store, "replica": group.replica, "members": members, "group": None}
         source_rank = view.rank_of(view.source) if form.role == "broadcast" else 0
         more = {"init": form.role, "source_rank": source_rank, "admission": group}
         begin({**arguments, **places, **more})
+        if form.role == "join":
+            self._ask_for_flush(diloco)
 
     def take_step(self, diloco: Trained, take_step: Callable[[], None]) -> None:
-        """Take an inner step, and go to the next view where the present one ends."""
+        """Go to the next view if the present one has ended, then take an inner step."""
         rounds = diloco._rounds
-        if self.group.before_step(rounds, diloco.inner_step):
+        if self._may_be_boundary and self.group.is_boundary(rounds):
+            self._go_on(diloco, None)
+        elif self.group.before_step(rounds, diloco.inner_step):
             self._go_on(diloco, SyncError("another member has stopped", stage="view"))
-            if self.group.is_done:
-                return
-        step = diloco.inner_step + 1
-        plan = diloco._plan
+        if self.group.is_done:
+            return
+        step, plan = diloco.inner_step + 1, diloco._plan
         takes_part = plan.sent_at(step) or plan.written_at(step, diloco._saved_writes)
+        # All workers of a replica look at the same steps, whatever becomes of a step.
+        self._may_be_boundary = bool(takes_part)
         try:
             with self.group.waiting():
                 take_step()
@@ -119,37 +131,51 @@ class ElasticTraining:
             if not is_about_group(error):
                 raise
             self._go_on(diloco, error)
-        else:
-            if takes_part and self.group.is_boundary(rounds):
-                self._go_on(diloco, None)
 
     def flush(self, diloco: Trained, flush: Callable[[], None]) -> None:
-        """Flush, and again in the next view where the present one ends before all is shared."""
-        while True:
-            try:
-                with self.group.waiting():
-                    flush()
-            except SyncError as error:
-                if not is_about_group(error):
-                    raise
-                self._go_on(diloco, error)
-                if diloco._rounds.has_unsent(diloco.inner_step) and not self.group.is_done:
-                    continue
-            return
+        """Flush; in the next view again, where the present one ends before all is shared."""
+        self._is_flushing = True
+        try:
+            with self.group.waiting():
+                flush()
+        except SyncError as error:
+            if not is_about_group(error):
+                raise
+            self._go_on(diloco, error)
+        finally:
+            self._is_flushing = False
 
     def _go_on(self, diloco: Trained, error: SyncError | None) -> None:
-        diloco._rounds.is_change_due = diloco._rounds.announces_change = False
+        self.group.go_on(partial(self._change, diloco), error)
+        self._flush_with_others(diloco)
 
-        def change(members: tuple[int, ...], store: dist.Store, form: Form) -> None:
-            if form.role != "change":
-                raise SyncError(
-                    f"view {form.view.number} begins anew, and this replica has the state of view "
-                    f"{form.view.base}: start this replica again",
-                    stage="view",
-                )
-            diloco._change_group(members, store)
+    def _change(
+        self, diloco: Trained, members: tuple[int, ...], store: dist.Store, form: Form
+    ) -> None:
+        if form.role != "change":
+            raise RuntimeError(
+                f"view {form.view.number} begins anew, and this replica has the state of view "
+                f"{form.view.base}: start this replica again"
+            )
+        rounds = diloco._rounds
+        rounds.is_change_due = rounds.announces_change = self._may_be_boundary = False
+        diloco._change_group(members, store)
+        self._ask_for_flush(diloco)
 
-        self.group.go_on(change, error)
+    def _ask_for_flush(self, diloco: Trained) -> None:
+        """Find out whether a flush broke off before all was shared; every member asks.
+
+        A member that has ended its flush before the view broke takes part in it again.
+        """
+        own = [self._is_flushing, diloco._rounds.has_unsent(diloco.inner_step)]
+        views = gather_json(diloco.exchange, own)
+        is_flushing, has_unsent = (any(values) for values in zip(*views, strict=True))
+        self._must_flush = is_flushing and has_unsent
+
+    def _flush_with_others(self, diloco: Trained) -> None:
+        while self._must_flush and not self.group.is_done:
+            self._must_flush = False
+            self.flush(diloco, diloco._flush)
 
 
 def _alike(settings: Settings) -> dict[str, Any]:

@@ -45,11 +45,13 @@ class Broke:
 
     Attributes:
         number: Of the open view.
-        missing: Ids of members that this process cannot reach.
+        missing: Ids of members that this process cannot reach though they may live.
+        unheard: Ids of members that seem to have died.
     """
 
     number: int
     missing: tuple[int, ...] = ()
+    unheard: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,15 @@ class Failed:
     """An attempt has failed, before the hook or in it; what fails after the hook is ``Broke``.
 
     Attributes:
-        missing: Ids of members that this process could not reach.
+        missing: Ids of members that this process could not reach though they may live.
+        unheard: Ids of members that seem to have died.
         has_voted: This process has agreed to enter, so that others may have formed.
     """
 
     number: int
     missing: tuple[int, ...] = ()
     has_voted: bool = True
+    unheard: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Roster:
         self._own = state.key
         self._peers = {peer.key: peer for peer in state.peers}
         self._limit = state.settings.suspect_after
-        self._unreached, self._unreached_limit = state.unreachable, state.settings.unreached_after
+        self._unheard, self._unheard_limit = state.unheard, state.settings.unheard_after
 
     def may_live(self, key: Key) -> bool:
         """Whether a process is neither suspected nor gone, though it may never have been heard."""
@@ -71,9 +71,9 @@ class Roster:
         peer, beat = self._peers.get(key), self.beats.get(key)
         has_ended = beat is not None and beat.stage in (GONE, FINISHED)
         limit = self._limit
-        if key[1] in self._unreached and self._unreached_limit:
+        if key[1] in self._unheard and self._unheard_limit:
             # That its connection broke says the same: two signs make a short wait enough.
-            limit = min(limit, self._unreached_limit)
+            limit = min(limit, self._unheard_limit)
         return peer is not None and peer.silent_polls < limit and not has_ended
 
     def lives(self, key: Key) -> bool:

@@ -6,11 +6,20 @@ record that it replaces and if enough members of the base take part, who have al
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..beats import BROKEN, READY, Beat
-from ..views import FORMING, NO_VIEW, OPEN, View, record_hash
+from ..views import (
+    FORMING,
+    MAX_RECORD_BYTES,
+    NO_VIEW,
+    OPEN,
+    View,
+    encoded_bytes,
+    record_hash,
+)
 from .peers import Roster
 from .reach import as_many_as_reach, is_majority, largest_group
 from .standing import Standing, standing_of
@@ -75,6 +84,7 @@ def _continue(state: State, standing: Standing, view: View | None, base_ids: lis
     is_short = len(group) + len(joiners) + num_finished < settings.min_replicas
     if standing.is_planned or is_short:
         joiners += as_many_as_reach([*group, *joiners], standing.newcomers)
+    joiners = _as_many_as_fit(state, view, group, joiners)
     ids = [beat.member.id for beat in (*group, *joiners)]
     consent = {*ids, *(beat.member.id for beat in standing.leaving), *standing.finished}
     if not settings.is_durable and not is_majority(consent, base_ids):
@@ -86,6 +96,17 @@ def _continue(state: State, standing: Standing, view: View | None, base_ids: lis
         return Plan(reason=_too_few(settings.min_replicas, ids))
     proposal = _view(state, view, [*group, *joiners], joined=joiners)
     return Plan(proposal, patience=_patience(state, standing.here, ids))
+
+
+def _as_many_as_fit(state: State, view: View, group: list[Beat], joiners: list[Beat]) -> list[Beat]:
+    """Return so many of the joiners that a registry can hold this record and the next."""
+    for number in range(len(joiners), 0, -1):
+        proposal = _view(state, view, [*group, *joiners[:number]], joined=joiners[:number])
+        # The next record names these members once more, as its base.
+        names = json.dumps(proposal.keys)
+        if encoded_bytes(proposal) + len(names) <= MAX_RECORD_BYTES:
+            return joiners[:number]
+    return []
 
 
 def _group_with(state: State, here: Sequence[Beat]) -> list[Beat]:
@@ -151,12 +172,16 @@ def _missing_state(standing: Standing, view: View, best: Beat) -> str:
     """
     members = [id for id, _ in view.last_open[1]]
     if not (standing.returned or standing.stateless):
-        return f"until one of replicas {members} starts again, as none of them is heard of"
+        return (
+            f"until one of replicas {members} starts again, as none of them is heard of; to begin "
+            "anew, give the run another name, or rollback=True"
+        )
     is_fresh = bool(standing.stateless) and view.inner_step == 0
     if not is_fresh and not (best.positions and best.inner_step >= view.inner_step):
         return (
             f"until a replica brings a checkpoint of inner step {view.inner_step} or later, as no "
-            f"process of replicas {members} lives that has the state"
+            f"process of replicas {members} lives that has the state; to begin anew, give the run "
+            "another name, or rollback=True"
         )
     return ""
 

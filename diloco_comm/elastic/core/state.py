@@ -10,6 +10,8 @@ from ..views import NO_VIEW, Key, Member, View, from_bytes
 # The training thread does nothing, and may begin an attempt.
 IDLE = (READY, STOPPED, BROKEN)
 IN_ATTEMPT = (FORMING, FORMED)
+# More would not fit into a beat.
+MAX_UNREACHABLE = 24
 IN_VIEW = (TRAINING, STOPPED, BROKEN)
 
 
@@ -21,7 +23,7 @@ class Settings:
         run: Name of the training run.
         min_replicas: Fewer do not train.
         suspect_after: Polls in which a peer's counter must stand still for it to be suspected.
-        unreached_after: The same for a peer that this process could not reach; 0: no difference.
+        unheard_after: The same for a peer whose connection broke; 0: no difference.
         founding_wait: Polls for which the founders wait for more to come.
         is_durable: The registry keeps its record when it ends. If not, a view needs more than half
             of its base, or exactly half with the lowest of them.
@@ -31,7 +33,7 @@ class Settings:
     run: str
     min_replicas: int = 1
     suspect_after: int = 20
-    unreached_after: int = 0
+    unheard_after: int = 0
     founding_wait: int = 0
     is_durable: bool = True
     allows_rollback: bool = False
@@ -75,6 +77,7 @@ class State:
         is_pending: It has asked for a boundary.
         is_broken: It has asked the training thread to stop.
         unreachable: Nonces of processes that it could not reach.
+        unheard: Nonces of processes whose connection broke.
         num_cut_polls: Polls since then.
         record: The last that it has seen.
         highest: Number that was seen anywhere.
@@ -97,6 +100,7 @@ class State:
     is_pending: bool = False
     is_broken: bool = False
     unreachable: tuple[str, ...] = ()
+    unheard: tuple[str, ...] = ()
     num_cut_polls: int = 0
     record: bytes = b""
     highest: int = 0
@@ -147,7 +151,7 @@ def beat_of(
         is_leaving=state.is_leaving,
         inner_step=inner_step,
         positions=positions,
-        unreachable=state.unreachable,
+        unreachable=state.unreachable[:MAX_UNREACHABLE],
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..beats import BROKEN, FINISHED, FORMED, GONE, READY, STOPPED, TRAINING, Beat
-from ..views import NO_VIEW, OPEN, View
+from ..views import NO_VIEW, OPEN, Key, View
 from .events import (
     Action,
     Boundary,
@@ -84,17 +86,20 @@ def _told(turn: Turn, event: Event) -> None:
         turn.act(Drained())
 
 
+def _nonces(keys: Sequence[Key], ids: Sequence[int]) -> list[str]:
+    return [nonce for id, nonce in keys if id in ids]
+
+
 def _failed(turn: Turn, event: Failed) -> None:
     state = turn.state
     view = state.attempt
     assert view is not None
-    nonces = [member.nonce for member in view.members if member.id in event.missing]
     turn.change(
         stage=BROKEN if state.has_state else READY,
         has_voted=state.has_state and event.has_voted,
         is_abandoned=False,
     )
-    turn.cut_off(nonces)
+    turn.cut_off(_nonces(view.keys, event.missing), _nonces(view.keys, event.unheard))
     follow(turn)
 
 
@@ -104,7 +109,7 @@ def _broke(turn: Turn, event: Broke) -> None:
         return
     view = state.recorded
     members = () if view is None else (*view.keys, *view.base_members)
-    turn.cut_off([nonce for id, nonce in members if id in event.missing])
+    turn.cut_off(_nonces(members, event.missing), _nonces(members, event.unheard))
     if state.has_state:
         turn.change(stage=BROKEN)
     else:

@@ -79,10 +79,14 @@ class Turn:
             self.change(is_pending=True)
             self.act(Pend())
 
-    def cut_off(self, nonces: Iterable[str]) -> None:
-        """Note which processes this one cannot reach."""
-        others = set(nonces) - {self.state.member.nonce}
-        self.change(unreachable=tuple(sorted(others)), num_cut_polls=0)
+    def cut_off(self, nonces: Iterable[str], unheard: Iterable[str] = ()) -> None:
+        """Note which processes this one cannot reach, and whose connection broke."""
+        own = {self.state.member.nonce}
+        self.change(
+            unreachable=tuple(sorted(set(nonces) - own)),
+            unheard=tuple(sorted(set(unheard) - own)),
+            num_cut_polls=0,
+        )
 
     def swap(self, new: bytes) -> None:
         if new != self.state.record:

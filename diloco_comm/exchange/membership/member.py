@@ -44,6 +44,10 @@ class Epoch:
 class Admission(Protocol):
     """Decides whether this replica enters an epoch."""
 
+    def guard(self, seal: Callable[[], None]) -> None:
+        """Take the function that ends the present epoch, from any thread."""
+        ...
+
     def is_given_up(self) -> bool:
         """Whether this replica shall no longer try; asked again and again until all have met."""
         ...
@@ -163,6 +167,12 @@ class Member:
         ``change_group`` or ``close`` is left.
         """
         self._engine.seal()
+
+    def guard_by(self, admission: Admission | None) -> None:
+        """Let somebody decide on admission, and end the present epoch."""
+        self.admission = admission
+        if admission is not None:
+            admission.guard(self.seal)
 
     def ask_for_admission(self, inner_step: int) -> None:
         """Wait for ``admission``, if there is one."""
