@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import env
 from ..base.checks import flag, integer, not_negative, timeout_seconds
+from ..base.errors import SyncError
 from ..exchange.waiting import WaitLog
 from . import core
 from .hosting import own_interface
@@ -106,11 +107,13 @@ class Elastic:
             try:
                 registry.read()
                 return registry
-            except RegistryUnavailable:
+            except RegistryUnavailable as error:
                 limit = self.quorum_wait
                 if limit is not None and time.monotonic() - began > limit:
                     registry.close()
-                    raise
+                    raise SyncError(
+                        f"waited {limit:g} s for the registry: {error}", stage="registry"
+                    ) from error
             log.tick(lambda: f"the registry at {self.registry}")
             time.sleep(PERIOD_S)
 

@@ -152,14 +152,14 @@ class ElasticGroup:
         """Come to the group, as a founder or a newcomer."""
         self._attempt_until_done(attempt, time.monotonic())
 
-    def go_on(self, attempt: Attempt, error: SyncError | None) -> None:
+    def go_on(self, attempt: Attempt, error: SyncError | None, began: float) -> None:
         """Go from the present view to the next.
 
         Args:
             error: Why; None at a boundary.
+            began: When training stood still.
         """
         assert self.view is not None
-        began = time.monotonic()
         number = self.view.number if self._driver is None else self._driver.state.epoch
         if error is None:
             self._tell(ev.Boundary(number))

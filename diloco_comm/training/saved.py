@@ -84,9 +84,12 @@ class Saved(Attached):
         Raises:
             ValueError: If the state was saved with another model, schedule or set of fragments, or
                 lacks something; nothing is changed.
-            RuntimeError: Inside ``outer_parameters()``, or after ``close()``.
+            RuntimeError: Inside ``outer_parameters()``, or after ``close()``; with ``membership=``,
+                if this replica has joined a group that trains, whose state it has.
         """
         self._refuse_if_closed()
+        if self._elastic is not None:
+            self._elastic.refuse_to_load()
         self._refuse_if_unfit()
         self._refuse_changes(self.parts)
         write = load.restore(self.parts, state_dict, self._agreement.scope(), strict=strict)

@@ -5,6 +5,7 @@ This module is imported only where a membership is given.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -111,6 +112,15 @@ class ElasticTraining:
         if form.role == "join":
             self._ask_for_flush(diloco)
 
+    def refuse_to_load(self) -> None:
+        """Raise RuntimeError where a saved state would set this replica apart from the others."""
+        view = self.group.view
+        if view is None or set(view.joined) != set(view.ids):
+            raise RuntimeError(
+                "this replica has the state of a group that trains already: load a state only "
+                "where a run begins (diloco.view is 1 and diloco.inner_step is 0)"
+            )
+
     def take_step(self, diloco: Trained, take_step: Callable[[], None]) -> None:
         """Go to the next view if the present one has ended, then take an inner step."""
         rounds = diloco._rounds
@@ -124,29 +134,31 @@ class ElasticTraining:
         takes_part = plan.sent_at(step) or plan.written_at(step, diloco._saved_writes)
         # All workers of a replica look at the same steps, whatever becomes of a step.
         self._may_be_boundary = bool(takes_part)
+        began = time.monotonic()
         try:
             with self.group.waiting():
                 take_step()
         except SyncError as error:
             if not is_about_group(error):
                 raise
-            self._go_on(diloco, error)
+            self._go_on(diloco, error, began)
 
     def flush(self, diloco: Trained, flush: Callable[[], None]) -> None:
         """Flush; in the next view again, where the present one ends before all is shared."""
-        self._is_flushing = True
+        self._is_flushing, began = True, time.monotonic()
         try:
             with self.group.waiting():
                 flush()
         except SyncError as error:
             if not is_about_group(error):
                 raise
-            self._go_on(diloco, error)
+            self._go_on(diloco, error, began)
         finally:
             self._is_flushing = False
 
-    def _go_on(self, diloco: Trained, error: SyncError | None) -> None:
-        self.group.go_on(partial(self._change, diloco), error)
+    def _go_on(self, diloco: Trained, error: SyncError | None, began: float | None = None) -> None:
+        began = time.monotonic() if began is None else began
+        self.group.go_on(partial(self._change, diloco), error, began)
         self._flush_with_others(diloco)
 
     def _change(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from elastic_replicas import Fault, Run, check_one_line, live
+from elastic_replicas import SUSPECT_AFTER_S, Fault, Run, check_one_line, live
 from elastic_replicas import registry as registry
+from fault_replicas import connect
 from registries import Host
 from workers import Pool
 
@@ -86,3 +90,45 @@ def test_a_replica_of_two_workers_dies_and_another_joins(
     run = Run(2, 240, joins={2: 8}, faults=faults, num_workers=2)
     ends = run_all(fresh_workers, registry, run, 6, {2, 3})
     assert ends[0].members == ends[4].members == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["blocking", "delayed", "eager"])
+@pytest.mark.parametrize("num_peers", [0, 1])
+def test_one_dies_in_the_flush(
+    fresh_workers: Callable[..., Pool], registry: Host, name: str, num_peers: int
+) -> None:
+    """The last two steps are shared by all that are left, or by nobody."""
+    run = Run(3, 22, faults=(Fault(2, 21, "kill", "vote", num_peers),), options=POLICIES[name])
+    run_all(fresh_workers, registry, run, 3, {2})
+
+
+def test_a_replica_that_hangs_is_left_behind(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    run = Run(3, 40, faults=(Fault(0, 20, "stop", "header"),))
+    pool.submit(live, pool.store, registry.address, run)
+    waker = threading.Timer(3 * SUSPECT_AFTER_S, pool.kill, (0, signal.SIGCONT))
+    waker.start()
+    ends = pool.collect(timeout=60)
+    waker.join()
+    assert "start this replica again" in ends[0].error
+    assert ends[1].members == ends[2].members == (1, 2)
+    assert ends[1].outer == ends[2].outer
+
+
+def test_the_registry_is_away_for_a_while(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """Training goes on; who comes meanwhile waits."""
+    pool = fresh_workers(3, init_group=False)
+    run = Run(2, 400, joins={2: 40})
+    pool.submit(live, pool.store, registry.address, run)
+    signs = connect(pool.store)
+    signs.wait(["start 2"])
+    registry.kill()
+    time.sleep(2.0)
+    registry.start()
+    ends = pool.collect(timeout=60)
+    assert ends[0].members == (0, 1, 2)
+    assert len({(end.outer, end.local, end.inner_step) for end in ends}) == 1

@@ -171,6 +171,11 @@ def _missing_state(standing: Standing, view: View, best: Beat) -> str:
     never came to train, no round of theirs can count any more.
     """
     members = [id for id, _ in view.last_open[1]]
+    if set(standing.finished) == set(members):
+        return (
+            f"as run {view.run!r} has ended: replicas {members} have taken all their steps; to "
+            "train on, give the run another name, or rollback=True"
+        )
     if not (standing.returned or standing.stateless):
         return (
             f"until one of replicas {members} starts again, as none of them is heard of; to begin "

@@ -14,7 +14,7 @@ from fault_replicas import BLOCK, LR, MOMENTUM, connect, hash_of, make_model, ma
 from fault_replicas import take_inner_step as train
 from registries import Host
 
-from diloco_comm import DiLoCo, Nesterov
+from diloco_comm import DiLoCo, LeftBehind, Nesterov
 from diloco_comm.elastic.happenings import ViewChanged
 from diloco_comm.elastic.options import Elastic
 
@@ -29,7 +29,7 @@ class Fault:
 
     Attributes:
         num_members: The replica waits for so many members.
-        action: "kill" or "stop", at a stage of the next exchange; "leave" or "close" at once.
+        action: "kill" or "stop", at a stage of the next exchange; "leave" at once.
     """
 
     replica: int
@@ -73,6 +73,7 @@ class End:
     views: list[ViewChanged]
     is_done: bool
     num_applied: int
+    error: str = ""
 
 
 def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run) -> End:
@@ -121,29 +122,40 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
             **run.options,
         },
     )
-    faults = [fault for fault in run.faults if fault.replica == rank]
-    while diloco.inner_step < run.last_step and not diloco.is_done:
-        for fault in [one for one in faults if one.is_due(diloco)]:
-            faults.remove(fault)
-            act(diloco, fault)
-        if rank == min(diloco.members):
-            for joiner, step in run.joins.items():
-                if diloco.inner_step >= step:
-                    signs.set(f"start {joiner}", "now")
-        train(model, optimizer, rank, diloco.inner_step + 1)
-        time.sleep(PACE_S)
-    diloco.flush()
+    try:
+        train_to_the_end(diloco, model, optimizer, rank, run, signs)
+        error = ""
+    except LeftBehind as left:
+        error = str(left)
     end = End(
         diloco.outer_hash(),
         hash_of(list(model.parameters())),
         diloco.inner_step,
         diloco.members,
         views,
-        diloco.is_done,
+        diloco.is_done or bool(error),
         sum(one.is_applied for one in diloco.metrics()),
+        error,
     )
     diloco.close()
     return end
+
+
+def train_to_the_end(
+    diloco: DiLoCo, model: Any, optimizer: Any, replica: int, run: Run, signs: dist.Store
+) -> None:
+    faults = [fault for fault in run.faults if fault.replica == replica]
+    while diloco.inner_step < run.last_step and not diloco.is_done:
+        for fault in [one for one in faults if one.is_due(diloco)]:
+            faults.remove(fault)
+            act(diloco, fault)
+        if replica == min(diloco.members):
+            for joiner, step in run.joins.items():
+                if diloco.inner_step >= step:
+                    signs.set(f"start {joiner}", "now")
+        train(model, optimizer, replica, diloco.inner_step + 1)
+        time.sleep(PACE_S)
+    diloco.flush()
 
 
 def act(diloco: DiLoCo, fault: Fault) -> None:
