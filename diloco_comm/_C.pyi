@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store
 
 MAX_REPLICAS: int
+CHANGE: int
 RESET: int
 built_for: str
 
@@ -49,6 +50,8 @@ class Header:
     def kind(self) -> str: ...
     @property
     def is_reset(self) -> bool: ...
+    @property
+    def is_change_due(self) -> bool: ...
     @property
     def replica(self) -> int: ...
     @property

@@ -9,7 +9,10 @@ Importing touches no device and starts no thread.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .base import env, extension
+from .base.lazy import lazy_names
 
 try:
     # The operators first: they say what to do when the extension is missing.
@@ -27,6 +30,12 @@ from .rounds.metrics import SyncMetrics, SyncTotals
 from .training.diloco import DiLoCo
 from .training.presets import co2, eager_diloco, fedavg, local_sgd, streaming_diloco
 
+if TYPE_CHECKING:
+    from .elastic.options import Elastic
+
+# What only few programs need.
+__getattr__ = lazy_names(__name__, ".elastic.options", "Elastic")
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -37,6 +46,7 @@ __all__ = [
     "Delayed",
     "DiLoCo",
     "Eager",
+    "Elastic",
     "FromTorch",
     "HeavyBall",
     "LeftBehind",

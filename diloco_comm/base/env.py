@@ -9,6 +9,7 @@
 | ``DILOCO_COMM_CHUNK_BYTES`` | bytes of a chunk on the wire (default: by size) |
 | ``DILOCO_COMM_LANES`` | process groups, hence connections, for the chunks (default 1) |
 | ``DILOCO_COMM_REPORT_S`` | seconds a failed exchange waits for the others' reports (default 3) |
+| ``DILOCO_COMM_REPLICA`` | this replica's number, for ``Elastic`` (default: a free one) |
 | ``DILOCO_COMM_CONFIG`` | JSON file of arguments for ``DiLoCo``, as ``config=`` |
 | ``DILOCO_COMM_BACKEND_WIRE`` | wire of large all-reduces of the backend "diloco" (int8) |
 | ``DILOCO_COMM_BACKEND_MIN_BYTES`` | least bytes, as fp32, of a large all-reduce (1048576) |
@@ -64,6 +65,14 @@ def lanes() -> int:
 def report_s() -> float:
     """Return the seconds that a failed exchange waits for the other replicas' reports."""
     return _number("REPORT_S", 3.0)
+
+
+def replica() -> int | None:
+    """Return the number of this replica, or None."""
+    text = os.environ.get(PREFIX + "REPLICA")
+    if text is not None and not text.isdecimal():
+        raise ValueError(f"{PREFIX}REPLICA must be a number of a replica, from 0, got {text!r}")
+    return None if text is None else int(text)
 
 
 def config_path() -> str:

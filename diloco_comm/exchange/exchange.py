@@ -27,7 +27,7 @@ from ..ops.wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key
 from .buffers import ExchangeBuffers
 from .headers import Header
 from .membership import regroup
-from .membership.member import Epoch, checked_members
+from .membership.member import Admission, Epoch, checked_members
 from .membership.plans import announce
 from .membership.regroup import Repair
 from .membership.sealing import LastRounds
@@ -74,6 +74,7 @@ class Exchange(StreamMember):
             Default: the environment's, 60.
         suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
             that is waited for is given up; default: the environment's, 30.
+        admission: Is asked before this replica enters an epoch.
 
     Attributes:
         link: Description of the emulated link, or None.
@@ -104,6 +105,7 @@ class Exchange(StreamMember):
         report_patience: float | None = None,
         join_timeout: timedelta | float | None = None,
         suspect_after: timedelta | float | None = None,
+        admission: Admission | None = None,
     ) -> None:
         options = Options.checked(
             lanes=lanes,
@@ -130,6 +132,7 @@ class Exchange(StreamMember):
             )
         super().__init__(engine, store, replica, current, options, name, line_name)
         self.link: str | None = None
+        self.guard_by(admission)
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
         _open.add(self)
@@ -351,6 +354,7 @@ class Exchange(StreamMember):
         del groups
         if agreement.decision.changes_rounds:
             regroup.confirm(self, agreement.decision)
+        self.ask_for_admission(agreement.epoch.agreed_step)
         self._current = agreement.epoch
         missed = regroup.missed_rounds(self, agreement.decision)
         for buffers in self.all_buffers:

@@ -36,12 +36,14 @@ STATE_ADVICE = (
 class Header:
     """What a replica says to the others before an exchange.
 
-    ``weight``, ``inner_step``, ``gap`` and ``is_reset`` may differ between replicas; everything
-    else, and the fragment's wire, block size and number of elements, must be equal on all of them.
+    ``weight``, ``inner_step``, ``gap``, ``is_reset`` and ``is_change_due`` may differ between
+    replicas; everything else, and the fragment's wire, block size and number of elements, must be
+    equal on all of them.
 
     Attributes:
         history: Of the fragment's outer state (see ``history``), 0 without one.
         is_reset: No wire carries the replica's values, so its payload is zeros of weight 0.
+        is_change_due: The replica knows of a change of the group that is due after this round.
     """
 
     kind: Kind = "sync"
@@ -56,6 +58,7 @@ class Header:
     gap: float = 1.0
     history: int = 0
     is_reset: bool = False
+    is_change_due: bool = False
 
 
 def shares(weights: Sequence[float]) -> list[float]:
@@ -80,6 +83,7 @@ def to_native(
     native.wire, native.block_size = wire.name, wire.block_size
     native.num_elements, native.num_chunks = num_elements, num_chunks
     native.flags = int(stochastic) | (_C.RESET if header.is_reset else 0)
+    native.flags |= _C.CHANGE if header.is_change_due else 0
     return native
 
 
@@ -97,6 +101,7 @@ def from_native(native: _C.Header) -> Header:
         gap=native.gap,
         history=native.history,
         is_reset=native.is_reset,
+        is_change_due=native.is_change_due,
     )
 
 

@@ -25,7 +25,7 @@ from ..exchange.work import ExchangeWork, Mean
 from ..methods.outer_state import Update
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
-from .agreement import handshake, history
+from .agreement import history
 from .agreement.nonfinite import Streaks
 from .agreement.resets import OnReset, Resets
 from .flights import RoundInFlight, mean_of, weight_sum
@@ -49,6 +49,8 @@ class RoundRunner(ABC):
         on_reset: See ``resets``.
 
     Attributes:
+        announces_change: What is sent says that a change of the group is due.
+        is_change_due: A round was applied of which a replica has said so.
         uninterruptible: Guards sections that Ctrl-C must not split. Entered while waiting for the
             replica's workers, never while waiting for other replicas.
     """
@@ -78,6 +80,7 @@ class RoundRunner(ABC):
         self._records = Records(recorder, exchange)
         self._streaks = Streaks(settings)
         self._resets = Resets(exchange, parts, settings, impl, workers=workers, on_reset=on_reset)
+        self.announces_change = self.is_change_due = False
         self.uninterruptible = Uninterruptible()
 
     # ----------------------------------------------------------------------- one outer step
@@ -101,8 +104,7 @@ class RoundRunner(ABC):
     def flush(self, inner_step: int, num_skipped: int) -> None:
         """Apply all that is in flight, and what was trained since; a collective call.
 
-        Raises:
-            NonFiniteError: Some of it was skipped; all of the rest is applied.
+        A NonFiniteError says that some of it was skipped; all of the rest is applied.
         """
         with self._streaks.flushing(self.exchange.members):
             self._flush(inner_step, num_skipped)
@@ -112,20 +114,19 @@ class RoundRunner(ABC):
         """As ``flush``, without the limits on skipped rounds."""
 
     def stale_parts(self, inner_step: int) -> list[SyncedPart]:
-        """List the parts of which any replica holds something unsent; a collective call."""
-        steps = [inner_step - part.last_sent or int(part.owes) for part in self.parts]
-        views = handshake.gather_json(self.exchange, [steps, history.own_past(self.parts)])
-        history.refuse_other_past(self.exchange, self.parts, [past for _, past in views])
-        has_news = [any(news[part.index] for news, _ in views) for part in self.parts]
-        return [p for p, is_new in zip(self.parts, has_news, strict=True) if is_new and p.buffers]
+        """See ``history.stale_parts``."""
+        return history.stale_parts(self.exchange, self.parts, self._unsent(inner_step))
+
+    def has_unsent(self, inner_step: int) -> bool:
+        """Whether this replica holds something that was not shared."""
+        return any(self._unsent(inner_step)) or any(part.in_flight for part in self.parts)
+
+    def _unsent(self, inner_step: int) -> list[int]:
+        return [inner_step - part.last_sent or int(part.owes) for part in self.parts]
 
     @abstractmethod
     def settle_verdicts(self, inner_step: int) -> None:
-        """Find out whether rounds whose outer step was left to the device were applied.
-
-        Raises:
-            SyncError: The first failure; the state is as before that round.
-        """
+        """Find out whether outer steps left to the device were taken; raise the first failure."""
 
     # ------------------------------------------------------------------------------- sending
 
@@ -168,6 +169,7 @@ class RoundRunner(ABC):
             inner_step=inner_step - num_skipped,
             gap=policy.gap_for(part.step_norm, part.largest_norm),
             history=part.history,
+            is_change_due=self.announces_change,
         )
         reading = None
         if self.norms:
@@ -299,6 +301,7 @@ class RoundRunner(ABC):
 
     def _record(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
         """Write down that a round was applied; raise if a replica was reset once too often."""
+        self.is_change_due |= any(header.is_change_due for header in flight.wait().headers)
         try:
             self._records.applied(part, flight, inner_step)
         finally:
@@ -332,9 +335,9 @@ class RoundRunner(ABC):
         """Begin in a new group: apply the rounds that count, and lose the others under way.
 
         Args:
-            repairs: Rounds that count and that this replica has not applied.
-            agreed_step: Inner step of the slowest replica, from which all go on. Replicas differ
-                when one had applied a round and others had trained on until their next send failed.
+            repairs: The rounds that count.
+            agreed_step: Inner step of the slowest replica, from which all go on: some may have
+                trained on until their next send failed.
         """
         self._streaks.forget()
         with self.uninterruptible():
@@ -383,10 +386,10 @@ class RoundRunner(ABC):
 
     @abstractmethod
     def _lose(self, part: SyncedPart, flight: RoundInFlight) -> None:
-        """Give up a round: its mean counts as zero, on all replicas alike."""
+        """Give up a round: its mean counts as zero, on all replicas."""
 
     def drop(self) -> None:
-        """Wait for what is in flight and forget it, with what is owed: a state will be loaded."""
+        """Wait for what is in flight and forget it, and what is owed."""
         with contextlib.suppress(SyncError):
             self.settle_verdicts(-1)
         for part in self.parts:

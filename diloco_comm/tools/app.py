@@ -22,6 +22,9 @@ from .doctor.command import doctor
 from .plan.command import EXAMPLES as PLAN_EXAMPLES
 from .plan.command import plan
 from .profile.command import profile
+from .registry.command import registry_app
+from .registry.members import EXAMPLES as MEMBERS_EXAMPLES
+from .registry.members import members
 from .serve.command import serve_app
 
 INTERRUPTED = 130
@@ -62,9 +65,11 @@ def options(
 
 app.command(epilog=PLAN_EXAMPLES)(plan)
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
+app.command(epilog=MEMBERS_EXAMPLES)(members)
 app.add_typer(profile, name="profile")
 app.add_typer(bench.app, name="bench")
 app.add_typer(serve_app, name="serve")
+app.add_typer(registry_app, name="registry")
 
 
 @app.command(epilog=DEMO_EXAMPLES)

@@ -53,8 +53,14 @@ class Agreement:
         self._impl = impl
         self.is_state_shared = settings.overlap.is_shared
 
-    def start(self, model: nn.Module, group: dist.ProcessGroup | None, init: str) -> int:
-        """Begin with the same weights on all replicas, as ``init`` says; return the inner step."""
+    def start(
+        self, model: nn.Module, group: dist.ProcessGroup | None, init: str, source_rank: int = 0
+    ) -> int:
+        """Begin with the same weights on all replicas, as ``init`` says; return the inner step.
+
+        Args:
+            source_rank: Of the replica whose weights all take with "broadcast".
+        """
         if group is not None:
             handshake.warn_if_spans_replicas(model, group)
         self.agree(init)
@@ -63,7 +69,7 @@ class Agreement:
         if init == "check":
             handshake.check_same_weights(exchange, named)
         elif init == "broadcast":
-            exchange.broadcast(list(named.values()), 0)
+            exchange.broadcast(list(named.values()), source_rank)
         for part in parts:
             part.open_buffers(exchange)
         if init == "join":

@@ -28,6 +28,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     flag("attach", arguments["attach"])
     choice("init", arguments["init"], ("broadcast", "check", "join"))
     choice("offload", arguments["offload"], (None, "cpu"))
+    if arguments["membership"] is not None:
+        from .views import check_membership
+
+        check_membership(arguments)
 
 
 def weight_of(weight: Weight) -> Weight:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from ..rounds.runner import RoundRunner
 from ..rounds.synced import SyncedFragment, SyncedPart
 from . import spelling
 from .planning import Plan
+
+if TYPE_CHECKING:
+    from .views import ElasticTraining
 
 
 class Attached:
@@ -56,15 +59,24 @@ class Attached:
         self._hooks: StepHooks | None = None
         self._is_swapped = self._is_closed = False
 
+    # None where the user changes the group, or nobody.
+    _elastic: ElasticTraining | None = None
+
     def close(self) -> None:
         """Tell the peers, end the engine's threads and take the hooks off; idempotent.
 
         What this replica has may still be looked at: parameters, metrics, ``state_dict``.
         """
+        self._close(is_finished=True)
+
+    def _close(self, *, is_finished: bool) -> None:
+        """As ``close``; ``is_finished`` if this replica has taken all its steps."""
         self._is_closed = True
         if self._hooks is not None:
             self._hooks.remove()
         self.exchange.inner_step = self.inner_step
+        if self._elastic is not None:
+            self._elastic.group.close(is_finished=is_finished)
         self.exchange.close()
         if self._workers is not None:
             self._workers.close()
@@ -93,6 +105,40 @@ class Attached:
         """Number of the present group; each change makes a higher one, equal on its members."""
         return self.exchange.epoch
 
+    @property
+    def is_done(self) -> bool:
+        """Whether this replica has left the group by ``leave``: end the training loop."""
+        return self._elastic is not None and self._elastic.group.is_done
+
+    @property
+    def view(self) -> int:
+        """Number of the present view with ``membership=``; -1 without."""
+        view = None if self._elastic is None else self._elastic.group.view
+        return -1 if view is None else view.number
+
+    @property
+    def replica_index(self) -> int:
+        """Place of this replica among the members, from 0."""
+        return self.exchange.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas that train."""
+        return self.exchange.size
+
+    def leave(self) -> None:
+        """Leave the group after the next round; then ``is_done`` is true.
+
+        The others go on without this replica. Rounds that are under way then may be given up: what
+        this replica sent in them is lost. May be called from a signal handler, or another thread.
+
+        Raises:
+            RuntimeError: Without ``membership=``.
+        """
+        if self._elastic is None:
+            raise RuntimeError("leave() needs membership=: without it, call close()")
+        self._elastic.group.leave()
+
     def agree_on_steps(self, num_steps: int) -> int:
         """Return the least ``num_steps`` of all replicas; every replica calls this at one point.
 
@@ -105,7 +151,13 @@ class Attached:
         Raises:
             ValueError: If it is not an integer of at least 0.
             SyncError: If the group fails.
+            RuntimeError: With ``membership=``: replicas join at different steps.
         """
+        if self._elastic is not None:
+            raise RuntimeError(
+                "replicas join at different steps: end the loop by diloco.inner_step, which is the "
+                "same on all of them, instead of agree_on_steps"
+            )
         num_steps = integer("num_steps", num_steps, 0)
         self._refuse_if_alone()
         with self._all_workers(()):

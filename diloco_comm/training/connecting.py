@@ -55,6 +55,7 @@ def connect(
         collectives=handshake.collectives_of(arguments["backend"], group, plan.device),
         join=arguments["init"] == "join",
         num_under_way=max(1, settings.overlap.rounds),
+        admission=arguments.get("admission"),
         **{key: arguments[key] for key in _PASSED_ON},
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,26 +17,26 @@ from ..base.errors import NonFiniteError
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
 from ..methods.overlap import Overlap
-from ..methods.settings import UNSET, Config, Unset
+from ..methods.settings import UNSET, Config, Settings, Unset
 from ..ops.wire import WireFormat
 from ..replica.fragments import FragmentSpec
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
+from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement import handshake
-from ..rounds.agreement.consensus import mean_outer
 from ..rounds.agreement.resets import OnReset, check_on_reset
-from ..rounds.checkpoint import load, save
-from ..rounds.checkpoint.flights import saved_writes
 from ..rounds.metrics import Recorder
 from ..rounds.runner import Weight
 from .agreement import Agreement, meet_workers
 from .arguments import check_arguments, seconds_of, settings_among, weight_of
-from .attached import Attached
 from .connecting import connect, make_runner, shard_group_of, workers_of
-from .evaluation import swapped_in
-from .planning import make_plan
+from .planning import Plan, make_plan
+from .saved import Saved
+
+if TYPE_CHECKING:
+    from ..elastic.options import Elastic
 
 
-class DiLoCo(Attached):
+class DiLoCo(Saved):
     """Train this replica on its own and share what it learned every ``sync_every`` steps.
 
     Args:
@@ -99,6 +99,8 @@ class DiLoCo(Attached):
             been written: to clear the optimizer's state, which is else left alone.
         norms: Measure the norm of the pseudo-gradient, one more pass over the parameters.
         attach: False leaves it to the user to call ``step()`` after each optimizer step.
+        membership: An ``Elastic``: replicas come and go by themselves. Without ``group``, ``mesh``,
+            ``store``, ``replica``, ``num_replicas``, ``members`` and ``init``.
 
     Raises:
         ValueError, TypeError: For arguments that cannot be.
@@ -147,6 +149,7 @@ class DiLoCo(Attached):
         attach: bool = True,
         backend: str | None = None,
         offload: str | None = None,
+        membership: Elastic | None = None,
     ) -> None:
         # By name, for the functions below that take many of them.
         arguments = dict(locals())
@@ -164,29 +167,57 @@ class DiLoCo(Attached):
         if workers is not None:
             meet_workers(workers, plan, settings, {"norms": norms, "replica": replica})
         impl = ops.resolve_impl(impl, plan.device.type)
-        store = handshake.connected_store(store, seconds)
-        group = handshake.replica_group(group, mesh, store, num_replicas)
-        arguments |= {"group": group, "store": store}
-        exchange = connect(plan, settings, arguments, impl=impl, timeout_s=seconds)
-        recorder, measures = Recorder(), {"weight": weight, "norms": norms, "on_reset": on_reset}
-        rounds = make_runner(exchange, plan, settings, recorder, workers, impl, **measures)
-        super().__init__(model, optimizers, settings, plan, exchange, rounds, recorder, workers)
-        self._agreement = Agreement(exchange, plan, settings, weight, impl)
-        try:
-            with self._all_workers(self.parts):
-                self.inner_step = self._agreement.start(model, group, init)
-        except BaseException:
-            self.close()
-            raise
+        measures = {"weight": weight, "norms": norms, "on_reset": on_reset}
+        begin = partial(
+            self._begin, model, optimizers, settings, plan, workers, impl, seconds, measures
+        )
+        if membership is None:
+            store = handshake.connected_store(store, seconds)
+            group = handshake.replica_group(group, mesh, store, num_replicas)
+            begin(arguments | {"group": group, "store": store})
+        else:
+            from .views import ElasticTraining
+
+            self._elastic = ElasticTraining(membership, plan, settings, workers, seconds)
+            self._elastic.enter(self, begin, arguments)
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
+
+    def _begin(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        settings: Settings,
+        plan: Plan,
+        workers: ReplicaWorkers | None,
+        impl: str,
+        timeout_s: float,
+        measures: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        """Connect to the other replicas, and begin with the same state on all of them."""
+        with nullcontext() if workers is None else workers.all_workers():
+            exchange = connect(plan, settings, arguments, impl=impl, timeout_s=timeout_s)
+        recorder = Recorder()
+        rounds = make_runner(exchange, plan, settings, recorder, workers, impl, **measures)
+        super().__init__(model, optimizers, settings, plan, exchange, rounds, recorder, workers)
+        self._agreement = Agreement(exchange, plan, settings, measures["weight"], impl)
+        try:
+            with self._all_workers(self.parts):
+                init, source = arguments["init"], arguments.get("source_rank", 0)
+                self.inner_step = self._agreement.start(model, arguments["group"], init, source)
+        except BaseException:
+            if self._elastic is None:
+                self.close()
+            exchange.close()
+            raise
 
     def __enter__(self) -> DiLoCo:
         self._refuse_if_closed()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._close(is_finished=exception[:1] == (None,))
 
     # -------------------------------------------------------------------- one inner step
 
@@ -214,7 +245,16 @@ class DiLoCo(Attached):
         self._step()
 
     def _step(self, *, is_skipped: bool = False) -> None:
-        """Take an inner step; ``is_skipped`` if the optimizer was not called for it.
+        """Take an inner step; ``is_skipped`` if the optimizer was not called for it."""
+        take_step = partial(self._take_step, is_skipped=is_skipped)
+        if self._elastic is None:
+            take_step()
+        elif not self.is_done:
+            self._refuse_if_closed()
+            self._elastic.take_step(self, take_step)
+
+    def _take_step(self, *, is_skipped: bool) -> None:
+        """Count an inner step, and exchange what is due.
 
         The local parameters of a part that is due are subtracted from the outer ones, encoded and
         sent. A mean that is due goes through the outer optimizer, into outer and local parameters.
@@ -255,6 +295,12 @@ class DiLoCo(Attached):
             NonFiniteError: Fragments had to be skipped, on all replicas; the others are shared.
             ReplicaMismatch: The outer states differ all the same: a program has written into one.
         """
+        if self._elastic is None:
+            self._flush()
+        elif not self.is_done:
+            self._elastic.flush(self, self._flush)
+
+    def _flush(self) -> None:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self.exchange.inner_step = self.inner_step
@@ -263,81 +309,6 @@ class DiLoCo(Attached):
             self._rounds.flush(self.inner_step, self._skipped.count)
             if self.exchange.size > 1:
                 self._agreement.refuse_different_state(is_shared=True)
-
-    # ------------------------------------------------------------------- outer parameters
-
-    @contextmanager
-    def outer_parameters(self, *, consensus: bool = False) -> Iterator[None]:
-        """Put the outer parameters into the model, to evaluate them; restore it bit by bit.
-
-        Args:
-            consensus: Take their mean over the replicas, see ``consensus()``; a collective call.
-        """
-        if consensus or self._plan.shard_group is not None:
-            self._refuse_if_alone()
-        self._refuse_if_unfit()
-        parts = self._look_at_parts()
-        outers = [part.outer for part in parts]
-        if consensus:
-            outers = mean_outer(self.exchange, parts, self.impl)
-        # Workers with shards of their own need nothing from each other here.
-        writing = nullcontext() if self._plan.shard_group is None else self._all_workers(parts)
-        guard = self._rounds.uninterruptible
-        self._is_swapped = True
-        try:
-            with swapped_in(parts, outers, impl=self.impl, writing=writing, uninterruptible=guard):
-                yield
-        finally:
-            self._is_swapped = False
-
-    # ------------------------------------------------------------------- saving, resuming
-
-    def state_dict(self, *, shared: bool = False) -> dict[str, Any]:
-        """Return what a resumed run needs besides the model and the inner optimizer.
-
-        **With** ``shard_group`` **this is a collective call**: it gathers what its workers own, so
-        all of them must call it, also when only one of them writes the file
-        (``if rank == 0: torch.save(diloco.state_dict(), ...)`` hangs). Otherwise, under FSDP2 too,
-        it calls no collective.
-
-        Tensors are views of the live buffers, under the parameters' names, fp32. What differs
-        between replicas is keyed ``replica_<r>``: every replica must save its own. Waits for rounds
-        under way, and applies nothing: they are part of the state. A round that failed is not: the
-        state is that before the round.
-
-        Args:
-            shared: Refuse if something differs between replicas, for a save by one of them alone.
-        """
-        if self._plan.shard_group is not None:
-            self._refuse_if_alone()
-        self._rounds.uninterruptible.refuse_if_broken()
-        self._look_at_parts()
-        scope = self._agreement.scope()
-        return save.collect(self.parts, scope, inner_step=self.inner_step, shared=shared)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Take over a saved state, in place; local parameters come with the user's model.
-
-        Args:
-            strict: Raise when what this replica had for itself is missing, instead of doing
-                without: residuals start at zero, outer parameters that differ between replicas are
-                those of the lowest one.
-
-        Rounds under way are dropped; those of the state take their place.
-
-        Raises:
-            ValueError: If the state was saved with another model, schedule or set of fragments, or
-                lacks something; nothing is changed.
-            RuntimeError: Inside ``outer_parameters()``, or after ``close()``.
-        """
-        self._refuse_if_closed()
-        self._refuse_if_unfit()
-        self._refuse_changes(self.parts)
-        write = load.restore(self.parts, state_dict, self._agreement.scope(), strict=strict)
-        with self._recorder.deferred_callbacks(), self._rounds.uninterruptible():
-            self._rounds.drop()
-            self.inner_step = write()
-            self._saved_writes = saved_writes(self.parts)
 
     # ------------------------------------------------------------------------- the group
 
@@ -365,7 +336,15 @@ class DiLoCo(Attached):
             NonFiniteError: The new group is formed. A round under way, on NCCL, turned out to have
                 values that no wire carries, and ``on_nonfinite`` is "raise".
             ValueError: For "survivors", if there was no failure; for numbers that cannot be.
+            RuntimeError: With ``membership=``, which changes the group by itself.
         """
+        if self._elastic is not None:
+            raise RuntimeError("membership= changes the group by itself: leave out change_group")
+        self._change_group(members, store)
+
+    def _change_group(
+        self, members: Iterable[int] | str, store: dist.Store | str | None = None
+    ) -> None:
         self._refuse_if_alone()
         self._refuse_if_unfit()
         unreported: list[NonFiniteError] = []

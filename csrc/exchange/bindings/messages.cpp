@@ -29,6 +29,8 @@ void register_messages(py::module_& m) {
             })
         .def_readwrite("flags", &Header::flags)
         .def_property_readonly("is_reset", [](const Header& h) { return (h.flags & kReset) != 0; })
+        .def_property_readonly("is_change_due",
+                               [](const Header& h) { return (h.flags & kChange) != 0; })
         .def_readonly("replica", &Header::replica)
         .def_readonly("epoch", &Header::epoch)
         .def_readwrite("block_size", &Header::block_size)
@@ -47,6 +49,7 @@ void register_messages(py::module_& m) {
         .def_readwrite("outer_lr", &Header::outer_lr)
         .def_readwrite("gap", &Header::gap);
     m.attr("RESET") = int{kReset};
+    m.attr("CHANGE") = int{kChange};
     m.def("find_mismatch", &find_mismatch, py::arg("headers"));
     m.def("nothing_to_average", &nothing_to_average, py::arg("reset_replicas"));
     m.def(

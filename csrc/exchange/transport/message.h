@@ -28,13 +28,16 @@ Kind kind_from_name(const std::string& name);
 // Bit 1 of Header::flags: no wire carries this rank's values, so its payload is zeros of weight 0.
 // Ranks may differ in it.
 constexpr uint8_t kReset = 2;
+// Bit 2 of Header::flags: this rank knows of a change of the group that is due after this round.
+// Ranks may differ in it; all see the flags of all, so all act upon the same round.
+constexpr uint8_t kChange = 4;
 
 // No field is wider than it must be: with eight ranks, headers are a measurable share of a round.
 struct Header {
     uint32_t magic = kMagic;
     uint16_t protocol = kProtocolVersion;
     uint8_t kind = 0;
-    uint8_t flags = 0;  // bit 0: stochastic rounding; bit 1: kReset
+    uint8_t flags = 0;  // bit 0: stochastic rounding; kReset; kChange
     uint64_t sequence = 0;
     uint64_t layout_hash = 0;
     uint64_t history = 0;      // digest of the outer state and of all rounds applied to it

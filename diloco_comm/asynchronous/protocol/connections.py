@@ -12,13 +12,12 @@ from collections.abc import Iterator
 import zmq
 
 from ...base.checks import number
+from ...base.service.sockets import NOBLOCK
 
 _MIN_S, _MAX_S = 0.1, 86400
 _PLACE = "inproc://connections"
 _EVENT = struct.Struct("=HI")
 _ACCEPTED, _ENDED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
-# Plain integers: operations on zmq's enum flags cost more than a small message.
-NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 
 
 def check_lost_after(value: float) -> float:
@@ -32,17 +31,6 @@ def check_lost_after(value: float) -> float:
     if not _MIN_S <= seconds <= _MAX_S:
         raise ValueError(f"lost_after must be {_MIN_S} to {_MAX_S} seconds, got {value!r}")
     return seconds
-
-
-def beat(socket: zmq.Socket, lost_after: float) -> None:
-    """End each connection of a socket whose peer has been silent for ``lost_after`` seconds.
-
-    Call this function before the socket is bound or connected.
-    """
-    milliseconds = round(1000 * lost_after)
-    # The silence may begin right after a heartbeat was answered.
-    socket.heartbeat_ivl = milliseconds // 4
-    socket.heartbeat_timeout = milliseconds - milliseconds // 4
 
 
 class Connections:
@@ -98,13 +86,3 @@ def connection_of(frame: zmq.Frame) -> int:
         return int(frame.get(int(zmq.SRCFD)))
     except zmq.ZMQError:
         return -1
-
-
-def receive(socket: zmq.Socket, wait_ms: int = 0) -> list[zmq.Frame] | None:
-    """Return the frames of the next message, or None if none comes in time."""
-    if wait_ms and not zmq.zmq_poll([(socket, POLLIN)], wait_ms):
-        return None
-    try:
-        return socket.recv_multipart(NOBLOCK, copy=False)
-    except zmq.Again:
-        return None

@@ -1,117 +1,23 @@
-"""CURVE keys: which workers may talk to a server; all messages are encrypted.
-
-A folder of keys looks like this. A file that ends in ``.key_secret`` stays on its machine:
-
-    keys/server.key  keys/server.key_secret  keys/worker.key  keys/worker.key_secret
-    keys/allowed/worker.key        the workers that the server lets in
-"""
+"""The CURVE keys of ``base/service/curve.py``, which other servers use too."""
 
 from __future__ import annotations
 
-import ipaddress
-import shutil
-from pathlib import Path
-from urllib.parse import urlsplit
+from ...base.service.addresses import is_loopback
+from ...base.service.curve import (
+    ALLOWED,
+    SERVER,
+    WORKER,
+    make_keys,
+    protect_server,
+    protect_worker,
+)
 
-import zmq
-import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
-
-SERVER, WORKER, ALLOWED = "server", "worker", "allowed"
-
-
-def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
-    """Make a pair of keys for each worker and allow these workers; make the server's if missing.
-
-    Args:
-        workers: Names of the workers' files; a single "worker" by default.
-
-    Returns:
-        The files written.
-
-    Raises:
-        ValueError: If a worker already has keys, or a name is not a plain file name.
-    """
-    _need_curve()
-    names = [WORKER] if workers is None else workers
-    for name in names:
-        if not name or Path(name).name != name or name == SERVER or name.startswith("."):
-            raise ValueError(f"a worker's keys need a plain name, got {name!r}")
-        if (folder / f"{name}.key_secret").exists():
-            raise ValueError(f"{folder / name}.key_secret exists: remove it to make a new one")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    allowed = folder / ALLOWED
-    allowed.mkdir(exist_ok=True)
-    missing = [] if (folder / f"{SERVER}.key_secret").exists() else [SERVER]
-    written = []
-    for name in [*missing, *names]:
-        public, secret = (Path(path) for path in zmq.auth.create_certificates(folder, name))
-        secret.chmod(0o600)
-        written += [public, secret]
-        if name != SERVER:
-            written.append(Path(shutil.copy(public, allowed / public.name)))
-    return written
-
-
-def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> ThreadAuthenticator:
-    """Accept only workers with one of the allowed keys.
-
-    Returns:
-        The thread that checks the keys; the caller ends it with ``stop``.
-    """
-    public, secret = _load(folder / f"{SERVER}.key_secret")
-    if secret is None:
-        raise ValueError(f"{folder / SERVER}.key_secret holds no secret key")
-    if not any((folder / ALLOWED).glob("*.key")):
-        raise ValueError(f"{folder / ALLOWED} holds no *.key: no worker could get in")
-    guard = ThreadAuthenticator(context)
-    guard.start()
-    guard.configure_curve(domain="*", location=str(folder / ALLOWED))
-    socket.curve_publickey, socket.curve_secretkey = public, secret
-    socket.curve_server = True
-    return guard
-
-
-def protect_worker(socket: zmq.Socket, folder: Path, name: str = WORKER) -> None:
-    """Use a worker's keys, and accept only the server whose public key is in ``server.key``."""
-    public, secret = _load(folder / f"{name}.key_secret")
-    if secret is None:
-        raise ValueError(f"{folder / name}.key_secret holds no secret key")
-    socket.curve_publickey, socket.curve_secretkey = public, secret
-    socket.curve_serverkey = _load(folder / f"{SERVER}.key")[0]
-
-
-def _load(path: Path) -> tuple[bytes, bytes | None]:
-    _need_curve()
-    if not path.is_file():
-        raise ValueError(f"there is no key {path}: `diloco-comm serve keygen` makes them")
-    try:
-        return zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no key: {error}") from None
-
-
-def _need_curve() -> None:
-    if not zmq.has("curve"):
-        raise ValueError("this ZeroMQ was built without CURVE: install pyzmq's own wheel")
-
-
-def is_loopback(address: str) -> bool:
-    """Whether ``tcp://host:port`` cannot be reached from other machines.
-
-    Raises:
-        ValueError: If the address is not of that form.
-    """
-    parts = urlsplit(address)
-    try:
-        has_port = parts.port is not None
-    except ValueError:
-        has_port = False
-    if parts.scheme != "tcp" or not parts.hostname or not has_port:
-        raise ValueError(f"the address must be tcp://host:port, got {address!r}")
-    if parts.hostname == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(parts.hostname).is_loopback
-    except ValueError:
-        return False
+__all__ = [
+    "ALLOWED",
+    "SERVER",
+    "WORKER",
+    "is_loopback",
+    "make_keys",
+    "protect_server",
+    "protect_worker",
+]

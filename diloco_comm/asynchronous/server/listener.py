@@ -7,8 +7,9 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from ..protocol import keys as curve
-from ..protocol.connections import Connections, beat
+from ...base.service import curve
+from ...base.service.sockets import beat
+from ..protocol.connections import Connections
 from ..protocol.messages import MAX_BODY, MAX_JSON
 from ..protocol.window import WINDOW_BYTES
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import zmq
 from torch import Tensor
 
+from ...base.service.addresses import require_keys
+from ...base.service.sockets import NOBLOCK, receive
 from ..model.rules import ServerRule
-from ..protocol.connections import NOBLOCK, check_lost_after, connection_of, receive
-from ..protocol.keys import is_loopback
+from ..protocol.connections import check_lost_after, connection_of
 from ..protocol.messages import Kind, Message, ProtocolError, pack, parse
 from .attendance import Attendance
 from .listener import Listener
@@ -78,11 +79,7 @@ class AsyncServer:
         max_parameters: int = 4_000_000_000,
         impl: str = "",
     ) -> None:
-        if keys is None and not insecure and not is_loopback(address):
-            raise ValueError(
-                f"{address} can be reached from other machines: give keys= (made by `diloco-comm "
-                "serve keygen`), or insecure=True to let in whoever finds the port"
-            )
+        require_keys(address, keys, insecure, maker="diloco-comm serve keygen")
         lost_after = check_lost_after(lost_after)
         numbers = {
             "sync_every": sync_every,

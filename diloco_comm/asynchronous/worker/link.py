@@ -13,9 +13,10 @@ import zmq
 from torch import Tensor
 
 from ...base.errors import SyncError
+from ...base.service import curve
+from ...base.service.addresses import parse_address
+from ...base.service.sockets import NOBLOCK, beat, receive
 from ...ops.wire import Layout
-from ..protocol import keys as curve
-from ..protocol.connections import NOBLOCK, beat, receive
 from ..protocol.messages import (
     MAX_BODY,
     MAX_JSON,
@@ -89,7 +90,7 @@ class Link:
         keys: str | Path | None = None,
         key_name: str = curve.WORKER,
     ) -> None:
-        curve.is_loopback(address)
+        parse_address(address)
         self.address, self.timeout = address, timeout
         self.identity = Identity(worker, sizes, layout)
         self.sent_bytes = self.received_bytes = 0

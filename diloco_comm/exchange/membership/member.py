@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,31 @@ class Epoch:
     lineage: int = 0
 
 
+class Admission(Protocol):
+    """Decides whether this replica enters an epoch."""
+
+    def guard(self, seal: Callable[[], None]) -> None:
+        """Take the function that ends the present epoch, from any thread."""
+        ...
+
+    def is_given_up(self) -> bool:
+        """Whether this replica shall no longer try; asked again and again until all have met."""
+        ...
+
+    def admit(self, inner_step: int) -> None:
+        """Wait until this replica may enter an epoch whose members are connected.
+
+        No round of the last epoch has been settled yet.
+
+        Args:
+            inner_step: On which the members have agreed; -1 where all are new.
+
+        Raises:
+            SyncError: If this replica does not enter.
+        """
+        ...
+
+
 class Member:
     """What an ``Exchange`` is to its group.
 
@@ -51,6 +76,7 @@ class Member:
         newest_group: The newest epoch that this replica has agreed to enter, and its members.
         inner_step: The newest inner step that this replica has counted in an exchange.
         last_error: Of this epoch, until an exchange succeeds.
+        admission: See ``Exchange``.
     """
 
     def __init__(
@@ -76,6 +102,7 @@ class Member:
         self.newest_group: tuple[int, tuple[int, ...]] = (0, ())
         self.inner_step = -1
         self.last_error: SyncError | None = None
+        self.admission: Admission | None = None
         self._current = current
         self._all_buffers: weakref.WeakSet[ExchangeBuffers] = weakref.WeakSet()
         self._logged_epoch = -1  # the last epoch whose store was logged as lost
@@ -140,6 +167,23 @@ class Member:
         ``change_group`` or ``close`` is left.
         """
         self._engine.seal()
+
+    def guard_by(self, admission: Admission | None) -> None:
+        """Let somebody decide on admission, and end the present epoch."""
+        self.admission = admission
+        if admission is not None:
+            admission.guard(self.seal)
+
+    def ask_for_admission(self, inner_step: int) -> None:
+        """Wait for ``admission``, if there is one."""
+        if self.admission is None:
+            return
+        try:
+            self.admission.admit(inner_step)
+        except BaseException:
+            # The rounds of the last epoch are kept for the next attempt.
+            self.seal()
+            raise
 
     # --------------------------------------------------------------------------- the store
 

@@ -248,6 +248,7 @@ def _meet(
         if last_rounds is None
         else sealing.Survivor(member, members, last_rounds),
         limits=_limits(member, is_first=last_rounds is None and not join),
+        is_given_up=(lambda: False) if member.admission is None else member.admission.is_given_up,
         place=describe_store(member.store),
         newest_members=member.newest_group[1],
     )
@@ -255,7 +256,9 @@ def _meet(
 
 def _limits(member: Member, *, is_first: bool) -> Limits:
     """Return how long to wait; jobs of a first meeting may start long after each other."""
-    unheard = member.timeout if is_first else min(member.join_timeout, member.timeout)
+    # Where somebody decides on admission, the members are known to live.
+    is_patient = is_first and member.admission is None
+    unheard = member.timeout if is_patient else min(member.join_timeout, member.timeout)
     return Limits(member.timeout, unheard, member.suspect_after)
 
 

@@ -99,6 +99,20 @@ def refuse_other_past(
             raise ReplicaMismatch(_sentence(exchange, part, values), stage="outer state")
 
 
+def stale_parts(
+    exchange: Exchange, parts: Sequence[SyncedPart], unsent: Sequence[int]
+) -> list[SyncedPart]:
+    """List the parts of which any replica holds something unsent; a collective call.
+
+    Args:
+        unsent: For each part, not 0 if this replica does.
+    """
+    views = gather_json(exchange, [unsent, own_past(parts)])
+    refuse_other_past(exchange, parts, [past for _, past in views])
+    has_news = [any(news[part.index] for news, _ in views) for part in parts]
+    return [part for part, is_new in zip(parts, has_news, strict=True) if is_new and part.buffers]
+
+
 def own_past(parts: Sequence[SyncedPart]) -> list[list[int]]:
     """Return this replica's view for ``refuse_other_past``."""
     return [[part.round, part.history] for part in parts]

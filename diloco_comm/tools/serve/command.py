@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,12 +137,13 @@ def _host(
 ) -> None:
     """Host a server until a signal, and end with a sentence if an option is wrong."""
     from ...asynchronous.server.server import AsyncServer
-    from .run import host_server, make_rule
+    from ..common.hosting import serve_until_signal
+    from .run import make_rule
 
     try:
         check_folder("--snapshot", server_options["snapshot"], may_be_full=True)
         server = AsyncServer(make_rule(rule, **rule_options), **server_options)
-        name = host_server(server, announcer(as_json))
+        name = serve_until_signal(server, announcer(as_json))
         print(f"closed by {name}", file=sys.stderr)
     except KeyboardInterrupt:
         return
@@ -162,13 +162,6 @@ def keygen(
     as_json: Annotated[bool, typer.Option("--json", help="Print the paths in JSON.")] = False,
 ) -> None:
     """Make CURVE keys for a server and its workers."""
-    from ...asynchronous.protocol.keys import make_keys
+    from ..common.hosting import write_keys
 
-    try:
-        check_folder("FOLDER", folder)
-        paths = [str(path) for path in make_keys(folder, worker or None)]
-    except ValueError as error:
-        misuse(str(error))
-    except OSError as error:
-        fail(f"cannot write the keys into {folder}: {error.strerror or error}")
-    print(json.dumps({"schema": 1, "keys": paths}) if as_json else "\n".join(paths))
+    write_keys(folder, worker, as_json=as_json)

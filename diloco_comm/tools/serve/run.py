@@ -1,17 +1,14 @@
-"""``diloco-comm serve``: host a server of asynchronous training, or show its status."""
+"""``diloco-comm serve``: the rules by name, and the status of a server."""
 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, ServerRule
-from ...asynchronous.server.server import AsyncServer
 from ...asynchronous.worker.link import read_status
 from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
 from ..common.printing import print_whole
@@ -49,21 +46,6 @@ def make_rule(
     if name not in outers:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
     return Immediate(outer=outers[name], **common)
-
-
-def host_server(server: AsyncServer, announce: Callable[[str], None]) -> str:
-    """Serve until SIGINT or SIGTERM, write a snapshot, and return the name of the signal."""
-    received: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        received.append(number)
-        server.stop_soon()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    announce(server.address)
-    server.serve()
-    return signal.Signals(received[0]).name if received else "stop"
 
 
 def show_status(

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ....base.service.folder_lock import FolderInUse
 from ...protocol.payloads import Payload, PayloadFile
-from .folder_lock import FolderInUse
 from .snapshots import Storage
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from ....base.service.folder_lock import FolderLock
 from ...protocol.payloads import Payload, PayloadFile, blocks
-from .folder_lock import FolderLock
 
 _MAGIC = b"DCASv1\0\0"
 _LENGTH = struct.Struct("<QII")  # bytes after the header, bytes of the header, its CRC-32
@@ -85,7 +85,7 @@ class Storage:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FolderLock(folder)
+        self._lock = FolderLock(folder, "snapshot folder")
         self._journal: BinaryIO | None = None
         self._whole = 0
         # A server that was killed may have left half a snapshot.

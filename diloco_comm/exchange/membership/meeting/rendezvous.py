@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,7 @@ def agree(
     limits: Limits,
     place: str = "a store",
     newest_members: Sequence[int] = (),
+    is_given_up: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Meet all ``members`` and return the same plan to each of them.
 
@@ -55,6 +56,7 @@ def agree(
         limits: How long to wait for them.
         place: Where the store is, for the log.
         newest_members: Of that epoch, in which their engines may beat.
+        is_given_up: This replica shall not wait any more.
 
     Raises:
         ReplicaMismatch: If a participant expects other members or has other settings.
@@ -81,7 +83,17 @@ def agree(
         found = arrive(store, key, hello)
         try:
             return _wait_for_plan(
-                store, replica, members, hello, say, former, newest_members, limits, place, found
+                store,
+                replica,
+                members,
+                hello,
+                say,
+                former,
+                newest_members,
+                limits,
+                place,
+                found,
+                is_given_up,
             )
         finally:
             with contextlib.suppress(Exception):
@@ -109,6 +121,7 @@ def _wait_for_plan(
     limits: Limits,
     place: str,
     found: str,
+    is_given_up: Callable[[], bool],
 ) -> Plan:
     is_newcomer = not former
     joins = bool((hello["info"] or {}).get("join"))
@@ -135,6 +148,8 @@ def _wait_for_plan(
             time.sleep(BEAT_S + 4 * _POLL_S[1])
             raise ReplicaMismatch(meeting.difference, stage="rendezvous")
         meeting.give_up_if_time()
+        if is_given_up():
+            raise SyncError(f"{where} was given up", stage="rendezvous")
         log.tick(lambda: meeting.waiting_for(where))
         pause = _POLL_S[0] if has_news else min(2 * pause, _POLL_S[1])
         time.sleep(pause)

@@ -1,4 +1,4 @@
-"""The lock of a snapshot folder: two servers would remove each other's journals."""
+"""The lock of a server's folder: two servers would remove each other's files."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ class FolderLock:
     The kernel locks the file ``lock``, which stays in the folder and names the process that holds
     the folder. If the file cannot be made there is no lock; no other file can be made there either.
 
+    Args:
+        folder: A folder that exists.
+        name: What the folder is called in errors, such as "snapshot folder".
+
     Raises:
         FolderInUse: If another server holds the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self._file = _open(folder / "lock")
         if self._file is None:
             return
@@ -41,13 +45,13 @@ class FolderLock:
             holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             self._end()
             raise FolderInUse(
-                f"the snapshot folder {folder} belongs to another server, "
+                f"the {name} {folder} belongs to another server, "
                 f"{holder or 'whose process is not known'}: each server needs a folder of its own"
             ) from None
         except OSError as error:
             if error.errno not in _WITHOUT:
                 raise
-            logger.warning("the snapshot folder %s cannot be locked: %s", folder, error.strerror)
+            logger.warning("the %s %s cannot be locked: %s", name, folder, error.strerror)
             self._end()
             return
         self._sign()

@@ -1,0 +1,97 @@
+"""CURVE keys: which clients may talk to a server; all messages are encrypted.
+
+A folder of keys looks like this. A file that ends in ``.key_secret`` stays on its machine:
+
+    keys/server.key  keys/server.key_secret  keys/worker.key  keys/worker.key_secret
+    keys/allowed/worker.key        the clients that the server lets in
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+SERVER, WORKER, ALLOWED = "server", "worker", "allowed"
+
+
+def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
+    """Make a pair of keys for each worker and allow these workers; make the server's if missing.
+
+    Args:
+        workers: Names of the workers' files; a single "worker" by default.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ValueError: If a worker already has keys, or a name is not a plain file name.
+    """
+    _need_curve()
+    names = [WORKER] if workers is None else workers
+    for name in names:
+        if not name or Path(name).name != name or name == SERVER or name.startswith("."):
+            raise ValueError(f"a worker's keys need a plain name, got {name!r}")
+        if (folder / f"{name}.key_secret").exists():
+            raise ValueError(f"{folder / name}.key_secret exists: remove it to make a new one")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    allowed = folder / ALLOWED
+    allowed.mkdir(exist_ok=True)
+    missing = [] if (folder / f"{SERVER}.key_secret").exists() else [SERVER]
+    written = []
+    for name in [*missing, *names]:
+        public, secret = (Path(path) for path in zmq.auth.create_certificates(folder, name))
+        secret.chmod(0o600)
+        written += [public, secret]
+        if name != SERVER:
+            written.append(Path(shutil.copy(public, allowed / public.name)))
+    return written
+
+
+def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> ThreadAuthenticator:
+    """Accept only workers with one of the allowed keys.
+
+    Returns:
+        The thread that checks the keys; the caller ends it with ``stop``.
+    """
+    public, secret = _load(folder / f"{SERVER}.key_secret")
+    if secret is None:
+        raise ValueError(f"{folder / SERVER}.key_secret holds no secret key")
+    if not any((folder / ALLOWED).glob("*.key")):
+        raise ValueError(f"{folder / ALLOWED} holds no *.key: no worker could get in")
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    guard.configure_curve(domain="*", location=str(folder / ALLOWED))
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_server = True
+    return guard
+
+
+def protect_worker(socket: zmq.Socket, folder: Path, name: str = WORKER) -> None:
+    """Use a worker's keys, and accept only the server whose public key is in ``server.key``."""
+    public, secret = _load(folder / f"{name}.key_secret")
+    if secret is None:
+        raise ValueError(f"{folder / name}.key_secret holds no secret key")
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_serverkey = _load(folder / f"{SERVER}.key")[0]
+
+
+def _load(path: Path) -> tuple[bytes, bytes | None]:
+    _need_curve()
+    if not path.is_file():
+        raise ValueError(
+            f"there is no key {path}: `diloco-comm serve keygen` or `diloco-comm registry keygen` "
+            "makes one"
+        )
+    try:
+        return zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no key: {error}") from None
+
+
+def _need_curve() -> None:
+    if not zmq.has("curve"):
+        raise ValueError("this ZeroMQ was built without CURVE: install pyzmq's own wheel")

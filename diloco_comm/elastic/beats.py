@@ -1,0 +1,105 @@
+"""Beats: what a process says of itself, again and again, while it lives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .views import NO_VIEW, Member
+
+VERSION = 1
+MAX_BEAT_BYTES = 2048
+
+# A newcomer, or one whose change has failed before it had the state: waits to be let in.
+READY = "ready"
+# In an open view, from the moment that it may enter.
+TRAINING = "training"
+# Has stopped at the boundary of its open view, as all its members do.
+STOPPED = "stopped"
+# Has stopped in its open view because a round or a change failed.
+BROKEN = "broken"
+# Meets the members of a forming view.
+FORMING = "forming"
+# Has met them, and waits for the view to be open.
+FORMED = "formed"
+# Takes part in nothing any more; FINISHED: because all steps are taken.
+GONE = "gone"
+FINISHED = "finished"
+
+STAGES = (READY, TRAINING, STOPPED, BROKEN, FORMING, FORMED, GONE, FINISHED)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One beat.
+
+    Attributes:
+        counter: Higher with every beat of this process.
+        stage: One of STAGES.
+        view: Number of the open view that it belongs to, NO_VIEW for none.
+        attempt: Number of the last forming view that it has taken part in, NO_VIEW for none.
+        voted: The same if it may have voted there and does not know whether that view is open.
+        has_state: It holds the state of a view that it was in.
+        is_leaving: It leaves at the next boundary.
+        inner_step: Of the state that it holds, or of its checkpoint.
+        positions: The last applied round of each fragment; () without state and checkpoint.
+        unreachable: Nonces of processes that it could not reach.
+    """
+
+    member: Member
+    counter: int
+    stage: str
+    view: int = NO_VIEW
+    attempt: int = NO_VIEW
+    voted: int = NO_VIEW
+    has_state: bool = False
+    is_leaving: bool = False
+    inner_step: int = 0
+    positions: tuple[int, ...] = ()
+    unreachable: tuple[str, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Return the text of this beat.
+
+        Raises:
+            ValueError: If it is too long.
+        """
+        values = {one.name: getattr(self, one.name) for one in fields(Beat)}
+        values["member"] = [getattr(self.member, one.name) for one in fields(Member)]
+        text = json.dumps({"version": VERSION, **values}, sort_keys=True).encode()
+        if len(text) > MAX_BEAT_BYTES:
+            raise ValueError(
+                f"the beat of replica {self.member.id} has {len(text)} bytes, at most "
+                f"{MAX_BEAT_BYTES} are allowed: it has {len(self.positions)} fragments and "
+                f"{len(self.unreachable)} peers out of reach"
+            )
+        return text
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> Beat | None:
+        """Return the beat of which this is the text; None for any other text."""
+        try:
+            values = json.loads(text)
+            if values.pop("version") != VERSION:
+                return None
+            values["member"] = Member(*values["member"])
+            values["positions"] = tuple(values["positions"])
+            values["unreachable"] = tuple(values["unreachable"])
+            beat = cls(**values)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        return beat if _is_sound(beat) else None
+
+
+def _is_sound(beat: Beat) -> bool:
+    member = beat.member
+    numbers = (member.id, member.workers, beat.counter, beat.view, beat.attempt, beat.voted)
+    texts: tuple[Any, ...] = (member.nonce, member.address, member.settings, *beat.unreachable)
+    flags = (beat.has_state, beat.is_leaving)
+    return (
+        all(type(one) is int for one in (*numbers, beat.inner_step, *beat.positions))
+        and all(type(one) is str for one in texts)
+        and all(type(one) is bool for one in flags)
+        and beat.stage in STAGES
+    )

@@ -1,0 +1,341 @@
+"""The thread that beats, polls the registry and carries out what the core decides.
+
+The training thread tells the driver what happens to it, and waits for its orders.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+
+from . import core
+from .beats import FINISHED, GONE, READY, TRAINING, Beat
+from .core import events as ev
+from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
+from .views import View, from_bytes
+
+logger = logging.getLogger(__name__)
+
+# A poll that comes this many periods after the last one says nothing about other processes.
+_LATE = 3.0
+# Part of a period between two looks while the training thread waits for others.
+_HASTE = 0.2
+
+
+_open: weakref.WeakSet[Driver] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why the driver takes no further part.
+
+    Attributes:
+        kind: "fenced", "refused", "drained" or "failed".
+    """
+
+    kind: str
+    reason: str
+
+
+class Driver:
+    """Carry out the core's decisions for one process.
+
+    Args:
+        registry: Used by the driver's thread alone from now on.
+        state: The core's first state.
+        period_s: Seconds between two polls.
+        say: Called with each action of the core, on the driver's thread.
+        chooses_number: The number in ``state`` is a guess: take another if it is taken.
+
+    Attributes:
+        state: The core's newest state.
+        is_change_wanted: Headers shall ask for a boundary.
+        is_broken: Another member has stopped: the training thread shall stop too.
+        inner_step: That this process has reached, for its beats.
+        waits_since: Since when the training thread may wait for the other members; 0: it does not.
+        waiting_for: For what this process waits; "" for nothing.
+        is_registry_lost: The last poll had no answer.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        state: core.State,
+        *,
+        period_s: float,
+        say: Callable[[ev.Action], None],
+        chooses_number: bool = False,
+    ) -> None:
+        self._registry, self._period_s, self._say = registry, period_s, say
+        self.state = state
+        self._chooses_number = chooses_number
+        self.is_change_wanted = self.is_broken = self.is_registry_lost = False
+        self.inner_step = 0
+        self.waiting_for = ""
+        self.waits_since = 0.0
+        self._break: Callable[[], None] = lambda: None
+        self._events: queue.SimpleQueue[ev.Event | None] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._form: ev.Form | None = None
+        self._entered: View | None = None
+        self._abandoned = -1
+        self._ended: Ended | None = None
+        self._counter = 0
+        self._has_warned = False
+        self._last_poll = self._last_answer = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
+
+    def start(self) -> None:
+        self._thread.start()
+        _open.add(self)
+
+    def close(self) -> None:
+        """End the thread and the connection to the registry; idempotent.
+
+        The others learn that this process takes no further part.
+        """
+        _open.discard(self)
+        self._events.put(None)
+        if self._thread.is_alive():
+            self._thread.join(2 * self._period_s + 5.0)
+
+    # --------------------------------------------------------------- for the training thread
+
+    def tell(self, event: ev.Event) -> None:
+        """Tell the core what has happened to the training thread."""
+        if isinstance(event, ev.Broke | ev.Boundary):
+            self.is_change_wanted = self.is_broken = False
+        self._events.put(event)
+
+    def on_break(self, function: Callable[[], None]) -> None:
+        """Call ``function``, on the driver's thread, when a round under way is to fail."""
+        self._break = function
+
+    def next_form(self, timeout_s: float) -> ev.Form | Ended | None:
+        """Return the newest attempt to take part in, once; None if there was none in time."""
+        with self._news:
+            self._news.wait_for(lambda: self._form or self._ended, timeout_s)
+            form, self._form = self._form, None
+            return form or self._ended
+
+    def wait_until_open(self, number: int, timeout_s: float) -> View | Ended | None:
+        """Wait for a view to be open; None if the attempt is given up, or nothing was decided."""
+
+        def is_decided() -> bool:
+            is_open = self._entered is not None and self._entered.number >= number
+            return is_open or self._abandoned >= number or self._ended is not None
+
+        with self._news:
+            self._news.wait_for(is_decided, timeout_s)
+            if self._entered is not None and self._entered.number == number:
+                return self._entered
+            return self._ended
+
+    def is_given_up(self, number: int) -> bool:
+        """Whether an attempt is to fail."""
+        return self._abandoned >= number or self._ended is not None
+
+    def warn_if_ended(self) -> None:
+        """Log once that this replica's group cannot change any more."""
+        if self._ended is not None and self._ended.kind == "failed" and not self._has_warned:
+            self._has_warned = True
+            logger.error("this replica trains on until its group changes: %s", self._ended.reason)
+
+    # ------------------------------------------------------------------- the driver's thread
+
+    def _run(self) -> None:
+        try:
+            while self._ended is None:
+                if not self._take_turn():
+                    break
+        except Exception as error:
+            logger.exception("membership of replica %d has failed", self.state.member.id)
+            self._end("failed", f"{type(error).__name__}: {error}")
+        finally:
+            self._say_goodbye()
+            self._registry.close()
+
+    def _take_turn(self) -> bool:
+        """Handle one event, or poll; return False when the thread shall end."""
+        due = self._last_poll + self._period_s - time.monotonic()
+        is_hasty = self.state.stage not in (READY, TRAINING) and not self.is_registry_lost
+        pause = min(due, _HASTE * self._period_s) if is_hasty else due
+        try:
+            event = self._events.get(timeout=max(0.0, pause))
+        except queue.Empty:
+            # Between two polls that measure time, one that waits for others looks more often.
+            self._poll(is_extra=pause < due)
+            return True
+        if event is None:
+            return False
+        self._step(event)
+        # The others shall learn of it at once.
+        self._poll(is_extra=True)
+        return True
+
+    def _poll(self, *, is_extra: bool) -> None:
+        now = time.monotonic()
+        # A slow answer of the registry is no standstill of this process.
+        is_late = is_extra or now - self._last_answer > _LATE * self._period_s
+        if not is_extra:
+            self._last_poll = now
+        self._counter += 1
+        member = self.state.member
+        beat = core.beat_of(self.state, self._counter, self.inner_step)
+        try:
+            texts = self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())
+            record = self._registry.read()
+        except RegistryUnavailable as error:
+            self._note_loss(error)
+            self._last_answer = time.monotonic()
+            return
+        self._last_answer = time.monotonic()
+        if self.is_registry_lost:
+            self.is_registry_lost = False
+            logger.warning("the registry answers again")
+        found = [Beat.from_bytes(text) for text in texts.values()]
+        beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
+        if self._chooses_number and self._take_free_number(beats, record):
+            return
+        self._step(ev.Polled(record, tuple(beats), is_late))
+        if not is_extra:
+            self._break_off_silent_round()
+
+    def _break_off_silent_round(self) -> None:
+        """Let a round fail that waits for a member of which nothing is heard.
+
+        The members' own connections do not tell where that member hosts the store of the view.
+        """
+        waited = time.monotonic() - self.waits_since if self.waits_since else 0.0
+        if waited < 2 * self._period_s or self.state.stage != TRAINING:
+            return
+        if self.is_broken or core.silent_members(self.state):
+            self.is_broken = True
+            self._break_off()
+
+    def _take_free_number(self, beats: Sequence[Beat], record: bytes) -> bool:
+        """Take another number where an earlier process has this one; return whether it did."""
+        state = self.state
+        if state.stage != READY:
+            self._chooses_number = False
+            return False
+        own = state.member
+        view = from_bytes(record, state.settings.run) if record else None
+        if view is not None and view.is_member(*own.key):
+            return False
+        taken = set() if view is None else {*view.ids, *(id for id, _ in view.base_members)}
+        others = [one for one in beats if one.member.nonce != own.nonce]
+        clash = any(
+            one.member.id == own.id and (one.stage != READY or one.member.nonce < own.nonce)
+            for one in others
+        )
+        if not clash and own.id not in taken:
+            return False
+        free = lowest_free({*taken, *(one.member.id for one in others)})
+        with contextlib.suppress(RegistryUnavailable):
+            self._registry.beat(name_of(own.id, own.nonce), b"")
+        self.state = replace(state, member=replace(own, id=free))
+        return True
+
+    def _note_loss(self, error: Exception) -> None:
+        if not self.is_registry_lost:
+            self.is_registry_lost = True
+            logger.warning("rounds go on, but nobody can come or go: %s", error)
+
+    def _step(self, event: ev.Event) -> None:
+        self.state, actions = core.step(self.state, event)
+        for action in actions:
+            self._say(action)
+            self._carry_out(action)
+
+    def _carry_out(self, action: ev.Action) -> None:
+        if isinstance(action, ev.Swap):
+            self._swap(action)
+        elif isinstance(action, ev.Form):
+            self._publish(_form=action)
+        elif isinstance(action, ev.Enter):
+            self._publish(_entered=action.view, is_change_wanted=False, is_broken=False)
+        elif isinstance(action, ev.Abandon):
+            self._abandon(action.number)
+        elif isinstance(action, ev.Pend):
+            self.is_change_wanted = True
+        elif isinstance(action, ev.Break):
+            self.is_broken = True
+            self._break_off()
+        elif isinstance(action, ev.Fence):
+            self._end("fenced", action.reason)
+        elif isinstance(action, ev.Refuse):
+            self._end("refused", action.reason)
+        elif isinstance(action, ev.Drained):
+            self._end("drained", "this replica has left")
+        elif isinstance(action, ev.Wait):
+            self.waiting_for = action.reason
+
+    def _swap(self, action: ev.Swap) -> None:
+        try:
+            is_done: bool | None = self._registry.swap(action.old, action.new)
+        except RegistryUnavailable as error:
+            self._note_loss(error)
+            is_done = None
+        self._step(ev.Swapped(action.old, action.new, is_done))
+
+    def _abandon(self, number: int) -> None:
+        with self._news:
+            waits = self._form is not None and self._form.view.number == number
+            if waits:
+                # The training thread has not heard of the attempt: it cannot fail there.
+                self._form = None
+                self._events.put(ev.Failed(number, (), has_voted=False))
+        self._publish(_abandoned=number)
+        if not waits:
+            self._break_off()
+
+    def _break_off(self) -> None:
+        """Let what the training thread waits for fail."""
+        try:
+            self._break()
+        except RuntimeError as error:
+            logger.warning("a round could not be broken off: %s", error)
+
+    def _publish(self, **values: object) -> None:
+        with self._news:
+            for name, value in values.items():
+                setattr(self, name, value)
+            self._news.notify_all()
+
+    def _end(self, kind: str, reason: str) -> None:
+        self._publish(_ended=Ended(kind, reason))
+
+    def _say_goodbye(self) -> None:
+        """Leave a last beat that says how this process ended; the others need not suspect it."""
+        member = self.state.member
+        beat = core.beat_of(self.state, self._counter + 1, self.inner_step)
+        if beat.stage != FINISHED:
+            beat = replace(beat, stage=GONE)
+        if self.is_registry_lost:
+            return
+        with contextlib.suppress(RegistryUnavailable, RegistryMismatch, ValueError):
+            self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())
+
+
+@atexit.register
+def _close_all() -> None:
+    for driver in list(_open):
+        driver.close()
+
+
+def lowest_free(taken: Set[int]) -> int:
+    """Return the lowest number that is not taken."""
+    return next(number for number in range(len(taken) + 1) if number not in taken)
+
+
+def name_of(id: int, nonce: str) -> str:
+    """Return the name under which a process beats."""
+    return f"{id}.{nonce}"

@@ -1,0 +1,75 @@
+"""The stores at which the members of a view meet: each member can host one for the others."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from .. import _C
+from ..base.store_host import address, open_store
+from .views import View
+
+_KEY = re.compile(r"view(\d+)/")
+
+
+class Host:
+    """A store in this process, for the views whose lowest member this process is.
+
+    Args:
+        name: Address or name of the interface at which the other members reach this process.
+
+    Attributes:
+        address: ``tcp://host:port``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._store = open_store(name, 0)
+        self.address = address(self._store)
+
+    def forget_before(self, number: int) -> None:
+        """Delete the keys of the views before this number."""
+        for key in self._store.list_keys():
+            found = _KEY.match(key)
+            if found and int(found[1]) < number:
+                with contextlib.suppress(dist.DistError):
+                    self._store.delete_key(key)
+
+
+def meeting_place(view: View, timeout_s: float, address: str = "") -> dist.Store:
+    """Connect to the store at which the members of a view meet, under a prefix of this attempt.
+
+    Args:
+        address: Of another member's store; default: that of the lowest.
+
+    Raises:
+        torch.distributed.DistError: If the view's lowest member does not host it any more.
+    """
+    url = urlsplit(address or view.lowest.address)
+    assert url.hostname is not None and url.port is not None
+    store = _C.connect_store(url.hostname, url.port, timeout_s)
+    return dist.PrefixStore(f"view{view.number}/{view.proposer}", store)
+
+
+def own_interface(registry: object) -> str:
+    """Return the address of the interface that leads from this host to the registry's.
+
+    Without an address of the registry's (a store of another kind), that is loopback.
+    """
+    if isinstance(registry, dist.Store):
+        while isinstance(registry, dist.PrefixStore):
+            registry = registry.underlying_store
+        place = (registry.host, registry.port) if isinstance(registry, dist.TCPStore) else None
+    else:
+        url = urlsplit(str(registry).split(",")[0])
+        place = None if url.hostname is None else (url.hostname, url.port or 0)
+    if place is None:
+        return "127.0.0.1"
+    family, _, _, _, target = socket.getaddrinfo(place[0], place[1], type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # A datagram socket sends nothing when it connects; it only chooses its interface.
+        probe.connect(target)
+        return str(probe.getsockname()[0])

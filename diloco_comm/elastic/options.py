@@ -1,0 +1,144 @@
+"""What a user chooses about a membership that changes by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base import env
+from ..base.checks import flag, integer, not_negative, timeout_seconds
+from ..base.errors import SyncError
+from ..exchange.waiting import WaitLog
+from . import core
+from .hosting import own_interface
+from .registry import connect
+from .registry.protocol import Registry, RegistryUnavailable, check_run
+from .views import Member
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .happenings import Happening
+
+# Seconds between two beats.
+PERIOD_S = 0.5
+# Seconds without a beat after which a replica whose connection broke is not waited for.
+_UNHEARD_AFTER_S = 2.0
+
+
+@dataclass
+class Elastic:
+    """Replicas come and go while the others train on: the argument ``membership=`` of ``DiLoCo``.
+
+    Every process that names the same registry and run is a replica of the same training. A replica
+    that dies is left out after seconds, and no outer step that was applied anywhere is lost. A
+    process that starts later joins at the next round. ``SyncError`` does not come out of training,
+    except for what concerns this replica alone; see ``DiLoCo.step``.
+
+    Args:
+        registry: Address, ``tcp://host:port`` of ``diloco-comm registry``, ``etcd://host:port``, or
+            ``store://host:port``; or a ``torch.distributed.Store``. See ``registry.connect``.
+        run: Name of the training run; several runs may share a registry.
+        min_replicas: Fewer do not train; they wait for more.
+        replica: This replica's number, which no other process may have. Default: the environment
+            variable ``DILOCO_COMM_REPLICA``; without it, the lowest number that is free.
+        suspect_after: Seconds without a beat after which the others do not wait for a replica.
+        quorum_wait: Seconds to wait for enough replicas, or for an answer of the registry, before a
+            SyncError; None: for ever.
+        founding_wait: Seconds for which those that begin a run wait for more to come.
+        rollback: Begin anew where all members of the run have died, though an outer step that
+            they applied is lost.
+        host: Address of this host for the other members; default: that of the interface which leads
+            to the registry.
+        key, insecure: Of the connection to the registry; see ``registry.connect``.
+        on_event: Called with each ``Happening``, on the training thread or on the one that beats;
+            must return soon, and must not call DiLoCo.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    registry: str | dist.Store
+    run: str = "default"
+    min_replicas: int = 1
+    replica: int | None = None
+    suspect_after: float = 20.0
+    quorum_wait: float | None = 3600.0
+    founding_wait: float = 2.0
+    rollback: bool = False
+    host: str | None = None
+    key: str | Path | None = None
+    insecure: bool = False
+    on_event: Callable[[Happening], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_run(self.run)
+        self.min_replicas = integer("min_replicas", self.min_replicas, 1)
+        if self.replica is None:
+            self.replica = env.replica()
+        if self.replica is not None:
+            self.replica = integer("replica", self.replica, 0)
+        self.founding_wait = not_negative("founding_wait", self.founding_wait)
+        flag("rollback", self.rollback)
+        if self.on_event is not None and not callable(self.on_event):
+            raise TypeError(f"on_event must be a function of a Happening, got {self.on_event!r}")
+        if self.host in ("0.0.0.0", "::", ""):
+            raise ValueError(f"host must be an address that other hosts reach, got {self.host!r}")
+        self.suspect_after = timeout_seconds(self.suspect_after, "suspect_after")
+        if self.quorum_wait is not None:
+            self.quorum_wait = timeout_seconds(self.quorum_wait, "quorum_wait")
+        if self.suspect_after < 2 * PERIOD_S:
+            raise ValueError(
+                f"suspect_after must be at least {2 * PERIOD_S:g} seconds, two beats, got "
+                f"{self.suspect_after:g}"
+            )
+
+    def connect(self) -> Registry:
+        """Connect to the registry; wait for ``quorum_wait`` until it answers."""
+        registry = connect(self.registry, run=self.run, key=self.key, insecure=self.insecure)
+        log, began = WaitLog(), time.monotonic()
+        while True:
+            try:
+                registry.read()
+                return registry
+            except RegistryUnavailable as error:
+                limit = self.quorum_wait
+                if limit is not None and time.monotonic() - began > limit:
+                    registry.close()
+                    raise SyncError(
+                        f"waited {limit:g} s for the registry: {error}", stage="registry"
+                    ) from error
+            log.tick(lambda: f"the registry at {self.registry}")
+            time.sleep(PERIOD_S)
+
+    def interface(self) -> str:
+        """Return the address at which the other members reach this process."""
+        return self.host or own_interface(self.registry)
+
+    def begin(self, registry: Registry, *, address: str, workers: int, shown: Any) -> core.State:
+        """Return the first state of a process that wants to take part.
+
+        Args:
+            address: Of the store that this process hosts.
+            workers: Of this replica.
+            shown: What must be equal on all replicas, as JSON types.
+        """
+        digest = hashlib.blake2b(json.dumps(shown, sort_keys=True).encode(), digest_size=8)
+        # The driver takes another number when this one is taken.
+        member = Member(self.replica or 0, uuid.uuid4().hex, address, workers, digest.hexdigest())
+        settings = core.Settings(
+            self.run,
+            self.min_replicas,
+            suspect_after=max(2, round(self.suspect_after / PERIOD_S)),
+            unheard_after=round(_UNHEARD_AFTER_S / PERIOD_S),
+            founding_wait=round(self.founding_wait / PERIOD_S),
+            is_durable=registry.is_durable,
+            allows_rollback=self.rollback,
+        )
+        return core.start(settings, member)

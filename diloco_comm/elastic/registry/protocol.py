@@ -1,0 +1,133 @@
+"""What a registry does, its errors, and the limits that hold for every implementation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+MAX_RECORD_BYTES = 8192
+MAX_BEAT_BYTES = 2048
+MAX_NAME = 100
+# Seconds without a beat after which a registry forgets a member's last beat.
+DROP_AFTER_S = 600.0
+
+
+class RegistryUnavailable(ConnectionError):
+    """The registry gave no answer in time, or could not do what it was asked; try again later.
+
+    If the call was a swap, its outcome is unknown: the swap may have happened, and may still happen
+    after this error. Read the record again. Records that hold a nonce of their writer tell a
+    writer's own record from an equal one.
+    """
+
+
+class RegistryMismatch(RuntimeError):
+    """The address belongs to another registry than before, or to one of another version.
+
+    An empty registry in the place of the old one would begin a second line of records. So nothing
+    was changed, and no later call will succeed.
+    """
+
+
+class Registry(Protocol):
+    """One record and the members' beats, of one run; other runs do not see them.
+
+    All methods raise ``RegistryUnavailable`` if there is no answer within the ``timeout_s`` that
+    was given to ``connect``, and ``RegistryMismatch`` if another registry answers.
+    """
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether a swap that has returned survives a crash of the registry.
+
+        The server of ``diloco-comm registry`` is asked if it has not answered yet.
+        """
+        ...
+
+    @property
+    def registry_id(self) -> str:
+        """The registry's own random name; "" before the first answer.
+
+        The name lasts as long as the registry's memory. Every call compares it.
+        """
+        ...
+
+    def read(self) -> bytes:
+        """Return the record, b"" if there is none; linearizable."""
+        ...
+
+    def swap(self, old: bytes, new: bytes) -> bool:
+        """Replace the record by ``new`` if it equals ``old``, in one indivisible step.
+
+        Args:
+            old: The expected record; b"" for none.
+            new: The new record of at most 8192 bytes; b"" removes the record.
+
+        Returns:
+            Whether the record was replaced.
+
+        Raises:
+            RegistryUnavailable: The outcome is then unknown.
+            ValueError: If the new record is too long.
+        """
+        ...
+
+    def beat(self, member: str, text: bytes) -> dict[str, bytes]:
+        """Publish a member's beat in place of its beat before, and return all last beats.
+
+        Beats are not durable: after a restart of the registry a beat is there again when its member
+        has beaten again. A beat that no other has followed for long is dropped.
+
+        Args:
+            member: 1 to 100 printable characters without spaces. The empty name publishes nothing.
+            text: At most 2048 bytes; b"" takes the member's last beat back.
+
+        Raises:
+            ValueError: If the name is not of that form, or the text is too long.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the connection; idempotent. No other method may be called after this one."""
+        ...
+
+
+def check_run(run: str) -> str:
+    """Return the name of a run.
+
+    Raises:
+        ValueError: Unless the name has 1 to 100 printable characters, no space and no slash.
+    """
+    if not _is_name(run) or "/" in run:
+        raise ValueError(
+            f"run must have 1 to {MAX_NAME} printable characters, no space and no slash, "
+            f"got {run!r}"
+        )
+    return run
+
+
+def check_swap(old: bytes, new: bytes) -> None:
+    """Raise ValueError if one of the records is too long."""
+    for record in (old, new):
+        if len(record) > MAX_RECORD_BYTES:
+            raise ValueError(
+                f"a record has at most {MAX_RECORD_BYTES} bytes, got {len(record)} bytes"
+            )
+
+
+def check_beat(member: str, text: bytes) -> None:
+    """Raise ValueError if a member's name is not of the allowed form, or the text is too long."""
+    if member and not _is_name(member):
+        raise ValueError(
+            f"member must have 1 to {MAX_NAME} printable characters and no space, got {member!r}"
+        )
+    if len(text) > MAX_BEAT_BYTES:
+        raise ValueError(f"a beat has at most {MAX_BEAT_BYTES} bytes, got {len(text)} bytes")
+
+
+def _is_name(value: object) -> bool:
+    return (
+        isinstance(value, str)
+        and 1 <= len(value) <= MAX_NAME
+        and value.isprintable()
+        and " " not in value
+    )

@@ -1,0 +1,1 @@
+"""``diloco-comm registry`` and ``diloco-comm members``: the registry of elastic membership."""

@@ -1,0 +1,100 @@
+"""The sub-command ``diloco-comm registry`` and its own sub-command ``keygen``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..common.exits import fail, in_options, misuse
+from ..common.outputs import check_folder
+from ..common.printing import announcer
+
+# The paragraphs behind \b keep their line breaks.
+EXAMPLES = """Examples:
+
+\b
+diloco-comm registry --journal journal
+diloco-comm registry --journal journal --host 10.0.0.5 --keys keys
+"""
+KEYGEN_EXAMPLES = """Examples:
+
+\b
+diloco-comm registry keygen keys --worker paris --worker tokyo
+"""
+
+registry_app = typer.Typer(
+    help="Host the registry at which replicas agree on their group, or make its keys.",
+    epilog=EXAMPLES,
+)
+
+
+@registry_app.callback(invoke_without_command=True)
+def registry(
+    context: typer.Context,
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the journal; without it a restart forgets all runs."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 29400,
+    keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen on an open address without keys.")
+    ] = False,
+    drop_after: Annotated[
+        float, typer.Option(help="Seconds after which a silent replica's last beat is dropped.")
+    ] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
+) -> None:
+    """Host the registry of elastic membership, until Ctrl-C or SIGTERM.
+
+    One registry serves many runs. Training goes on while the registry is away; only changes of the
+    group wait.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from ...elastic.registry.journal import CorruptJournal
+    from ...elastic.registry.server import RegistryServer
+    from ..common.hosting import serve_until_signal
+
+    try:
+        check_folder("--journal", journal, may_be_full=True)
+        server = RegistryServer(
+            f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
+            journal=journal,
+            keys=keys,
+            insecure=insecure,
+            drop_after=drop_after,
+        )
+        if journal is None:
+            print("diloco-comm: without --journal a restart forgets all runs", file=sys.stderr)
+        name = serve_until_signal(server, announcer(as_json))
+        print(f"closed by {name}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return
+    except ValueError as error:
+        misuse(in_options(str(error), context.params))
+    except CorruptJournal as error:
+        fail(str(error))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        fail(f"cannot write {error.filename}: {reason}" if error.filename else reason)
+
+
+@registry_app.command(epilog=KEYGEN_EXAMPLES)
+def keygen(
+    folder: Annotated[Path, typer.Argument(help="Folder for the keys.")] = Path("keys"),
+    worker: Annotated[
+        list[str] | None, typer.Option(help="Name of a replica's pair; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the paths in JSON.")] = False,
+) -> None:
+    """Make CURVE keys for a registry and its replicas."""
+    from ..common.hosting import write_keys
+
+    write_keys(folder, worker, as_json=as_json)

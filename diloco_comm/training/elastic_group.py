@@ -1,0 +1,366 @@
+"""A group of replicas whose membership changes by itself: from view to view."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+
+from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError
+from ..elastic.core import events as ev
+from ..elastic.driver import Driver, Ended
+from ..elastic.happenings import Fenced, Suspected, ViewChanged, Waiting
+from ..elastic.hosting import Host, meeting_place
+from ..elastic.options import PERIOD_S, Elastic
+from ..elastic.views import View
+from ..exchange.waiting import WaitLog
+from ..replica.workers import ReplicaWorkers
+from ..rounds.runner import RoundRunner
+
+logger = logging.getLogger(__name__)
+
+# Takes part in an attempt: members, the store at which they meet, and the form that asks for it.
+Attempt = Callable[[tuple[int, ...], dist.Store, ev.Form], None]
+# How often the workers of a replica hear from worker 0, which speaks for the replica.
+_HEAR_S = 1.0
+_POLL_S = 0.05
+
+
+class ElasticGroup:
+    """Lead one replica, or one worker of it, from view to view.
+
+    Args:
+        shown: What must be equal on all replicas, as JSON types.
+        workers: The workers of this replica; worker 0 speaks for the replica.
+        connect_s: Seconds in which the store of a view must answer.
+
+    Attributes:
+        view: In which this replica trains; None before the first.
+        is_done: This replica has left the group.
+    """
+
+    def __init__(
+        self, elastic: Elastic, shown: Any, workers: ReplicaWorkers | None, connect_s: float
+    ) -> None:
+        self.elastic, self._workers, self._connect_s = elastic, workers, connect_s
+        self.view: View | None = None
+        self.is_done = False
+        self._replica = -1
+        self._form: ev.Form | None = None
+        # At worker 0 of this replica, for what it tells the replica's other workers.
+        self._own_store: dist.Store | None = None
+        self._driver: Driver | None = None
+        self._host: Host | None = None
+        failure = ""
+        if self._speaks:
+            try:
+                self._open(shown, 1 if workers is None else workers.size)
+            except Exception as error:
+                if workers is None:
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+        if failure := self._from_worker_0(failure):
+            raise SyncError(f"worker 0 of this replica failed: {failure}", stage="registry")
+
+    def _open(self, shown: Any, num_workers: int) -> None:
+        elastic = self.elastic
+        self._host = Host(elastic.interface())
+        registry = elastic.connect()
+        try:
+            state = elastic.begin(
+                registry, address=self._host.address, workers=num_workers, shown=shown
+            )
+        except BaseException:
+            registry.close()
+            raise
+        self._driver = Driver(
+            registry,
+            state,
+            period_s=PERIOD_S,
+            say=self._say,
+            chooses_number=elastic.replica is None,
+        )
+        self._driver.start()
+
+    @property
+    def replica(self) -> int:
+        """This replica's number, known from the first view on."""
+        return self._replica
+
+    @property
+    def _speaks(self) -> bool:
+        return self._workers is None or self._workers.rank == 0
+
+    def _from_worker_0(self, value: Any) -> Any:
+        return value if self._workers is None else self._workers.gather(value)[0]
+
+    def close(self, *, is_finished: bool = True) -> None:
+        """Tell the others that this replica has ended; idempotent.
+
+        Args:
+            is_finished: It has taken all its steps.
+        """
+        if self._driver is not None:
+            if is_finished:
+                self._driver.tell(ev.Finished())
+            self._driver.close()
+
+    def leave(self) -> None:
+        """Leave the group at the next boundary."""
+        if self._driver is not None:
+            self._driver.tell(ev.Leave())
+
+    # ----------------------------------------------------------------------- while training
+
+    def before_step(self, rounds: RoundRunner, inner_step: int) -> bool:
+        """Pass on what the driver knows; return whether this replica must stop at once."""
+        driver = self._driver
+        if driver is None:
+            return False
+        driver.warn_if_ended()
+        driver.inner_step = inner_step
+        rounds.announces_change = driver.is_change_wanted
+        # Several workers could not stop at the same step without a message in each step.
+        return driver.is_broken and self._workers is None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Run a block in which the training thread may wait for the other members."""
+        if self._driver is None:
+            yield
+            return
+        self._driver.waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._driver.waits_since = 0.0
+
+    def is_boundary(self, rounds: RoundRunner) -> bool:
+        """Whether the round just applied was the last of this view; all workers call this."""
+        if self._workers is None:
+            return rounds.is_change_due
+        return self._workers.any([rounds.is_change_due])[0]
+
+    # ------------------------------------------------------------------- from view to view
+
+    def enter(self, attempt: Attempt) -> None:
+        """Come to the group, as a founder or a newcomer."""
+        self._attempt_until_done(attempt, time.monotonic())
+
+    def go_on(self, attempt: Attempt, error: SyncError | None, began: float) -> None:
+        """Go from the present view to the next.
+
+        Args:
+            error: Why; None at a boundary.
+            began: When training stood still.
+        """
+        assert self.view is not None
+        number = self.view.number if self._driver is None else self._driver.state.epoch
+        if error is None:
+            self._tell(ev.Boundary(number))
+        else:
+            logger.warning("view %d has ended: %s", number, _without_advice(error))
+            self._tell(ev.Broke(number, *self._lost(error)))
+        self._attempt_until_done(attempt, began)
+
+    def _attempt_until_done(self, attempt: Attempt, began: float) -> None:
+        while True:
+            form = self._next_form(began)
+            if form is None:
+                return
+            unreported = None
+            try:
+                with self.waiting():
+                    attempt(form.view.ids, self._meeting_place(form), form)
+            except NonFiniteError as error:
+                unreported = error
+            except SyncError as error:
+                self._failed(form, error)
+                if isinstance(error, ReplicaMismatch):
+                    raise
+                logger.warning("view %d could not begin: %s", form.view.number, error)
+                continue
+            except BaseException:
+                self._failed(form, None)
+                raise
+            self._begun(form.view, began)
+            if unreported is not None:
+                raise unreported
+            return
+
+    def _meeting_place(self, form: ev.Form) -> dist.Store:
+        """Connect all workers to the store of a view."""
+        self._form, self._own_store = form, None
+        with nullcontext() if self._workers is None else self._workers.all_workers():
+            try:
+                if self._workers is not None:
+                    own = next(one for one in form.view.members if one.id == self.replica)
+                    self._own_store = meeting_place(form.view, self._connect_s, own.address)
+                return meeting_place(form.view, self._connect_s)
+            except dist.DistError as error:
+                host = form.view.lowest
+                raise SyncError(
+                    f"the store of view {form.view.number} on replica {host.id}, at "
+                    f"{host.address}, did not answer: {error}",
+                    stage="rendezvous",
+                    cuts=[] if host.id == self.replica else [(self.replica, host.id)],
+                ) from error
+
+    def _next_form(self, began: float) -> ev.Form | None:
+        """Wait for an attempt that asks for this replica; None when it has left.
+
+        Raises:
+            LeftBehind: The others go on without this replica.
+            SyncError: There are too few replicas, or no answer of the registry, for too long.
+        """
+        log, limit = WaitLog(), self.elastic.quorum_wait
+        while True:
+            driver = self._driver
+            order: Any = None if driver is None else driver.next_form(_HEAR_S)
+            waiting = "" if driver is None else driver.waiting_for
+            if order is None and limit is not None and time.monotonic() - began > limit:
+                order = Ended("waited", f"waited {limit:g} s {waiting}")
+            number = -1 if driver is None else driver.state.member.id
+            order, waiting, self._replica = self._from_worker_0((order, waiting, number))
+            if isinstance(order, Ended):
+                self._ended(order)
+                return None
+            if order is not None:
+                assert isinstance(order, ev.Form)
+                return order
+            log.tick(lambda waiting=waiting: f"a view, {waiting}" if waiting else "a view")  # type: ignore[misc]
+
+    def _ended(self, order: Ended) -> None:
+        if order.kind == "drained":
+            self.is_done = True
+            return
+        if order.kind == "fenced":
+            raise LeftBehind(
+                f"{order.reason}: start this replica again, and it joins as a newcomer",
+                stage="view",
+            )
+        raise SyncError(order.reason, stage="quorum" if order.kind == "waited" else "view")
+
+    def _failed(self, form: ev.Form, error: SyncError | None) -> None:
+        number = form.view.number
+        self._mark("failed")
+        cuts, dead = self._lost(error)
+        is_open = self._driver is not None and self._driver.state.epoch == number
+        if is_open:
+            self._tell(ev.Broke(number, cuts, dead))
+        else:
+            self._tell(ev.Failed(number, cuts, unheard=dead))
+
+    def _lost(self, error: SyncError | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the members to which this replica has no way, and those that seem dead."""
+        if error is None:
+            return (), ()
+        cuts = {one for pair in error.cuts if self.replica in pair for one in pair}
+        return tuple(sorted(cuts - {self.replica})), tuple(error.missing)
+
+    def _begun(self, view: View, began: float) -> None:
+        self.view = view
+        self._tell(ev.Started(view.number))
+        if self._host is not None:
+            self._host.forget_before(view.number)
+        if self._driver is not None:
+            entered = self._driver.state.recorded or view
+            seconds = time.monotonic() - began
+            step = entered.inner_step if entered.number == view.number else view.inner_step
+            self._emit(
+                ViewChanged(
+                    view.number, view.ids, view.joined, view.left, view.reason, seconds, step
+                )
+            )
+
+    # ------------------------------------------------------------- the view must be open first
+
+    def is_given_up(self) -> bool:
+        """Whether the attempt under way is to fail before its members have met."""
+        assert self._form is not None
+        if self._driver is not None:
+            return self._driver.is_given_up(self._form.view.number)
+        assert self._own_store is not None
+        try:
+            return self._own_store.check(["failed"])
+        except dist.DistError:
+            return True
+
+    def admit(self, inner_step: int) -> None:
+        """Wait until the registry says that the view is open, or raise SyncError."""
+        assert self._form is not None
+        number = self._form.view.number
+        if self._driver is None:
+            self._hear_of_opening(number)
+            return
+        self._driver.tell(ev.Formed(number, max(0, inner_step)))
+        log, began, limit = WaitLog(), time.monotonic(), self.elastic.quorum_wait
+        while not self._driver.is_given_up(number):
+            if isinstance(self._driver.wait_until_open(number, _HEAR_S), View):
+                self._mark("open")
+                return
+            if limit is not None and time.monotonic() - began > limit:
+                break
+            log.tick(lambda: f"the registry to open view {number}")
+        raise self._given_up(number)
+
+    def _mark(self, what: str) -> None:
+        """Tell this replica's other workers what became of the attempt."""
+        if self._driver is not None and self._own_store is not None:
+            with contextlib.suppress(dist.DistError):
+                self._own_store.set(what, "1")
+
+    def _hear_of_opening(self, number: int) -> None:
+        assert self._own_store is not None
+        try:
+            while not self._own_store.check(["open"]):
+                if self._own_store.check(["failed"]):
+                    raise self._given_up(number)
+                time.sleep(_POLL_S)
+        except dist.DistError as error:
+            raise self._given_up(number) from error
+
+    def _given_up(self, number: int) -> SyncError:
+        return SyncError(f"view {number} was given up before it was open", stage="view")
+
+    # --------------------------------------------------------------------------------- words
+
+    def _tell(self, event: ev.Event) -> None:
+        if self._driver is not None:
+            self._driver.tell(event)
+
+    def guard(self, seal: Callable[[], None]) -> None:
+        """Call ``seal`` when what the training thread waits for is to fail."""
+        if self._driver is not None:
+            self._driver.on_break(seal)
+
+    def _say(self, action: ev.Action) -> None:
+        if isinstance(action, ev.Suspect):
+            self._emit(Suspected(action.ids))
+        elif isinstance(action, ev.Wait):
+            self._emit(Waiting(action.reason))
+        elif isinstance(action, ev.Fence):
+            self._emit(Fenced(action.reason))
+
+    def _emit(self, happening: Any) -> None:
+        logger.info("%s", happening)
+        if self.elastic.on_event is not None:
+            try:
+                self.elastic.on_event(happening)
+            except Exception:
+                logger.exception("on_event has failed")
+
+
+def is_about_group(error: SyncError) -> bool:
+    """Whether other members can go on after this error."""
+    return not isinstance(error, ReplicaMismatch | NonFiniteError)
+
+
+def _without_advice(error: SyncError) -> str:
+    """Return the message without what it says of ``change_group``."""
+    return str(error).split(": call change_group")[0]

@@ -1,0 +1,196 @@
+"""Training whose membership changes by itself: what ``DiLoCo`` does at the end of a view.
+
+This module is imported only where a membership is given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from ..base.errors import SyncError
+from ..elastic.core.events import Form
+from ..elastic.options import Elastic
+from ..exchange.exchange import Exchange
+from ..methods.settings import Settings
+from ..replica.workers import ReplicaWorkers
+from ..rounds.agreement.handshake import gather_json
+from ..rounds.runner import RoundRunner
+from .elastic_group import ElasticGroup, is_about_group
+from .planning import Plan
+
+_GIVEN_BY_VIEWS = ("group", "mesh", "store", "replica", "num_replicas", "members")
+
+
+class Trained(Protocol):
+    """What is needed of a ``DiLoCo``."""
+
+    inner_step: int
+    exchange: Exchange
+    _rounds: RoundRunner
+    _plan: Plan
+    _saved_writes: dict[int, set[int]]
+
+    def _change_group(self, members: tuple[int, ...], store: dist.Store) -> None: ...
+
+    def _flush(self) -> None: ...
+
+
+def check_membership(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of ``DiLoCo`` that go with ``membership``.
+
+    Raises:
+        TypeError, ValueError: For the first one that cannot be.
+    """
+    membership = arguments["membership"]
+    if not isinstance(membership, Elastic):
+        raise TypeError(f"membership must be an Elastic, got {membership!r}")
+    given = [name for name in _GIVEN_BY_VIEWS if arguments[name] is not None]
+    if given:
+        raise ValueError(f"membership finds the replicas: leave out {', '.join(given)}")
+    if arguments["init"] != "broadcast":
+        raise ValueError(
+            f"membership knows who begins and who joins: leave out init, got {arguments['init']!r}"
+        )
+    if arguments["backend"] == "nccl":
+        raise ValueError('membership exchanges over gloo: give backend="gloo", got "nccl"')
+
+
+class ElasticTraining:
+    """Take a ``DiLoCo`` from view to view.
+
+    Raises:
+        SyncError: If the registry cannot be asked.
+    """
+
+    def __init__(
+        self,
+        elastic: Elastic,
+        plan: Plan,
+        settings: Settings,
+        workers: ReplicaWorkers | None,
+        timeout_s: float,
+    ) -> None:
+        shown = {"model": plan.description, "settings": _alike(settings), "of": plan.num_fragments}
+        self.group = ElasticGroup(elastic, shown, workers, connect_s=min(timeout_s, 10.0))
+        self._may_be_boundary = self._is_flushing = self._must_flush = False
+
+    def enter(
+        self,
+        diloco: Trained,
+        begin: Callable[[Mapping[str, Any]], None],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        """Come to the group, as a founder or a newcomer."""
+        try:
+            self.group.enter(partial(self._begin, diloco, begin, arguments))
+            self._flush_with_others(diloco)
+        except BaseException:
+            self.group.close(is_finished=False)
+            raise
+
+    def _begin(
+        self,
+        diloco: Trained,
+        begin: Callable[[Mapping[str, Any]], None],
+        arguments: Mapping[str, Any],
+        members: tuple[int, ...],
+        store: dist.Store,
+        form: Form,
+    ) -> None:
+        view, group = form.view, self.group
+        if form.role == "change":
+            raise RuntimeError(f"view {view.number} asks for a state that this replica lacks")
+        places = {"store": store, "replica": group.replica, "members": members, "group": None}
+        source_rank = view.rank_of(view.source) if form.role == "broadcast" else 0
+        more = {"init": form.role, "source_rank": source_rank, "admission": group}
+        begin({**arguments, **places, **more})
+        if form.role == "join":
+            self._ask_for_flush(diloco)
+
+    def refuse_to_load(self) -> None:
+        """Raise RuntimeError where a saved state would set this replica apart from the others."""
+        view = self.group.view
+        if view is None or set(view.joined) != set(view.ids):
+            raise RuntimeError(
+                "this replica has the state of a group that trains already: load a state only "
+                "where a run begins (diloco.view is 1 and diloco.inner_step is 0)"
+            )
+
+    def take_step(self, diloco: Trained, take_step: Callable[[], None]) -> None:
+        """Go to the next view if the present one has ended, then take an inner step."""
+        rounds = diloco._rounds
+        if self._may_be_boundary and self.group.is_boundary(rounds):
+            self._go_on(diloco, None)
+        elif self.group.before_step(rounds, diloco.inner_step):
+            self._go_on(diloco, SyncError("another member has stopped", stage="view"))
+        if self.group.is_done:
+            return
+        step, plan = diloco.inner_step + 1, diloco._plan
+        takes_part = plan.sent_at(step) or plan.written_at(step, diloco._saved_writes)
+        # All workers of a replica look at the same steps, whatever becomes of a step.
+        self._may_be_boundary = bool(takes_part)
+        began = time.monotonic()
+        try:
+            with self.group.waiting():
+                take_step()
+        except SyncError as error:
+            if not is_about_group(error):
+                raise
+            self._go_on(diloco, error, began)
+
+    def flush(self, diloco: Trained, flush: Callable[[], None]) -> None:
+        """Flush; in the next view again, where the present one ends before all is shared."""
+        self._is_flushing, began = True, time.monotonic()
+        try:
+            with self.group.waiting():
+                flush()
+        except SyncError as error:
+            if not is_about_group(error):
+                raise
+            self._go_on(diloco, error, began)
+        finally:
+            self._is_flushing = False
+
+    def _go_on(self, diloco: Trained, error: SyncError | None, began: float | None = None) -> None:
+        began = time.monotonic() if began is None else began
+        self.group.go_on(partial(self._change, diloco), error, began)
+        self._flush_with_others(diloco)
+
+    def _change(
+        self, diloco: Trained, members: tuple[int, ...], store: dist.Store, form: Form
+    ) -> None:
+        if form.role != "change":
+            raise RuntimeError(
+                f"view {form.view.number} begins anew, and this replica has the state of view "
+                f"{form.view.base}: start this replica again"
+            )
+        rounds = diloco._rounds
+        rounds.is_change_due = rounds.announces_change = self._may_be_boundary = False
+        diloco._change_group(members, store)
+        self._ask_for_flush(diloco)
+
+    def _ask_for_flush(self, diloco: Trained) -> None:
+        """Find out whether a flush broke off before all was shared; every member asks.
+
+        A member that has ended its flush before the view broke takes part in it again.
+        """
+        own = [self._is_flushing, diloco._rounds.has_unsent(diloco.inner_step)]
+        views = gather_json(diloco.exchange, own)
+        is_flushing, has_unsent = (any(values) for values in zip(*views, strict=True))
+        self._must_flush = is_flushing and has_unsent
+
+    def _flush_with_others(self, diloco: Trained) -> None:
+        while self._must_flush and not self.group.is_done:
+            self._must_flush = False
+            self.flush(diloco, diloco._flush)
+
+
+def _alike(settings: Settings) -> dict[str, Any]:
+    """Return the settings that all members share; a newcomer is given the present outer lr."""
+    shared = settings.shared()
+    return {**shared, "outer": {k: v for k, v in shared["outer"].items() if k != "lr"}}

@@ -1,0 +1,211 @@
+"""Single decisions of the core: who comes, who leaves, and who founds a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from elastic_process import (
+    SUSPECT_AFTER,
+    Process,
+    attempt,
+    beat,
+    member,
+    proposal,
+    reasons,
+    training,
+    view,
+)
+
+from diloco_comm.elastic.beats import FINISHED, READY, STOPPED, TRAINING, Beat
+from diloco_comm.elastic.core import Settings, beat_of, start
+from diloco_comm.elastic.core.events import (
+    Boundary,
+    Broke,
+    Drained,
+    Enter,
+    Failed,
+    Finished,
+    Form,
+    Formed,
+    Leave,
+    Pend,
+    Refuse,
+    Started,
+    Swap,
+    Swapped,
+)
+from diloco_comm.elastic.views import (
+    NO_VIEW,
+    opened,
+    to_bytes,
+    with_evicted,
+)
+
+# --------------------------------------------------------------------------------- planned
+
+
+def test_a_newcomer_is_let_in_at_a_boundary() -> None:
+    one = view(0, 1)
+    process = Process(training(0, one))
+    newcomer = beat(2, READY)
+    assert Pend() in process.poll(beat(1, TRAINING, one), newcomer)
+    process.tell(Boundary(4))
+    after = proposal(process.poll(beat(1, STOPPED, one), newcomer))
+    assert after.ids == (0, 1, 2) and after.joined == (2,)
+    other = Process(start(Settings("run"), member(2)), to_bytes(after))
+    assert other.poll() == [Form(after, "join")]
+
+
+def test_a_newcomer_that_cannot_reach_a_member_stops_nobody() -> None:
+    one = view(0, 1)
+    process = Process(training(0, one))
+    mate = beat(1, TRAINING, one)
+    assert Pend() not in process.polls(3, mate, beat(2, READY, unreachable=("n1",)))
+    assert Pend() in process.poll(mate, beat(2, READY))
+
+
+def test_what_could_not_be_reached_is_tried_again_after_a_while() -> None:
+    process = Process(start(Settings("run", suspect_after=SUSPECT_AFTER), member(2)))
+    after = replace(attempt(0, 1, 2), joined=(2,))
+    process.record = to_bytes(after)
+    process.poll()
+    process.tell(Failed(5, missing=(1,)))
+    assert process.state.unreachable == ("n1",)
+    for number in range(1, 3 * SUSPECT_AFTER):
+        # Whatever happens meanwhile.
+        process.record = to_bytes(view(0, 1, number=5 + number))
+        process.poll()
+    assert process.state.unreachable == ()
+
+
+def test_a_newcomer_waits_while_the_process_before_it_lives() -> None:
+    one = view(0, 1)
+    process = Process(training(0, one))
+    again = beat(1, READY, member=member(1, "again"))
+    assert Pend() not in process.polls(3, beat(1, TRAINING, one), again)
+    assert Pend() in process.polls(3, again, silent=(beat(1, TRAINING, one),))
+
+
+def test_who_is_asked_to_leave_does_so_at_a_boundary() -> None:
+    one = view(0, 1)
+    leaver, stayer = Process(training(1, one)), Process(training(0, one))
+    assert leaver.tell(Leave()) == [Pend()]
+    said = beat_of(leaver.state, 0)
+    assert said.is_leaving and Pend() in stayer.poll(said)
+    for process in (leaver, stayer):
+        process.tell(Boundary(4))
+    said = beat_of(leaver.state, 0)
+    assert proposal(stayer.poll(said)).ids == (0,)
+    assert Drained() in leaver.poll(beat(0, STOPPED, one))
+
+
+def test_the_last_that_has_the_state_gives_it_away_before_it_leaves() -> None:
+    one = view(0)
+    process = Process(training(0, one))
+    process.poll(beat(1, READY))
+    process.tell(Leave())
+    process.tell(Boundary(4))
+    assert proposal(process.poll(beat(1, READY))).ids == (0, 1)
+
+
+def test_a_member_that_is_evicted_leaves() -> None:
+    one = view(0, 1)
+    asked = to_bytes(with_evicted(one, 1))
+    evicted, stayer = Process(training(1, one), asked), Process(training(0, one), asked)
+    for process in (evicted, stayer):
+        assert Pend() in process.poll(beat(1 - process.state.member.id, TRAINING, one))
+        process.tell(Boundary(4))
+    after = proposal(stayer.poll(beat(1, STOPPED, one)))
+    assert after.ids == (0,)
+    assert Drained() in evicted.poll(beat(0, STOPPED, one))
+
+
+def test_who_has_taken_all_steps_is_not_waited_for() -> None:
+    one = view(0, 1)
+    process = Process(training(0, one, min_replicas=2))
+    process.tell(Broke(4))
+    assert proposal(process.poll(beat(1, FINISHED, one))).ids == (0,)
+    assert process.tell(Finished()) == [Drained()]
+
+
+# --------------------------------------------------------------------------------- founding
+
+
+def founder(id: int, record: bytes = b"", **options: Any) -> Process:
+    settings = Settings("run", suspect_after=SUSPECT_AFTER, **options)
+    return Process(start(settings, member(id, f"new{id}")), record)
+
+
+def newcomer(id: int, **values: Any) -> Beat:
+    return beat(id, READY, member=member(id, f"new{id}"), **values)
+
+
+def test_a_run_is_founded_by_all_that_come_in_time() -> None:
+    process = founder(0, min_replicas=2, founding_wait=3)
+    assert reasons(process.poll()) == ["until at least 2 replicas are here: replicas [0] are"]
+    assert not [a for a in process.poll(newcomer(1)) if isinstance(a, Swap)]
+    after = proposal(
+        process.poll(newcomer(1), newcomer(2)) + process.poll(newcomer(1), newcomer(2))
+    )
+    assert after.ids == after.joined == (0, 1, 2) and after.base == NO_VIEW and after.source == 0
+
+
+def test_nobody_founds_a_run_beside_one_of_which_the_registry_knows_nothing() -> None:
+    actions = founder(0).polls(9, beat(7, TRAINING, view(7)))
+    assert not [a for a in actions if isinstance(a, Swap)]
+    assert reasons(actions)[-1].startswith("until replica 7 tells the registry of the view")
+
+
+@pytest.mark.parametrize(
+    ("id", "values", "options", "reason"),
+    [
+        (
+            2,
+            {"positions": (3,), "inner_step": 900},
+            {},
+            "until one of replicas [0, 1] starts again",
+        ),
+        (1, {}, {}, "until a replica brings a checkpoint of inner step 100 or later"),
+        (1, {"positions": (3,), "inner_step": 99}, {}, "until a replica brings a checkpoint"),
+        (1, {"positions": (3,), "inner_step": 100}, {}, ""),
+        (2, {}, {"allows_rollback": True}, ""),
+    ],
+)
+def test_a_run_whose_members_have_all_died_is_founded_anew_from_a_checkpoint(
+    id: int, values: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    process = founder(5, to_bytes(view(0, 1)), **options)
+    actions: list[Any] = []
+    for _ in range(8):
+        actions += process.poll(newcomer(id, **values))
+        if any(isinstance(a, Swap) for a in actions):
+            break
+    if reason:
+        assert reasons(actions)[-1].startswith(reason)
+        assert not [a for a in actions if isinstance(a, Swap)]
+    else:
+        after = proposal(actions)
+        assert after.ids == (id, 5) and after.base == 4 and after.left == (0, 1)
+        assert after.source == (id if values else 2)
+
+
+def test_a_process_with_other_settings_is_refused() -> None:
+    record = to_bytes(view(0, 1))
+    process = Process(start(Settings("run"), member(2, settings="other")), record)
+    (refuse,) = process.poll()
+    assert isinstance(refuse, Refuse)
+    assert "replica 2 has 1 workers and settings other" in refuse.reason
+
+
+def test_founders_take_the_state_of_one_of_them_and_train() -> None:
+    process = founder(0)
+    after = proposal(process.poll())
+    process.record = to_bytes(after)
+    assert process.poll() == [Form(after, "broadcast")]
+    (swap,) = process.tell(Formed(after.number, 0))
+    assert process.tell(Swapped(swap.old, swap.new, True)) == [Enter(opened(after, 0))]
+    assert not process.state.has_state
+    process.tell(Started(after.number))
+    assert process.state.has_state

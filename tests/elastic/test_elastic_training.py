@@ -1,0 +1,134 @@
+"""Replicas die, hang, leave and join while the others train on; all end with the same bits."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from elastic_replicas import SUSPECT_AFTER_S, Fault, Run, check_one_line, live
+from elastic_replicas import registry as registry
+from fault_replicas import connect
+from registries import Host
+from workers import Pool
+
+from diloco_comm import CO2, Blocking, Delayed, Eager, Streaming
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "blocking": {"overlap": Blocking()},
+    "blocking-feedback": {"overlap": Blocking(), "wire": "int4", "error_feedback": True},
+    "streaming": {"overlap": Streaming(delay=2, alpha=0.5), "fragments": 3},
+    "delayed": {"overlap": Delayed()},
+    "eager": {"overlap": Eager()},
+    "co2": {"overlap": CO2()},
+}
+
+
+def run_all(
+    workers: Callable[..., Pool],
+    registry: Host,
+    run: Run,
+    world: int,
+    dead: set[int] = frozenset(),  # type: ignore[assignment]
+) -> list[Any]:
+    pool = workers(world, init_group=False)
+    ends = pool.run(live, pool.store, registry.address, run, timeout=60, expect_exit=dead)
+    check_one_line(ends)
+    living = [end for end in ends if end is not None and not end.is_done]
+    assert len({(end.local, end.inner_step, end.members) for end in living}) == 1, living
+    for worker in range(run.num_workers):
+        mates = [one for one in ends[worker :: run.num_workers] if one in living]
+        assert len({one.outer for one in mates}) == 1, mates
+    assert living[0].inner_step == run.last_step
+    return ends
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_joins_and_one_dies(
+    fresh_workers: Callable[..., Pool], registry: Host, name: str
+) -> None:
+    fault = Fault(1, 20, "kill", "vote", num_peers=1, num_members=4)
+    run = Run(3, 320, joins={3: 12}, faults=(fault,), options=POLICIES[name])
+    ends = run_all(fresh_workers, registry, run, 4, {1})
+    assert ends[0].members == (0, 2, 3)
+    last = ends[0].views[-1]
+    assert (last.joined, last.left) == ((), (1,))
+    assert any(view.joined == (3,) for view in ends[0].views)
+
+
+@pytest.mark.parametrize("stage", ["header", "post_exchange", "vote"])
+def test_the_host_of_the_store_dies(
+    fresh_workers: Callable[..., Pool], registry: Host, stage: str
+) -> None:
+    run = Run(3, 40, faults=(Fault(0, 20, "kill", stage),))
+    ends = run_all(fresh_workers, registry, run, 3, {0})
+    assert ends[1].members == (1, 2)
+
+
+def test_a_replica_leaves_at_a_boundary(fresh_workers: Callable[..., Pool], registry: Host) -> None:
+    run = Run(3, 48, faults=(Fault(0, 14, "leave"),))
+    ends = run_all(fresh_workers, registry, run, 3)
+    assert ends[0].is_done and ends[1].members == (1, 2)
+    assert ends[1].views[-1].inner_step % 4 == 0
+
+
+def test_two_of_three_die_and_one_trains_on(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    run = Run(3, 40, faults=(Fault(0, 20, "kill", "vote"), Fault(2, 20, "kill", "header")))
+    ends = run_all(fresh_workers, registry, run, 3, {0, 2})
+    assert ends[1].members == (1,)
+
+
+def test_a_replica_of_two_workers_dies_and_another_joins(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    faults = (Fault(1, 20, "kill", "vote", num_members=3),)
+    run = Run(2, 240, joins={2: 8}, faults=faults, num_workers=2)
+    ends = run_all(fresh_workers, registry, run, 6, {2, 3})
+    assert ends[0].members == ends[4].members == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["blocking", "delayed", "eager"])
+@pytest.mark.parametrize("num_peers", [0, 1])
+def test_one_dies_in_the_flush(
+    fresh_workers: Callable[..., Pool], registry: Host, name: str, num_peers: int
+) -> None:
+    """The last two steps are shared by all that are left, or by nobody."""
+    run = Run(3, 22, faults=(Fault(2, 21, "kill", "vote", num_peers),), options=POLICIES[name])
+    run_all(fresh_workers, registry, run, 3, {2})
+
+
+def test_a_replica_that_hangs_is_left_behind(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    run = Run(3, 40, faults=(Fault(0, 20, "stop", "header"),))
+    pool.submit(live, pool.store, registry.address, run)
+    waker = threading.Timer(3 * SUSPECT_AFTER_S, pool.kill, (0, signal.SIGCONT))
+    waker.start()
+    ends = pool.collect(timeout=60)
+    waker.join()
+    assert "start this replica again" in ends[0].error
+    assert ends[1].members == ends[2].members == (1, 2)
+    assert ends[1].outer == ends[2].outer
+
+
+def test_the_registry_is_away_for_a_while(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """Training goes on; who comes meanwhile waits."""
+    pool = fresh_workers(3, init_group=False)
+    run = Run(2, 400, joins={2: 40})
+    pool.submit(live, pool.store, registry.address, run)
+    signs = connect(pool.store)
+    signs.wait(["start 2"])
+    registry.kill()
+    time.sleep(2.0)
+    registry.start()
+    ends = pool.collect(timeout=60)
+    assert ends[0].members == (0, 1, 2)
+    assert len({(end.outer, end.local, end.inner_step) for end in ends}) == 1

@@ -1,0 +1,166 @@
+"""``diloco-comm registry`` and ``diloco-comm members`` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cli_helpers import check_arguments, check_documented, check_misuse, help_examples, run_cli
+from registries import serving
+
+from diloco_comm.elastic.beats import Beat
+from diloco_comm.elastic.registry import Registry, connect
+from diloco_comm.elastic.views import FORMING, OPEN, Member, View, from_bytes, to_bytes
+from diloco_comm.tools.registry.members import Silence
+
+CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "registry"]
+NAMES = ("0", "1", "2")
+MEMBERS = tuple(Member(i, f"nonce-{i}" * 2, f"10.0.0.{i}:5", 1, "s") for i in range(3))
+
+
+def view(phase: str = OPEN) -> View:
+    return View("r", 7, "parent", phase, MEMBERS[:2], 6, (), 400, "p", reason="replica 2 left")
+
+
+@contextmanager
+def process(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [*CLI, "--port", "0", *map(str, arguments)]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert started.stdout is not None
+        yield started, started.stdout.readline().strip()
+    finally:
+        started.kill()
+        started.wait()
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    with serving() as server:
+        found = connect(server.address, run="r", timeout_s=20)
+        found.address = server.address  # type: ignore[attr-defined]
+        yield found
+        found.close()
+
+
+def members(registry: Registry, *arguments: object) -> tuple[object, ...]:
+    return ("members", "--registry", registry.address, "--run", "r", "--timeout", 20, *arguments)  # type: ignore[attr-defined]
+
+
+def test_a_registry_is_hosted_ended_and_found_again(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    made = run_cli("registry", "keygen", keys, "--worker", "w1")
+    assert made.status == 0 and str(keys / "allowed" / "w1.key") in made.out
+    check_misuse(run_cli("registry", "keygen", keys, "--worker", "w1"), "exists: remove it")
+    options = ("--journal", tmp_path / "j", "--keys", keys, "--json")
+    with process(*options) as (server, line):
+        address = json.loads(line)["address"]
+        check_documented(json.loads(line), "how-to/registry.md")
+        one = connect(address, run="r", timeout_s=20, key=keys / "w1.key_secret")
+        assert one.swap(b"", b"x")
+        port = address.rpartition(":")[2]
+        taken = run_cli("registry", "--port", port)
+        assert taken.status == 1 and f"cannot listen on tcp://127.0.0.1:{port}" in taken.err
+        taken = run_cli("registry", "--port", "0", "--journal", tmp_path / "j")
+        assert taken.status == 1 and "belongs to another server, process" in taken.err
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        assert "closed by SIGTERM" in server.stderr.read()
+    journal = tmp_path / "j" / "journal"
+    journal.write_bytes(b"?" + journal.read_bytes()[1:])
+    ended = run_cli("registry", "--port", "0", "--journal", tmp_path / "j")
+    assert ended.status == 1
+    assert re.fullmatch(f"diloco-comm: {journal} is damaged at byte 0.*\n", ended.err)
+
+
+def test_misuse_is_one_sentence_and_status_2(tmp_path: Path) -> None:
+    for arguments, sentence in (
+        (("registry", "--host", "0.0.0.0"), "can be reached from other machines: give --keys"),
+        (("registry", "--host", "0.0.0.0"), "made by `diloco-comm registry keygen`"),
+        (("registry", "--drop-after", "0"), ": --drop-after must be 1 to 2592000 seconds, got 0.0"),
+        (("registry", "--keys", tmp_path), "there is no key"),
+        (("members", "--registry", "here", "--run", "r"), "address of a registry must be tcp://"),
+        (
+            ("members", "--registry", "tcp://127.0.0.1:1", "--run", "a b"),
+            "--run must have 1 to 100",
+        ),
+        (("members", "--registry", "tcp://192.0.2.1:1", "--run", "r"), "give --key"),
+        (
+            ("members", "--registry", "tcp://127.0.0.1:1", "--run", "r", "--watch", "--json"),
+            "--watch, --json and --evict exclude each other",
+        ),
+    ):
+        check_misuse(run_cli(*arguments), sentence)
+
+
+def test_members_are_shown(registry: Registry) -> None:
+    empty = run_cli(*members(registry))
+    assert empty.status == 0 and "no view has been formed yet" in empty.out
+    assert json.loads(run_cli(*members(registry, "--json")).out)["view"] is None
+    assert registry.swap(b"", to_bytes(view()))
+    for i in (2, 0):
+        stage = "training" if i == 0 else "ready"
+        registry.beat(f"{i}", Beat(MEMBERS[i], 5 + i, stage, 7 - 8 * (i == 2)).to_bytes())
+    registry.beat("garbage", b"\xff{")
+    shown = run_cli(*members(registry))
+    assert "view 7 is open, inner step 400, replica 2 left" in " ".join(shown.out.split())
+    rows = [line for line in shown.out.splitlines() if "nonce" in line]
+    assert len(rows) == 3
+    for row, words in zip(rows, ("yes training 7", "no ready -1", "yes no beat"), strict=True):
+        assert words in " ".join(row.replace("│", " ").split())
+    found = json.loads(run_cli(*members(registry, "--json")).out)
+    assert found["registry_id"] == registry.registry_id and found["is_durable"] is False
+    assert [row["id"] for row in found["view"]["members"]] == [0, 1]
+    processes = found["processes"]
+    assert [(row["id"], row["is_member"]) for row in processes] == [(0, True), (2, False)]
+    for keys in (found, found["view"], found["view"]["members"][0], processes[0]):
+        check_documented(keys, "how-to/registry.md")
+
+
+def test_a_member_is_evicted_by_the_record(registry: Registry) -> None:
+    none = run_cli(*members(registry, "--evict", 1))
+    assert none.status == 1 and "run 'r' has no members: no view has been formed yet" in none.err
+    assert registry.swap(b"", to_bytes(view()))
+    done = run_cli(*members(registry, "--evict", 1))
+    assert (done.status, done.out) == (0, "replica 1 leaves at the next boundary of view 7\n")
+    assert from_bytes(registry.read(), "r").evicted == (1,)
+    assert "to leave: 1" in run_cli(*members(registry)).out
+    missing = run_cli(*members(registry, "--evict", 5))
+    assert missing.status == 1 and "has the members [0, 1], and no 5" in missing.err
+    assert registry.swap(registry.read(), to_bytes(view(FORMING)))
+    assert "is being formed" in run_cli(*members(registry, "--evict", 1)).err
+    assert from_bytes(registry.read(), "r") == view(FORMING)
+
+
+def test_a_registry_that_is_not_there_is_a_sentence() -> None:
+    arguments = ("--registry", "tcp://127.0.0.1:1", "--run", "r", "--timeout", "0.2")
+    ended = run_cli("members", *arguments)
+    assert (ended.status, ended.out) == (1, "")
+    assert "has not answered for 0.2 s: is it running, and does it want keys?" in ended.err
+
+
+def test_silence_is_counted_by_the_own_clock() -> None:
+    silence = Silence()
+
+    def beats(*counters: int) -> list[Beat]:
+        return [Beat(MEMBERS[i], counter, "ready") for i, counter in enumerate(counters)]
+
+    one, two = MEMBERS[0].nonce, MEMBERS[1].nonce
+    assert silence.after(beats(1), 100.0) == {one: 0.0}
+    assert silence.after(beats(1, 9), 103.0) == {one: 3.0, two: 0.0}
+    assert silence.after(beats(2, 9), 105.0) == {one: 0.0, two: 2.0}
+
+
+@pytest.mark.parametrize("name", ["registry", "members"])
+def test_the_examples_of_the_help_are_right(name: str) -> None:
+    lines = [line for lines in help_examples(name).values() for line in lines]
+    assert len(lines) >= 2
+    for line in lines:
+        check_arguments(line.split()[1:], line)

@@ -1,0 +1,186 @@
+"""Small real replicas whose membership changes by itself, with a real registry."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from fault_replicas import BLOCK, LR, MOMENTUM, connect, hash_of, make_model, make_optimizer
+from fault_replicas import take_inner_step as train
+from registries import Host
+
+from diloco_comm import DiLoCo, LeftBehind, Nesterov
+from diloco_comm.elastic.happenings import ViewChanged
+from diloco_comm.elastic.options import Elastic
+
+# Long enough for a process on a loaded machine to beat meanwhile.
+SUSPECT_AFTER_S = 6.0
+PACE_S = 0.01
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that a replica does to itself at an inner step.
+
+    Attributes:
+        num_members: The replica waits for so many members.
+        action: "kill" or "stop", at a stage of the next exchange; "leave" at once.
+    """
+
+    replica: int
+    inner_step: int
+    action: str
+    stage: str = "vote"
+    num_peers: int = 0
+    num_members: int = 0
+
+    def is_due(self, diloco: DiLoCo) -> bool:
+        return diloco.inner_step >= self.inner_step and len(diloco.members) >= self.num_members
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training with comings and goings.
+
+    Attributes:
+        founders: Replicas 0 to founders - 1 begin; the others join.
+        num_workers: Of each replica, which share its outer state.
+        joins: Inner step of replica 0 at which each further replica is started, by number.
+    """
+
+    founders: int
+    last_step: int = 60
+    joins: dict[int, int] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+    min_replicas: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    num_workers: int = 1
+
+
+@dataclass
+class End:
+    """Where a replica ended, and what it went through."""
+
+    outer: str
+    local: str
+    inner_step: int
+    members: tuple[int, ...]
+    views: list[ViewChanged]
+    is_done: bool
+    num_applied: int
+    error: str = ""
+
+
+def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run) -> End:
+    """Be replica ``rank`` of a run, or one of the workers that it has."""
+    os.environ["DILOCO_COMM_REPORT_S"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    signs = connect(store)
+    rank, worker = divmod(rank, run.num_workers)
+    if rank >= run.founders:
+        signs.wait([f"start {rank}"])
+    group = None
+    if run.num_workers > 1:
+        own = dist.PrefixStore(f"workers of {rank}", signs)
+        dist.init_process_group("gloo", store=own, rank=worker, world_size=run.num_workers)
+        group = dist.group.WORLD
+    model = make_model()
+    optimizer = make_optimizer(model)
+    views: list[ViewChanged] = []
+
+    def note(happening: Any) -> None:
+        if isinstance(happening, ViewChanged):
+            views.append(happening)
+
+    membership = Elastic(
+        registry,
+        run="test",
+        replica=rank,
+        min_replicas=run.min_replicas,
+        suspect_after=SUSPECT_AFTER_S,
+        founding_wait=2.0,
+        quorum_wait=25,
+        on_event=note,
+    )
+    diloco = DiLoCo(
+        model,
+        optimizer,
+        membership=membership,
+        shard_group=group,
+        **{
+            "sync_every": 4,
+            "wire": "int8",
+            "block_size": BLOCK,
+            "chunk_bytes": 512,
+            "timeout": 40.0,
+            "outer": Nesterov(lr=LR, momentum=MOMENTUM),
+            **run.options,
+        },
+    )
+    try:
+        train_to_the_end(diloco, model, optimizer, rank, run, signs)
+        error = ""
+    except LeftBehind as left:
+        error = str(left)
+    end = End(
+        diloco.outer_hash(),
+        hash_of(list(model.parameters())),
+        diloco.inner_step,
+        diloco.members,
+        views,
+        diloco.is_done or bool(error),
+        sum(one.is_applied for one in diloco.metrics()),
+        error,
+    )
+    diloco.close()
+    return end
+
+
+def train_to_the_end(
+    diloco: DiLoCo, model: Any, optimizer: Any, replica: int, run: Run, signs: dist.Store
+) -> None:
+    faults = [fault for fault in run.faults if fault.replica == replica]
+    while diloco.inner_step < run.last_step and not diloco.is_done:
+        for fault in [one for one in faults if one.is_due(diloco)]:
+            faults.remove(fault)
+            act(diloco, fault)
+        if replica == min(diloco.members):
+            for joiner, step in run.joins.items():
+                if diloco.inner_step >= step:
+                    signs.set(f"start {joiner}", "now")
+        train(model, optimizer, replica, diloco.inner_step + 1)
+        time.sleep(PACE_S)
+    diloco.flush()
+
+
+def act(diloco: DiLoCo, fault: Fault) -> None:
+    if fault.action == "leave":
+        diloco.leave()
+    else:
+        diloco.exchange.inject_fault(
+            action=fault.action, stage=fault.stage, num_peers=fault.num_peers
+        )
+
+
+def check_one_line(ends: Sequence[End | None]) -> None:
+    """Each view has the same members on all of them."""
+    seen: dict[int, tuple[int, ...]] = {}
+    for end in ends:
+        if end is None:
+            continue
+        numbers = [view.number for view in end.views]
+        assert numbers == sorted(set(numbers))
+        for view in end.views:
+            assert seen.setdefault(view.number, view.members) == view.members
+
+
+@pytest.fixture
+def registry(tmp_path: Any) -> Iterator[Host]:
+    host = Host(journal=tmp_path / "journal")
+    yield host
+    host.kill()

@@ -1,0 +1,221 @@
+"""Registries in processes of their own, for tests that kill and stop them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_comm.elastic.registry import Registry, RegistryUnavailable, connect
+from diloco_comm.elastic.registry.server import RegistryServer
+from diloco_comm.tools.common.store import host_store
+
+KINDS = ("tcp", "store", "etcd")
+
+# Children are forked from a process that has imported torch, which takes seconds.
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(
+    ["diloco_comm.elastic.registry.server", "diloco_comm.tools.common.store", "pytest"]
+)
+
+
+def serve_main(out: Connection, address: str, options: dict[str, Any]) -> None:
+    server = RegistryServer(address, **options)
+    out.send(server.address)
+    server.serve()
+
+
+def store_main(out: Connection, address: str, options: dict[str, Any]) -> None:
+    host_store("127.0.0.1", 0, lambda address: out.send(address.replace("tcp", "store")))
+
+
+class Host:
+    """A process that hosts a registry at an address.
+
+    Args:
+        main: ``serve_main`` or ``store_main``.
+        address: Where to listen; the address with the real port afterwards.
+    """
+
+    def __init__(
+        self,
+        main: Callable[[Connection, str, dict[str, Any]], None] = serve_main,
+        address: str = "tcp://127.0.0.1:0",
+        **options: Any,
+    ) -> None:
+        self._main, self._options = main, options
+        self.address = address
+        self.start()
+
+    def start(self) -> None:
+        ours, theirs = _forks.Pipe(duplex=False)
+        self._process = _forks.Process(
+            target=self._main, args=(theirs, self.address, self._options)
+        )
+        self._process.start()
+        theirs.close()
+        self.address = ours.recv()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process with SIGKILL, also if it is stopped."""
+        self._process.kill()
+        self._process.join()
+
+
+class EtcdHost:
+    """A real etcd of one member.
+
+    Args:
+        is_encrypted: Speak TLS with a certificate that etcd makes; its folder is ``key``.
+    """
+
+    def __init__(self, folder: Path, *, is_encrypted: bool = False) -> None:
+        client, peer = f"127.0.0.1:{_free_port()}", f"http://127.0.0.1:{_free_port()}"
+        scheme = "https" if is_encrypted else "http"
+        self.address = f"{'etcds' if is_encrypted else 'etcd'}://{client}"
+        self.key = folder / "key" if is_encrypted else None
+        self._folder = folder
+        self._command = [
+            "etcd", "--data-dir", str(folder / "data"), "--log-level", "error",
+            "--listen-client-urls", f"{scheme}://{client}",
+            "--advertise-client-urls", f"{scheme}://{client}",
+            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+            "--initial-cluster", f"default={peer}", *(["--auto-tls"] if is_encrypted else []),
+        ]  # fmt: skip
+        self.start()
+
+    def start(self) -> None:
+        # Some packages of etcd warn about a flag that they set themselves.
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for _ in range(600):
+            assert self._process.poll() is None, "etcd has ended"
+            if self._is_ready():
+                return
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        made = self._folder / "data" / "fixtures" / "client" / "cert.pem"
+        if self.key is not None:
+            if not made.exists():
+                return False
+            self.key.mkdir(exist_ok=True)
+            shutil.copy(made, self.key / "ca.pem")
+        registry = connect(self.address, run="start", timeout_s=1.0, key=self.key)
+        try:
+            registry.read()
+            return True
+        except RegistryUnavailable:
+            return False
+        finally:
+            registry.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def need_etcd() -> None:
+    """Skip the test if there is no etcd."""
+    if shutil.which("etcd") is None:
+        pytest.skip("etcd is not on the PATH (Debian: apt-get install etcd-server)")
+
+
+@contextmanager
+def hosting(kind: str) -> Iterator[Host | EtcdHost]:
+    """Host a registry of one kind; skip the test if its program is missing."""
+    if kind == "etcd":
+        need_etcd()
+    with tempfile.TemporaryDirectory() as folder:
+        host: Host | EtcdHost
+        if kind == "etcd":
+            host = EtcdHost(Path(folder))
+        elif kind == "store":
+            host = Host(store_main)
+        else:
+            host = Host(journal=Path(folder))
+        try:
+            yield host
+        finally:
+            host.kill()
+
+
+@contextmanager
+def serving(**options: Any) -> Iterator[RegistryServer]:
+    """Serve in a thread of this process."""
+    server = RegistryServer(**options)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop_soon()
+        thread.join()
+
+
+@contextmanager
+def stopped(host: Host | EtcdHost) -> Iterator[None]:
+    """Stop the process of a registry, and let it go on."""
+    host.send_signal(signal.SIGSTOP)
+    try:
+        while any(state != "T" for state in _states(host.pid)):
+            time.sleep(0.001)
+        yield
+    finally:
+        host.send_signal(signal.SIGCONT)
+
+
+def _states(pid: int) -> list[str]:
+    """Return the state of each thread of a process, as in /proc."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return [stat.read_text().rpartition(")")[2].split()[0] for stat in stats]
+
+
+def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
+    """Return the results of ``work(0)``, ``work(1)``, ...; each runs in a thread."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+def increment(registry: Registry, name: str) -> tuple[bytes, bytes]:
+    """Raise the counter in the record by one, and return the record before and after."""
+    while True:
+        old = registry.read()
+        new = b"%d %s" % (int(old.split()[0]) + 1 if old else 1, name.encode())
+        if registry.swap(old, new):
+            return old, new
