@@ -46,12 +46,13 @@ def run_all(
     return ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_one_joins_and_one_dies(
     fresh_workers: Callable[..., Pool], registry: Host, name: str
 ) -> None:
     fault = Fault(1, 20, "kill", "vote", num_peers=1, num_members=4)
-    run = Run(3, 320, joins={3: 12}, faults=(fault,), options=POLICIES[name])
+    run = Run(3, 240, joins={3: 12}, faults=(fault,), options=POLICIES[name])
     ends = run_all(fresh_workers, registry, run, 4, {1})
     assert ends[0].members == (0, 2, 3)
     last = ends[0].views[-1]
@@ -83,6 +84,7 @@ def test_two_of_three_die_and_one_trains_on(
     assert ends[1].members == (1,)
 
 
+@pytest.mark.slow
 def test_a_replica_of_two_workers_dies_and_another_joins(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
@@ -102,6 +104,7 @@ def test_one_dies_in_the_flush(
     run_all(fresh_workers, registry, run, 3, {2})
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_is_left_behind(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
@@ -117,6 +120,7 @@ def test_a_replica_that_hangs_is_left_behind(
     assert ends[1].outer == ends[2].outer
 
 
+@pytest.mark.slow
 def test_the_registry_is_away_for_a_while(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
