@@ -1,25 +1,58 @@
 // The wire formats and the layout of a run of elements in a payload.
 // A run of `run_elements` is [scales | codes]: one little-endian bf16 scale per block (none for
 // fp32, bf16, fp16), then the codes; each region is rounded up to 16 bytes. 4-bit codes: two a
-// byte, low nibble first, odd tail high nibble 0.
+// byte, low nibble first, odd tail high nibble 0. The rotated formats (rotation.h) have a code for
+// each block, also for a short one, and their runs begin with the 8 bytes of the key of their
+// signs.
 #pragma once
 
 #include "wire/config.h"
 
 namespace diloco::wire {
 
-enum class Format : int { kFp32, kBf16, kFp16, kFp8E4m3, kFp8E5m2, kInt8, kInt4, kE3m0 };
-constexpr int kNumFormats = 8;
+enum class Format : int {
+    kFp32,
+    kBf16,
+    kFp16,
+    kFp8E4m3,
+    kFp8E5m2,
+    kInt8,
+    kInt4,
+    kE3m0,
+    // Rotated.
+    kInt2r,
+    kInt1r,
+    kSub2,
+    kSub4,
+    kSub8,
+    kSub16
+};
+constexpr int kNumFormats = 14;
 
 constexpr int64_t kAlignment = 16;
 constexpr int kMinBlockSize = 32;
 constexpr int kMaxBlockSize = 1024;
 
+DILOCO_HD constexpr bool is_rotated(Format format) { return format >= Format::kInt2r; }
+
+// Bits of the code of one element; the rotated formats have none.
 DILOCO_HD constexpr int code_bits(Format format) {
     return format == Format::kFp32                              ? 32
            : format == Format::kBf16 || format == Format::kFp16 ? 16
            : format == Format::kInt4 || format == Format::kE3m0 ? 4
                                                                 : 8;
+}
+
+// Elements of a block of a rotated format, and bytes of its code.
+DILOCO_HD constexpr int rotated_block(Format format) {
+    return format == Format::kInt2r || format == Format::kInt1r ? 256 : 1024;
+}
+
+DILOCO_HD constexpr int rotated_bytes(Format format) {
+    return format == Format::kInt2r || format == Format::kSub2   ? 64
+           : format == Format::kInt1r || format == Format::kSub4 ? 32
+           : format == Format::kSub8                             ? 16
+                                                                 : 8;
 }
 
 DILOCO_HD constexpr bool has_scales(Format format) { return code_bits(format) <= 8; }
@@ -39,12 +72,21 @@ DILOCO_HD constexpr int64_t align_up(int64_t bytes) {
 }
 
 DILOCO_HD constexpr int64_t code_bytes(Format format, int64_t elements) {
+    if (is_rotated(format)) {
+        const int block = rotated_block(format);
+        return (elements + block - 1) / block * rotated_bytes(format);
+    }
     return (elements * code_bits(format) + 7) / 8;
 }
 
+// Byte at which the scales of a run begin: after the key.
+DILOCO_HD constexpr int64_t scale_offset(Format format) { return is_rotated(format) ? 8 : 0; }
+
 // Byte at which the codes of a run begin; depends on the run's nominal length alone.
 DILOCO_HD constexpr int64_t code_offset(Format format, int64_t run_elements, int64_t block_size) {
-    return has_scales(format) ? align_up(2 * ((run_elements + block_size - 1) / block_size)) : 0;
+    return has_scales(format) ? align_up(scale_offset(format) +
+                                         2 * ((run_elements + block_size - 1) / block_size))
+                              : 0;
 }
 
 // Every run takes this many bytes of the payload, also when it is short or empty.

@@ -19,10 +19,10 @@ import torch
 from codec_cases import HOST_IMPLS, IMPLS, RUNNING_IMPLS, assert_same, values
 from torch import Tensor
 
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
-every_wire = pytest.mark.parametrize("wire", WIRES)
+every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 Place = Callable[[Tensor], Tensor]
 
 
@@ -156,7 +156,7 @@ def test_nothing_is_read_behind_the_end() -> None:
 
 if __name__ == "__main__":
     for each_impl in [*RUNNING_IMPLS, *(["emulated"] if emulated.LIBRARY.exists() else [])]:
-        for each_wire in WIRES:
+        for each_wire in ELEMENT_WIRES:
             for size, block in ((1, 32), (257, 32), (1000, 256), (4097, 1024)):
                 print(each_impl, each_wire, size, block, flush=True)
                 sync(at_the_end_of_memory, each_wire, size, block, each_impl)
