@@ -277,7 +277,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--size", type=common.parse_size, default=1 << 30, help="bytes of fp32 parameters")
     add("-n", "--samples", type=int, default=20, help="timed samples after three of warm-up")
-    add("--wires", default=",".join(("int8", "int4", *(w for w in ELEMENT_WIRES if "int" not in w))))
+    add(
+        "--wires", default=",".join(("int8", "int4", *(w for w in ELEMENT_WIRES if "int" not in w)))
+    )
     add("--impl", default="", help="comma list (default: all that run there)")
     add("--no-compile", action="store_true", help="leave torch.compile out")
     add(

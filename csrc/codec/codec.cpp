@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "codec/fp_environment.h"
 #include "wire/codes.h"
+#include "wire/rotation.h"
 
 namespace diloco::codec {
 namespace {
@@ -126,8 +128,9 @@ struct alignas(64) StackBlock {
     }
 };
 
-// Where the scales and codes of an element lie in a payload.
+// Where the run, the scales and the codes of an element lie in a payload.
 struct PayloadPosition {
+    int64_t run;
     int64_t scales;
     int64_t codes;
 };
@@ -136,16 +139,41 @@ PayloadPosition locate(const RunLayout& layout, int64_t element) {
     const int64_t run = element / layout.run_elements, within = element % layout.run_elements;
     const int64_t start =
         run * wire::run_bytes(layout.format, layout.run_elements, layout.block_size);
-    return {start + 2 * (within / layout.block_size),
+    return {start, start + wire::scale_offset(layout.format) + 2 * (within / layout.block_size),
             start + wire::code_offset(layout.format, layout.run_elements, layout.block_size) +
                 wire::code_bytes(layout.format, within)};
+}
+
+// The signs of one encoder of a rotated format.
+struct Signs {
+    uint64_t key = 0;
+    int size = 0;  // 0: none yet
+    uint8_t bits[wire::kMaxSignBytes];
+
+    void fill(uint64_t new_key, int block_size) {
+        if (key == new_key && size == block_size) return;
+        key = new_key;
+        size = block_size;
+        wire::fill_signs(key, size, bits);
+    }
+};
+
+// Reused by every call on a thread; a call has no other inside it.
+Signs* thread_signs(int count) {
+    static thread_local std::vector<Signs> storage;
+    if (storage.size() < static_cast<size_t>(count)) storage.resize(static_cast<size_t>(count));
+    return storage.data();
 }
 
 // The payloads of an operator with pointers to one position of each.
 class Terms {
   public:
-    Terms(const uint8_t* const* payloads, const float* coefficients, int count)
-        : payloads_(payloads), count_(count) {
+    Terms(const RunLayout& layout, const uint8_t* const* payloads, const float* coefficients,
+          int count)
+        : block_size_(layout.block_size),
+          payloads_(payloads),
+          count_(count),
+          signs_(wire::is_rotated(layout.format) ? thread_signs(count) : nullptr) {
         for (int i = 0; i < count; ++i) terms_[i].coefficient = coefficients[i];
     }
     const Term* at(const PayloadPosition& position) {
@@ -153,13 +181,27 @@ class Terms {
             terms_[i].scales = payloads_[i] + position.scales;
             terms_[i].codes = payloads_[i] + position.codes;
         }
+        if (signs_ != nullptr && position.run != run_) read_keys(position.run);
         return terms_;
     }
     int count() const { return count_; }
 
   private:
+    void read_keys(int64_t run) {
+        run_ = run;
+        for (int i = 0; i < count_; ++i) {
+            uint64_t key;
+            std::memcpy(&key, payloads_[i] + run, sizeof(key));
+            signs_[i].fill(key, block_size_);
+            terms_[i].signs = signs_[i].bits;
+        }
+    }
+
+    const int block_size_;
     const uint8_t* const* payloads_;
     int count_;
+    Signs* const signs_;
+    int64_t run_ = -1;
     Term terms_[kMaxTerms];
 };
 
@@ -200,7 +242,8 @@ int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece
     return bad;
 }
 
-int64_t encode_piece(const EncodeArgs& args, Terms& terms, const Piece& piece) {
+int64_t encode_piece(const EncodeArgs& args, Terms& terms, const uint8_t* signs,
+                     const Piece& piece) {
     const RunLayout& layout = args.layout;
     const PayloadPosition position = locate(layout, piece.begin);
     EncodeSpan span{};
@@ -227,6 +270,10 @@ int64_t encode_piece(const EncodeArgs& args, Terms& terms, const Piece& piece) {
     span.is_stochastic = args.is_stochastic;
     span.element = args.index_begin + static_cast<uint64_t>(piece.begin);
     span.key = args.key;
+    span.signs = signs;
+    if (wire::is_rotated(layout.format) && piece.begin % layout.run_elements == 0) {
+        std::memcpy(args.payload + position.run, &args.key, sizeof(args.key));
+    }
     StackBlock params;
     if (piece.data == nullptr && span.num_terms == 0) {
         params.gather(args.params, piece);
@@ -241,26 +288,29 @@ int64_t encode_piece(const EncodeArgs& args, Terms& terms, const Piece& piece) {
 
 int64_t encode(const EncodeArgs& args, int64_t begin, int64_t end) {
     const IeeeScope ieee;
-    Terms terms(args.term_payloads, args.coefficients, args.num_terms);
+    Terms terms(args.layout, args.term_payloads, args.coefficients, args.num_terms);
+    Signs own;
+    if (wire::is_rotated(args.layout.format)) own.fill(args.key, args.layout.block_size);
     int64_t bad = 0;
     if (args.num_terms > 0) {
         // A run that is reduced is one stretch of whole blocks and a short one.
         const int64_t whole = (end - begin) / args.layout.block_size * args.layout.block_size;
-        if (whole > 0) bad += encode_piece(args, terms, {begin, whole, nullptr, DType::kFp32, 0});
+        if (whole > 0)
+            bad += encode_piece(args, terms, own.bits, {begin, whole, nullptr, DType::kFp32, 0});
         if (begin + whole < end) {
-            bad += encode_piece(args, terms,
+            bad += encode_piece(args, terms, own.bits,
                                 {begin + whole, end - begin - whole, nullptr, DType::kFp32, 0});
         }
         return bad;
     }
     for_each_piece(args.params, args.layout, begin, end,
-                   [&](const Piece& piece) { bad += encode_piece(args, terms, piece); });
+                   [&](const Piece& piece) { bad += encode_piece(args, terms, own.bits, piece); });
     return bad;
 }
 
 void decode(const DecodeArgs& args, int64_t begin, int64_t end) {
     const IeeeScope ieee;
-    Terms terms(args.term_payloads, args.coefficients, args.num_terms);
+    Terms terms(args.layout, args.term_payloads, args.coefficients, args.num_terms);
     for_each_piece(args.outs, args.layout, begin, end, [&](const Piece& piece) {
         StackBlock block;
         DecodeSpan span{};
@@ -314,7 +364,7 @@ void step_block(const StepArgs& args, StepSpan span, const Piece& piece) {
 
 void outer_step(const StepArgs& args, int64_t begin, int64_t end) {
     const IeeeScope ieee;
-    Terms terms(args.term_payloads, args.coefficients, args.num_terms);
+    Terms terms(args.layout, args.term_payloads, args.coefficients, args.num_terms);
     for_each_piece(args.params, args.layout, begin, end, [&](const Piece& piece) {
         StepSpan span{};
         span.format = args.layout.format;

@@ -84,9 +84,9 @@ DILOCO_HD constexpr int64_t scale_offset(Format format) { return is_rotated(form
 
 // Byte at which the codes of a run begin; depends on the run's nominal length alone.
 DILOCO_HD constexpr int64_t code_offset(Format format, int64_t run_elements, int64_t block_size) {
-    return has_scales(format) ? align_up(scale_offset(format) +
-                                         2 * ((run_elements + block_size - 1) / block_size))
-                              : 0;
+    return has_scales(format)
+               ? align_up(scale_offset(format) + 2 * ((run_elements + block_size - 1) / block_size))
+               : 0;
 }
 
 // Every run takes this many bytes of the payload, also when it is short or empty.

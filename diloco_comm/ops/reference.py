@@ -92,9 +92,7 @@ def encode(
             x = x + residual[first:last].float()
         run = payload[run_idx * run_bytes : (run_idx + 1) * run_bytes]
         has_feedback = new_residual is not None
-        bad += encode_run(
-            x, run, run_elements, form, first, stochastic, rng_key, has_feedback
-        )
+        bad += encode_run(x, run, run_elements, form, first, stochastic, rng_key, has_feedback)
         if new_residual is not None:
             error = x - decode_run(run, run_elements, form, last - first)
             new_residual[first:last] = error.to(new_residual.dtype)
@@ -126,9 +124,7 @@ def reduce(
     if residual is not None:
         x = x + residual[:num_elements].float()
     has_feedback = new_residual is not None
-    bad = encode_run(
-        x, result, run_elements, form, index_begin, stochastic, rng_key, has_feedback
-    )
+    bad = encode_run(x, result, run_elements, form, index_begin, stochastic, rng_key, has_feedback)
     if new_residual is not None:
         error = x - decode_run(result, run_elements, form, num_elements)
         new_residual[:num_elements] = error.to(new_residual.dtype)

@@ -199,6 +199,47 @@ struct Vec {
         return _mm256_shuffle_epi8(_mm256_broadcastq_epi64(load64(p)), order);
     }
 
+    // Rotated formats (simd/rotation.h). Lane i of `across` is lane i ^ kStride of `v`.
+    template <int kStride>
+    static I across(I v) {
+        if constexpr (kStride == 1) return _mm256_shuffle_epi32(v, 0xB1);
+        if constexpr (kStride == 2) return _mm256_shuffle_epi32(v, 0x4E);
+        return _mm256_permute2x128_si256(v, v, 0x01);
+    }
+    // v_i + v_(i ^ kStride) in lanes whose number lacks the bit kStride, v_(i ^ kStride) - v_i in
+    // the others.
+    template <int kStride>
+    static I butterfly(I v) {
+        const I sign = kStride == 1   ? _mm256_setr_epi32(1, -1, 1, -1, 1, -1, 1, -1)
+                       : kStride == 2 ? _mm256_setr_epi32(1, 1, -1, -1, 1, 1, -1, -1)
+                                      : _mm256_setr_epi32(1, 1, 1, 1, -1, -1, -1, -1);
+        return _mm256_add_epi32(across<kStride>(v), _mm256_sign_epi32(v, sign));
+    }
+    static I abs(I v) { return _mm256_abs_epi32(v); }
+    // Bit i of the byte belongs to lane i.
+    static M load_mask(const uint8_t* bits) {
+        const I bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+        return _mm256_cmpeq_epi32(and_(set(static_cast<int32_t>(*bits)), bit), bit);
+    }
+    static void store_mask(uint8_t* bits, M mask) {
+        *bits = static_cast<uint8_t>(_mm256_movemask_ps(as_float(mask)));
+    }
+    static M is_negative(I v) { return _mm256_srai_epi32(v, 31); }
+    static I negate_where(M m, I v) { return sub(xor_(v, m), m); }
+    static I keep_where(M m, I v) { return and_(m, v); }
+    // Sums of the squares of even lanes and of odd ones, 64 bits each.
+    static I add_squares(I sum, I v) {
+        const I odd = _mm256_srli_epi64(v, 32);
+        return _mm256_add_epi64(_mm256_add_epi64(sum, _mm256_mul_epi32(v, v)),
+                                _mm256_mul_epi32(odd, odd));
+    }
+    static uint32_t sum(I v) {
+        __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+        s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+        s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1));
+        return static_cast<uint32_t>(_mm_cvtsi128_si32(s));
+    }
+
   private:
     static __m128i to_half(F v) {
         return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -1,0 +1,135 @@
+// Encoding of the rotated formats over a Vec (vec_avx2.h or vec_avx512.h, included before), block
+// by block: x is read into the first-level cache while its largest magnitude is found.
+#pragma once
+
+#include "codec/simd/encode.h"
+
+namespace diloco::codec {
+namespace {
+
+// What is transformed: x as integers with their signs, folded.
+template <Format kFormat>
+DILOCO_INLINE void load_folded(const float* x, const uint8_t* signs, int exponent, Vec::I* y) {
+    using R = wire::Rotation<kFormat>;
+    const Vec::F unit = Vec::set(wire::power_of_two(R::kBits - exponent));
+    for (int k = 0; k < kKeptVectors<kFormat>; ++k) {
+        Vec::I sum = Vec::set(0);
+        for (int j = k * Vec::kWidth; j < R::kBlock; j += R::kKept) {
+            const Vec::I q = Vec::round_even(Vec::mul(Vec::load(x + j), unit));
+            sum = Vec::add(sum, Vec::negate_where(Vec::load_mask(signs + j / 8), q));
+        }
+        y[k] = sum;
+    }
+}
+
+// Writes the code of the coefficients y, and returns what their scale is made of.
+template <Format kFormat>
+DILOCO_INLINE wire::CoefficientSums write_code(const Vec::I* y, uint8_t* code) {
+    using R = wire::Rotation<kFormat>;
+    uint8_t* negative = R::kHasLevels ? code + R::kKept / 8 : code;
+    Vec::I magnitudes = Vec::set(0), squares = Vec::set(0);
+    for (int k = 0; k < kKeptVectors<kFormat>; ++k) {
+        magnitudes = Vec::add(magnitudes, Vec::abs(y[k]));
+        squares = Vec::add_squares(squares, y[k]);
+        Vec::store_mask(negative + k * Vec::kWidth / 8, Vec::is_negative(y[k]));
+    }
+    wire::CoefficientSums sums{Vec::sum(magnitudes), static_cast<int64_t>(Vec::sum64(squares)), 0,
+                               0};
+    if constexpr (R::kHasLevels) {
+        const Vec::I border = Vec::set(wire::level_border(sums.magnitude));
+        Vec::I large = Vec::set(0);
+        for (int k = 0; k < kKeptVectors<kFormat>; ++k) {
+            const Vec::I magnitude = Vec::abs(y[k]);
+            const Vec::M is_large = Vec::less(border, magnitude);
+            Vec::store_mask(code + k * Vec::kWidth / 8, is_large);
+            large = Vec::add(large, Vec::keep_where(is_large, magnitude));
+            sums.num_large += Vec::count(is_large);
+        }
+        sums.large_magnitude = Vec::sum(large);
+    }
+    return sums;
+}
+
+inline int64_t count_bad(const float* x, int size) {
+    int64_t num_bad = 0;
+    for (int j = 0; j < size; ++j) {
+        num_bad += (wire::float_bits(x[j]) & wire::kMagnitudeMask) > wire::kLargestRotatedBits;
+    }
+    return num_bad;
+}
+
+// Encodes x, block number `block`; returns the number of bad elements.
+template <Format kFormat, bool kHasNewResidual>
+DILOCO_INLINE int64_t encode_rotated_block(const EncodeSpan& span, int64_t block, const float* x,
+                                           uint32_t largest) {
+    using R = wire::Rotation<kFormat>;
+    uint8_t* code = span.codes + block * wire::rotated_bytes(kFormat);
+    const bool is_good = largest <= wire::kLargestRotatedBits;
+    uint16_t scale = 0;
+    if (is_good) {
+        alignas(64) Vec::I y[kKeptVectors<kFormat>];
+        const int exponent = wire::block_exponent(largest);
+        load_folded<kFormat>(x, span.signs, exponent, y);
+        hadamard<kKeptVectors<kFormat>>(y);
+        const wire::CoefficientSums sums = write_code<kFormat>(y, code);
+        scale = wire::rotated_scale<kFormat>(sums, exponent, kHasNewResidual);
+    }
+    if (scale == 0) __builtin_memset(code, 0, wire::rotated_bytes(kFormat));
+    __builtin_memcpy(span.scales + 2 * block, &scale, sizeof(scale));
+    if constexpr (kHasNewResidual) {
+        const float value = wire::rotated_scale_value(scale);
+        for_each_decoded<kFormat>(code, span.signs, value, [&](int j, Vec::F decoded) {
+            store_residual(span, block * R::kBlock + j, Vec::sub(Vec::load(x + j), decoded));
+        });
+    }
+    return is_good ? 0 : count_bad(x, R::kBlock);
+}
+
+// A load(block, x) fills x and returns its largest magnitude's bits.
+template <Format kFormat, bool kHasNewResidual, class Load>
+int64_t encode_rotated_blocks(const EncodeSpan& argument, Load&& load) {
+    const EncodeSpan span = argument;
+    alignas(64) float x[wire::Rotation<kFormat>::kBlock];
+    int64_t num_bad = 0;
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        const uint32_t largest = load(block, x);
+        num_bad += encode_rotated_block<kFormat, kHasNewResidual>(span, block, x, largest);
+    }
+    return num_bad;
+}
+
+template <Format kFormat, bool kHasNewResidual, class Input>
+int64_t encode_rotated_input(const EncodeSpan& span) {
+    return encode_rotated_blocks<kFormat, kHasNewResidual>(
+        span, [&](int64_t block, float* x) { return load_block<Input>(span, block, x); });
+}
+
+template <Format kFormat, bool kHasNewResidual>
+int64_t encode_rotated_with(const EncodeSpan& span) {
+    if (span.num_terms > 0) {
+        return encode_rotated_blocks<kFormat, kHasNewResidual>(
+            span, [&](int64_t block, float* x) { return load_sum<kFormat>(span, block, x); });
+    }
+    const bool is_fp32 = span.param_dtype == DType::kFp32;
+    if (span.outer != nullptr && is_fp32 && span.residual == nullptr) {
+        return encode_rotated_input<kFormat, kHasNewResidual, DifferenceInput<DType::kFp32, false>>(
+            span);
+    }
+    if (span.outer != nullptr && is_fp32 && span.residual_dtype == DType::kFp32) {
+        return encode_rotated_input<kFormat, kHasNewResidual, DifferenceInput<DType::kFp32, true>>(
+            span);
+    }
+    if (span.outer == nullptr && is_fp32 && span.residual == nullptr) {
+        return encode_rotated_input<kFormat, kHasNewResidual, TensorInput>(span);
+    }
+    return encode_rotated_input<kFormat, kHasNewResidual, AnyInput>(span);
+}
+
+template <Format kFormat>
+int64_t encode_rotated(const EncodeSpan& span) {
+    return span.new_residual != nullptr ? encode_rotated_with<kFormat, true>(span)
+                                        : encode_rotated_with<kFormat, false>(span);
+}
+
+}  // namespace
+}  // namespace diloco::codec
