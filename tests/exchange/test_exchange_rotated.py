@@ -1,0 +1,145 @@
+"""The rotated wires between real processes: the bytes of the reference, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from exchange_helpers import decode, digest, exchange, reference_digest, split, sync, values
+from workers import Pool
+
+from diloco_comm.exchange.headers import Header
+from diloco_comm.ops.wire import ROTATED_WIRES, WireFormat
+
+Workers = Callable[[int], Pool]
+SIZES = [1, 257, 30_011, 100_003]
+WEIGHTS = [1.0, 3.0, 0.0, 0.5, 2.0]
+
+
+def _exchange_sizes(
+    rank: int, world: int, wires: list[str], lanes: int, delay: float, chunk_bytes: int
+) -> list[tuple[str, str]]:
+    results = []
+    with exchange(rank, world, lanes=lanes, window=3, chunk_bytes=chunk_bytes) as ex:
+        if delay:
+            ex.inject_fault(max_delay_us=delay, seed=17 * rank + world)
+        for wire in wires:
+            for round, n in enumerate(SIZES):
+                buffers = ex.buffers(n, WireFormat(wire))
+                params = [split(values(round, replica, n)) for replica in range(world)]
+                weight = WEIGHTS[rank]
+                outcome = sync(ex, buffers, params[rank], weight=weight, round=round, seed=5)
+                buffers.commit()
+                expected = reference_digest(
+                    params, buffers.layout, WEIGHTS[:world], seed=5, round=round
+                )
+                results.append((digest(outcome), expected))
+                results.append((str(outcome.digest), str(outcome.digest)))
+    return results
+
+
+def _check(results: list[list[tuple[str, str]]]) -> None:
+    for rank_results in results:
+        for got, expected in rank_results:
+            assert got == expected
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+def test_worlds_agree_with_the_reference(workers: Workers, world: int) -> None:
+    _check(workers(world).run(_exchange_sizes, list(ROTATED_WIRES), 1, 0.0, 4096))
+
+
+@pytest.mark.parametrize(("world", "lanes"), [(2, 3), (4, 2)])
+def test_random_delays_do_not_mix_messages(workers: Workers, world: int, lanes: int) -> None:
+    _check(workers(world).run(_exchange_sizes, ["int2r", "sub2"], lanes, 300.0, 512))
+
+
+def _bytes_received(rank: int, world: int, wire: str) -> tuple[int, int]:
+    n = 1 << 18
+    with exchange(rank, world, chunk_bytes=1 << 20) as ex:
+        buffers = ex.buffers(n, WireFormat(wire))
+        outcome = sync(ex, buffers, [values(0, rank, n)])
+        return outcome.received_bytes, outcome.sent_bytes
+
+
+@pytest.mark.parametrize("wire", ROTATED_WIRES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_on_the_wire(workers: Workers, wire: str, world: int) -> None:
+    form = WireFormat(wire)
+    payload = (1 << 18) * form.bits_per_element / 8
+    ideal = (world - 1) * payload
+    if world > 2 and not form.is_gathered:
+        ideal = 2 * (world - 1) / world * payload
+    for received, sent in workers(world).run(_bytes_received, wire):
+        # Headers and votes besides: a few hundred bytes for each peer.
+        assert ideal <= received <= 1.015 * ideal + 600 * (world - 1)
+        assert sent == pytest.approx(received, rel=0.02)
+
+
+def _mean_of_rounds(rank: int, world: int, wire: str) -> list[float]:
+    """The relative error of the mean over 1 and over 256 rounds of one vector."""
+    n = 2048
+    with exchange(rank, world) as ex:
+        buffers = ex.buffers(n, WireFormat(wire))
+        inputs = [values(3, replica, n) for replica in range(world)]
+        mean = torch.stack(inputs).double().mean(0)
+        total, errors = torch.zeros(n, dtype=torch.float64), []
+        for round in range(256):
+            total += decode(sync(ex, buffers, [inputs[rank]], round=round, seed=1)).double()
+            buffers.commit()
+            errors.append(float((total / (round + 1) - mean).norm() / mean.norm()))
+        return [errors[0], errors[-1]]
+
+
+@pytest.mark.parametrize("wire", ["int2r", "int1r", "sub8"])
+def test_rounds_of_one_vector_average_the_error_away(workers: Workers, wire: str) -> None:
+    for first, last in workers(3).run(_mean_of_rounds, wire):
+        # Independent errors without a bias fall as the square root of the rounds: by 16.
+        assert first / 20 < last < first / 12
+
+
+def _error_feedback(rank: int, world: int) -> list[float]:
+    n, errors = 5_003, []
+    with exchange(rank, world) as ex:
+        buffers = ex.buffers(n, WireFormat("int2r"), error_feedback=True)
+        inputs = [values(3, replica, n) for replica in range(world)]
+        mean = torch.stack(inputs).double().mean(0)
+        total = torch.zeros(n, dtype=torch.float64)
+        for round in range(40):
+            total += decode(sync(ex, buffers, [inputs[rank]], round=round)).double()
+            buffers.commit()
+            errors.append(float((total / (round + 1) - mean).norm() / mean.norm()))
+    return errors
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_error_feedback_of_int2r(workers: Workers, world: int) -> None:
+    for errors in workers(world).run(_error_feedback):
+        assert errors[-1] < errors[0] / 20
+
+
+def _repeated_round(rank: int, world: int) -> tuple[bool, bool]:
+    n = 3000
+    with exchange(rank, world) as ex:
+        buffers = ex.buffers(n, WireFormat("int2r"))
+        payloads = []
+        for round in (4, 4, 5):
+            header = Header("sync", round=round)
+            work = ex.start(buffers, outer=None, params=[values(0, rank, n)], header=header)
+            payloads.append(work.payload.clone())
+            work.wait(40)
+            buffers.commit()
+        return torch.equal(payloads[0], payloads[1]), torch.equal(payloads[1], payloads[2])
+
+
+def test_a_repeated_round_repeats_its_bytes(workers: Workers) -> None:
+    assert workers(2).run(_repeated_round) == [(True, False)] * 2
+
+
+def test_a_fragment_on_a_device_is_refused() -> None:
+    from diloco_comm.exchange.buffers import ExchangeBuffers
+
+    with pytest.raises(ValueError, match="wire int1r has kernels for tensors in host memory alone"):
+        ExchangeBuffers(10, WireFormat("int1r"), device=torch.device("cuda:0"))
