@@ -13,6 +13,7 @@ from ..base.errors import SyncError
 from ..base.memory import CPU, Payload
 from ..ops.residuals import Residuals
 from ..ops.wire import ELEMENT_WIRES, Layout, WireFormat
+from ..ops.wire_options import check_options
 from .headers import Header, to_native
 from .round import Round, Standing, Terms
 
@@ -70,6 +71,7 @@ class ExchangeBuffers:
     ) -> None:
         if num_elements < 1:
             raise ValueError(f"buffers need at least one element, got {num_elements}")
+        check_options(wire, error_feedback=error_feedback)
         if wire.is_rotated and device.type != "cpu":
             raise ValueError(
                 f"wire {wire.name} has kernels for tensors in host memory alone, got a fragment on "

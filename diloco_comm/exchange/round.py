@@ -154,8 +154,11 @@ class Round:
         if self.result is None:
             return [(own, 1.0)]
         result = self.result.tensor
-        if len(weights) > 2 and not self.layout.wire.is_gathered:
+        if len(weights) == 2:
+            payloads = [result]
+        elif self.layout.wire.is_gathered:
+            payloads = list(result.split(self.layout.payload_bytes))
+        else:
             return [(result, 1.0)]
-        payloads = list(result.split(self.layout.payload_bytes))
         payloads.insert(self.rank, own)
         return list(zip(payloads, weights, strict=True))

@@ -43,6 +43,11 @@ class QuantizedAllReduce:
     ) -> None:
         self.group = group
         self.wire = parse(wire, block_size)
+        if error_feedback and self.wire.is_rotated:
+            raise ValueError(
+                f"error_feedback=True does not go with wire {self.wire.name!r} in this hook, which "
+                "encodes without bias: leave it out, or take wire 'int4'"
+            )
         self.error_feedback = error_feedback
         self.timeout = timeout
         self.finisher = Finisher()

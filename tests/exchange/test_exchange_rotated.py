@@ -13,7 +13,7 @@ from diloco_comm.exchange.headers import Header
 from diloco_comm.ops.wire import ROTATED_WIRES, WireFormat
 
 Workers = Callable[[int], Pool]
-SIZES = [1, 257, 30_011, 100_003]
+SIZES = [1, 30_011]
 WEIGHTS = [1.0, 3.0, 0.0, 0.5, 2.0]
 
 
@@ -79,14 +79,14 @@ def test_bytes_on_the_wire(workers: Workers, wire: str, world: int) -> None:
 
 
 def _mean_of_rounds(rank: int, world: int, wire: str) -> list[float]:
-    """The relative error of the mean over 1 and over 256 rounds of one vector."""
+    """The relative error of the mean over 1 and over 100 rounds of one vector."""
     n = 2048
     with exchange(rank, world) as ex:
         buffers = ex.buffers(n, WireFormat(wire))
         inputs = [values(3, replica, n) for replica in range(world)]
         mean = torch.stack(inputs).double().mean(0)
         total, errors = torch.zeros(n, dtype=torch.float64), []
-        for round in range(256):
+        for round in range(100):
             total += decode(sync(ex, buffers, [inputs[rank]], round=round, seed=1)).double()
             buffers.commit()
             errors.append(float((total / (round + 1) - mean).norm() / mean.norm()))
@@ -96,8 +96,8 @@ def _mean_of_rounds(rank: int, world: int, wire: str) -> list[float]:
 @pytest.mark.parametrize("wire", ["int2r", "int1r", "sub8"])
 def test_rounds_of_one_vector_average_the_error_away(workers: Workers, wire: str) -> None:
     for first, last in workers(3).run(_mean_of_rounds, wire):
-        # Independent errors without a bias fall as the square root of the rounds: by 16.
-        assert first / 20 < last < first / 12
+        # Independent errors without a bias fall as the square root of the rounds: by 10.
+        assert first / 13 < last < first / 7.5
 
 
 def _error_feedback(rank: int, world: int) -> list[float]:

@@ -15,6 +15,7 @@ from .payloads import Payload
 
 HUGE = 2.0**126
 _HUGE_BITS = 0x7E80  # as bf16
+_SMALLEST_BITS = 0x0080  # 2^-126
 
 
 def find_garbage(payload: Payload, layout: Layout) -> str:
@@ -39,10 +40,15 @@ def find_run_garbage(run: Tensor, layout: Layout, count: int) -> str:
     if wire.has_scales:
         num_blocks = -(-count // wire.block_size)
         # Read as integers, the bits of positive finite bf16 numbers sort like the numbers.
-        bits = run[: SCALE_BYTES * num_blocks].numpy().view(np.int16)
-        if bits.min() <= 0 or bits.max() > _HUGE_BITS:
+        begin = wire.scale_offset
+        bits = run[begin : begin + SCALE_BYTES * num_blocks].numpy().view(np.int16)
+        # A null block of a rotated wire has the scale zero.
+        is_made = (bits >= _SMALLEST_BITS) | (bits == 0) if wire.is_rotated else bits > 0
+        if not is_made.all() or bits.max() > _HUGE_BITS:
             return "a scale is not a finite positive number"
-    codes = run[offset : offset + -(-count * wire.code_bits // 8)]
+    if wire.is_rotated:
+        return ""  # every code is one that an encoder may make
+    codes = run[offset : offset + wire.code_bytes(count)]
     return _bad_codes(codes, wire.name)
 
 
