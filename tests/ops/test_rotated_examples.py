@@ -116,3 +116,22 @@ def test_a_bad_element_makes_its_block_null(wire: str) -> None:
     scale, code, run = encode(x, wire)
     assert scale == "0000" and set(code) == {"0"}
     assert decode(run, wire, len(x)) == [0.0] * len(x)
+
+
+# The key, two scales, padding, two codes: that of 44 values has a period of 64 coefficients.
+RUN = (
+    "efcdab8967452301073d593c00000000"
+    "68fb43592d55c3a2700f23845f4ef8de73cce75713633e3fdb96676b390bedbd"
+    "6bb82e31fbf8be716bb82e31fbf8be716bb82e31fbf8be716bb82e31fbf8be71"
+)
+
+
+@every_impl
+def test_a_whole_run_with_signs_of_its_own(impl: str) -> None:
+    x, _ = polynomial(300)
+    run = torch.zeros(WireFormat("int1r").run_bytes(512), dtype=torch.uint8)
+    ops.encode(None, [x], run, 0, 300, 512, "int1r", 256, rng_key=0x0123456789ABCDEF, impl=impl)
+    assert run.numpy().tobytes().hex() == RUN
+    out = torch.empty(300)
+    ops.decode([run], [1.0], [out], 0, 300, 512, "int1r", 256, impl=impl)
+    assert out[[0, 1, 256]].tolist() == [-0.9228515625, 0.3955078125, -0.6357421875]
