@@ -7,6 +7,7 @@ import torch
 from codec_cases import CPU_IMPLS
 from torch import Tensor
 
+from diloco_comm import ops
 from diloco_comm.ops import reference_rotation
 from diloco_comm.ops.wire import ROTATED_WIRES, WireFormat
 
