@@ -1,5 +1,6 @@
 // Encoding of the rotated formats over a Vec (vec_avx2.h or vec_avx512.h, included before), block
-// by block: x is read into the first-level cache while its largest magnitude is found.
+// by block. While a block is folded, the next one is read into the first-level cache, and its
+// largest magnitude is found: the reads are then on their way while the block is transformed.
 #pragma once
 
 #include "codec/simd/encode.h"
@@ -7,18 +8,21 @@
 namespace diloco::codec {
 namespace {
 
-// What is transformed: x as integers with their signs, folded.
-template <Format kFormat>
-DILOCO_INLINE void load_folded(const float* x, const uint8_t* signs, int exponent, Vec::I* y) {
+// What is transformed: x as integers with their signs, folded. Calls load_next(j) for each vector
+// of the block, j being its first element.
+template <Format kFormat, class LoadNext>
+DILOCO_INLINE void load_folded(const float* x, const uint8_t* signs, int exponent, Vec::I* y,
+                               LoadNext&& load_next) {
     using R = wire::Rotation<kFormat>;
     const Vec::F unit = Vec::set(wire::power_of_two(R::kBits - exponent));
-    for (int k = 0; k < kKeptVectors<kFormat>; ++k) {
-        Vec::I sum = Vec::set(0);
-        for (int j = k * Vec::kWidth; j < R::kBlock; j += R::kKept) {
-            const Vec::I q = Vec::round_even(Vec::mul(Vec::load(x + j), unit));
-            sum = Vec::add(sum, Vec::negate_where(Vec::load_mask(signs + j / 8), q));
+    for (int begin = 0; begin < R::kBlock; begin += R::kKept) {
+        for (int k = 0; k < kKeptVectors<kFormat>; ++k) {
+            const int j = begin + k * Vec::kWidth;
+            load_next(j);
+            Vec::I q = Vec::round_even(Vec::mul(Vec::load(x + j), unit));
+            q = Vec::negate_where(Vec::load_mask(signs + j / 8), q);
+            y[k] = begin == 0 ? q : Vec::add(y[k], q);
         }
-        y[k] = sum;
     }
 }
 
@@ -58,10 +62,10 @@ inline int64_t count_bad(const float* x, int size) {
     return num_bad;
 }
 
-// Encodes x, block number `block`; returns the number of bad elements.
-template <Format kFormat, bool kHasNewResidual>
+// Encodes x, block number `block`, and loads the next; returns the number of bad elements.
+template <Format kFormat, bool kHasNewResidual, class LoadNext>
 DILOCO_INLINE int64_t encode_rotated_block(const EncodeSpan& span, int64_t block, const float* x,
-                                           uint32_t largest) {
+                                           uint32_t largest, LoadNext&& load_next) {
     using R = wire::Rotation<kFormat>;
     uint8_t* code = span.codes + block * wire::rotated_bytes(kFormat);
     const bool is_good = largest <= wire::kLargestRotatedBits;
@@ -69,10 +73,12 @@ DILOCO_INLINE int64_t encode_rotated_block(const EncodeSpan& span, int64_t block
     if (is_good) {
         alignas(64) Vec::I y[kKeptVectors<kFormat>];
         const int exponent = wire::block_exponent(largest);
-        load_folded<kFormat>(x, span.signs, exponent, y);
+        load_folded<kFormat>(x, span.signs, exponent, y, load_next);
         hadamard<kKeptVectors<kFormat>>(y);
         const wire::CoefficientSums sums = write_code<kFormat>(y, code);
         scale = wire::rotated_scale<kFormat>(sums, exponent, kHasNewResidual);
+    } else {
+        for (int j = 0; j < R::kBlock; j += Vec::kWidth) load_next(j);
     }
     if (scale == 0) __builtin_memset(code, 0, wire::rotated_bytes(kFormat));
     __builtin_memcpy(span.scales + 2 * block, &scale, sizeof(scale));
@@ -85,30 +91,45 @@ DILOCO_INLINE int64_t encode_rotated_block(const EncodeSpan& span, int64_t block
     return is_good ? 0 : count_bad(x, R::kBlock);
 }
 
-// A load(block, x) fills x and returns its largest magnitude's bits.
-template <Format kFormat, bool kHasNewResidual, class Load>
-int64_t encode_rotated_blocks(const EncodeSpan& argument, Load&& load) {
-    const EncodeSpan span = argument;
+// The sum of any number of payloads, block after block.
+template <Format kFormat, bool kHasNewResidual>
+int64_t encode_rotated_sum(const EncodeSpan& span) {
     alignas(64) float x[wire::Rotation<kFormat>::kBlock];
     int64_t num_bad = 0;
     for (int64_t block = 0; block < span.num_blocks; ++block) {
-        const uint32_t largest = load(block, x);
-        num_bad += encode_rotated_block<kFormat, kHasNewResidual>(span, block, x, largest);
+        const uint32_t largest = load_sum<kFormat>(span, block, x);
+        num_bad +=
+            encode_rotated_block<kFormat, kHasNewResidual>(span, block, x, largest, [](int) {});
     }
     return num_bad;
 }
 
 template <Format kFormat, bool kHasNewResidual, class Input>
-int64_t encode_rotated_input(const EncodeSpan& span) {
-    return encode_rotated_blocks<kFormat, kHasNewResidual>(
-        span, [&](int64_t block, float* x) { return load_block<Input>(span, block, x); });
+int64_t encode_rotated_input(const EncodeSpan& argument) {
+    const EncodeSpan span = argument;
+    Scratch scratch(span);
+    int64_t num_bad = 0;
+    uint32_t largest = load_block<Input>(argument, 0, scratch.x(0));
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        // After the last block this load is in vain.
+        const Input next(span, block + 1 < span.num_blocks ? block + 1 : block);
+        float* following = scratch.x(block + 1);
+        Vec::I maxima = Vec::set(0);
+        num_bad += encode_rotated_block<kFormat, kHasNewResidual>(
+            span, block, scratch.x(block), largest, [&](int j) {
+                const Vec::F v = next.load(j);
+                maxima = Vec::max(maxima, magnitude_of(v));
+                Vec::store(following + j, v);
+            });
+        largest = Vec::largest(maxima);
+    }
+    return num_bad;
 }
 
 template <Format kFormat, bool kHasNewResidual>
 int64_t encode_rotated_with(const EncodeSpan& span) {
     if (span.num_terms > 0) {
-        return encode_rotated_blocks<kFormat, kHasNewResidual>(
-            span, [&](int64_t block, float* x) { return load_sum<kFormat>(span, block, x); });
+        return encode_rotated_sum<kFormat, kHasNewResidual>(span);
     }
     const bool is_fp32 = span.param_dtype == DType::kFp32;
     if (span.outer != nullptr && is_fp32 && span.residual == nullptr) {
