@@ -74,7 +74,7 @@ DILOCO_INLINE int64_t encode_rotated_block(const EncodeSpan& span, int64_t block
         alignas(64) Vec::I y[kKeptVectors<kFormat>];
         const int exponent = wire::block_exponent(largest);
         load_folded<kFormat>(x, span.signs, exponent, y, load_next);
-        hadamard<kKeptVectors<kFormat>>(y);
+        hadamard<WideLanes, kKeptVectors<kFormat>>(y);
         const wire::CoefficientSums sums = write_code<kFormat>(y, code);
         scale = wire::rotated_scale<kFormat>(sums, exponent, kHasNewResidual);
     } else {

@@ -183,6 +183,35 @@ struct Vec {
         const I other = across<kStride>(v);
         return _mm512_mask_sub_epi32(_mm512_add_epi32(other, v), kUpper, other, v);
     }
+    // The same in lanes of 16 bits.
+    template <int kStride>
+    static I butterfly16(I v) {
+        constexpr __mmask32 kUpper = kStride == 1   ? 0xAAAAAAAA
+                                     : kStride == 2 ? 0xCCCCCCCC
+                                     : kStride == 4 ? 0xF0F0F0F0
+                                     : kStride == 8 ? 0xFF00FF00
+                                                    : 0xFFFF0000;
+        I other;
+        if constexpr (kStride == 1) {
+            other = _mm512_rol_epi32(v, 16);
+        } else {
+            other = across<kStride / 2>(v);
+        }
+        return _mm512_mask_sub_epi16(_mm512_add_epi16(other, v), kUpper, other, v);
+    }
+    static I add16(I a, I b) { return _mm512_add_epi16(a, b); }
+    static I sub16(I a, I b) { return _mm512_sub_epi16(a, b); }
+    static I negate16_where(const uint8_t* bits, I v) {
+        return _mm512_mask_sub_epi16(v, load_mask16(bits), _mm512_setzero_si512(), v);
+    }
+    // `yes` where a bit is set, else `no`.
+    static I pick16(const uint8_t* bits, short yes, short no) {
+        return _mm512_mask_mov_epi16(_mm512_set1_epi16(no), load_mask16(bits),
+                                     _mm512_set1_epi16(yes));
+    }
+    static I widen16(const int16_t* p) {
+        return _mm512_cvtepi16_epi32(load256(reinterpret_cast<const uint16_t*>(p)));
+    }
     static I abs(I v) { return _mm512_abs_epi32(v); }
     // Bit i of the bytes belongs to lane i.
     static M load_mask(const uint8_t* bits) {
@@ -206,6 +235,11 @@ struct Vec {
     static uint32_t sum(I v) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(v)); }
 
   private:
+    static __mmask32 load_mask16(const uint8_t* bits) {
+        uint32_t mask;
+        __builtin_memcpy(&mask, bits, sizeof(mask));
+        return mask;
+    }
     static __m256i to_half(F v) {
         return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }
