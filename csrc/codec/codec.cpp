@@ -101,7 +101,10 @@ void for_each_element(const Fragment& fragment, const Piece& piece, Body&& body)
 
 // A block on the stack, filled up with zeros.
 struct alignas(64) StackBlock {
-    float value[wire::kMaxBlockSize];
+    float value[wire::kLargestBlock];
+    const int64_t block_size;
+
+    explicit StackBlock(int64_t block_size) : block_size(block_size) {}
 
     void gather(const Fragment& fragment, const Piece& piece) {
         for_each_element(fragment, piece, [&](const uint8_t* data, DType dtype, int64_t i) {
@@ -117,13 +120,13 @@ struct alignas(64) StackBlock {
     void copy_in(const void* source, DType dtype, int64_t begin, int64_t size) {
         std::memcpy(value, offset(source, dtype, begin), size * element_bytes(dtype));
         std::memset(reinterpret_cast<uint8_t*>(value) + size * element_bytes(dtype), 0,
-                    sizeof(value) - size * element_bytes(dtype));
+                    (block_size - size) * element_bytes(dtype));
     }
     void copy_out(void* target, DType dtype, int64_t begin, int64_t size) const {
         std::memcpy(offset(target, dtype, begin), value, size * element_bytes(dtype));
     }
     void clear_from(int64_t size) {
-        std::memset(value + size, 0, (wire::kMaxBlockSize - size) * sizeof(float));
+        std::memset(value + size, 0, (block_size - size) * sizeof(float));
     }
 };
 
@@ -133,7 +136,8 @@ int64_t blocks_of(int64_t elements, int block_size) {
 
 // A short block is encoded on the stack, so that padding is never written.
 int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece) {
-    StackBlock sum, outer, residual, new_residual;
+    const int64_t size = span.block_size;
+    StackBlock sum(size), outer(size), residual(size), new_residual(size);
     alignas(64) uint8_t codes[wire::kMaxBlockSize * sizeof(float)];
     uint8_t* target = span.codes;
     span.codes = codes;
@@ -196,7 +200,7 @@ int64_t encode_piece(const EncodeArgs& args, Terms& terms, const uint8_t* signs,
     if (wire::is_rotated(layout.format) && piece.begin % layout.run_elements == 0) {
         std::memcpy(args.payload + position.run, &args.key, sizeof(args.key));
     }
-    StackBlock params;
+    StackBlock params(layout.block_size);
     if (piece.data == nullptr && span.num_terms == 0) {
         params.gather(args.params, piece);
         span.params = params.value;
@@ -234,7 +238,7 @@ void decode(const DecodeArgs& args, int64_t begin, int64_t end) {
     const IeeeScope ieee;
     Terms terms(args.layout, args.term_payloads, args.coefficients, args.num_terms);
     for_each_piece(args.outs, args.layout, begin, end, [&](const Piece& piece) {
-        StackBlock block;
+        StackBlock block(args.layout.block_size);
         DecodeSpan span{};
         span.format = args.layout.format;
         span.block_size = args.layout.block_size;
@@ -255,7 +259,8 @@ namespace {
 // A block that straddles tensors is gathered and scattered; one that is cut short takes its outer
 // state along.
 void step_block(const StepArgs& args, StepSpan span, const Piece& piece) {
-    StackBlock params, outer, momentum, second;
+    const int64_t size = args.layout.block_size;
+    StackBlock params(size), outer(size), momentum(size), second(size);
     params.gather(args.params, piece);
     span.params = params.value;
     span.param_dtype = DType::kFp32;
@@ -322,7 +327,7 @@ void merge(const MergeArgs& args, int64_t begin, int64_t end) {
             args.kernels->merge(span);
             return;
         }
-        StackBlock params, outer;
+        StackBlock params(kPlainBlock), outer(kPlainBlock);
         params.gather(args.params, piece);
         outer.copy_in(args.outer, DType::kFp32, piece.begin, piece.size);
         span.num_elements = kPlainBlock;
@@ -342,7 +347,7 @@ Norms norms(const NormsArgs& args, int64_t begin, int64_t end) {
     for_each_piece(args.params, layout, begin, end, [&](const Piece& piece) {
         NormsSpan span{piece.size, args.outer != nullptr ? args.outer + piece.begin : nullptr,
                        piece.data, piece.dtype, lanes};
-        StackBlock params, outer;
+        StackBlock params(kPlainBlock), outer(kPlainBlock);
         if (piece.data == nullptr) {
             params.gather(args.params, piece);
             span.num_elements = kPlainBlock;

@@ -33,7 +33,7 @@ namespace {
 // The layout of a wire that the kernels know: one with a code for each element.
 codec::RunLayout element_layout(c10::string_view wire, int64_t block_size, int64_t run_elements) {
     const codec::RunLayout layout = parse_layout(wire, block_size, run_elements);
-    TORCH_CHECK_VALUE(!wire::is_rotated(layout.format), "wire ", wire,
+    TORCH_CHECK_VALUE(wire::has_element_codes(layout.format), "wire ", wire,
                       " has no CUDA kernels: keep the fragment in host memory, or take one of the "
                       "wires fp32 to e3m0");
     return layout;

@@ -1,9 +1,9 @@
 // The wire formats and the layout of a run of elements in a payload.
 // A run of `run_elements` is [scales | codes]: one little-endian bf16 scale per block (none for
 // fp32, bf16, fp16), then the codes; each region is rounded up to 16 bytes. 4-bit codes: two a
-// byte, low nibble first, odd tail high nibble 0. The rotated formats (rotation.h) have a code for
-// each block, also for a short one, and their runs begin with the 8 bytes of the key of their
-// signs.
+// byte, low nibble first, odd tail high nibble 0. The rotated formats (rotation.h) and the
+// sparse ones (sparse.h) have a code for each block, also for a short one, and the runs of the
+// rotated ones begin with the 8 bytes of the key of their signs.
 #pragma once
 
 #include "wire/config.h"
@@ -25,17 +25,28 @@ enum class Format : int {
     kSub2,
     kSub4,
     kSub8,
-    kSub16
+    kSub16,
+    // Sparse.
+    kTopk32,
+    kTopk64,
+    kTopk128,
+    kTopk256
 };
-constexpr int kNumFormats = 14;
+constexpr int kNumFormats = 18;
 
 constexpr int64_t kAlignment = 16;
 constexpr int kMinBlockSize = 32;
-constexpr int kMaxBlockSize = 1024;
+constexpr int kMaxBlockSize = 1024;  // but for the sparse formats
+constexpr int kLargestBlock = 4096;
 
-DILOCO_HD constexpr bool is_rotated(Format format) { return format >= Format::kInt2r; }
+DILOCO_HD constexpr bool is_rotated(Format format) {
+    return format >= Format::kInt2r && format <= Format::kSub16;
+}
+DILOCO_HD constexpr bool is_sparse(Format format) { return format >= Format::kTopk32; }
+// Whether each element has a code of its own; else a block has one as a whole.
+DILOCO_HD constexpr bool has_element_codes(Format format) { return format <= Format::kE3m0; }
 
-// Bits of the code of one element; the rotated formats have none.
+// Bits of the code of one element; the rotated and the sparse formats have none.
 DILOCO_HD constexpr int code_bits(Format format) {
     return format == Format::kFp32                              ? 32
            : format == Format::kBf16 || format == Format::kFp16 ? 16
@@ -43,13 +54,24 @@ DILOCO_HD constexpr int code_bits(Format format) {
                                                                 : 8;
 }
 
-// Elements of a block of a rotated format, and bytes of its code.
-DILOCO_HD constexpr int rotated_block(Format format) {
-    return format == Format::kInt2r || format == Format::kInt1r ? 256 : 1024;
+// Elements that a sparse format keeps of a block.
+DILOCO_HD constexpr int num_kept(Format format) {
+    return 32 << (static_cast<int>(format) - static_cast<int>(Format::kTopk32));
 }
 
-DILOCO_HD constexpr int rotated_bytes(Format format) {
-    return format == Format::kInt2r || format == Format::kSub2   ? 64
+// Elements of a block of a rotated or sparse format, and bytes of its code.
+DILOCO_HD constexpr int own_block(Format format) {
+    return is_sparse(format)                                      ? 4096
+           : format == Format::kInt2r || format == Format::kInt1r ? 256
+                                                                  : 1024;
+}
+
+DILOCO_HD constexpr int own_bytes(Format format) {
+    return format == Format::kTopk32                             ? 40
+           : format == Format::kTopk64                           ? 72
+           : format == Format::kTopk128                          ? 128
+           : format == Format::kTopk256                          ? 224
+           : format == Format::kInt2r || format == Format::kSub2 ? 64
            : format == Format::kInt1r || format == Format::kSub4 ? 32
            : format == Format::kSub8                             ? 16
                                                                  : 8;
@@ -72,9 +94,9 @@ DILOCO_HD constexpr int64_t align_up(int64_t bytes) {
 }
 
 DILOCO_HD constexpr int64_t code_bytes(Format format, int64_t elements) {
-    if (is_rotated(format)) {
-        const int block = rotated_block(format);
-        return (elements + block - 1) / block * rotated_bytes(format);
+    if (!has_element_codes(format)) {
+        const int block = own_block(format);
+        return (elements + block - 1) / block * own_bytes(format);
     }
     return (elements * code_bits(format) + 7) / 8;
 }

@@ -30,9 +30,9 @@ constexpr uint64_t kBorder = 315;
 
 template <Format kFormat>
 struct Rotation {
-    static constexpr int kBlock = rotated_block(kFormat);
+    static constexpr int kBlock = own_block(kFormat);
     static constexpr bool kHasLevels = kFormat == Format::kInt2r;
-    static constexpr int kKept = kHasLevels ? 256 : 8 * rotated_bytes(kFormat);
+    static constexpr int kKept = kHasLevels ? 256 : 8 * own_bytes(kFormat);
     static constexpr int kFolds = kBlock / kKept;  // f of sub_f
     static constexpr int kBits = kBlock == 256 ? 17 : 15;
     static constexpr int kSignBytes = kBlock / 8;

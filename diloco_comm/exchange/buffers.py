@@ -72,7 +72,7 @@ class ExchangeBuffers:
         if num_elements < 1:
             raise ValueError(f"buffers need at least one element, got {num_elements}")
         check_options(wire, error_feedback=error_feedback)
-        if wire.is_rotated and device.type != "cpu":
+        if not wire.has_element_codes and device.type != "cpu":
             raise ValueError(
                 f"wire {wire.name} has kernels for tensors in host memory alone, got a fragment on "
                 f"{device}: take one of the wires {', '.join(ELEMENT_WIRES)}"
@@ -88,6 +88,7 @@ class ExchangeBuffers:
             error_feedback=error_feedback,
             dtype=residual_dtype,
             carries=carries,
+            decay=wire.feedback_decay,
             num_under_way=num_under_way,
             device=device,
             reduces_on=device if is_streamed else CPU,

@@ -13,7 +13,7 @@ from typing import Any
 from ..base import env
 from ..base.checks import choice, flag, integer
 from ..ops.wire import WireFormat, parse
-from ..ops.wire_options import check_options
+from ..ops.wire_options import check_training
 from ..replica.fragments import FragmentSpec, fragment_spec
 from ..replica.schedule import inner_steps
 from .outer import make_outer
@@ -60,7 +60,7 @@ class Settings:
         self.chunk_bytes = None if chunk_bytes is None else integer("chunk_bytes", chunk_bytes, 1)
         for name in ("error_feedback", "average_buffers"):
             flag(name, getattr(self, name))
-        check_options(self.wire, rounding=self.rounding, error_feedback=self.error_feedback)
+        check_training(self.wire, rounding=self.rounding, error_feedback=self.error_feedback)
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings in the form that ``DiLoCo(..., config=...)`` takes."""

@@ -44,12 +44,13 @@ def _flip(values: Tensor, signs: Tensor) -> Tensor:
     return torch.where(signs, -values, values)
 
 
-def _pack(bits: Tensor) -> Tensor:
+def pack_bits(bits: Tensor) -> Tensor:
     """Return bool [rows, n] as uint8 [rows, n / 8]; bit k is bit k % 8 of byte k // 8."""
     return (bits.view(bits.shape[0], -1, 8) * _BIT).sum(dim=2).to(torch.uint8)
 
 
-def _unpack(codes: Tensor) -> Tensor:
+def unpack_bits(codes: Tensor) -> Tensor:
+    """Return the bits of uint8 [rows, n / 8] as bool [rows, n]."""
     return ((codes.long().unsqueeze(2) >> torch.arange(8)) & 1).bool().flatten(1)
 
 
@@ -58,14 +59,14 @@ def _exactly_fp32(integers: Tensor) -> Tensor:
     return integers.double().float()
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
+def power_of_two(exponent: Tensor) -> Tensor:
     """Return fp32 2^exponent, for exponents of normal numbers."""
     return ((exponent + 127) << 23).int().view(torch.float32)
 
 
 def _rounded(x: Tensor, exponent: Tensor, bits: int) -> Tensor:
     """Return rint(x * 2^(bits - exponent)) as int64."""
-    return (x * _power_of_two(bits - exponent).unsqueeze(1)).round().long()
+    return (x * power_of_two(bits - exponent).unsqueeze(1)).round().long()
 
 
 def _levels(magnitude: Tensor, total: Tensor) -> Tensor:
@@ -101,11 +102,11 @@ def _encode_blocks(x: Tensor, signs: Tensor, wire: WireFormat, least_squares: bo
     gain = product / square if least_squares else energy / product
     # A quotient 0 / 0 of a block of zeros is replaced below.
     unit = exponent - bits - (size // fraction).bit_length() + 1
-    scale = (gain * _power_of_two(unit)).bfloat16()
+    scale = (gain * power_of_two(unit)).bfloat16()
     is_null = (total == 0) | ~(scale.float() >= SMALLEST_SCALE)
-    codes = [_pack(coefficients < 0)]
+    codes = [pack_bits(coefficients < 0)]
     if wire.name == "int2r":
-        codes.insert(0, _pack(_levels(magnitude, total)))
+        codes.insert(0, pack_bits(_levels(magnitude, total)))
     encoded = torch.cat([scale.view(torch.uint8).view(-1, 2), *codes], dim=1)
     return torch.where(is_null.unsqueeze(1), torch.zeros_like(encoded), encoded)
 
@@ -134,10 +135,9 @@ def encode_run(
     return int(bad.sum())
 
 
-def scales_of(run: Tensor, num_blocks: int, wire: WireFormat) -> Tensor:
-    """Return the fp32 scales of a run; one that no encoder makes is NaN."""
-    begin = wire.scale_offset
-    bits = run[begin : begin + 2 * num_blocks].clone().view(torch.bfloat16)
+def received_scales(encoded: Tensor) -> Tensor:
+    """Return the fp32 scales in the bytes of a run's scales; one that no encoder makes is NaN."""
+    bits = encoded.clone().view(torch.bfloat16)
     scales = bits.float()
     is_made = (bits.view(torch.int16) == 0) | ((scales >= SMALLEST_SCALE) & scales.isfinite())
     return torch.where(is_made, scales, torch.nan)
@@ -149,8 +149,9 @@ def decode_run(run: Tensor, run_elements: int, wire: WireFormat, count: int) -> 
         return torch.empty(0)
     size = wire.block_size
     num_blocks, offset = -(-count // size), wire.code_offset(run_elements)
-    scales = scales_of(run, num_blocks, wire)
-    bits = _unpack(run[offset : offset + wire.code_bytes(count)].view(num_blocks, -1))
+    begin = wire.scale_offset
+    scales = received_scales(run[begin : begin + 2 * num_blocks])
+    bits = unpack_bits(run[offset : offset + wire.code_bytes(count)].view(num_blocks, -1))
     if wire.name == "int2r":
         levels = torch.where(bits[:, :size], _LARGE, _SMALL)
         coefficients = _flip(levels, bits[:, size:])

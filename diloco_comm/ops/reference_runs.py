@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import reference_codec, reference_rotation
+from . import reference_codec, reference_rotation, reference_sparse
 from .wire import WireFormat
 
 
@@ -27,10 +27,15 @@ def encode_run(
     """
     if wire.is_rotated:
         return reference_rotation.encode_run(x, run, run_elements, wire, key, has_feedback)
+    if wire.is_sparse:
+        return reference_sparse.encode_run(x, run, run_elements, wire)
     return reference_codec.encode_run(x, run, run_elements, wire, first_index, stochastic, key)
 
 
 def decode_run(run: Tensor, run_elements: int, wire: WireFormat, count: int) -> Tensor:
     """Return the first ``count`` elements of one run as fp32."""
-    family = reference_rotation if wire.is_rotated else reference_codec
-    return family.decode_run(run, run_elements, wire, count)
+    if wire.is_rotated:
+        return reference_rotation.decode_run(run, run_elements, wire, count)
+    if wire.is_sparse:
+        return reference_sparse.decode_run(run, run_elements, wire, count)
+    return reference_codec.decode_run(run, run_elements, wire, count)

@@ -35,9 +35,13 @@ _ROTATED: dict[str, tuple[int, int]] = {
     "sub8": (1024, 16),
     "sub16": (1024, 8),
 }
+# Elements that are sent of a block of 4096: its largest (``reference_sparse``).
+_SPARSE = {"topk32": 32, "topk64": 64, "topk128": 128, "topk256": 256}
+_SPARSE_BLOCK = 4096
 ELEMENT_WIRES: tuple[str, ...] = tuple(_CODES)
 ROTATED_WIRES: tuple[str, ...] = tuple(_ROTATED)
-WIRES: tuple[str, ...] = ELEMENT_WIRES + ROTATED_WIRES
+SPARSE_WIRES: tuple[str, ...] = tuple(_SPARSE)
+WIRES: tuple[str, ...] = ELEMENT_WIRES + ROTATED_WIRES + SPARSE_WIRES
 BLOCK_SIZES: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)  # of the ELEMENT_WIRES
 _DEFAULT_BLOCK_SIZE = 256
 
@@ -64,8 +68,9 @@ class WireFormat:
     Args:
         name: One of ``WIRES``.
         block_size: Elements that share one scale: one of ``BLOCK_SIZES``, and for the
-            ``ROTATED_WIRES`` the one size that they have. 0 is the wire's own: 256, or 1024 for
-            sub2 to sub16. Formats without scales keep it too: runs are cut at its multiples.
+            ``ROTATED_WIRES`` and ``SPARSE_WIRES`` the one size that they have. 0 is the wire's own:
+            256, or 1024 for sub2 to sub16, or 4096 for topk32 to topk256. Formats without scales
+            keep it too: runs are cut at its multiples.
 
     Raises:
         ValueError: If the name or the block size is not one of those.
@@ -77,12 +82,13 @@ class WireFormat:
     def __post_init__(self) -> None:
         if self.name not in WIRES:
             raise ValueError(f"unknown wire {self.name!r}: it must be one of {', '.join(WIRES)}")
-        own = _ROTATED[self.name][0] if self.is_rotated else _DEFAULT_BLOCK_SIZE
+        own = _DEFAULT_BLOCK_SIZE if self.has_element_codes else self.code_unit[0]
         # NumPy's 64 is not an int, which JSON wants.
         size = own if self.block_size == 0 else self.block_size
-        if self.is_rotated and size != own:
-            raise ValueError(f"wire {self.name} has blocks of {own}, got block_size={size!r}")
-        if size not in BLOCK_SIZES:
+        if not self.has_element_codes:
+            if size != own:
+                raise ValueError(f"wire {self.name} has blocks of {own}, got block_size={size!r}")
+        elif size not in BLOCK_SIZES:
             allowed = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size must be one of {allowed}, got {size!r}")
         object.__setattr__(self, "block_size", int(size))
@@ -93,9 +99,33 @@ class WireFormat:
         return self.name in _ROTATED
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether the largest elements of a block are sent, and no others."""
+        return self.name in _SPARSE
+
+    @property
+    def num_kept(self) -> int:
+        """Elements of a block that a sparse wire sends.
+
+        Raises:
+            KeyError: If the wire is not sparse.
+        """
+        return _SPARSE[self.name]
+
+    @property
+    def feedback_decay(self) -> float:
+        """Factor of what an encoding lost, before error feedback adds it to the next one."""
+        return 0.95 if self.is_sparse else 1.0
+
+    @property
+    def has_element_codes(self) -> bool:
+        """Whether each element has a code of its own; else a block has one as a whole."""
+        return self.name in _CODES
+
+    @property
     def is_gathered(self) -> bool:
         """Whether all replicas get all payloads, so that nothing is encoded a second time."""
-        return self.name.startswith("sub")
+        return self.is_sparse or self.name.startswith("sub")
 
     @property
     def code_bits(self) -> int:
@@ -104,7 +134,7 @@ class WireFormat:
         Raises:
             ValueError: If the wire has no code for a single element.
         """
-        if self.is_rotated:
+        if not self.has_element_codes:
             raise ValueError(f"wire {self.name} has a code for a block, and none for one element")
         return _CODES[self.name][0]
 
@@ -113,6 +143,10 @@ class WireFormat:
         """The fewest elements whose codes are whole bytes, and these bytes."""
         if self.is_rotated:
             return _ROTATED[self.name]
+        if self.is_sparse:
+            # Of each kept element, the low bits of its index, two bits for the high ones, a sign.
+            low_bits = (_SPARSE_BLOCK // self.num_kept).bit_length() - 1
+            return _SPARSE_BLOCK, self.num_kept * (low_bits + 3) // 8
         return (1, self.code_bits // 8) if self.code_bits >= 8 else (2, 1)
 
     def code_bytes(self, num_elements: int) -> int:
@@ -122,7 +156,7 @@ class WireFormat:
 
     @property
     def has_scales(self) -> bool:
-        return self.is_rotated or _CODES[self.name][1] is not None
+        return not self.has_element_codes or _CODES[self.name][1] is not None
 
     @property
     def qmax(self) -> float:
@@ -131,9 +165,9 @@ class WireFormat:
         Raises:
             ValueError: If the format has no scales, or none that follows from the absmax.
         """
-        qmax = None if self.is_rotated else _CODES[self.name][1]
+        qmax = _CODES[self.name][1] if self.has_element_codes else None
         if qmax is None:
-            what = "no code for one element" if self.is_rotated else "no scales"
+            what = "no scales" if self.has_element_codes else "no code for one element"
             raise ValueError(f"wire {self.name} has {what} and therefore no qmax")
         return qmax
 

@@ -11,20 +11,37 @@ def check_options(
     """Check how values are rounded, and whether rounding errors are kept.
 
     Raises:
-        ValueError: For stochastic rounding on a rotated wire, and for error feedback on one with
-            less than two bits.
+        ValueError: For stochastic rounding on a wire without a code for each element, and for error
+            feedback on a rotated wire with less than two bits.
     """
-    if not wire.is_rotated:
-        return
-    if rounding != "nearest":
-        raise ValueError(
-            f"rounding={rounding!r} does not go with wire {wire.name!r}, whose random signs make "
-            "its errors random already: leave rounding='nearest'"
+    if rounding != "nearest" and not wire.has_element_codes:
+        why = (
+            "whose random signs make its errors random already"
+            if wire.is_rotated
+            else "which sends signs alone"
         )
-    if error_feedback and wire.name != "int2r":
+        raise ValueError(
+            f"rounding={rounding!r} does not go with wire {wire.name!r}, {why}: leave "
+            "rounding='nearest'"
+        )
+    if error_feedback and wire.is_rotated and wire.name != "int2r":
         raise ValueError(
             f"error_feedback=True does not go with wire {wire.name!r}: elements above its one "
             "level would pile up in the residual, and training gets worse by it; leave it out (the "
             "errors are unbiased and independent from round to round), or take wire 'int2r' or "
             "'int4'"
+        )
+
+
+def check_training(wire: WireFormat, *, rounding: str, error_feedback: bool) -> None:
+    """Check the options of a training run, whose rounds follow one another.
+
+    Raises:
+        ValueError: As ``check_options``, and for a sparse wire without error feedback.
+    """
+    check_options(wire, rounding=rounding, error_feedback=error_feedback)
+    if wire.is_sparse and not error_feedback:
+        raise ValueError(
+            f"wire {wire.name!r} needs error_feedback=True: elements that are not among the "
+            "largest of their block would never be sent"
         )

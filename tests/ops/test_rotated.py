@@ -1,4 +1,4 @@
-"""The rotated wires: every implementation gives the reference's bytes, sums, steps and counts."""
+"""Rotated and sparse wires: every implementation gives the reference's bytes, steps and counts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.ops.wire import ROTATED_WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", CPU_IMPLS)
-every_wire = pytest.mark.parametrize("wire", ROTATED_WIRES)
+every_wire = pytest.mark.parametrize("wire", [*ROTATED_WIRES, *SPARSE_WIRES])
+rotated_wires = pytest.mark.parametrize("wire", ROTATED_WIRES)
 OPTIMIZERS = ("sgd", "heavy_ball", "nesterov", "adam", "delayed")
 
 
@@ -171,7 +172,7 @@ def test_outer_steps(impl: str, wire: str, optimizer: str) -> None:
 
 
 @every_impl
-@every_wire
+@rotated_wires
 def test_largest_magnitude(impl: str, wire: str) -> None:
     size = WireFormat(wire).block_size
     for value, bad in ((2.0**116, 0), (2.0**116 * (1 + 2.0**-23), 1), (-torch.inf, 1)):
@@ -190,14 +191,16 @@ def test_largest_magnitude(impl: str, wire: str) -> None:
 @pytest.mark.parametrize("impl", [pytest.param("reference", id="reference"), *CPU_IMPLS])
 @every_wire
 def test_a_scale_that_no_encoder_makes_decodes_to_nan(impl: str, wire: str) -> None:
-    layout, (payload,) = several(wire, 2048, 1)
+    size = 2 * WireFormat(wire).block_size
+    layout, (payload,) = several(wire, size, 1)
     form = (layout.run_elements, wire, layout.wire.block_size)
     for bits in (0x8000, 0xBF80, 0x7F80, 0xFF80, 0x7FC0, 0x0001, 0x007F):
-        payload[8:10] = torch.tensor([bits & 0xFF, bits >> 8])
-        out = torch.zeros(2048)
-        ops.decode([payload], [0.5], [out], 0, 2048, *form, impl=impl)
-        size = layout.wire.block_size
-        assert bool(out[:size].isnan().all()) and bool(out[size:].isfinite().all())
+        place = layout.wire.scale_offset
+        payload[place : place + 2] = torch.tensor([bits & 0xFF, bits >> 8])
+        out = torch.zeros(size)
+        ops.decode([payload], [0.5], [out], 0, size, *form, impl=impl)
+        block = layout.wire.block_size
+        assert bool(out[:block].isnan().all()) and bool(out[block:].isfinite().all())
         result, bad = torch.zeros_like(payload), torch.tensor([0])
-        ops.reduce(payload, result, [1.0], 2048, *form, nonfinite=bad, impl=impl)
-        assert int(bad) == size
+        ops.reduce(payload, result, [1.0], size, *form, nonfinite=bad, impl=impl)
+        assert int(bad) == block

@@ -11,6 +11,7 @@ from diloco_comm.ops.wire import (
     BLOCK_SIZES,
     ELEMENT_WIRES,
     ROTATED_WIRES,
+    SPARSE_WIRES,
     WIRES,
     Layout,
     WireFormat,
@@ -24,7 +25,7 @@ SIZES = [1, 2, 7, 31, 32, 33, 255, 256, 257, 1023, 1025, 4096, 100_003, (1 << 20
 
 
 FORMATS = [WireFormat(name, size) for name in ELEMENT_WIRES for size in BLOCK_SIZES]
-FORMATS += [WireFormat(name) for name in ROTATED_WIRES]
+FORMATS += [WireFormat(name) for name in (*ROTATED_WIRES, *SPARSE_WIRES)]
 
 
 @pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: f"{wire.name}-{wire.block_size}")
@@ -65,8 +66,8 @@ def test_bits_an_element(name: str, world_size: int) -> None:
     wire = WireFormat(name)
     bits = 8 * wire.code_bytes(wire.block_size) / wire.block_size
     must = {8: 8.13, 4: 4.13}.get(bits, bits * 1.01)
-    if wire.is_rotated:
-        must = wire.bits_per_element * 1.04
+    if not wire.has_element_codes:
+        must = wire.bits_per_element * (1.08 if wire.is_sparse else 1.04)
     for num_elements in (1 << 20, (1 << 20) + 1, 1_500_007, 25_000_001, 1 << 28):
         wire_bytes = wire.code_bytes(num_elements)
         for num_chunks in {1, max(1, wire_bytes // (1 << 20))}:  # chunks of 1 MiB and more
@@ -90,6 +91,8 @@ def test_known_layout() -> None:
     assert WireFormat("int1r").bits_per_element == 1.0625
     subs = [WireFormat(f"sub{f}").bits_per_element for f in (2, 4, 8, 16)]
     assert subs == [0.515625, 0.265625, 0.140625, 0.078125]
+    tops = [WireFormat(f"topk{k}").bits_per_element for k in (32, 64, 128, 256)]
+    assert tops == [0.08203125, 0.14453125, 0.25390625, 0.44140625]
     # The key and two scales, rounded up to 16 bytes, and two codes of 64 bytes.
     assert WireFormat("int2r").run_bytes(512) == 16 + 128
     assert WireFormat("sub16").run_bytes(5 * 1024) == 32 + 48

@@ -2,6 +2,7 @@
 #include "codec/kernels.h"
 
 #include "codec/scalar/rotation.h"
+#include "codec/sparse.h"
 #include "codec/step_rule.h"
 #include "wire/codes.h"
 #include "wire/digest.h"
@@ -76,13 +77,15 @@ float weighted_sum(const Term* terms, int num_terms, int64_t i, int block_size) 
 // The weighted sum of block number `block` of all terms.
 template <Format kFormat>
 void sum_block(const Term* terms, int num_terms, int64_t block, int block_size, float* sum) {
-    if constexpr (!wire::is_rotated(kFormat)) {
+    if constexpr (wire::is_sparse(kFormat)) {
+        sum_sparse_block<kFormat>(terms, num_terms, block, sum);
+    } else if constexpr (!wire::is_rotated(kFormat)) {
         for (int j = 0; j < block_size; ++j) {
             const int64_t i = block * block_size + j;
             sum[j] = weighted_sum<kFormat>(terms, num_terms, i, block_size);
         }
     } else {
-        float value[wire::kMaxBlockSize];
+        float value[wire::kLargestBlock];
         for (int t = 0; t < num_terms; ++t) {
             const Term& term = terms[t];
             decode_rotated<kFormat>(term.scales, term.codes, term.signs, block, value);
@@ -164,12 +167,12 @@ int64_t encode_scaled_block(const EncodeSpan& span, int64_t begin, const float* 
 template <Format kFormat>
 int64_t encode_rotated_block(const EncodeSpan& span, int64_t block, const float* x) {
     uint16_t scale;
-    uint8_t* code = span.codes + block * wire::rotated_bytes(kFormat);
+    uint8_t* code = span.codes + block * wire::own_bytes(kFormat);
     const bool has_feedback = span.new_residual != nullptr;
     const int64_t num_bad = encode_rotated<kFormat>(x, span.signs, has_feedback, scale, code);
     __builtin_memcpy(span.scales + 2 * block, &scale, sizeof(scale));
     if (has_feedback) {
-        float value[wire::kMaxBlockSize];
+        float value[wire::kLargestBlock];
         decode_rotated<kFormat>(span.scales, span.codes, span.signs, block, value);
         for (int j = 0; j < span.block_size; ++j) {
             store(span.new_residual, span.residual_dtype, block * span.block_size + j,
@@ -179,15 +182,39 @@ int64_t encode_rotated_block(const EncodeSpan& span, int64_t block, const float*
     return num_bad;
 }
 
+struct PlainSearch {
+    static int above(const float* x, int count, int32_t bound, uint16_t* indices, int32_t* keys) {
+        int num_found = 0;
+        for (int i = 0; i < count; ++i) {
+            const auto key = static_cast<int32_t>(wire::float_bits(x[i]) & wire::kMagnitudeMask);
+            indices[num_found] = static_cast<uint16_t>(i);
+            keys[num_found] = key;
+            num_found += key >= bound ? 1 : 0;
+        }
+        return num_found;
+    }
+};
+
+template <Format kFormat>
+int64_t encode_kept_block(const EncodeSpan& span, int64_t block, float* x) {
+    const int64_t num_bad = encode_sparse_block<kFormat, PlainSearch>(span, block, x);
+    for (int j = 0; span.new_residual != nullptr && j < span.block_size; ++j) {
+        store(span.new_residual, span.residual_dtype, block * span.block_size + j, x[j]);
+    }
+    return num_bad;
+}
+
 template <Format kFormat>
 int64_t encode_format(const EncodeSpan& span) {
     int64_t num_bad = 0;
-    float x[wire::kMaxBlockSize];
+    float x[wire::kLargestBlock];
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         load_block<kFormat>(span, block, x);
         const int64_t begin = block * span.block_size;
         if constexpr (wire::is_rotated(kFormat)) {
             num_bad += encode_rotated_block<kFormat>(span, block, x);
+        } else if constexpr (wire::is_sparse(kFormat)) {
+            num_bad += encode_kept_block<kFormat>(span, block, x);
         } else if constexpr (wire::has_scales(kFormat)) {
             num_bad += encode_scaled_block<kFormat>(span, begin, x);
         } else {
@@ -199,7 +226,7 @@ int64_t encode_format(const EncodeSpan& span) {
 
 template <Format kFormat>
 void decode_format(const DecodeSpan& span) {
-    float sum[wire::kMaxBlockSize];
+    float sum[wire::kLargestBlock];
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         sum_block<kFormat>(span.terms, span.num_terms, block, span.block_size, sum);
         for (int j = 0; j < span.block_size; ++j) {
@@ -230,7 +257,7 @@ void arrive(const StepSpan& span, int64_t i, float g) {
 template <Format kFormat>
 void step_format(const StepSpan& span) {
     const StepConstants& c = *span.constants;
-    float sum[wire::kMaxBlockSize];
+    float sum[wire::kLargestBlock];
     for (int64_t i = 0; i < span.num_blocks * span.block_size; ++i) {
         const int64_t block = i / span.block_size, j = i % span.block_size;
         if (j == 0) sum_block<kFormat>(span.terms, span.num_terms, block, span.block_size, sum);
@@ -310,8 +337,16 @@ auto by_format(const Span& span) {
             return Run<Format::kSub4>::run(span);
         case Format::kSub8:
             return Run<Format::kSub8>::run(span);
-        default:
+        case Format::kSub16:
             return Run<Format::kSub16>::run(span);
+        case Format::kTopk32:
+            return Run<Format::kTopk32>::run(span);
+        case Format::kTopk64:
+            return Run<Format::kTopk64>::run(span);
+        case Format::kTopk128:
+            return Run<Format::kTopk128>::run(span);
+        default:
+            return Run<Format::kTopk256>::run(span);
     }
 }
 

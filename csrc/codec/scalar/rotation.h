@@ -39,7 +39,7 @@ void decode_rotated(const uint8_t* scales, const uint8_t* codes, const uint8_t* 
     uint16_t bits;
     __builtin_memcpy(&bits, scales + 2 * block, sizeof(bits));
     const float scale = wire::rotated_scale_value(bits);
-    const uint8_t* large = codes + block * wire::rotated_bytes(kFormat);
+    const uint8_t* large = codes + block * wire::own_bytes(kFormat);
     const uint8_t* negative = R::kHasLevels ? large + R::kKept / 8 : large;
     int32_t z[R::kKept];
     for (int k = 0; k < R::kKept; ++k) {
@@ -61,7 +61,7 @@ template <wire::Format kFormat>
 int64_t encode_rotated(const float* x, const uint8_t* signs, bool is_least_squares, uint16_t& scale,
                        uint8_t* code) {
     using R = wire::Rotation<kFormat>;
-    __builtin_memset(code, 0, wire::rotated_bytes(kFormat));
+    __builtin_memset(code, 0, wire::own_bytes(kFormat));
     scale = 0;
     uint32_t largest = 0;
     int64_t num_bad = 0;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/simd/rotation.h"
+#include "codec/sparse.h"
 #include "wire/codes.h"
 #include "wire/scale.h"
 
@@ -129,6 +130,8 @@ template <Format kFormat>
 void decode_block(const Term* terms, int num_terms, int64_t block, int size, float* sum) {
     if constexpr (wire::is_rotated(kFormat)) {
         decode_rotated_block<kFormat>(terms, num_terms, block, size, sum);
+    } else if constexpr (wire::is_sparse(kFormat)) {
+        sum_sparse_block<kFormat>(terms, num_terms, block, sum);
     } else {
         decode_element_block<kFormat>(terms, num_terms, block, size, sum);
     }
@@ -208,13 +211,13 @@ void decode_streamed(const DecodeSpan& argument) {
 
 template <Format kFormat>
 void decode_format(const DecodeSpan& span) {
-    if constexpr (!wire::is_rotated(kFormat)) {
+    if constexpr (wire::has_element_codes(kFormat)) {
         if (span.streams && span.num_terms == 1) return decode_streamed<kFormat, 1>(span);
         if (span.streams && span.num_terms == 2) return decode_streamed<kFormat, 2>(span);
     }
     const int size = span.block_size;
     for (int64_t block = 0; block < span.num_blocks; ++block) {
-        alignas(64) float sum[wire::kMaxBlockSize];
+        alignas(64) float sum[wire::kLargestBlock];
         decode_block<kFormat>(span.terms, span.num_terms, block, size, sum);
         if (span.streams) {
             float* out = static_cast<float*>(span.out) + block * size;

@@ -18,8 +18,9 @@ DILOCO_INLINE void load_folded(const float* x, const uint8_t* signs, int exponen
     for (int begin = 0; begin < R::kBlock; begin += R::kKept) {
         for (int k = 0; k < kKeptVectors<kFormat>; ++k) {
             const int j = begin + k * Vec::kWidth;
-            load_next(j);
             Vec::I q = Vec::round_even(Vec::mul(Vec::load(x + j), unit));
+            // After the load: it stores to an address with the same 12 low bits (see Scratch).
+            load_next(j);
             q = Vec::negate_where(Vec::load_mask(signs + j / 8), q);
             y[k] = begin == 0 ? q : Vec::add(y[k], q);
         }
@@ -46,8 +47,12 @@ DILOCO_INLINE wire::CoefficientSums write_code(const Vec::I* y, uint8_t* code) {
             const Vec::I magnitude = Vec::abs(y[k]);
             const Vec::M is_large = Vec::less(border, magnitude);
             Vec::store_mask(code + k * Vec::kWidth / 8, is_large);
-            large = Vec::add(large, Vec::keep_where(is_large, magnitude));
-            sums.num_large += Vec::count(is_large);
+            large = Vec::add_where(is_large, large, magnitude);
+        }
+        for (int byte = 0; byte < R::kKept / 8; byte += 8) {
+            uint64_t word;
+            __builtin_memcpy(&word, code + byte, sizeof(word));
+            sums.num_large += __builtin_popcountll(word);
         }
         sums.large_magnitude = Vec::sum(large);
     }
@@ -67,7 +72,7 @@ template <Format kFormat, bool kHasNewResidual, class LoadNext>
 DILOCO_INLINE int64_t encode_rotated_block(const EncodeSpan& span, int64_t block, const float* x,
                                            uint32_t largest, LoadNext&& load_next) {
     using R = wire::Rotation<kFormat>;
-    uint8_t* code = span.codes + block * wire::rotated_bytes(kFormat);
+    uint8_t* code = span.codes + block * wire::own_bytes(kFormat);
     const bool is_good = largest <= wire::kLargestRotatedBits;
     uint16_t scale = 0;
     if (is_good) {
@@ -80,7 +85,7 @@ DILOCO_INLINE int64_t encode_rotated_block(const EncodeSpan& span, int64_t block
     } else {
         for (int j = 0; j < R::kBlock; j += Vec::kWidth) load_next(j);
     }
-    if (scale == 0) __builtin_memset(code, 0, wire::rotated_bytes(kFormat));
+    if (scale == 0) __builtin_memset(code, 0, wire::own_bytes(kFormat));
     __builtin_memcpy(span.scales + 2 * block, &scale, sizeof(scale));
     if constexpr (kHasNewResidual) {
         const float value = wire::rotated_scale_value(scale);

@@ -137,7 +137,7 @@ template <Format kFormat, bool kIsFirst>
     uint16_t bits;
     __builtin_memcpy(&bits, term.scales + 2 * block, sizeof(bits));
     const float scale = wire::rotated_scale_value(bits);
-    const uint8_t* code = term.codes + block * wire::rotated_bytes(kFormat);
+    const uint8_t* code = term.codes + block * wire::own_bytes(kFormat);
     const Vec::F coefficient = Vec::set(term.coefficient);
     for_each_decoded<kFormat>(code, term.signs, scale, [&](int j, Vec::F x) {
         const Vec::F product = Vec::mul(coefficient, x);

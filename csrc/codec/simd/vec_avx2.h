@@ -255,7 +255,7 @@ struct Vec {
     }
     static M is_negative(I v) { return _mm256_srai_epi32(v, 31); }
     static I negate_where(M m, I v) { return sub(xor_(v, m), m); }
-    static I keep_where(M m, I v) { return and_(m, v); }
+    static I add_where(M m, I a, I b) { return add(a, and_(m, b)); }
     // Sums of the squares of even lanes and of odd ones, 64 bits each.
     static I add_squares(I sum, I v) {
         const I odd = _mm256_srli_epi64(v, 32);

@@ -225,7 +225,7 @@ struct Vec {
     }
     static M is_negative(I v) { return _mm512_movepi32_mask(v); }
     static I negate_where(M m, I v) { return _mm512_mask_sub_epi32(v, m, set(0), v); }
-    static I keep_where(M m, I v) { return _mm512_maskz_mov_epi32(m, v); }
+    static I add_where(M m, I a, I b) { return _mm512_mask_add_epi32(a, m, a, b); }
     // Sums of the squares of even lanes and of odd ones, 64 bits each.
     static I add_squares(I sum, I v) {
         const I odd = _mm512_srli_epi64(v, 32);

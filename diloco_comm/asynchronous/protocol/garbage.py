@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...ops.reference_runs import decode_run
 from ...ops.wire import SCALE_BYTES, Layout
 from .payloads import Payload
 
@@ -42,12 +43,16 @@ def find_run_garbage(run: Tensor, layout: Layout, count: int) -> str:
         # Read as integers, the bits of positive finite bf16 numbers sort like the numbers.
         begin = wire.scale_offset
         bits = run[begin : begin + SCALE_BYTES * num_blocks].numpy().view(np.int16)
-        # A null block of a rotated wire has the scale zero.
-        is_made = (bits >= _SMALLEST_BITS) | (bits == 0) if wire.is_rotated else bits > 0
+        # A null block of a wire without a code for each element has the scale zero.
+        may_be_null = not wire.has_element_codes
+        is_made = (bits >= _SMALLEST_BITS) | (bits == 0) if may_be_null else bits > 0
         if not is_made.all() or bits.max() > _HUGE_BITS:
             return "a scale is not a finite positive number"
     if wire.is_rotated:
         return ""  # every code is one that an encoder may make
+    if wire.is_sparse:
+        is_sound = not bool(decode_run(run, layout.run_elements, wire, count).isnan().any())
+        return "" if is_sound else "the indices of a block are not those of its largest elements"
     codes = run[offset : offset + wire.code_bytes(count)]
     return _bad_codes(codes, wire.name)
 

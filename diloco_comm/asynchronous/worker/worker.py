@@ -18,7 +18,7 @@ from ...base.checks import choice
 from ...base.errors import NonFiniteError
 from ...base.trace import span
 from ...ops.wire import WireFormat, parse
-from ...ops.wire_options import check_options
+from ...ops.wire_options import check_training
 from ...replica.fragments import FragmentSpec
 from ...replica.hooks import StepHooks, hookable
 from .following import Follower, Pursuit
@@ -122,7 +122,7 @@ class AsyncDiLoCo:
         choice("rounding", rounding, ("nearest", "stochastic"))
         choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
         wire = parse(wire, block_size)
-        check_options(wire, rounding=rounding, error_feedback=error_feedback)
+        check_training(wire, rounding=rounding, error_feedback=error_feedback)
         choice("fetch", fetch, ("parameters", "updates"))
         seconds = env.timeout_s() if timeout is None else timeout
         if not 0 < seconds < math.inf:

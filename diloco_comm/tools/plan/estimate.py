@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.wire import ROTATED_WIRES, WIRES, WireFormat
+from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
 from .settings import Setting, as_arguments, choose
 from .simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
 
@@ -83,8 +83,8 @@ class Request:
 
     @property
     def wire_format(self) -> WireFormat:
-        is_rotated = self.wire in ROTATED_WIRES
-        return WireFormat(self.wire) if is_rotated else WireFormat(self.wire, self.block_size)
+        is_element = self.wire in ELEMENT_WIRES
+        return WireFormat(self.wire) if not is_element else WireFormat(self.wire, self.block_size)
 
     @property
     def steps_a_round(self) -> int:
