@@ -67,8 +67,8 @@ DILOCO_HD bool read_sparse_indices(const uint8_t* code, uint16_t* indices) {
 
 template <Format kFormat>
 DILOCO_HD uint16_t sparse_scale(uint32_t sum, int exponent) {
-    const float scale =
-        mul(static_cast<float>(sum), power_of_two(exponent - 21 - Sparse<kFormat>::kLogKept));
+    const float mean = mul(static_cast<float>(sum), power_of_two(-Sparse<kFormat>::kLogKept));
+    const float scale = mul(mean, power_of_two(exponent - 21));
     const uint16_t bits = bf16_nearest(scale);
     return bits < kSmallestScale ? 0 : bits;
 }

@@ -39,8 +39,8 @@ def _encode_blocks(x: Tensor, count: int) -> Tensor:
     values = x.gather(1, indices)
     exponent = ((x.abs().amax(1).view(torch.int32) >> 23).long() - 127).clamp(min=-100)
     total = (values.abs() * power_of_two(21 - exponent).unsqueeze(1)).round().long().sum(1)
-    scale = total.double().float() * power_of_two(exponent - 21 - log_count)
-    scale = scale.bfloat16()
+    mean = total.double().float() / count
+    scale = (mean * power_of_two(exponent - 21)).bfloat16()
     is_null = (total == 0) | ~(scale.float() >= SMALLEST_SCALE)
     codes = _code(indices, values.signbit(), x.shape[1].bit_length() - 1 - log_count)
     encoded = torch.cat([scale.view(torch.uint8).view(-1, 2), codes], dim=1)
