@@ -10,6 +10,7 @@ SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
 .PHONY: setup emulated test cpptest cuda kernels gpu-build demo bench bars soak-async lint docs format sanitize clean
 
+# The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
 
 $(VENV)/.installed: .ci/requirements.txt .ci/requirements-no-deps.txt
@@ -34,10 +35,12 @@ emulated: setup
 # run two at a time: with three, survivors of a fault do not report in the second that they have.
 PYTEST = $(BIN)/pytest --dist loadfile --no-loadscope-reorder
 
+# All tests of Python.
 test: setup emulated
 	$(PYTEST) --numprocesses 3 --ignore tests/faults
 	$(PYTEST) --numprocesses 2 tests/faults
 
+# The tests of the exchange engine in C++, without Python.
 cpptest: setup
 	$(BUILD) --target cpp_tests && ctest --output-on-failure --parallel 2
 
@@ -75,18 +78,23 @@ gpu-build: $(GPU_VENV)/.installed
 		&& $$python -m benchmarks.gpu.names \
 		&& $$python -m pytest -q -m gpu --collect-only -p no:cacheprovider tests/ops/test_ops_*.py tests/ops/test_triton_*.py tests/gpu/test_gpu_*.py
 
+# Seven trainings compared on this machine; QUICK=1 for short ones, ARGS for options.
 demo: setup
 	$(BIN)/diloco-comm demo $(if $(QUICK),--quick) $(ARGS)
 
+# Times of the operators on the processor.
 bench: setup
 	$(BIN)/pytest benchmarks/operators/ops_bench.py --benchmark-only
 
+# Every bound on speed and traffic that the project sets itself, measured anew.
 bars: setup
 	$(BIN)/python -m benchmarks.bars
 
+# Asynchronous training under faults, for three minutes.
 soak-async: setup
 	PYTHONPATH=$$(echo tests/support/* | tr ' ' :) $(BIN)/python tests/asynchronous/test_async_faults.py 180
 
+# What a change must pass: style, types, imports between the rooms; changes nothing.
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -98,13 +106,16 @@ lint: setup
 docs: setup
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/site
 
+# Bring all sources into the form that `make lint` wants.
 format: setup
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
+# The tests in C++ under ThreadSanitizer and AddressSanitizer.
 sanitize: setup
 	bash .ci/sanitize
 
+# Remove what was built; the environment stays.
 clean:
 	rm -rf build dist *.egg-info diloco_comm/*.so $(VENV)/.built

@@ -5,7 +5,8 @@
     python -m benchmarks.bars --only 1,2,3,4,5,6,7,8 --size 256M
 
 Every figure is a ratio inside one interleaved run (or a count), so it carries over between
-machines. The exit status is 1 when a must is missed. docs/benchmarks.md explains each bar.
+machines. The exit status is 1 when a must is missed. docs/measurements/benchmarks.md explains each
+bar.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 #include <torch/extension.h>
 #include <torch/version.h>
 
-#include "exchange/bindings.h"
+#include "exchange/bindings/bindings.h"
 #include "operators/bindings.h"
 
 namespace {

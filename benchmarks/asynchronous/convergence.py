@@ -9,7 +9,7 @@ sources, workers of different speed, the same number of inner steps for every me
 learning rate of each method is searched on another seed, at very different speeds, until a smaller
 and a larger one are worse; where that fails the report says so and the script ends with status 1.
 Every run is one line of the result file, and a run that is there is not repeated.
-docs/asynchronous-results.md explains the table.
+docs/measurements/asynchronous-results.md explains the table.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Model, text, speeds, outer learning rates and number of inner steps are those of
 own (it sleeps for what is left of it, so that the cores are not what limits), the server is the
 one of ``diloco-comm serve`` on loopback, and the synchronous runs are ``DiLoCo`` over gloo. What is
 compared is the time that passes until a validation loss is reached.
-docs/asynchronous-results.md explains the figures.
+docs/measurements/asynchronous-results.md explains the figures.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ fp32 bytes between the same processes; and, for information, ZeroMQ carrying the
 trip in messages of the same size with no work at either end. ``busy`` lets the workers run as fast
 as they can and says how many cores they and the server used: where workers block each other cores
 are idle.
-docs/asynchronous-results.md explains the figures.
+docs/measurements/asynchronous-results.md explains the figures.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A byte-level transformer on the standard library's sources, M = 2 and M = 4 repl
 inner steps. The outer learning rate of each method is searched with seed 0 on one half of the
 held-out text, until a smaller and a larger one are worse; the table has the loss of the other half.
 The replicas live in one process (in_one_process.py). Every run is one line of the result file, and
-a run that is there is not repeated. docs/benchmarks.md explains the table.
+a run that is there is not repeated. docs/measurements/benchmarks.md explains the table.
 """
 
 from __future__ import annotations

@@ -126,12 +126,7 @@ def main() -> int:
         print(json.dumps(figures, indent=2))
         return 0 if figures["is_passed"] else 1
     if not common.is_worker():
-        try:
-            common.relaunch(args.replicas, timeout_s=300.0, preload=None)
-        except RuntimeError as error:
-            print(error)
-            return 1
-        return 0
+        return common.relaunch_or_explain(args.replicas, timeout_s=300.0, preload=None)
     rank, world = common.init_workers()
     report = common.Report("gpu_trace", quiet=rank != 0, device=args.device, model=args.model)
     figures: dict[str, Any] = {"is_passed": True}
@@ -140,10 +135,7 @@ def main() -> int:
         seconds = profiled(args, rank, world, path)
         if rank == 0:
             figures = judge(load(Path(path)), seconds, world, args.least_overlap)
-            report.print(figures["summary"])
-            report.header["summary"] = figures.pop("summary")
-    common.finish(report, figures, args.json)
-    return 0 if figures["is_passed"] else 1
+    return common.conclude(report, figures, args.json)
 
 
 if __name__ == "__main__":

@@ -84,12 +84,7 @@ def main() -> int:
     common.add_output(parser, help="write the figures there")
     args = parser.parse_args()
     if not common.is_worker():
-        try:
-            common.relaunch(2, timeout_s=300.0, preload=None)
-        except RuntimeError as error:
-            print(error)
-            return 1
-        return 0
+        return common.relaunch_or_explain(2, timeout_s=300.0, preload=None)
     rank, world = common.init_workers()
     report = common.Report("gpu_training", quiet=rank != 0, device=args.device, model=args.model)
     gathered: list[list[dict[str, Any]]] = []
@@ -97,11 +92,7 @@ def main() -> int:
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, train(args, rank, world, with_diloco))
         gathered.append(everyone)
-    figures = report_on(*gathered)
-    report.print(figures["summary"])
-    report.header["summary"] = figures.pop("summary")
-    common.finish(report, figures, args.json)
-    return 0 if figures["is_passed"] else 1
+    return common.conclude(report, report_on(*gathered), args.json)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,9 @@ BAR_SHARES = {
 BAR_MISALIGNED, BAR_EAGER, BAR_COMPILE, BAR_HOST_US = 80.0, 5.0, 1.5, 300.0
 BAR_WIRES = ("", "int8", "int4")
 BAR_RATIOS = ("encode", "outer_step")
-# Bars that arithmetic forbids, with the reason (docs/gpu-kernels.md). A figure below such a bar is
-# reported with the reason and fails no check; a figure above it tells that the reason is wrong.
+# Bars that arithmetic forbids, with the reason (docs/measurements/gpu-kernels.md). A figure below
+# such a bar is reported with the reason and fails no check; a figure above it tells that the reason
+# is wrong.
 PREDICTED_MISSES = {
     ("reduce of 4", "int8", "share"): "instructions bound it to 56-87 %",
     ("reduce of 4", "int4", "share"): "instructions bound it to 28-38 %",

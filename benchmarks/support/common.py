@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from diloco_comm.tools.common import outputs, ranks
 from diloco_comm.tools.common.measuring import (
@@ -45,10 +46,12 @@ __all__ = [
     "WorkerError",
     "add_output",
     "add_plot",
+    "add_rounds",
     "benchmark_command",
     "check_default",
     "command_line",
     "commit",
+    "conclude",
     "finish",
     "format_size",
     "free_port",
@@ -61,6 +64,7 @@ __all__ = [
     "parse_size",
     "percentile",
     "relaunch",
+    "relaunch_or_explain",
     "run_workers",
     "same_command",
     "save",
@@ -106,6 +110,15 @@ def add_plot(parser: argparse.ArgumentParser, help: str) -> None:
     add_output(parser, "--plot", metavar="PNG", help=help)
 
 
+def add_rounds(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a benchmark that measures rounds of a model of a given width."""
+    add = parser.add_argument
+    add("-n", "--iters", type=int, default=9, help="rounds measured")
+    add("-w", "--warmup_iters", type=int, default=2, help="rounds thrown away before them")
+    add("--sync-every", type=int, default=4, help="inner steps a round (H)")
+    add("--width", type=int, default=512, help="width of the model")
+
+
 def check_default(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
     """Look at the file that is written when an option was left out; end with 2 if it cannot be."""
     try:
@@ -138,6 +151,16 @@ def relaunch(world: int, **options: object) -> None:
         raise
 
 
+def relaunch_or_explain(world: int, **options: object) -> int:
+    """Like ``relaunch``, but print why the workers failed; returns the exit status."""
+    try:
+        relaunch(world, **options)
+    except RuntimeError as error:
+        print(error)
+        return 1
+    return 0
+
+
 def save(report: Report, path: Path | None, results: object) -> None:
     """Write what was measured and printed, where a file was asked for; else end with a sentence."""
     if path is None or report.quiet:
@@ -165,3 +188,16 @@ def finish(report: Report, results: object, path: Path | None) -> None:
         save(report, path, results)
     finally:
         leave_workers()
+
+
+def conclude(report: Report, figures: dict[str, Any], path: Path | None) -> int:
+    """Print the summary of the figures and ``finish``; returns the exit status.
+
+    Args:
+        figures: Has ``is_passed``, and ``summary`` where there is one, which moves to the header.
+    """
+    if "summary" in figures:
+        report.print(figures["summary"])
+        report.header["summary"] = figures.pop("summary")
+    finish(report, figures, path)
+    return 0 if figures["is_passed"] else 1

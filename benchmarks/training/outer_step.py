@@ -225,10 +225,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("-g", "--nprocs", type=int, default=0, help="start this many local processes")
-    add("-n", "--iters", type=int, default=9, help="rounds measured")
-    add("-w", "--warmup_iters", type=int, default=2, help="rounds thrown away before them")
-    add("--sync-every", type=int, default=4, help="inner steps a round (H)")
-    add("--width", type=int, default=512, help="width of the model")
+    common.add_rounds(parser)
     add("--wire", default="int8", help="wire format of ours; the baseline sends fp32")
     add("--lanes", type=int, default=1, help="process groups used in parallel")
     add("--impl", default="", help="force an implementation")

@@ -6,7 +6,7 @@
 
 Replicas train a byte-level transformer of 10.7 million parameters on real text, over an emulated
 link or between network namespaces. The variants take turns, one segment of whole rounds each.
-docs/overlap-results.md explains the figures.
+docs/measurements/overlap-results.md explains the figures.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def summarize(
 
 
 def _exchange_figures(own: list[dict[str, Any]], syncs: float, crowding: float) -> dict[str, float]:
-    """Figures of the syncs in these segments; see docs/overlap-results.md."""
+    """Figures of the syncs in these segments; see docs/measurements/overlap-results.md."""
 
     def total(*keys: str) -> float:
         return sum(s[key] for s in own for key in keys)

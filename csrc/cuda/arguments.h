@@ -1,5 +1,5 @@
 // The kernels' parameters, passed by value. Fragments, payloads and runs are as in
-// docs/wire-formats.md; indices count elements of the fragment.
+// docs/developers/wire-formats.md; indices count elements of the fragment.
 //
 // The lists of tensors and of terms lie in the parameters up to some length, so that a launch
 // needs nothing but itself; longer ones lie in device memory (kernels.h, upload).

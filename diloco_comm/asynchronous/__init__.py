@@ -1,5 +1,5 @@
 """Asynchronous Local-SGD: a server owns the shared model, workers come and go.
 
-docs/asynchronous.md has the equations and the settings. This package imports without pyzmq;
-``AsyncServer`` and ``AsyncDiLoCo`` need pyzmq, the extra ``[async]``.
+docs/explanation/asynchronous.md has the equations and the settings. This package imports
+without pyzmq; ``AsyncServer`` and ``AsyncDiLoCo`` need pyzmq, the extra ``[async]``.
 """

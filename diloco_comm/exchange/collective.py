@@ -239,7 +239,8 @@ def all_reduce(
         async_op: Return a work object; its ``wait()`` writes the mean.
         rounding: "nearest", or "stochastic".
         seed: With the number of the call, the key of stochastic rounding and of random signs.
-        lanes: Connections to each peer.
+        lanes: Connections to each peer in each direction. More fill a link of high bandwidth and
+            long delay that one TCP connection leaves idle; each costs two process groups.
         timeout: Of one exchange; that of the first call for a group counts.
 
     Raises:

@@ -50,7 +50,7 @@ class Exchange(StreamMember):
         store: Shared by all replicas; it must outlive the replicas that may fail.
         replica: Id of this replica.
         members: Sorted ids of all replicas of this epoch, this one among them.
-        lanes: Data connections to each peer.
+        lanes: Data connections to each peer in each direction; each costs two process groups.
         chunk_bytes: Payload bytes of a chunk, equal on all replicas; None chooses by size.
         timeout: Of one exchange, from its turn on the engine thread to its vote.
         device: Of the fragments by default, such as "cuda:0". Only encoded bytes are copied to host
@@ -111,6 +111,8 @@ class Exchange(StreamMember):
             chunk_bytes=chunk_bytes,
             num_under_way=num_under_way,
             device=device,
+            impl=impl,
+            joins=join,
             collectives=collectives,
             timeout=timeout,
             join_timeout=join_timeout,
@@ -126,7 +128,7 @@ class Exchange(StreamMember):
                 options.suspect_after,
                 env.gloo_interface(),
             )
-        super().__init__(engine, store, replica, current, options, name, line_name, impl, join)
+        super().__init__(engine, store, replica, current, options, name, line_name)
         self.link: str | None = None
         self._queues: dict[torch.device, _C.DeviceQueue] = {}
         self._closed = False
@@ -337,7 +339,7 @@ class Exchange(StreamMember):
         """Go from this epoch to a new one; ``last_rounds`` is None for a new exchange."""
         if store is not None:
             self.use_store(store)
-        agreement = regroup.agree(self, members, last_rounds, self._joins)
+        agreement = regroup.agree(self, members, last_rounds, self.joins)
         # Set before any member can enter the epoch: the next change of the group must know which
         # members may have entered. But no group begins without a member that has lost the line.
         self.newest_group = agreement.plan.epoch, members

@@ -20,6 +20,8 @@ class Options:
     chunk_bytes: int | None
     num_under_way: int
     device: torch.device
+    impl: str
+    joins: bool
     collectives: str
     timeout: float
     join_timeout: float
@@ -35,6 +37,8 @@ class Options:
         chunk_bytes: int | None,
         num_under_way: int,
         device: torch.device | str,
+        impl: str,
+        joins: bool,
         collectives: str,
         timeout: timedelta | float,
         join_timeout: timedelta | float | None,
@@ -61,6 +65,8 @@ class Options:
             chunk_bytes=chunk_bytes,
             num_under_way=num_under_way,
             device=torch.device(device),
+            impl=impl,
+            joins=joins,
             collectives=collectives,
             timeout=timeout_s,
             join_timeout=timeout_seconds(join_s, "join_timeout"),

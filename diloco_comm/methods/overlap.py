@@ -211,7 +211,7 @@ class CO2(Overlap):
     m = clip(beta*m + Delta(t-1) / (gamma*gap)); x -= lr*gamma*m, with a ``HeavyBall`` (or
     ``Nesterov``) as outer optimizer. With the defaults it is ``Delayed()``.
 
-    The paper's algorithm was not at hand; what is whose is said in docs/overlap.md.
+    The paper's algorithm was not at hand; what is whose is said in docs/explanation/overlap.md.
 
     Args:
         clip: Bound on each element of the momentum, stored clipped; None for none.

@@ -2,9 +2,9 @@
 
 Each function has the name and the arguments, in the same order, of its schema in
 ``torch.ops.diloco_comm.*`` (``csrc/operators/schemas.h``); the numeric definition is
-``docs/wire-formats.md``. A *fragment* is a list of tensors, virtually concatenated to N elements;
-``begin`` and ``end`` count in it. All operators work in place on buffers of the caller and allocate
-nothing.
+``docs/developers/wire-formats.md``. A *fragment* is a list of tensors, virtually concatenated to
+N elements; ``begin`` and ``end`` count in it. All operators work in place on buffers of the caller
+and allocate nothing.
 
 ``impl`` is "" for the default (the environment's, else the operator's on the tensors' device) or
 the name of one implementation, which then runs or raises: nothing is ever replaced in silence.

@@ -1,8 +1,8 @@
 """64-bit digests of tensors: the same for equal bytes on every device, in any number of threads.
 
-``docs/wire-formats.md`` defines the digest of one tensor; digests of several tensors are chained.
-Digests are for comparing replicas. They are no protection against an adversary, who can make two
-tensors with one digest.
+``docs/developers/wire-formats.md`` defines the digest of one tensor; digests of several tensors
+are chained. Digests are for comparing replicas. They are no protection against an adversary, who
+can make two tensors with one digest.
 """
 
 from __future__ import annotations

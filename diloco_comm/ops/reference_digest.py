@@ -1,6 +1,6 @@
-"""The digest of bytes in plain PyTorch and plain integers: the definition of docs/wire-formats.md.
+"""The digest of bytes in plain PyTorch and plain integers.
 
-Imports torch, nothing else.
+The definition is in docs/developers/wire-formats.md. Imports torch, nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Wire formats, the byte layout of a payload, and the key of stochastic rounding.
 
 Pure arithmetic on sizes. The bits of each code are defined in ``csrc/wire`` and, in plain PyTorch,
-in ``reference.py``; ``docs/wire-formats.md`` describes both.
+in ``reference.py``; ``docs/developers/wire-formats.md`` describes both.
 
 This module imports no other module of the package, so every module may import it.
 """

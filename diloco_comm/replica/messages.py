@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..exchange.membership import regroup, rendezvous
+from ..exchange.membership import regroup
+from ..exchange.membership.meeting import rendezvous
 
 
 class WorkerMessages:

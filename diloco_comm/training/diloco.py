@@ -80,7 +80,10 @@ class DiLoCo(Attached):
             what ``group`` has for it; gloo with ``store``.
         offload: "cpu" keeps outer parameters and momentum of a model on a GPU in page-locked host
             memory, and brings them to the device chunk by chunk when they are needed.
-        lanes, chunk_bytes: Connections to each peer; bytes of a chunk on the wire.
+        lanes: Connections to each peer in each direction (1), over which chunks are spread. More
+            fill a link of high bandwidth and long delay that one TCP connection leaves idle; each
+            costs two process groups, which connect again whenever the group changes.
+        chunk_bytes: Bytes of a chunk on the wire.
         timeout: Seconds, or a timedelta, that an exchange may take, and that replicas which live
             are waited for.
         join_timeout: Likewise, that ``change_group`` and a newcomer wait for members of which

@@ -59,8 +59,8 @@ def eager_diloco(
     """Give the exchange a whole round, and use the own share at once (arXiv 2502.12996).
 
     Outer Nesterov 0.2/0.9, 4-bit pseudo-gradients. The learning rate is half of Blocking's, because
-    two rounds are under way; ``docs/benchmarks.md`` has the search over rates. Evaluate
-    ``outer_parameters(consensus=True)``, and ``flush()`` at the end.
+    two rounds are under way; ``docs/measurements/benchmarks.md`` has the search over rates.
+    Evaluate ``outer_parameters(consensus=True)``, and ``flush()`` at the end.
     """
     defaults = {"overlap": Eager(), "outer": Nesterov(0.2, 0.9), "wire": "e3m0"}
     return DiLoCo(model, optimizer, sync_every=sync_every, **{**defaults, **arguments})

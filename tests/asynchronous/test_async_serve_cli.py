@@ -47,7 +47,7 @@ def test_train_look_stop_and_go_on(tmp_path: Path) -> None:
             worker.step()
         report = json.loads(run("--status", "--address", address, "--json").stdout)
         assert report["schema"] == 1
-        check_documented(report, "asynchronous.md")
+        check_documented(report, "explanation/asynchronous.md")
         assert report["updates"] == 3 and report["workers"]["w1"]["applied"] == 3
         shown = run_cli("serve", "--status", "--address", address)
         assert "w1" in shown.out and "3 updates" in shown.out and shown.status == 0

@@ -1,4 +1,4 @@
-"""The benchmarks run, print what docs/benchmarks.md says, and their checks can fail.
+"""The benchmarks run, print what docs/measurements/benchmarks.md says, and their checks can fail.
 
 No time is asserted here. Each benchmark runs once, as a user runs it, at a tiny size.
 """

@@ -1,4 +1,4 @@
-"""Each sentence that docs/troubleshooting.md quotes is one of the sources."""
+"""Each sentence that docs/how-to/troubleshooting.md quotes is one of the sources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
 ANY = "..."
 # The heads of the entries, and what their lists quote.
 QUOTED = re.findall(r"^(?:\*\*|  \* )`(.+?)`(?:\*\*$|:| with)", PAGE, re.MULTILINE)

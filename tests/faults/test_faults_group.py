@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fault_ends import finish
 from fault_replicas import (
     Failure,
     Replica,
@@ -28,13 +29,6 @@ from diloco_comm import SyncError
 from diloco_comm.exchange.membership import regroup
 
 H = 4
-
-
-def finish(replica: Replica, last_step: int, failures: Sequence[Failure] = ()) -> Result:
-    replica.train_to(last_step)
-    result = replica.result(failures)
-    replica.diloco.close()
-    return result
 
 
 # ------------------------------------------------------------------------------------ joiners

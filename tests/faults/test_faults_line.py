@@ -6,31 +6,21 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from fault_ends import HALF_AN_HOUR, Address, Fresh, finish
 from fault_replicas import Replica, Result, Setup, check_agreement, connect
-from workers import Pool
 
 from diloco_comm import LeftBehind, SyncError
 from diloco_comm.exchange import waiting
-from diloco_comm.exchange.membership import attendance, line, meetings, plans, regroup, stores
-from diloco_comm.exchange.membership.attendance import Attendance, Limits, Pulses
+from diloco_comm.exchange.membership import line, plans, regroup, stores
+from diloco_comm.exchange.membership.meeting import attendance, meetings
+from diloco_comm.exchange.membership.meeting.attendance import Attendance, Limits, Pulses
 
 H = 4
-HALF_AN_HOUR = Setup("int8", 1, H, timeout=1800.0)
-Address = tuple[str, int]
-Fresh = Callable[..., Pool]
-
-
-def finish(replica: Replica, inner_step: int) -> Result:
-    replica.train_to(inner_step)
-    result = replica.result()
-    replica.diloco.close()
-    return result
 
 
 # ------------------------------------------------------- a change that fails for one member alone

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_ends import Address, Fresh, wait_until_stopped
+from fault_ends import HALF_AN_HOUR, Address, Fresh, finish, wait_until_stopped
 from fault_replicas import (
     Replica,
     Result,
@@ -20,15 +20,13 @@ from fault_replicas import (
     connect,
     wait_for,
 )
-from test_faults_group import finish
 
 from diloco_comm import SyncError
-from diloco_comm.exchange.membership import attendance, regroup
-from diloco_comm.exchange.membership.attendance import Attendance, Limits, OwnTime, Pulses
+from diloco_comm.exchange.membership import regroup
+from diloco_comm.exchange.membership.meeting import attendance
+from diloco_comm.exchange.membership.meeting.attendance import Attendance, Limits, OwnTime, Pulses
 
 H = 4
-# Nobody waits for it: each test ends by what it tests, or by its own deadline.
-HALF_AN_HOUR = Setup("int8", 1, H, timeout=1800.0)
 PREFIX = "run/diloco_comm/default"
 
 

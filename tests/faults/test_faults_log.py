@@ -8,13 +8,11 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from fault_ends import Address, Fresh
+from fault_ends import HALF_AN_HOUR, Address, Fresh, finish, listen_to_the_log
 from fault_replicas import (
     Replica,
-    Setup,
     connect,
 )
-from test_faults_group import finish
 
 from diloco_comm.exchange import waiting
 from diloco_comm.exchange.exchange import Exchange
@@ -23,20 +21,9 @@ from diloco_comm.ops.wire import WireFormat
 from diloco_comm.rounds.agreement import handshake
 
 H = 4
-# Nobody waits for it: each test ends by what it tests, or by its own deadline.
-HALF_AN_HOUR = Setup("int8", 1, H, timeout=1800.0)
 PREFIX = "run/diloco_comm/default"
 
 # ------------------------------------------------------------------------------- the log
-
-
-def listen_to_the_log() -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("diloco_comm").addHandler(handler)
-    waiting.FIRST_S = 1.0
-    return lines
 
 
 def wait_and_tell(rank: int, world: int, address: Address) -> list[str]:

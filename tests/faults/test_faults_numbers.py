@@ -5,28 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fault_replicas import Replica, Result, Setup, check_agreement, connect
-from workers import Pool
+from fault_ends import HALF_AN_HOUR, Address, Fresh, finish
+from fault_replicas import Replica, Result, check_agreement, connect
 
 from diloco_comm import LeftBehind, ReplicaMismatch, SyncError
 from diloco_comm.exchange.membership import regroup
 
 H = 4
-HALF_AN_HOUR = Setup("int8", 1, H, timeout=1800.0)
 PREFIX = "run/diloco_comm/default"
-Address = tuple[str, int]
-Fresh = Callable[..., Pool]
-
-
-def finish(replica: Replica, inner_step: int) -> Result:
-    replica.train_to(inner_step)
-    result = replica.result()
-    replica.diloco.close()
-    return result
 
 
 def refusal(*arguments: Any, **options: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fault_ends import listen_to_the_log
 from fault_replicas import (
     REPORT_S,
     Replica,
@@ -26,7 +26,6 @@ from workers import Pool
 from zygote import Job, Zygote
 
 from diloco_comm import SyncError
-from diloco_comm.exchange import waiting
 from diloco_comm.rounds.agreement.handshake import connected_store
 
 H = 4
@@ -250,15 +249,6 @@ def test_a_slow_way_to_the_store_does_not_cost_the_reports(
 
 
 # ------------------------------------------------------------------ what is said of a lost store
-
-
-def listen_to_the_log() -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("diloco_comm").addHandler(handler)
-    waiting.FIRST_S = 1.0
-    return lines
 
 
 def wait_without_a_store(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from problems import attach, train_step
-from trainers import NUM_STEPS, ROWS, Rows, WithLoss, make_optimizer, needs, on_store
+from trainers import NUM_STEPS, ROWS, Rows, WithLoss, needs, on_store
 from workers import Pool
 
 from diloco_comm.integrations.writers import log_metrics
@@ -56,19 +56,15 @@ def hf_logs(
     rank: int, world: int, address: tuple[str, int], folder: Path, options: dict[str, Any]
 ) -> tuple[list[dict[str, float]], list[Any]]:
     """Return the trainer's log, and the metrics of all exchanges."""
-    from transformers import Trainer, TrainingArguments
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
-    args = TrainingArguments(
-        output_dir=str(folder / f"replica-{rank}"),
-        per_device_train_batch_size=ROWS,
+    args = quiet_arguments(
+        folder / f"replica-{rank}",
         max_steps=NUM_STEPS,
         save_strategy="no",
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        disable_tqdm=True,
         **options,
     )
     place = on_store(rank, world, address, f"hf logs {options}")
@@ -125,39 +121,27 @@ def test_hugging_face_logs_means(trainer_replicas: Callable[[int], Pool], tmp_pa
 def lightning_logs(
     rank: int, world: int, address: tuple[str, int], folder: Path, kind: str
 ) -> list[Any]:
-    import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from lightning_runs import Module, quiet_trainer
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = WithLoss()
-
+    class Logging(Module):
         def training_step(self, rows: dict[str, torch.Tensor], index: int) -> torch.Tensor:
             loss = self.model(**rows)["loss"]
             self.log("loss", loss)
             return loss
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(self.model)
-
     home = folder / f"replica-{rank}"
     place = on_store(rank, world, address, f"lightning logs {kind}")
     callback = DiLoCoCallback(sync_every=3, fragments=2, **place)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_steps=NUM_STEPS,
         callbacks=[callback],
         logger={"csv": CSVLogger, "tensorboard": TensorBoardLogger}[kind](home),
         log_every_n_steps=5,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(Rows(rank), batch_size=ROWS))
+    trainer.fit(Logging(), torch.utils.data.DataLoader(Rows(rank), batch_size=ROWS))
     return callback.diloco.metrics()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from trainers import NUM_STEPS, ROWS, Rows, WithLoss, make_optimizer, needs, on_store
+from trainers import NUM_STEPS, ROWS, Rows, needs, on_store
 from workers import Pool
 
 
@@ -19,37 +19,20 @@ def lightning_with_a_minimum(
     rank: int, world: int, address: tuple[str, int], limits: dict[str, int]
 ) -> str:
     """Replica 0 has data for half as many steps as replica 1, which has a minimum."""
-    import lightning.pytorch as pl
+    from lightning_runs import Module, quiet_trainer
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = WithLoss(rank)
-
-        def training_step(self, rows: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-            return self.model(**rows)["loss"]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(self.model)
-
     place = on_store(rank, world, address, f"minimum {limits}")
     callback = DiLoCoCallback(sync_every=2, **place)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_epochs=2,
         **(limits if rank else {}),
         callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     rows = Rows(rank, NUM_STEPS * (1 + rank))
     try:
-        trainer.fit(Module(), torch.utils.data.DataLoader(rows, batch_size=ROWS))
+        trainer.fit(Module(rank), torch.utils.data.DataLoader(rows, batch_size=ROWS))
     except ValueError as error:
         return str(error)
     return f"ended at {trainer.global_step}"

@@ -14,7 +14,6 @@ from trainers import (
     HELD_OUT,
     LEARNING_RATE,
     NUM_STEPS,
-    ROWS,
     SAVED_STEP,
     Rows,
     WithLoss,
@@ -32,7 +31,8 @@ from diloco_comm import DiLoCo
 
 def hf_trainer(rank: int, folder: Path, arguments: dict[str, Any], **options: Any) -> Any:
     """Make a trainer that evaluates and saves at each 5th step; its callback is ``.diloco``."""
-    from transformers import Trainer, TrainingArguments
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
@@ -44,22 +44,16 @@ def hf_trainer(rank: int, folder: Path, arguments: dict[str, Any], **options: An
         "save_strategy": "steps",
         "save_steps": SAVED_STEP,
         "logging_steps": 2,
-        "report_to": "none",
         **options,
     }
-    args = TrainingArguments(
-        output_dir=str(folder / f"replica-{rank}"),
-        per_device_train_batch_size=ROWS,
+    args = quiet_arguments(
+        folder / f"replica-{rank}",
         max_steps=NUM_STEPS,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         train_sampling_strategy="sequential",
         label_names=["y"],
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        disable_tqdm=True,
         **chosen,
     )
     callback = DiLoCoCallback(**{"evaluate": "outer", **arguments})

@@ -19,7 +19,6 @@ from trainers import (
     WithLoss,
     flat,
     loss_of,
-    make_optimizer,
     needs,
     on_store,
     outers_of_plain_loop,
@@ -38,12 +37,11 @@ def make_module(home: Path, *, seed: int, fails: bool) -> Any:
     Args:
         fails: The step behind ``FAILED_STEP`` fails, which ends the training.
     """
-    import lightning.pytorch as pl
+    from lightning_runs import Module
 
-    class Module(pl.LightningModule):
+    class Validating(Module):
         def __init__(self) -> None:
-            super().__init__()
-            self.model = WithLoss(seed=seed)
+            super().__init__(seed)
             self.losses: list[float] = []
 
         def training_step(self, rows: dict[str, Tensor], index: int) -> Tensor:
@@ -60,10 +58,7 @@ def make_module(home: Path, *, seed: int, fails: bool) -> Any:
             if self.trainer.global_step == SAVED_STEP:
                 self.trainer.save_checkpoint(home / "amid.ckpt")
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(self.model)
-
-    return Module()
+    return Validating()
 
 
 def lightning_run(
@@ -80,8 +75,8 @@ def lightning_run(
     Args:
         fails: Have the step behind ``FAILED_STEP`` fail, which ends the training.
     """
-    import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning_runs import quiet_trainer
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
@@ -91,15 +86,12 @@ def lightning_run(
     saving = ModelCheckpoint(
         home, filename="{step}", monitor="val_loss", save_top_k=-1, save_on_exception=fails
     )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_steps=NUM_STEPS,
         callbacks=[callback, saving],
         default_root_dir=home,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"logger": False, **options},
+        enable_checkpointing=True,
+        **options,
     )
     loaders = [
         torch.utils.data.DataLoader(rows, batch_size=ROWS)

@@ -125,23 +125,18 @@ def test_accelerate(trainer_replicas: Callable[[int], Pool]) -> None:
 
 
 def hugging_face(rank: int, world: int, address: tuple[str, int], folder: Path, optim: str) -> End:
-    from transformers import Trainer, TrainingArguments
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
-    args = TrainingArguments(
-        output_dir=str(folder / f"replica-{rank}"),
-        per_device_train_batch_size=ROWS,
+    args = quiet_arguments(
+        folder / f"replica-{rank}",
         max_steps=NUM_STEPS,
         learning_rate=LEARNING_RATE,
         optim=optim,
         max_grad_norm=0.0,
         save_strategy="no",
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
     )
     place = on_store(rank, world, address, f"skipped {optim}")
     callback, model = DiLoCoCallback(sync_every=4, **place), Overflowing(rank)
@@ -160,12 +155,12 @@ def test_hugging_face(optim: str, trainer_replicas: Callable[[int], Pool], tmp_p
 
 
 def lightning(rank: int, world: int, address: tuple[str, int], is_automatic: bool) -> End:
-    import lightning.pytorch as pl
     from lightning.pytorch.plugins.precision import MixedPrecision
+    from lightning_runs import Module, quiet_trainer
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
-    class Module(pl.LightningModule):
+    class Overflows(Module):
         def __init__(self) -> None:
             super().__init__()
             self.model = Overflowing(rank)
@@ -180,25 +175,16 @@ def lightning(rank: int, world: int, address: tuple[str, int], is_automatic: boo
             self.optimizers().zero_grad()
             return None
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(self.model)
-
     class InFullPrecision(MixedPrecision):
         def autocast_context_manager(self) -> Any:
             return torch.autocast("cpu", enabled=False)
 
     place = on_store(rank, world, address, f"skipped lightning {is_automatic}")
-    callback, module = DiLoCoCallback(sync_every=4, **place), Module()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    callback, module = DiLoCoCallback(sync_every=4, **place), Overflows()
+    trainer = quiet_trainer(
         max_epochs=1,
         plugins=[InFullPrecision("16-mixed", "cpu", make_scaler())],
         callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, torch.utils.data.DataLoader(Rows(rank, NUM_STEPS), batch_size=ROWS))
     return end_of(callback.diloco, trainer.optimizers[0], module)

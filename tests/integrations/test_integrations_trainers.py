@@ -82,26 +82,21 @@ def test_the_end_of_training_says_what_was_not_shared(
 def hf_run(
     rank: int, folder: Path, arguments: dict[str, Any], *, resume: bool = False, **options: Any
 ) -> torch.Tensor:
-    from transformers import Trainer, TrainingArguments
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
     model = WithLoss(seed=7 if resume else rank)
     accumulate = options.get("gradient_accumulation_steps", 1)
-    args = TrainingArguments(
-        output_dir=str(folder / f"replica_{rank}"),
-        per_device_train_batch_size=ROWS,
+    args = quiet_arguments(
+        folder / f"replica_{rank}",
         max_steps=NUM_STEPS,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         train_sampling_strategy="sequential",
         save_steps=SAVED_STEP,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
         **options,
     )
     callback = DiLoCoCallback(**arguments)
@@ -224,35 +219,20 @@ def test_accelerate(replicas: Callable[[int], Pool], tmp_path: Path) -> None:
 def lightning_run(
     rank: int, folder: Path, arguments: dict[str, Any], *, resume: bool = False
 ) -> torch.Tensor:
-    import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning_runs import Module, quiet_trainer
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = WithLoss(seed=7 if resume else rank)
-
-        def training_step(self, rows: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-            return self.model(**rows)["loss"]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(self.model)
-
-    module, home = Module(), folder / f"replica_{rank}"
+    module, home = Module(seed=7 if resume else rank), folder / f"replica_{rank}"
     callback = DiLoCoCallback(**arguments)
     saving = ModelCheckpoint(home, filename="{step}", every_n_train_steps=SAVED_STEP, save_top_k=-1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_steps=NUM_STEPS,
         accumulate_grad_batches=2,
         callbacks=[callback, saving],
         default_root_dir=home,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     # Lightning goes on at an epoch's begin; DiLoCo is within a round there.
     loader = torch.utils.data.DataLoader(Rows(rank, SAVED_STEP, 2), batch_size=ROWS)

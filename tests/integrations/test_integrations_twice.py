@@ -22,15 +22,12 @@ SPANS = (
 
 HUGGING_FACE = """
 import torch.distributed as dist
-from transformers import Trainer, TrainingArguments
+from huggingface_runs import quiet_arguments
+from transformers import Trainer
 from trainers import Rows, WithLoss, flat
 from diloco_comm.integrations.huggingface import DiLoCoCallback
 
-args = TrainingArguments(
-    output_dir=f"out-{RANK}", per_device_train_batch_size=8, max_steps=2, use_cpu=True,
-    report_to="none", disable_tqdm=True, save_strategy="no", remove_unused_columns=False,
-    dataloader_pin_memory=False,
-)
+args = quiet_arguments(f"out-{RANK}", max_steps=2, save_strategy="no")
 
 def train(**arguments):
     callback = DiLoCoCallback(sync_every=1, **arguments)
@@ -64,7 +61,9 @@ def test_hugging_face_under_torchrun(tmp_path: Path) -> None:
 
 # Without use_cpu=True transformers knows of one process where there is no GPU, and wraps nothing.
 UNAWARE = (
-    HUGGING_FACE[: HUGGING_FACE.index("place =")].replace("use_cpu=True,", "")
+    HUGGING_FACE[: HUGGING_FACE.index("place =")].replace(
+        "max_steps=2", "max_steps=2, use_cpu=False"
+    )
     + """
 import torch
 from accelerate import Accelerator
@@ -93,28 +92,14 @@ def test_a_trainer_that_does_not_know_of_the_job_is_refused(tmp_path: Path) -> N
 
 
 LIGHTNING = """
-import lightning.pytorch as pl
 import torch, torch.distributed as dist
-from trainers import Rows, WithLoss, flat, make_optimizer
+from lightning_runs import Module, quiet_trainer
+from trainers import Rows, flat
 from diloco_comm.integrations.lightning import DiLoCoCallback
 
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = WithLoss(RANK)
-
-    def training_step(self, rows, index):
-        return self.model(**rows)["loss"]
-
-    def configure_optimizers(self):
-        return make_optimizer(self.model)
-
 def train(devices, **arguments):
-    module, callback = Module(), DiLoCoCallback(sync_every=1, **arguments)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, max_steps=2, callbacks=[callback], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
+    module, callback = Module(RANK), DiLoCoCallback(sync_every=1, **arguments)
+    trainer = quiet_trainer(devices=devices, max_steps=2, callbacks=[callback])
     trainer.fit(module, torch.utils.data.DataLoader(Rows(RANK), batch_size=8))
     diloco = callback.diloco
     return [diloco.exchange.size, diloco.totals().num_syncs, flat(module).sum().item()]
@@ -308,8 +293,9 @@ def hf_with_own_ddp(rank: int, world: int, address: tuple[str, int], folder: Pat
     """Two replicas of two workers each, in one launch; the trainer wraps one replica's workers."""
     import os
 
+    from huggingface_runs import quiet_arguments
     from torch.distributed.device_mesh import init_device_mesh
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
@@ -324,17 +310,11 @@ def hf_with_own_ddp(rank: int, world: int, address: tuple[str, int], folder: Pat
         def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
             return DistributedDataParallel(model, process_group=mesh["worker"].get_group())
 
-    args = TrainingArguments(
-        output_dir=str(folder / f"{rank}"),
-        per_device_train_batch_size=8,
+    args = quiet_arguments(
+        folder / f"{rank}",
         max_steps=2,
         learning_rate=LEARNING_RATE,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
         save_strategy="no",
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
     )
     place = {"mesh": mesh["replica"], "shard_group": mesh["worker"]}
     callback, model = DiLoCoCallback(sync_every=2, **place), WithLoss(rank)

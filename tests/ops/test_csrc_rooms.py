@@ -25,8 +25,8 @@ MAY_INCLUDE = {
     "operators": ("wire", "codec", "cuda"),
     **dict.fromkeys(EXCHANGE_ROOMS, ()),
     ENGINE: (*EXCHANGE_ROOMS, "wire", "codec"),
-    "exchange": (ENGINE, *EXCHANGE_ROOMS, "codec"),
-    "": ("operators/bindings.h", "exchange/bindings.h"),
+    "exchange/bindings": (ENGINE, *EXCHANGE_ROOMS, "codec"),
+    "": ("operators/bindings.h", "exchange/bindings/bindings.h"),
 }
 
 

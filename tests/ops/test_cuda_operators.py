@@ -2,7 +2,7 @@
 
 On the CPU they are emulated (emulated.py); where there is a GPU they run there. That their bytes
 are those of the reference is shown by test_ops_*.py, as for every other implementation. What the
-emulation cannot show is listed in docs/gpu.md.
+emulation cannot show is listed in docs/how-to/gpu.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 from collections.abc import Callable
@@ -10,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Regression, batch, equal, parameters_of, train_step
+from problems import (
+    Regression,
+    batch,
+    equal,
+    load_training,
+    parameters_of,
+    save_training,
+    train_step,
+)
 from torch import Tensor, nn
 from workers import Pool
 
@@ -214,10 +221,7 @@ def resume_everywhere(rank: int, world: int, arguments: dict[str, Any], bad: int
     model, optimizer, diloco = attach(make=Normalised, forgets=True, **arguments)
     with diloco:
         for step in range(num_steps):
-            file = io.BytesIO()
-            state = {"diloco": diloco.state_dict(), "model": model.state_dict()}
-            torch.save({**state, "optimizer": optimizer.state_dict()}, file)
-            saves.append(file)
+            saves.append(save_training(model, optimizer, diloco))
             train(model, optimizer, step)
         expected = snapshot(model, diloco)
         assert (diloco.totals().num_reset > 0) == (rank == VICTIM)
@@ -225,11 +229,7 @@ def resume_everywhere(rank: int, world: int, arguments: dict[str, Any], bad: int
     for first, file in enumerate(saves):
         model, optimizer, diloco = attach(make=Normalised, forgets=True, **arguments)
         with diloco:
-            file.seek(0)
-            state = torch.load(file, weights_only=True)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            diloco.load_state_dict(state["diloco"])
+            load_training(file, model, optimizer, diloco)
             for step in range(first, num_steps):
                 train(model, optimizer, step)
             matches.append(equal(snapshot(model, diloco), expected))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from problems import equal, train_step
+from problems import equal, load_training, save_training, train_step
 from torch import Tensor, nn
 
 from diloco_comm import CO2, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Streaming
@@ -84,10 +84,7 @@ def resume_everywhere(rank: int, world: int, names: list[str]) -> dict[str, list
         model, optimizer, diloco = attach(rank, name)
         with diloco:
             for step in range(NUM_STEPS):
-                file = io.BytesIO()
-                state = {"diloco": diloco.state_dict(), "model": model.state_dict()}
-                torch.save({**state, "optimizer": optimizer.state_dict()}, file)
-                saves.append(file)
+                saves.append(save_training(model, optimizer, diloco))
                 train_step(model, optimizer, rank, step, WIDTH)
             expected = snapshot(model, diloco)
         # One object takes all saves in turn: loading drops what it has in flight.
@@ -95,11 +92,7 @@ def resume_everywhere(rank: int, world: int, names: list[str]) -> dict[str, list
         with diloco:
             matches[name] = []
             for first, file in enumerate(saves):
-                file.seek(0)
-                state = torch.load(file, weights_only=True)
-                model.load_state_dict(state["model"])
-                optimizer.load_state_dict(state["optimizer"])
-                diloco.load_state_dict(state["diloco"])
+                load_training(file, model, optimizer, diloco)
                 assert diloco.inner_step == first
                 for step in range(first, NUM_STEPS):
                     train_step(model, optimizer, rank, step, WIDTH)
@@ -123,16 +116,11 @@ def settle_what_is_under_way(rank: int, world: int, names: list[str]) -> dict[st
             model, optimizer, diloco = attach(rank, name)
             with diloco:
                 if is_resumed:
-                    file.seek(0)
-                    state = torch.load(file, weights_only=True)
-                    model.load_state_dict(state["model"])
-                    optimizer.load_state_dict(state["optimizer"])
-                    diloco.load_state_dict(state["diloco"])
+                    load_training(file, model, optimizer, diloco)
                 else:
                     for step in range(7):
                         train_step(model, optimizer, rank, step, WIDTH)
-                    state = {"diloco": diloco.state_dict(), "model": model.state_dict()}
-                    torch.save({**state, "optimizer": optimizer.state_dict()}, file)
+                    file = save_training(model, optimizer, diloco)
                 assert any(part.in_flight for part in diloco.parts)
                 diloco.change_group(range(world))
                 assert not any(part.in_flight for part in diloco.parts)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from problems import Regression, equal, train_step
+from problems import Regression, equal, load_training, save_training, train_step
 from torch import Tensor, nn
 
 from diloco_comm import SGD, Adam, DiLoCo, FromTorch, Nesterov
@@ -54,21 +53,14 @@ def resume_everywhere(rank: int, world: int, outer: str, arguments: dict[str, An
     model, optimizer, diloco = attach(outer, **arguments)
     with diloco:
         for step in range(NUM_STEPS):
-            file = io.BytesIO()
-            state = {"diloco": diloco.state_dict(), "model": model.state_dict()}
-            torch.save({**state, "optimizer": optimizer.state_dict()}, file)
-            saves.append(file)
+            saves.append(save_training(model, optimizer, diloco))
             train_step(model, optimizer, rank, step)
         expected = snapshot(model, diloco)
     matches = []
     for first, file in enumerate(saves):
         model, optimizer, diloco = attach(outer, **arguments)
         with diloco:
-            file.seek(0)
-            state = torch.load(file, weights_only=True)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            diloco.load_state_dict(state["diloco"])
+            load_training(file, model, optimizer, diloco)
             assert diloco.inner_step == first
             for step in range(first, NUM_STEPS):
                 train_step(model, optimizer, rank, step)

@@ -73,20 +73,15 @@ def test_one_replica_alone() -> None:
 
 def hf_steps(rank: int, world: int, address: tuple[str, int], folder: Path) -> tuple[int, list]:
     """An epoch that is shorter on replica 1; returns the steps taken, and the parameters."""
-    from transformers import Trainer, TrainingArguments
+    from huggingface_runs import quiet_arguments
+    from transformers import Trainer
 
     from diloco_comm.integrations.huggingface import DiLoCoCallback
 
     model = WithLoss(rank)
-    args = TrainingArguments(
-        output_dir=str(folder / f"hf-{rank}"),
-        per_device_train_batch_size=ROWS,
+    args = quiet_arguments(
+        folder / f"hf-{rank}",
         num_train_epochs=2,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
     )
     place = on_store(rank, world, address, "uneven hf")
     callback = DiLoCoCallback(sync_every=4, **place)
@@ -105,32 +100,15 @@ def test_hugging_face(trainer_replicas: Callable[[int], Pool], tmp_path: Path) -
 def lightning_steps(
     rank: int, world: int, address: tuple[str, int], folder: Path, limits: dict[str, int]
 ) -> tuple[int, list]:
-    import lightning.pytorch as pl
+    from lightning_runs import Module, quiet_trainer
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = WithLoss(rank)
-
-        def training_step(self, rows: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-            return self.model(**rows)["loss"]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(self.model)
-
     place = on_store(rank, world, address, f"uneven lightning {limits}")
-    module, callback = Module(), DiLoCoCallback(sync_every=4, **place)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    module, callback = Module(rank), DiLoCoCallback(sync_every=4, **place)
+    trainer = quiet_trainer(
         callbacks=[callback],
         default_root_dir=folder / f"lightning-{rank}",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **limits,
     )
     data = Rows(rank, [5, 3][rank])
@@ -163,15 +141,14 @@ def lightning_own_steps(
     limits: list[dict[str, int]],
 ) -> tuple[int, int, list] | str:
     """Steps that are not each so many batches; what was taken, or why the data are refused."""
-    import lightning.pytorch as pl
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from lightning_runs import Module, quiet_trainer
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
-    class Module(pl.LightningModule):
+    class OfKind(Module):
         def __init__(self) -> None:
-            super().__init__()
-            self.model = WithLoss(rank)
+            super().__init__(rank)
             self.automatic_optimization = kind == "scheduled"
 
         def training_step(self, rows: dict[str, torch.Tensor], index: int) -> torch.Tensor | None:
@@ -193,16 +170,10 @@ def lightning_own_steps(
             return [torch.optim.SGD(params, lr=0.01) for params in ([first], others)]
 
     place = on_store(rank, world, address, f"uneven lightning {kind} {num_batches} {limits}")
-    module, callback = Module(), DiLoCoCallback(sync_every=2, **place)
+    module, callback = OfKind(), DiLoCoCallback(sync_every=2, **place)
     scheduled = [GradientAccumulationScheduler({0: 1, 1: 3})] if kind == "scheduled" else []
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         callbacks=[callback, *scheduled],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **limits[rank],
     )
     loader = torch.utils.data.DataLoader(Rows(rank, num_batches[rank]), batch_size=ROWS)

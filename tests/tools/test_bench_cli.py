@@ -1,4 +1,4 @@
-"""``diloco-comm bench``: the commands measure, and their JSON is that of docs/bench.md."""
+"""``diloco-comm bench``: the commands measure; docs/reference/bench.md has their JSON."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def check_document(path: Path, output: str, what: str) -> dict[str, Any]:
 
 
 def keys_documented(what: str) -> set[str]:
-    """The names in the table of docs/bench.md below the heading of a command."""
-    text = (DOCS / "bench.md").read_text().split(f"### JSON of `{what}`", 1)[1]
+    """The names in the table of docs/reference/bench.md below the heading of a command."""
+    text = (DOCS / "reference" / "bench.md").read_text().split(f"### JSON of `{what}`", 1)[1]
     table = text.split("\n\n", 2)[1]
     return {
         name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])

@@ -39,7 +39,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any],
     command = [*DEMO, *example.split()[2:], *TINY, *FAST_LINK, "--out", str(out), "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr
-    check_documented(json.loads(ended.stdout), "demo.md")
+    check_documented(json.loads(ended.stdout), "tutorials/demo.md")
     assert ended.stdout == (out / "demo.json").read_text()
     return ended.stderr, json.loads(ended.stdout), out
 

@@ -134,7 +134,7 @@ def test_documented_keys_are_those_of_the_json() -> None:
         keys |= SCHEMA[section].keys()
     for section in ("self_test", "job"):
         keys |= SCHEMA[section][0].keys()
-    check_documented(keys, "doctor.md")
+    check_documented(keys, "reference/doctor.md")
 
 
 @pytest.mark.parametrize(

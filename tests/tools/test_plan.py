@@ -20,7 +20,7 @@ def test_table_4_is_reproduced() -> None:
 
 
 def test_eager_rows_differ_from_the_published_ones() -> None:
-    """The comparison says so instead of bending the simulator; docs/plan.md tells the same."""
+    """The comparison says so instead of bending the simulator, as docs/reference/plan.md does."""
     entries = [e for e in compare(TABLE_5) if "eager" in e["row"] and "H=100" in e["row"]]
     assert len(entries) == 15
     # Published below what the bytes of a round take in a round's time.

@@ -95,7 +95,7 @@ def test_json_has_the_documented_schema(method: str) -> None:
     check_schema(plan, SCHEMA)
     assert len(plan["curve"]["gbps"]) == len(plan["curve"]["step"]) == 50
     keys = [*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0], *SCHEMA["curve"]]
-    check_documented(keys, "plan.md")
+    check_documented(keys, "reference/plan.md")
 
 
 def test_scripts_get_a_row_of_the_papers_table() -> None:
@@ -108,8 +108,16 @@ def test_scripts_get_a_row_of_the_papers_table() -> None:
 def test_bits_come_from_the_wire_unless_given() -> None:
     assert plan_json(*SMALL)["bits_per_param"] == 8.0625
     assert plan_json(*SMALL, "--method", "dp")["bits_per_param"] == 32
-    assert plan_json(*SMALL, "--wire", "int4", "--workers", 4)["bits_per_param"] == 6.09375
-    assert plan_json(*SMALL, "--bits", 5, "--workers", 4)["bits_per_param"] == 5
+    assert plan_json(*SMALL, "--wire", "int4", "--replicas", 4)["bits_per_param"] == 6.09375
+    assert plan_json(*SMALL, "--bits", 5, "--replicas", 4)["bits_per_param"] == 5
+
+
+def test_the_former_name_of_replicas_works_with_a_note() -> None:
+    ended = run_cli("plan", *SMALL, "--json", "--workers", 4)
+    assert ended.status == 0
+    assert json.loads(ended.out) == plan_json(*SMALL, "--replicas", 4)
+    assert ended.err == "diloco-comm: --workers is deprecated: its name is --replicas\n"
+    assert "--workers" not in run_cli("plan", "--help").out
 
 
 def test_link_agrees_with_the_totals() -> None:
@@ -282,7 +290,7 @@ def test_size_comes_from_a_model_config(
         ([*SMALL, "--params", "nan"], "--params must be a positive number, got nan"),
         ([*SMALL, "--layers", 0], "--layers must be at least 1, got 0"),
         ([*SMALL, "--step-time", 0], "--step-time must be a positive number, got 0"),
-        ([*SMALL, "--workers", 1], "--workers must be at least 2, got 1"),
+        ([*SMALL, "--replicas", 1], "--replicas must be at least 2, got 1"),
         ([*SMALL, "--method", "gossip"], "--method must be one of dp, diloco"),
         ([*SMALL, "--wire", "int3"], "--wire must be one of fp32"),
         ([*SMALL, "--block-size", 100], "--block-size must be one of"),

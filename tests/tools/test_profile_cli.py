@@ -318,7 +318,7 @@ def test_examples_of_run_are_understood(
 
 def test_documented_keys_are_those_of_the_json() -> None:
     keys = [*SCHEMA, *SCHEMA["ranks"][0], *PART, "count", "total_us", "max_us"]
-    check_documented(keys, "profile.md")
+    check_documented(keys, "how-to/profile.md")
 
 
 # ------------------------------------------------------------------------ sentences

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ...base.errors import SyncError
 from ..waiting import store_advice
-from . import rendezvous
-from .attendance import OwnTime
 from .line import GROUPS, STREAMS, outcome_key
+from .meeting import rendezvous
+from .meeting.attendance import OwnTime
 from .plans import Plan
 from .stores import decide_once
 

@@ -46,6 +46,8 @@ class Member:
 
     Attributes:
         store: The part of the user's store that belongs to the exchanges of this name.
+        impl: Implementation of the operators.
+        joins: This replica came to a group that was there already.
         newest_group: The newest epoch that this replica has agreed to enter, and its members.
         inner_step: The newest inner step that this replica has counted in an exchange.
         last_error: Of this epoch, until an exchange succeeds.
@@ -68,6 +70,7 @@ class Member:
         self.lanes, self.window = options.lanes, options.window
         self.chunk_bytes, self.num_under_way = options.chunk_bytes, options.num_under_way
         self.collectives, self.device = options.collectives, options.device
+        self.impl, self.joins = options.impl, options.joins
         self.timeout, self.join_timeout = options.timeout, options.join_timeout
         self.suspect_after = options.suspect_after
         self.newest_group: tuple[int, tuple[int, ...]] = (0, ())

@@ -19,8 +19,9 @@ from ...ops.wire import Layout
 from ..headers import Header
 from ..round import Round, Terms
 from ..waiting import describe_store
-from . import connecting, line, rendezvous, sealing, termination, verdicts
-from .attendance import Limits
+from . import connecting, line, sealing, termination, verdicts
+from .meeting import rendezvous
+from .meeting.attendance import Limits
 from .member import Epoch, Member
 from .plans import Plan
 from .stores import bounded

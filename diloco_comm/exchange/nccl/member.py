@@ -19,8 +19,7 @@ from ...base.errors import NonFiniteError, SyncError
 from ..buffers import ExchangeBuffers
 from ..headers import Header
 from ..membership import regroup
-from ..membership.member import Epoch, Member
-from ..options import Options
+from ..membership.member import Member
 from ..round import Round
 from . import group as nccl_group
 from .jobs import StreamJob
@@ -36,26 +35,11 @@ class StreamMember(Member):
     """A member whose fragments on a device are exchanged there, if its collectives are NCCL's.
 
     Attributes:
-        impl: Implementation of the operators.
         fixed_weights: Of all ranks, if none of them changes; see ``fix_weight``.
     """
 
-    def __init__(
-        self,
-        engine: _C.Engine,
-        store: dist.Store,
-        replica: int,
-        current: Epoch,
-        options: Options,
-        name: str,
-        line_name: str | None,
-        impl: str,
-        joins: bool,
-    ) -> None:
-        super().__init__(engine, store, replica, current, options, name, line_name)
-        self.impl, self._joins = impl, joins
-        self.fixed_weights: list[float] | None = None
-        self._driver: StreamDriver | None = None
+    fixed_weights: list[float] | None = None
+    _driver: StreamDriver | None = None
 
     @property
     def is_dead(self) -> bool:
@@ -72,7 +56,7 @@ class StreamMember(Member):
             return
         rank, size = agreement.members.index(self.replica), len(agreement.members)
         # A first group may start NCCL cold, on many hosts; a changed group holds up survivors.
-        is_first = self._driver is None and not self._joins
+        is_first = self._driver is None and not self.joins
         changed_s = min(self.timeout, max(self.join_timeout, _CONNECT_S))
         limit = self.timeout if is_first else changed_s
 

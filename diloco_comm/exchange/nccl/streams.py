@@ -24,9 +24,9 @@ from .sending import Sending, current
 # Kernels on the side stream get a quarter of the blocks of ``reduce`` that a device runs at a time
 # (its registers allow three on a multiprocessor). On an H200 these are 99, at most one on each of
 # the 132 multiprocessors, where two thirds of the registers stay free for the training's kernels.
-# Calculated as in docs/gpu-kernels.md, reduce then reads about 1000 GB/s of four int8 payloads: 20
-# times what a NIC of 400 Gbit/s brings (50 GB/s), and twice what NVLink does (450 GB/s), so that
-# the link is the limit, not the reduction. No GPU has measured any of this.
+# Calculated as in docs/measurements/gpu-kernels.md, reduce then reads about 1000 GB/s of four
+# int8 payloads: 20 times what a NIC of 400 Gbit/s brings (50 GB/s), and twice what NVLink does
+# (450 GB/s), so that the link is the limit, not the reduction. No GPU has measured any of this.
 SIDE_SHARE = 4
 _REDUCE_BLOCKS = 3
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...base.errors import ReplicaMismatch
 from ...exchange.headers import STATE_ADVICE
+from ...exchange.sentences import difference
 from ...ops.digests import digest_of
 from ..flights import weight_sum
 from ..synced import SyncedFragment, SyncedPart
@@ -104,17 +105,10 @@ def own_past(parts: Sequence[SyncedPart]) -> list[list[int]]:
 
 
 def _sentence(exchange: Exchange, part: SyncedPart, values: Sequence[tuple[int, ...]]) -> str:
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for replica, value in zip(exchange.members, values, strict=True):
-        groups.setdefault(value, []).append(replica)
-    shown = "; ".join(
-        f"{_shown(value)} on replica{'s' * (len(replicas) > 1)} {', '.join(map(str, replicas))}"
-        for value, replicas in groups.items()
-    )
-    return (
-        f"the outer state of fragment {part.index} differs between replicas: {shown}: "
-        f"{STATE_ADVICE}"
-    )
+        groups.setdefault(_shown(value), []).append(replica)
+    return f"{difference(f'the outer state of fragment {part.index}', groups)}: {STATE_ADVICE}"
 
 
 def _shown(value: tuple[int, ...]) -> str:

@@ -1,7 +1,7 @@
 """Measure all-reduces: pseudo-gradient in, average out, against the backend's own all_reduce.
 
 Each sample times all methods in turn, so that slow phases of the machine affect all methods.
-docs/bench.md derives every column. The columns and JSON names are those of nccl-tests.
+docs/reference/bench.md derives every column. The columns and JSON names are those of nccl-tests.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def measure_size(settings: Settings, chosen: list[Any], size: int) -> list[Row]:
 def describe(
     method: Any, size: int, times: list[float], reference: list[float], datatype: str = "float"
 ) -> Row:
-    """Return the figures of one row; docs/bench.md has the formulas."""
+    """Return the figures of one row; docs/reference/bench.md has the formulas."""
     world = dist.get_world_size()
     median = statistics.median(times)
     gigabytes = size / 1e9

@@ -13,6 +13,11 @@ FAILED = 1
 MISUSED = 2
 
 
+def note(message: str) -> None:
+    """Print one sentence to stderr, and go on."""
+    print(f"diloco-comm: {message}", file=sys.stderr)
+
+
 def misuse(message: str) -> NoReturn:
     """Print one sentence about a wrong option or value, and end with status 2."""
     print(f"diloco-comm: {message}", file=sys.stderr)

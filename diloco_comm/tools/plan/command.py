@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..common.exits import fail, in_options, misuse
+from ..common.exits import fail, in_options, misuse, note
 from ..common.outputs import check_file, check_plot, plot_file, writing
 from ..common.printing import save_plot
 from ..common.sizes import parse_count
@@ -39,7 +39,10 @@ def plan(
     step_time: Annotated[
         float | None, typer.Option(help="Seconds of an inner step without communication.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Replicas.")] = 2,
+    replicas: Annotated[int, typer.Option(help="Replicas.")] = 2,
+    workers: Annotated[
+        int | None, typer.Option(hidden=True, help="Deprecated name of --replicas.")
+    ] = None,
     method: Annotated[
         str, typer.Option(help="dp, diloco, streaming, delayed, eager or co2.")
     ] = "diloco",
@@ -82,6 +85,9 @@ def plan(
         _print_published(as_json)
         return
     size = _size(params, layers, model_config, safetensors)
+    if workers is not None:
+        note("--workers is deprecated: its name is --replicas")
+        replicas = workers
     if step_time is None:
         misuse("--step-time is missing: the seconds of an inner step without communication")
     if fragment_layers is None:
@@ -97,7 +103,7 @@ def plan(
         request = Request(
             *size,
             step_time,
-            workers=workers,
+            workers=replicas,
             method=method,
             sync_every=sync_every,
             fragment_layers=fragment_layers,

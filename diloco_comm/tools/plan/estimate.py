@@ -59,8 +59,12 @@ class Request:
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
         _check_choice("wire", self.wire, WIRES)
-        for name, least in (("layers", 1), ("workers", 2), ("sync-every", 1), ("rounds", 1)):
-            value = getattr(self, name.replace("-", "_"))
+        for name, value, least in (
+            ("layers", self.layers, 1),
+            ("replicas", self.workers, 2),
+            ("sync-every", self.sync_every, 1),
+            ("rounds", self.rounds, 1),
+        ):
             if value < least:
                 raise ValueError(f"--{name} must be at least {least}, got {value}")
         for name in ("params", "step-time", "bits"):
@@ -165,7 +169,7 @@ def needed_gbps(shares: Array) -> dict[str, float | None]:
 
 
 def make_plan(request: Request, gbps: float | None = None, target: float = 0.95) -> dict[str, Any]:
-    """Return all that is known about a request, as JSON types; ``docs/plan.md`` has the schema.
+    """Return all that is known about a request, as JSON types; docs/reference/plan.md has them.
 
     Args:
         gbps: Bandwidth of a link to look at, Gbit/s.

@@ -56,7 +56,7 @@ def _headline(plan: dict[str, Any]) -> str:
     request = plan["request"]
     method = request["method"]
     words = [f"{request['params']:.4g} parameters, {request['layers']} layers"]
-    words += [f"{request['step_time']:g} s a step, {request['workers']} workers", method]
+    words += [f"{request['step_time']:g} s a step, {request['workers']} replicas", method]
     if method != "dp":
         words.append(f"H={request['sync_every']}")
     if method == "streaming":

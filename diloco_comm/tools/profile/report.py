@@ -79,7 +79,7 @@ def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
 
 
 def make_report(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """Return the figures of all ranks as JSON types; ``docs/profile.md`` has the schema."""
+    """Return the figures of all ranks as JSON types; ``docs/how-to/profile.md`` has the schema."""
     ranks = [figures(trace) for trace in traces]
     return {"schema": 1, "ranks": ranks, "slowest_rank": slowest_rank(ranks)}
 

@@ -97,7 +97,7 @@ class RankTrace:
 
 
 def figures(trace: RankTrace) -> dict[str, Any]:
-    """Return the figures of one rank; ``docs/profile.md`` has the schema."""
+    """Return the figures of one rank; ``docs/how-to/profile.md`` has the schema."""
     computation = intervals.merge(*trace.computation)
     both = [np.concatenate(pair) for pair in zip(trace.ours, trace.inner, strict=True)]
     ends = [*trace.computation, *both]

@@ -19,6 +19,11 @@ from diloco_comm.ops import reference
 from diloco_comm.ops.wire import Layout, WireFormat
 
 CHUNK_BYTES = 4096
+# Elements of an exchange that may fail.
+N = 60_000
+# Its seconds: a failure must be noticed, and whoever waits for the timeout instead does not end
+# within the limit of a test.
+TIMEOUT = 300.0
 
 
 def values(seed: int, replica: int, num_elements: int) -> Tensor:
@@ -94,3 +99,21 @@ def sync(
 
 def wire_of(name: str) -> WireFormat:
     return WireFormat(name, 64)
+
+
+def connect_replica(
+    address: tuple[str, int], replica: int, members: list[int], **kwargs: Any
+) -> Exchange:
+    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
+    defaults: dict[str, Any] = {
+        "chunk_bytes": CHUNK_BYTES, "timeout": TIMEOUT, "report_patience": 2.0, "window": 3,
+    }  # fmt: skip
+    return Exchange(store, replica, members, **{**defaults, **kwargs})
+
+
+def gives_reference_bytes(ex: Exchange, buffers: Any, round: int, members: list[int]) -> bool:
+    """Whether one exchange among ``members`` gives the bytes of the reference."""
+    inputs = [[values(round, replica, N)] for replica in members]
+    outcome = sync(ex, buffers, inputs[ex.rank], round=round)
+    buffers.commit()
+    return digest(outcome) == reference_digest(inputs, buffers.layout, [1.0] * len(members))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -112,3 +113,22 @@ def everything(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
     for part in diloco.parts:
         tensors += [part.outer.clone(), *(t.clone() for t in part.state.tensors().values())]
     return tensors
+
+
+def save_training(model: nn.Module, optimizer: torch.optim.Optimizer, diloco: DiLoCo) -> io.BytesIO:
+    """Return what a training saves, as ``torch.save`` writes it."""
+    file = io.BytesIO()
+    state = {"diloco": diloco.state_dict(), "model": model.state_dict()}
+    torch.save({**state, "optimizer": optimizer.state_dict()}, file)
+    return file
+
+
+def load_training(
+    file: io.BytesIO, model: nn.Module, optimizer: torch.optim.Optimizer, diloco: DiLoCo
+) -> None:
+    """Go on with what ``save_training`` returned."""
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    diloco.load_state_dict(state["diloco"])

@@ -1,11 +1,9 @@
 """Run the commands of a page of ``docs/`` as they stand there, and compare what they print.
 
-    <!-- run a b -->         the next code block is typed in the terminals a and b
-    <!-- prints a -->        the next code block is what terminal a prints from there on
-
-A line ``...`` of the printed block stands for any number of lines. Numbers and hashes may differ
-from the page: the ``form`` of two lines is compared. This command runs a page for two machines, and
-writes what was printed this time into the page:
+Comments of the page mark the blocks, see ``pages``. A line ``...`` of a printed block stands for
+any number of lines. Numbers and hashes may differ from the page: the ``form`` of two lines is
+compared. This command runs a page for two machines, and writes what was printed this time into the
+page:
 
     PYTHONPATH=$(echo . tests/support/* | tr ' ' :) \\
         python tests/support/tools/page_runner.py docs/tutorials/two-machines.md
@@ -22,36 +20,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from pages import ROOT, blocks_in
+
 SKIP = "..."
-_BLOCK = re.compile(
-    r"<!-- (?P<verb>run|prints) (?P<terminals>[\w -]+?) -->\n```\w*\n(?P<text>.*?)```", re.DOTALL
-)
 _NUMBER = re.compile(r"\b[0-9a-f]{16}\b|\d+(\.\d+)*")
 # What bash says when a background job ends depends on whether bash has a terminal.
 _OF_BASH = re.compile(r"bash: line \d+: ")
-
-
-@dataclass(frozen=True)
-class Block:
-    """A marked code block of a page; ``begin`` and ``end`` are the offsets of its text."""
-
-    verb: str
-    terminals: list[str]
-    text: str
-    begin: int
-    end: int
-
-
-def blocks_of(page: str) -> list[Block]:
-    """Return the marked blocks in the order of the page."""
-    return [
-        Block(found["verb"], found["terminals"].split(), found["text"], *found.span("text"))
-        for found in _BLOCK.finditer(page)
-    ]
 
 
 def form(line: str) -> str:
@@ -139,25 +115,28 @@ def run_page(
         The page with the lines that were printed this time, and all lines of each terminal.
     """
     terminals: dict[str, Terminal] = {}
+    lines = page.splitlines(keepends=True)
     written, end = [], 0
     try:
-        for block in blocks_of(page):
+        for block in (block for block in blocks_in(page) if block.verb):
             for name in block.terminals:
                 if name not in terminals:
                     terminals[name] = Terminal(prefix_of(name))
-            text = block.text
+            text = block.code
             for name in block.terminals:
                 if block.verb == "run":
-                    terminals[name].type(block.text)
+                    terminals[name].type(block.code)
                 else:
-                    text = terminals[name].expect(block.text, seconds)
-            written += [page[end : block.begin], text]
-            end = block.end
+                    text = terminals[name].expect(block.code, seconds)
+            begin = block.line - 1
+            written += [*lines[end:begin], text]
+            end = begin + block.code.count("\n")
     finally:
         for terminal in terminals.values():
             terminal.close()
-    written.append(page[end:])
-    return "".join(written), {name: each.printed for name, each in terminals.items()}
+    return "".join([*written, *lines[end:]]), {
+        name: each.printed for name, each in terminals.items()
+    }
 
 
 def run_on_two_machines(page: str, seconds: float = 60.0) -> tuple[str, Mapping[str, list[str]]]:

@@ -4,6 +4,8 @@ Comments of a page, which its reader does not see, tell more about the block tha
 
     <!-- not run: it needs a GPU -->     why it is not run, or its options are not read
     <!-- continues -->                   the block goes on with the names of the block before
+    <!-- run a b -->                     the block is typed in the terminals a and b
+    <!-- prints a -->                    the block is what terminal a prints from there on
     <!-- setup                           Python that runs first; the reader knows these names
     num_steps = 4
     -->
@@ -74,6 +76,7 @@ class Block:
         reason: Why Python is not run, or options are not checked; empty if they are.
         setup: Python that runs before the block.
         continues: The block goes on with the names of the page's block before.
+        verb, terminals: "run" or "prints", and where, for ``page_runner``; else empty.
     """
 
     page: str
@@ -83,6 +86,8 @@ class Block:
     reason: str = ""
     setup: str = ""
     continues: bool = False
+    verb: str = ""
+    terminals: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -92,8 +97,13 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     """Read the blocks of a page, with what the comments before each say about it."""
     name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
+    return blocks_in(page.read_text(), name)
+
+
+def blocks_in(text: str, name: str = "") -> list[Block]:
+    """Read the blocks of a text; ``name`` is that of its page."""
     found, about = [], {}
-    for token in MarkdownIt("commonmark").parse(page.read_text()):
+    for token in MarkdownIt("commonmark").parse(text):
         if token.type == "html_block":
             about |= _about(token.content)
         elif token.type in ("fence", "code_block"):
@@ -115,6 +125,8 @@ def _about(comments: str) -> dict[str, Any]:
             about["setup"] = rest + "\n"
         elif word == "continues":
             about["continues"] = True
+        elif marked := re.fullmatch(r"(run|prints) ([\w -]+)", word):
+            about |= {"verb": marked[1], "terminals": tuple(marked[2].split())}
         elif comment.strip().startswith("not run:"):
             about["reason"] = comment.strip().removeprefix("not run:").strip()
     return about

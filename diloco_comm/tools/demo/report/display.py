@@ -149,7 +149,7 @@ def _results_table(results: Results) -> Table:
         "sync\nevery",
         "initial\nloss",
         "final\nloss",
-        "sent a\nworker",
+        "sent per\nreplica",
         "fewer\nbytes",
         "wall\n(s)",
         "exposed\n(s)",

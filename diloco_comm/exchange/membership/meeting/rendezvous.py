@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...base.background import batch_threads
-from ...base.errors import ReplicaMismatch, SyncError
-from ..waiting import WaitLog, store_advice
+from ....base.background import batch_threads
+from ....base.errors import ReplicaMismatch, SyncError
+from ...waiting import WaitLog, store_advice
+from ..plans import Plan, current_group, own_place
 from .attendance import Attendance, Limits, Pulses
 from .founding import refuse_second_founding
 from .meetings import BEAT_S, Meeting, Say, arrive, leave, make_room, open_meeting
-from .plans import Plan, current_group, own_place
 
 # A participant that retries with other members first removes its old hello; a difference that
 # outlasts this is a real one.

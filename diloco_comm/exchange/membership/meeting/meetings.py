@@ -24,13 +24,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ... import _C
-from ...base.errors import LeftBehind, SyncError
-from ..sentences import difference
+from .... import _C
+from ....base.errors import LeftBehind, SyncError
+from ...sentences import difference
+from ..plans import Plan, current_group, number_is_taken, propose_plan
+from ..stores import decide_once, read_known, swap
+from ..verdicts import WAY_BACK
 from .attendance import Attendance
-from .plans import Plan, current_group, number_is_taken, propose_plan
-from .stores import decide_once, read_known, swap
-from .verdicts import WAY_BACK
 
 BEAT_S = 0.4
 # For an answer of a peer's host: a lost packet is sent again after one second.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from .stores import read_known
+from ..stores import read_known
 
 # (nonce, beat) of a hello.
 Mark = tuple[str, int]

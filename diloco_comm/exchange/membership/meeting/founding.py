@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from ...base.errors import SyncError
+from ....base.errors import SyncError
+from ..plans import current_group, number_is_taken, place_of
 from .attendance import Pulses
 from .meetings import Meeting
-from .plans import current_group, number_is_taken, place_of
 
 # Looks, about a second each, in which a counter must have risen to be that of a running group.
 _RISES = 3

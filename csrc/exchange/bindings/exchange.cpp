@@ -1,0 +1,88 @@
+#include <pybind11/stl.h>
+#include <torch/extension.h>
+
+#include <algorithm>
+#include <cmath>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "codec/codec.h"
+#include "exchange/bindings/bindings.h"
+#include "exchange/bindings/shared.h"
+#include "exchange/engine/engine.h"
+#include "exchange/engine/words.h"
+#include "exchange/failure/bounded_store.h"
+#include "exchange/transport/pages.h"
+
+namespace py = pybind11;
+
+namespace diloco {
+
+using std::chrono::milliseconds;
+
+milliseconds from_seconds(double seconds) {
+    constexpr double kMostSeconds = 10 * 365 * 86400.0;
+    TORCH_CHECK_VALUE(!std::isnan(seconds), "a time must be a number of seconds, got nan");
+    const std::chrono::duration<double> clamped(std::clamp(seconds, 0.0, kMostSeconds));
+    return std::chrono::ceil<milliseconds>(clamped);
+}
+
+void check_signals() {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+void register_exchange(py::module_& m) {
+    m.attr("MAX_REPLICAS") = codec::kMaxTerms;
+    m.def("empty_pages", &empty_pages, py::arg("num_bytes"),
+          "A zeroed uint8 tensor, 64-byte aligned, huge pages advised, every page touched.");
+    m.def(
+        "connect_store",
+        [](const std::string& host, int port, double timeout_s) {
+            py::gil_scoped_release no_gil;
+            return connect_store(host, static_cast<uint16_t>(port), from_seconds(timeout_s));
+        },
+        py::arg("host"), py::arg("port"), py::arg("timeout_s"),
+        "A client of the TCPStore at an address; also a host that hangs is given up in time.");
+    m.def(
+        "bounded_store",
+        [](c10::intrusive_ptr<c10d::Store> store, double limit_s) {
+            return c10::intrusive_ptr<c10d::Store>(
+                c10::make_intrusive<BoundedStore>(std::move(store), from_seconds(limit_s)));
+        },
+        py::arg("store"), py::arg("limit_s"), py::keep_alive<0, 1>(),
+        "The store with calls that fail when its host does not answer in time.");
+    m.def(
+        "are_reached",
+        [](const std::vector<std::string>& addresses, double limit_s) {
+            py::gil_scoped_release no_gil;
+            std::vector<std::optional<bool>> are_reached;
+            for (const Answer answer : try_to_reach(addresses, from_seconds(limit_s))) {
+                are_reached.emplace_back(answer == Answer::kReached);
+                if (answer == Answer::kUnknown) are_reached.back().reset();
+            }
+            return are_reached;
+        },
+        py::arg("addresses"), py::arg("limit_s"),
+        "Whether a connection can be made to each host:port in time; None: it could not be tried.");
+    m.def("largest_reaching", &largest_reaching, py::arg("members"), py::arg("cuts"),
+          "The largest subset without a pair in `cuts`; of several, that with the lowest ids.");
+    m.def("describe_cuts", &cuts_of, py::arg("cuts"),
+          "Say in words which pairs of replicas cannot reach each other.");
+    m.def("minor_faults", &minor_faults, "Minor page faults of the calling thread so far.");
+    m.def(
+        "make_schedule",
+        [](int num_chunks, int num_phases, int num_lanes, int window) {
+            std::vector<std::tuple<std::string, int, int>> steps;
+            for (const Step& step : make_schedule(num_chunks, num_phases, num_lanes, window)) {
+                steps.emplace_back(action_name(step.action), step.chunk, step.lane);
+            }
+            return steps;
+        },
+        py::arg("num_chunks"), py::arg("num_phases"), py::arg("num_lanes"), py::arg("window"),
+        "The steps of an exchange in their order: (action, chunk, lane).");
+    register_messages(m);
+    register_jobs(m);
+    register_engine(m);
+}
+
+}  // namespace diloco
