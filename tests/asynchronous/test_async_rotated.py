@@ -27,6 +27,8 @@ def test_followers_of_every_rotated_wire_hold_the_servers_bytes(rule: ServerRule
             attach(server.address, wire, size=SIZE, wire=wire, fetch="updates", seed=3)
             for wire in ROTATED_WIRES
         ]
+        options = {"wire": "topk64", "error_feedback": True}
+        pairs.append(attach(server.address, "topk", size=SIZE, fetch="updates", **options))
         for index in range(3 * len(pairs)):
             model, worker = pairs[index % len(pairs)]
             model.descend(0.1 * noise(index + 1))

@@ -1,4 +1,4 @@
-"""The rotated wires between real processes: the bytes of the reference, on every rank."""
+"""Rotated and sparse wires between real processes: the bytes of the reference, on every rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from exchange_helpers import decode, digest, exchange, reference_digest, split, 
 from workers import Pool
 
 from diloco_comm.exchange.headers import Header
-from diloco_comm.ops.wire import ROTATED_WIRES, WireFormat
+from diloco_comm.ops import reference
+from diloco_comm.ops.wire import ROTATED_WIRES, Layout, WireFormat
 
+WIRES = [*ROTATED_WIRES, "topk64"]
 Workers = Callable[[int], Pool]
 SIZES = [1, 30_011]
 WEIGHTS = [1.0, 3.0, 0.0, 0.5, 2.0]
@@ -48,7 +50,7 @@ def _check(results: list[list[tuple[str, str]]]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_worlds_agree_with_the_reference(workers: Workers, world: int) -> None:
-    _check(workers(world).run(_exchange_sizes, list(ROTATED_WIRES), 1, 0.0, 4096))
+    _check(workers(world).run(_exchange_sizes, WIRES, 1, 0.0, 4096))
 
 
 @pytest.mark.parametrize(("world", "lanes"), [(2, 3), (4, 2)])
@@ -64,7 +66,7 @@ def _bytes_received(rank: int, world: int, wire: str) -> tuple[int, int]:
         return outcome.received_bytes, outcome.sent_bytes
 
 
-@pytest.mark.parametrize("wire", ROTATED_WIRES)
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_bytes_on_the_wire(workers: Workers, wire: str, world: int) -> None:
     form = WireFormat(wire)
@@ -118,6 +120,37 @@ def _error_feedback(rank: int, world: int) -> list[float]:
 def test_error_feedback_of_int2r(workers: Workers, world: int) -> None:
     for errors in workers(world).run(_error_feedback):
         assert errors[-1] < errors[0] / 20
+
+
+def _sparse_feedback(rank: int, world: int) -> tuple[bool, float]:
+    n = 9_000
+    with exchange(rank, world) as ex:
+        buffers = ex.buffers(n, WireFormat("topk256"), error_feedback=True)
+        x, residual = values(3, rank, n), torch.zeros(n)
+        is_decayed, total = True, torch.zeros(n)
+        for round in range(30):
+            header = Header("sync", round=round)
+            work = ex.start(buffers, outer=None, params=[x], header=header)
+            own = decode_own(work.payload, work.layout)
+            residual = 0.95 * (x + residual - own)
+            total += decode(work.wait(40))
+            buffers.commit()
+            is_decayed = is_decayed and torch.equal(buffers.residual, residual)
+        mean = torch.stack([values(3, replica, n) for replica in range(world)]).mean(0)
+        return is_decayed, float((total / 30 - mean).norm() / mean.norm())
+
+
+def decode_own(payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+    out = torch.zeros(layout.num_elements)
+    form = (layout.run_elements, layout.wire.name, layout.wire.block_size)
+    reference.decode([payload], [1.0], [out], 0, layout.num_elements, *form)
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_sparse_wire_adds_what_it_has_not_sent(workers: Workers, world: int) -> None:
+    for is_decayed, error in workers(world).run(_sparse_feedback):
+        assert is_decayed and error < 0.8
 
 
 def _repeated_round(rank: int, world: int) -> tuple[bool, bool]:

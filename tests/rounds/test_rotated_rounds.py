@@ -1,4 +1,4 @@
-"""Rounds on the rotated wires: equal outer parameters under every policy, and what is refused."""
+"""Rounds on rotated and sparse wires: equal outer parameters under every policy; refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def hashes(rank: int, world: int, wires: list[str]) -> list[list[str]]:
     results = []
     for wire in wires:
         for overlap in POLICIES:
-            model, optimizer, diloco = attach(wire=wire, overlap=overlap, average_buffers=True)
+            options = {"error_feedback": wire.startswith("topk"), "average_buffers": True}
+            model, optimizer, diloco = attach(wire=wire, overlap=overlap, **options)
             with diloco:
                 seen = []
                 for step in range(11):
@@ -59,7 +60,7 @@ def hashes(rank: int, world: int, wires: list[str]) -> list[list[str]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_outer_parameters_stay_bit_identical(world: int, workers) -> None:
-    results = workers(world).run(hashes, ["int2r", "int1r", "sub8"])
+    results = workers(world).run(hashes, ["int2r", "sub8", "topk64"])
     assert all(result == results[0] for result in results)
     assert all(len(set(seen)) > 2 for seen in results[0])
 
@@ -132,6 +133,7 @@ REFUSED = [
         {"wire": "int2r", "rounding": "stochastic"},
         "rounding='stochastic' does not go with wire 'int2r'",
     ),
+    ({"wire": "topk64"}, "wire 'topk64' needs error_feedback=True"),
     ({"wire": "sub4", "block_size": 256}, "wire sub4 has blocks of 1024, got block_size=256"),
 ]
 
