@@ -63,7 +63,7 @@ void select_kept(const float* x, const int32_t* maxima, uint16_t* kept) {
 template <wire::Format kFormat>
 void decode_sparse(uint16_t scale_bits, const uint8_t* code, float* out) {
     using S = wire::Sparse<kFormat>;
-    const float scale = wire::rotated_scale_value(scale_bits);
+    const float scale = wire::received_scale(scale_bits, 1);
     uint16_t indices[S::kKept];
     const bool is_made =
         scale == 0.0f || (scale == scale && wire::read_sparse_indices<kFormat>(code, indices));

@@ -1,6 +1,7 @@
 // The rotated formats: a block is multiplied by random signs and by Walsh and Hadamard's matrix, in
 // integers that never overflow, and one or two bits of each coefficient travel (int2r, int1r), or
-// one bit of the first 1/f of the coefficients (sub_f). docs/wire-formats.md, Rotated wires.
+// one bit of the first 1/f of the coefficients (sub_f). docs/developers/wire-formats.md, Rotated
+// wires.
 //
 //   E     exponent of the block's largest magnitude, at least -100
 //   q_i   rint(x_i * 2^(kBits - E))
@@ -8,9 +9,9 @@
 //   Y_k   sum of (-1)^popcount(k & i) y_i          K of them, |Y| <= 2^26
 //   A     sum |Y|   below 2^31      S2 = sum Y^2   at most 2^52
 //   code  the bits Y_k < 0; int2r: before them, those of |Y_k| > T = (315 A) >> 16
-//   scale of the levels c (int2r: 3 and 10, else 1): S2 / sum |Y| c, which is unbiased, or sum |Y|
-//   c
-//         / sum c^2, of the least squares; times 2^(E - kBits) / K, rounded to bf16
+//   scale of the levels c (int2r: 3 and 10, else 1), times 2^(E - kBits) / K, rounded to bf16:
+//         S2 / sum |Y| c         with which the projection of the decoded block on x is x itself
+//         sum |Y| c / sum c^2    of the least squares, for error feedback
 // A block with a magnitude above 2^116, or whose scale would be zero or sub-normal, is null: scale
 // and code are zeros, and it decodes to +0.
 //
@@ -33,7 +34,8 @@ struct Rotation {
     static constexpr int kBlock = own_block(kFormat);
     static constexpr bool kHasLevels = kFormat == Format::kInt2r;
     static constexpr int kKept = kHasLevels ? 256 : 8 * own_bytes(kFormat);
-    static constexpr int kFolds = kBlock / kKept;  // f of sub_f
+    static constexpr int kLargest = kKept * (kHasLevels ? kLargeLevel : 1);  // of |z|, decoded
+    static constexpr int kFolds = kBlock / kKept;                            // f of sub_f
     static constexpr int kBits = kBlock == 256 ? 17 : 15;
     static constexpr int kSignBytes = kBlock / 8;
     static constexpr int kLogKept = __builtin_ctz(static_cast<unsigned>(kKept));
@@ -92,10 +94,13 @@ DILOCO_HD uint16_t rotated_scale(const CoefficientSums& sums, int exponent, bool
 }
 
 // The value of a scale that was received; NaN for one that no encoder makes: negative, sub-normal,
-// infinite or NaN.
-DILOCO_HD float rotated_scale_value(uint16_t bits) {
+// infinite, NaN, or so large that `largest` times it, an element decoded with it, may exceed 2^126.
+DILOCO_HD float received_scale(uint16_t bits, int largest) {
     if (bits == 0) return 0.0f;
-    return bits < kSmallestScale || bits >= 0x7F80u ? bits_float(0x7FC00000u) : scale_value(bits);
+    const float value = scale_value(bits);
+    const bool is_made = bits >= kSmallestScale && bits < 0x7F80u &&
+                         mul(value, static_cast<float>(largest)) <= bits_float(kLargestGoodBits);
+    return is_made ? value : bits_float(0x7FC00000u);
 }
 
 }  // namespace diloco::wire

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference_codec import SMALLEST_SCALE, philox
+from .reference_codec import HUGE, SMALLEST_SCALE, philox
 from .wire import KEY_BYTES, WireFormat
 
 LARGEST = 2.0**116  # a larger magnitude is refused: a decoded value might not be finite
@@ -119,7 +119,7 @@ def encode_run(
     Args:
         key: Of the random signs, which travels at the start of the run.
         least_squares: Choose the scale with the smallest error, for error feedback, instead of the
-            one that makes the decoded values unbiased.
+            one with which the projection of the decoded block on x is x.
     """
     count, size = x.numel(), wire.block_size
     if count == 0:
@@ -135,11 +135,20 @@ def encode_run(
     return int(bad.sum())
 
 
-def received_scales(encoded: Tensor) -> Tensor:
+def largest_scale(wire: WireFormat) -> float:
+    """Return the largest scale with which no decoded element exceeds 2^126."""
+    if wire.is_sparse:
+        return HUGE
+    num_coefficients = 8 * wire.code_unit[1] // (2 if wire.name == "int2r" else 1)
+    return HUGE / (num_coefficients * (_LARGE if wire.name == "int2r" else 1))
+
+
+def received_scales(encoded: Tensor, wire: WireFormat) -> Tensor:
     """Return the fp32 scales in the bytes of a run's scales; one that no encoder makes is NaN."""
     bits = encoded.clone().view(torch.bfloat16)
     scales = bits.float()
-    is_made = (bits.view(torch.int16) == 0) | ((scales >= SMALLEST_SCALE) & scales.isfinite())
+    is_in_range = (scales >= SMALLEST_SCALE) & (scales <= largest_scale(wire))
+    is_made = (bits.view(torch.int16) == 0) | is_in_range
     return torch.where(is_made, scales, torch.nan)
 
 
@@ -150,7 +159,7 @@ def decode_run(run: Tensor, run_elements: int, wire: WireFormat, count: int) -> 
     size = wire.block_size
     num_blocks, offset = -(-count // size), wire.code_offset(run_elements)
     begin = wire.scale_offset
-    scales = received_scales(run[begin : begin + 2 * num_blocks])
+    scales = received_scales(run[begin : begin + 2 * num_blocks], wire)
     bits = unpack_bits(run[offset : offset + wire.code_bytes(count)].view(num_blocks, -1))
     if wire.name == "int2r":
         levels = torch.where(bits[:, :size], _LARGE, _SMALL)

@@ -73,7 +73,7 @@ def decode_run(run: Tensor, run_elements: int, wire: WireFormat, count: int) -> 
     size, kept = wire.block_size, wire.num_kept
     low_bits = (size // kept).bit_length() - 1
     num_blocks, offset = -(-count // size), wire.code_offset(run_elements)
-    scales = received_scales(run[: 2 * num_blocks])
+    scales = received_scales(run[: 2 * num_blocks], wire)
     bits = unpack_bits(run[offset : offset + wire.code_bytes(count)].view(num_blocks, -1))
     values = torch.zeros(num_blocks, size)
     for row, scale in enumerate(scales.tolist()):

@@ -29,6 +29,14 @@ rotated_wires = pytest.mark.parametrize("wire", ROTATED_WIRES)
 OPTIMIZERS = ("sgd", "heavy_ball", "nesterov", "adam", "delayed")
 
 
+# The largest sum of the coefficients of a decoded block: their number, times the larger level.
+LARGEST_SUMS = {"int2r": 2560, "int1r": 256, "sub2": 512, "sub4": 256, "sub8": 128, "sub16": 64}
+
+
+def float_bits(value: float) -> int:
+    return int(torch.tensor(value).view(torch.int32))
+
+
 def encode(case: Fragment, impl: str, **options) -> tuple[Tensor, int]:
     """Encode the whole fragment; return the payload and the count of bad elements."""
     payload, nonfinite = case.payload(), torch.tensor([5])
@@ -195,12 +203,18 @@ def test_a_scale_that_no_encoder_makes_decodes_to_nan(impl: str, wire: str) -> N
     size = 2 * WireFormat(wire).block_size
     layout, (payload,) = several(wire, size, 1)
     form = (layout.run_elements, wire, layout.wire.block_size)
-    for bits in (0x8000, 0xBF80, 0x7F80, 0xFF80, 0x7FC0, 0x0001, 0x007F):
-        place = layout.wire.scale_offset
+    # The largest scale with which no element exceeds 2^126, one more, and the largest bf16 number.
+    largest = float_bits(2.0**126 / LARGEST_SUMS.get(wire, 1)) >> 16
+    place, block = layout.wire.scale_offset, layout.wire.block_size
+    out = torch.zeros(size)
+    payload[place : place + 2] = torch.tensor([largest & 0xFF, largest >> 8])
+    ops.decode([payload], [1.0], [out], 0, size, *form, impl=impl)
+    assert bool((out.abs() <= 2.0**126).all()) and bool((out[:block].abs() > 0).any())
+    too_large = (largest + 1, 0x7F7F)
+    for bits in (0x8000, 0xBF80, 0x7F80, 0xFF80, 0x7FC0, 0x0001, 0x007F, *too_large):
         payload[place : place + 2] = torch.tensor([bits & 0xFF, bits >> 8])
         out = torch.zeros(size)
         ops.decode([payload], [0.5], [out], 0, size, *form, impl=impl)
-        block = layout.wire.block_size
         assert bool(out[:block].isnan().all()) and bool(out[block:].isfinite().all())
         result, bad = torch.zeros_like(payload), torch.tensor([0])
         ops.reduce(payload, result, [1.0], size, *form, nonfinite=bad, impl=impl)

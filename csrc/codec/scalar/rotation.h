@@ -38,7 +38,7 @@ void decode_rotated(const uint8_t* scales, const uint8_t* codes, const uint8_t* 
     using R = wire::Rotation<kFormat>;
     uint16_t bits;
     __builtin_memcpy(&bits, scales + 2 * block, sizeof(bits));
-    const float scale = wire::rotated_scale_value(bits);
+    const float scale = wire::received_scale(bits, R::kLargest);
     const uint8_t* large = codes + block * wire::own_bytes(kFormat);
     const uint8_t* negative = R::kHasLevels ? large + R::kKept / 8 : large;
     int32_t z[R::kKept];

@@ -88,7 +88,7 @@ DILOCO_INLINE int64_t encode_rotated_block(const EncodeSpan& span, int64_t block
     if (scale == 0) __builtin_memset(code, 0, wire::own_bytes(kFormat));
     __builtin_memcpy(span.scales + 2 * block, &scale, sizeof(scale));
     if constexpr (kHasNewResidual) {
-        const float value = wire::rotated_scale_value(scale);
+        const float value = wire::scale_value(scale);
         for_each_decoded<kFormat>(code, span.signs, value, [&](int j, Vec::F decoded) {
             store_residual(span, block * R::kBlock + j, Vec::sub(Vec::load(x + j), decoded));
         });

@@ -136,7 +136,7 @@ template <Format kFormat, bool kIsFirst>
 [[gnu::always_inline]] inline void add_rotated(const Term& term, int64_t block, float* sum) {
     uint16_t bits;
     __builtin_memcpy(&bits, term.scales + 2 * block, sizeof(bits));
-    const float scale = wire::rotated_scale_value(bits);
+    const float scale = wire::received_scale(bits, wire::Rotation<kFormat>::kLargest);
     const uint8_t* code = term.codes + block * wire::own_bytes(kFormat);
     const Vec::F coefficient = Vec::set(term.coefficient);
     for_each_decoded<kFormat>(code, term.signs, scale, [&](int j, Vec::F x) {
