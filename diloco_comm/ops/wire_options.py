@@ -28,7 +28,7 @@ def check_options(
         raise ValueError(
             f"error_feedback=True does not go with wire {wire.name!r}: elements above its one "
             "level would pile up in the residual, and training gets worse by it; leave it out (the "
-            "errors are unbiased and independent from round to round), or take wire 'int2r' or "
+            "errors are independent from round to round), or take wire 'int2r' or "
             "'int4'"
         )
 

@@ -1,4 +1,4 @@
-"""What the rotated wires promise: no bias, known errors, one value alone exactly."""
+"""What the rotated wires promise, and the bias they have beside dominant elements."""
 
 from __future__ import annotations
 
@@ -121,3 +121,33 @@ def test_payloads_are_laid_out_anew() -> None:
         moved[layouts[1].run_bytes] ^= 1
         with pytest.raises(ValueError, match="were encoded with several keys"):
             layouts[1].rearrange(moved, layouts[0])
+
+
+@pytest.mark.parametrize("wire", ROTATED_WIRES)
+def test_elements_beside_dominant_ones_are_biased(wire: str) -> None:
+    """The condition of docs/developers/wire-formats.md: 10 times is harmless, 100 times is not."""
+    size = WireFormat(wire).block_size
+    for num_large, ratio in ((1, 10.0), (1, 100.0), (2, 100.0)):
+        x = values(size, "normal", 7)
+        x[:num_large] = ratio * float(x.norm()) / math.sqrt(size)
+        total = torch.zeros(size)
+        for round in range(400):
+            total += sent(x, wire, rng_key(0, 0, 0, round, 0)) / 400
+        small = x[num_large:]
+        factor = float(total[num_large:] @ small / (small @ small))
+        # The projection on the whole block is right, but for the scale's own rounding.
+        assert float(total @ x / (x @ x)) == pytest.approx(1.0, abs=0.05)
+        if ratio == 10.0:
+            assert factor == pytest.approx(1.0, abs=0.1)
+        elif num_large == 2 or wire == "int2r":
+            assert factor > 1.3
+        else:
+            assert factor < 0.2
+
+
+def test_two_elements_alone_are_the_same_for_every_key() -> None:
+    x = torch.zeros(256)
+    x[:2] = torch.tensor([1.0, -0.5])
+    for key in range(20):
+        got = sent(x, "int1r", key)
+        assert got[0] == 1.25 and not got[1:].any()

@@ -59,6 +59,14 @@ def test_limits_of_magnitude(impl: str, wire: str) -> None:
         assert int(count) == bad and bool(out.any()) == (bad == 0)
 
 
+@every_wire
+def test_error_of_one_encoding_of_gaussian_data(wire: str) -> None:
+    error = {"topk256": 0.82, "topk128": 0.90, "topk64": 0.94, "topk32": 0.97}[wire]
+    x = torch.randn(1 << 17, generator=torch.Generator().manual_seed(1))
+    out, _, _ = sent(x, wire, "scalar")
+    assert float((out - x).norm() / x.norm()) == pytest.approx(error, abs=0.01)
+
+
 @every_impl
 def test_error_feedback_loses_nothing(impl: str) -> None:
     x = values(9000, "normal", 3)
