@@ -87,8 +87,9 @@ class Request:
 
     @property
     def wire_format(self) -> WireFormat:
-        is_element = self.wire in ELEMENT_WIRES
-        return WireFormat(self.wire) if not is_element else WireFormat(self.wire, self.block_size)
+        # 256 is the default here, and the other wires have no choice.
+        is_given = self.wire in ELEMENT_WIRES or self.block_size != 256
+        return WireFormat(self.wire, self.block_size) if is_given else WireFormat(self.wire)
 
     @property
     def steps_a_round(self) -> int:
@@ -148,7 +149,9 @@ class Request:
             return 0.0
         rounds = self.rounds if self.method in ROUND_LATE else 0
         payload = self.wire_format.bits_per_element / 8
-        return self.params * (4 + 4 + 2 * (rounds + 1) * payload)
+        # The own payload and the received ones; those of all others on a wire that is gathered.
+        num_payloads = self.workers if self.wire_format.is_gathered else 2
+        return self.params * (4 + 4 + num_payloads * (rounds + 1) * payload)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
