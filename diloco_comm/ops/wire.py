@@ -68,23 +68,23 @@ class WireFormat:
     Args:
         name: One of ``WIRES``.
         block_size: Elements that share one scale: one of ``BLOCK_SIZES``, and for the
-            ``ROTATED_WIRES`` and ``SPARSE_WIRES`` the one size that they have. 0 is the wire's own:
-            256, or 1024 for sub2 to sub16, or 4096 for topk32 to topk256. Formats without scales
-            keep it too: runs are cut at its multiples.
+            ``ROTATED_WIRES`` and ``SPARSE_WIRES`` the one size that they have. None is the wire's
+            own: 256, or 1024 for sub2 to sub16, or 4096 for topk32 to topk256. Formats without
+            scales keep it too: runs are cut at its multiples.
 
     Raises:
         ValueError: If the name or the block size is not one of those.
     """
 
     name: str = "int8"
-    block_size: int = 0
+    block_size: int = None  # type: ignore[assignment]  # the wire's own is filled in
 
     def __post_init__(self) -> None:
         if self.name not in WIRES:
             raise ValueError(f"unknown wire {self.name!r}: it must be one of {', '.join(WIRES)}")
         own = _DEFAULT_BLOCK_SIZE if self.has_element_codes else self.code_unit[0]
         # NumPy's 64 is not an int, which JSON wants.
-        size = own if self.block_size == 0 else self.block_size
+        size = own if self.block_size is None else self.block_size
         if not self.has_element_codes:
             if size != own:
                 raise ValueError(f"wire {self.name} has blocks of {own}, got block_size={size!r}")

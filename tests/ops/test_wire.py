@@ -117,6 +117,9 @@ def test_errors_name_the_value_and_what_is_allowed() -> None:
         parse("int2")
     with pytest.raises(ValueError, match=r"block_size must be one of 32, .*, 1024, got 100"):
         WireFormat("int8", 100)
+    for none in (0, False):
+        with pytest.raises(ValueError, match=f"block_size must be one of 32, .*, got {none}"):
+            parse("int8", none)
     with pytest.raises(ValueError, match="wire sub8 has blocks of 1024, got block_size=256"):
         parse("sub8", 256)
     with pytest.raises(ValueError, match="wire int2r has a code for a block"):
