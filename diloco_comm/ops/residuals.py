@@ -24,10 +24,11 @@ from .wire import WireFormat
 def drop_bad(residual: Tensor, wire: WireFormat) -> None:
     """Set elements to zero that are NaN, or too large to be sent or added up with their like.
 
-    A wire takes magnitudes up to 2^126, a rotated one up to 2^116. A scale that is rounded up makes
-    them a little larger, and then the mean is refused: half of that is certain to pass.
+    A wire takes magnitudes up to 2^126. A scale that is rounded up makes them a little larger, and
+    then the mean is refused: half of that is certain to pass. A rotated wire takes magnitudes up to
+    2^116, and decodes elements below 2^10 times the largest of their block.
     """
-    limit = 6e4 if wire.name == "fp16" else 2.0**115 if wire.is_rotated else 2.0**125
+    limit = 6e4 if wire.name == "fp16" else 2.0**106 if wire.is_rotated else 2.0**125
     residual.masked_fill_(~(residual.abs() <= limit), 0.0)
 
 
