@@ -129,11 +129,7 @@ class WireFormat:
 
     @property
     def code_bits(self) -> int:
-        """Bits of one element's code, its share of the scale not counted.
-
-        Raises:
-            ValueError: If the wire has no code for a single element.
-        """
+        """Bits of one element's code, without the scale; a ValueError if the wire has none."""
         if not self.has_element_codes:
             raise ValueError(f"wire {self.name} has a code for a block, and none for one element")
         return _CODES[self.name][0]
@@ -388,9 +384,8 @@ def encoding_keys(
 ) -> tuple[int, int]:
     """Return the keys with which a replica encodes its payload, and reduces the runs it owns.
 
-    The owners of a rotated payload's runs share one key, which therefore names no replica: so the
-    reduced payload can be laid out anew (``Layout.rearrange``). Where nothing is random, both are
-    0.
+    The owners of a rotated payload's runs share one key, which names no replica: so the reduced
+    payload can be laid out anew (``Layout.rearrange``). Where nothing is random, both are 0.
     """
     if not (stochastic or wire.is_rotated):
         return 0, 0

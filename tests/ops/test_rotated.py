@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import device_ops
+import emulated
 import pytest
 import torch
 from codec_cases import (
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco_comm import ops
+from diloco_comm.kernels.checks import check_layout
 from diloco_comm.ops.wire import ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", CPU_IMPLS)
@@ -219,3 +222,20 @@ def test_a_scale_that_no_encoder_makes_decodes_to_nan(impl: str, wire: str) -> N
         result, bad = torch.zeros_like(payload), torch.tensor([0])
         ops.reduce(payload, result, [1.0], size, *form, nonfinite=bad, impl=impl)
         assert int(bad) == block
+
+
+@emulated.needs_library
+@every_wire
+def test_cuda_kernels_refuse_what_they_do_not_know(wire: str) -> None:
+    case = fragment(100, WireFormat(wire), "normal", 1)
+    with pytest.raises(ValueError, match=f"wire {wire} has no CUDA kernels"):
+        device_ops.encode(
+            case.outer, case.params, case.payload(), 0, 100, *case.form, impl="emulated"
+        )
+
+
+@every_wire
+def test_triton_kernels_refuse_what_they_do_not_know(wire: str) -> None:
+    size = WireFormat(wire).block_size
+    with pytest.raises(ValueError, match=f"wire must be one of fp32, .*, got '{wire}'"):
+        check_layout(wire, size, size)
