@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 SIZES = ((33, 65), (7,), (0,), (1000,), (1,))
 
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     device = torch.device(parser.parse_args().device)
     num_wrong = 0
-    for wire in WIRES:
+    for wire in ELEMENT_WIRES:
         for stochastic in (False, True):
             given = run(device, wire, stochastic)
             expected = run(torch.device("cpu"), wire, stochastic)

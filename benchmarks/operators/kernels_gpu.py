@@ -30,7 +30,7 @@ from benchmarks.operators.kernels_gpu_cases import BLOCK, Case, Data, cases, pla
 from benchmarks.support import common
 from diloco_comm import ops
 from diloco_comm.ops.dispatch import default_on_cuda
-from diloco_comm.ops.wire import WIRES
+from diloco_comm.ops.wire import ELEMENT_WIRES
 
 FLUSH_BYTES = 512 << 20
 PAUSE_CYCLES = 2_000_000  # about a millisecond
@@ -278,7 +278,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--size", type=common.parse_size, default=1 << 30, help="bytes of fp32 parameters")
     add("-n", "--samples", type=int, default=20, help="timed samples after three of warm-up")
-    add("--wires", default=",".join(("int8", "int4", *(w for w in WIRES if "int" not in w))))
+    add(
+        "--wires", default=",".join(("int8", "int4", *(w for w in ELEMENT_WIRES if "int" not in w)))
+    )
     add("--impl", default="", help="comma list (default: all that run there)")
     add("--no-compile", action="store_true", help="leave torch.compile out")
     add(
@@ -294,8 +296,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.wires = args.wires.split(",")
     for wire in args.wires:
-        if wire not in WIRES:
-            parser.error(f"--wires must be of {', '.join(WIRES)}, got {wire!r}")
+        if wire not in ELEMENT_WIRES:
+            parser.error(f"--wires must be of {', '.join(ELEMENT_WIRES)}, got {wire!r}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu runs the same script without one")
     if args.size < 1 << 20:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.operators import plain_operators as plain
 from diloco_comm import ops
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 BLOCK = 256
 NUM_RUNS = 4  # the shards that `reduce` sums
@@ -76,9 +76,9 @@ class Data:
         self.codes = torch.randint(-127, 128, (n,), dtype=torch.int8, generator=rng, device=device)
         self.scale = torch.full((n // BLOCK, 1), 1e-5, device=device)
         self.layouts = {
-            wire: Layout.plan(n, NUM_RUNS, 1, WireFormat(wire, BLOCK)) for wire in WIRES
+            wire: Layout.plan(n, NUM_RUNS, 1, WireFormat(wire, BLOCK)) for wire in ELEMENT_WIRES
         }
-        self.payloads = {wire: self.payload(wire) for wire in WIRES}
+        self.payloads = {wire: self.payload(wire) for wire in ELEMENT_WIRES}
         self.scratch = torch.empty_like(self.payloads["fp32"])
         for wire, payload in self.payloads.items():
             args = (None, [self.rest.copy_(self.params - self.outer)], payload)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 NUM_ELEMENTS = 1 << 21
 NUM_RUNS = 4
@@ -24,7 +24,7 @@ IMPLS = [impl for impl in ops.available_impls() if impl != "reference"]
 BENCH = {"rounds": 9, "warmup_rounds": 2, "iterations": 1}
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
-every_wire = pytest.mark.parametrize("wire", WIRES)
+every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "codec/fp_environment.h"
+#include "codec/terms.h"
 #include "wire/codes.h"
 
 namespace diloco::codec {
@@ -100,7 +101,10 @@ void for_each_element(const Fragment& fragment, const Piece& piece, Body&& body)
 
 // A block on the stack, filled up with zeros.
 struct alignas(64) StackBlock {
-    float value[wire::kMaxBlockSize];
+    float value[wire::kLargestBlock];
+    const int64_t block_size;
+
+    explicit StackBlock(int64_t block_size) : block_size(block_size) {}
 
     void gather(const Fragment& fragment, const Piece& piece) {
         for_each_element(fragment, piece, [&](const uint8_t* data, DType dtype, int64_t i) {
@@ -116,51 +120,14 @@ struct alignas(64) StackBlock {
     void copy_in(const void* source, DType dtype, int64_t begin, int64_t size) {
         std::memcpy(value, offset(source, dtype, begin), size * element_bytes(dtype));
         std::memset(reinterpret_cast<uint8_t*>(value) + size * element_bytes(dtype), 0,
-                    sizeof(value) - size * element_bytes(dtype));
+                    (block_size - size) * element_bytes(dtype));
     }
     void copy_out(void* target, DType dtype, int64_t begin, int64_t size) const {
         std::memcpy(offset(target, dtype, begin), value, size * element_bytes(dtype));
     }
     void clear_from(int64_t size) {
-        std::memset(value + size, 0, (wire::kMaxBlockSize - size) * sizeof(float));
+        std::memset(value + size, 0, (block_size - size) * sizeof(float));
     }
-};
-
-// Where the scales and codes of an element lie in a payload.
-struct PayloadPosition {
-    int64_t scales;
-    int64_t codes;
-};
-
-PayloadPosition locate(const RunLayout& layout, int64_t element) {
-    const int64_t run = element / layout.run_elements, within = element % layout.run_elements;
-    const int64_t start =
-        run * wire::run_bytes(layout.format, layout.run_elements, layout.block_size);
-    return {start + 2 * (within / layout.block_size),
-            start + wire::code_offset(layout.format, layout.run_elements, layout.block_size) +
-                wire::code_bytes(layout.format, within)};
-}
-
-// The payloads of an operator with pointers to one position of each.
-class Terms {
-  public:
-    Terms(const uint8_t* const* payloads, const float* coefficients, int count)
-        : payloads_(payloads), count_(count) {
-        for (int i = 0; i < count; ++i) terms_[i].coefficient = coefficients[i];
-    }
-    const Term* at(const PayloadPosition& position) {
-        for (int i = 0; i < count_; ++i) {
-            terms_[i].scales = payloads_[i] + position.scales;
-            terms_[i].codes = payloads_[i] + position.codes;
-        }
-        return terms_;
-    }
-    int count() const { return count_; }
-
-  private:
-    const uint8_t* const* payloads_;
-    int count_;
-    Term terms_[kMaxTerms];
 };
 
 int64_t blocks_of(int64_t elements, int block_size) {
@@ -169,7 +136,8 @@ int64_t blocks_of(int64_t elements, int block_size) {
 
 // A short block is encoded on the stack, so that padding is never written.
 int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece) {
-    StackBlock sum, outer, residual, new_residual;
+    const int64_t size = span.block_size;
+    StackBlock sum(size), outer(size), residual(size), new_residual(size);
     alignas(64) uint8_t codes[wire::kMaxBlockSize * sizeof(float)];
     uint8_t* target = span.codes;
     span.codes = codes;
@@ -200,7 +168,8 @@ int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece
     return bad;
 }
 
-int64_t encode_piece(const EncodeArgs& args, Terms& terms, const Piece& piece) {
+int64_t encode_piece(const EncodeArgs& args, Terms& terms, const uint8_t* signs,
+                     const Piece& piece) {
     const RunLayout& layout = args.layout;
     const PayloadPosition position = locate(layout, piece.begin);
     EncodeSpan span{};
@@ -227,7 +196,11 @@ int64_t encode_piece(const EncodeArgs& args, Terms& terms, const Piece& piece) {
     span.is_stochastic = args.is_stochastic;
     span.element = args.index_begin + static_cast<uint64_t>(piece.begin);
     span.key = args.key;
-    StackBlock params;
+    span.signs = signs;
+    if (wire::is_rotated(layout.format) && piece.begin % layout.run_elements == 0) {
+        std::memcpy(args.payload + position.run, &args.key, sizeof(args.key));
+    }
+    StackBlock params(layout.block_size);
     if (piece.data == nullptr && span.num_terms == 0) {
         params.gather(args.params, piece);
         span.params = params.value;
@@ -241,28 +214,31 @@ int64_t encode_piece(const EncodeArgs& args, Terms& terms, const Piece& piece) {
 
 int64_t encode(const EncodeArgs& args, int64_t begin, int64_t end) {
     const IeeeScope ieee;
-    Terms terms(args.term_payloads, args.coefficients, args.num_terms);
+    Terms terms(args.layout, args.term_payloads, args.coefficients, args.num_terms);
+    Signs own;
+    if (wire::is_rotated(args.layout.format)) own.fill(args.key, args.layout.block_size);
     int64_t bad = 0;
     if (args.num_terms > 0) {
         // A run that is reduced is one stretch of whole blocks and a short one.
         const int64_t whole = (end - begin) / args.layout.block_size * args.layout.block_size;
-        if (whole > 0) bad += encode_piece(args, terms, {begin, whole, nullptr, DType::kFp32, 0});
+        if (whole > 0)
+            bad += encode_piece(args, terms, own.bits, {begin, whole, nullptr, DType::kFp32, 0});
         if (begin + whole < end) {
-            bad += encode_piece(args, terms,
+            bad += encode_piece(args, terms, own.bits,
                                 {begin + whole, end - begin - whole, nullptr, DType::kFp32, 0});
         }
         return bad;
     }
     for_each_piece(args.params, args.layout, begin, end,
-                   [&](const Piece& piece) { bad += encode_piece(args, terms, piece); });
+                   [&](const Piece& piece) { bad += encode_piece(args, terms, own.bits, piece); });
     return bad;
 }
 
 void decode(const DecodeArgs& args, int64_t begin, int64_t end) {
     const IeeeScope ieee;
-    Terms terms(args.term_payloads, args.coefficients, args.num_terms);
+    Terms terms(args.layout, args.term_payloads, args.coefficients, args.num_terms);
     for_each_piece(args.outs, args.layout, begin, end, [&](const Piece& piece) {
-        StackBlock block;
+        StackBlock block(args.layout.block_size);
         DecodeSpan span{};
         span.format = args.layout.format;
         span.block_size = args.layout.block_size;
@@ -283,7 +259,8 @@ namespace {
 // A block that straddles tensors is gathered and scattered; one that is cut short takes its outer
 // state along.
 void step_block(const StepArgs& args, StepSpan span, const Piece& piece) {
-    StackBlock params, outer, momentum, second;
+    const int64_t size = args.layout.block_size;
+    StackBlock params(size), outer(size), momentum(size), second(size);
     params.gather(args.params, piece);
     span.params = params.value;
     span.param_dtype = DType::kFp32;
@@ -314,7 +291,7 @@ void step_block(const StepArgs& args, StepSpan span, const Piece& piece) {
 
 void outer_step(const StepArgs& args, int64_t begin, int64_t end) {
     const IeeeScope ieee;
-    Terms terms(args.term_payloads, args.coefficients, args.num_terms);
+    Terms terms(args.layout, args.term_payloads, args.coefficients, args.num_terms);
     for_each_piece(args.params, args.layout, begin, end, [&](const Piece& piece) {
         StepSpan span{};
         span.format = args.layout.format;
@@ -350,7 +327,7 @@ void merge(const MergeArgs& args, int64_t begin, int64_t end) {
             args.kernels->merge(span);
             return;
         }
-        StackBlock params, outer;
+        StackBlock params(kPlainBlock), outer(kPlainBlock);
         params.gather(args.params, piece);
         outer.copy_in(args.outer, DType::kFp32, piece.begin, piece.size);
         span.num_elements = kPlainBlock;
@@ -370,7 +347,7 @@ Norms norms(const NormsArgs& args, int64_t begin, int64_t end) {
     for_each_piece(args.params, layout, begin, end, [&](const Piece& piece) {
         NormsSpan span{piece.size, args.outer != nullptr ? args.outer + piece.begin : nullptr,
                        piece.data, piece.dtype, lanes};
-        StackBlock params, outer;
+        StackBlock params(kPlainBlock), outer(kPlainBlock);
         if (piece.data == nullptr) {
             params.gather(args.params, piece);
             span.num_elements = kPlainBlock;

@@ -18,6 +18,7 @@ enum class Optimizer : int { kSgd, kHeavyBall, kNesterov, kAdam, kAccumulate, kC
 struct Term {
     const uint8_t* scales;  // bf16, one a block; unused by the formats without scales
     const uint8_t* codes;
+    const uint8_t* signs;  // bits, one an element of a block (wire/rotation.h); rotated formats
     float coefficient;
 };
 
@@ -41,6 +42,7 @@ struct EncodeSpan {
     bool is_stochastic;
     uint64_t element;  // index of the first element in the fragment
     uint64_t key;
+    const uint8_t* signs;  // of this encoding, as in Term
 };
 
 // out = sum of coefficient * decoded value.

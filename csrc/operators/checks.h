@@ -27,20 +27,27 @@ constexpr int64_t kMaxElements = int64_t{1} << 48;
 
 Format parse_format(c10::string_view name) {
     constexpr std::array<const char*, wire::kNumFormats> kNames{
-        "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "e3m0"};
+        "fp32",  "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8",   "int4",   "e3m0",    "int2r",
+        "int1r", "sub2", "sub4", "sub8",     "sub16",    "topk32", "topk64", "topk128", "topk256"};
+    std::string known;
     for (int i = 0; i < wire::kNumFormats; ++i) {
         if (name == kNames[i]) return static_cast<Format>(i);
+        known += std::string(i == 0 ? "" : ", ") + kNames[i];
     }
-    TORCH_CHECK_VALUE(
-        false, "wire must be one of fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8, int4, e3m0, got '",
-        name, "'");
+    TORCH_CHECK_VALUE(false, "wire must be one of ", known, ", got '", name, "'");
 }
 
-codec::RunLayout parse_layout(c10::string_view wire, int64_t block_size, int64_t run_elements) {
-    const Format format = parse_format(wire);
-    TORCH_CHECK_VALUE(block_size >= wire::kMinBlockSize && block_size <= wire::kMaxBlockSize &&
-                          (block_size & (block_size - 1)) == 0,
-                      "block_size must be one of 32, 64, 128, 256, 512, 1024, got ", block_size);
+codec::RunLayout parse_layout(c10::string_view name, int64_t block_size, int64_t run_elements) {
+    const Format format = parse_format(name);
+    if (wire::has_element_codes(format)) {
+        TORCH_CHECK_VALUE(block_size >= wire::kMinBlockSize && block_size <= wire::kMaxBlockSize &&
+                              (block_size & (block_size - 1)) == 0,
+                          "block_size must be one of 32, 64, 128, 256, 512, 1024, got ",
+                          block_size);
+    } else {
+        TORCH_CHECK_VALUE(block_size == wire::own_block(format), "wire ", name, " has blocks of ",
+                          wire::own_block(format), ", got block_size=", block_size);
+    }
     TORCH_CHECK_VALUE(run_elements > 0 && run_elements % block_size == 0,
                       "run_elements must be a positive multiple of block_size ", block_size,
                       ", got ", run_elements);

@@ -1,25 +1,80 @@
 // The wire formats and the layout of a run of elements in a payload.
 // A run of `run_elements` is [scales | codes]: one little-endian bf16 scale per block (none for
 // fp32, bf16, fp16), then the codes; each region is rounded up to 16 bytes. 4-bit codes: two a
-// byte, low nibble first, odd tail high nibble 0.
+// byte, low nibble first, odd tail high nibble 0. The rotated formats (rotation.h) and the
+// sparse ones (sparse.h) have a code for each block, also for a short one, and the runs of the
+// rotated ones begin with the 8 bytes of the key of their signs.
 #pragma once
 
 #include "wire/config.h"
 
 namespace diloco::wire {
 
-enum class Format : int { kFp32, kBf16, kFp16, kFp8E4m3, kFp8E5m2, kInt8, kInt4, kE3m0 };
-constexpr int kNumFormats = 8;
+enum class Format : int {
+    kFp32,
+    kBf16,
+    kFp16,
+    kFp8E4m3,
+    kFp8E5m2,
+    kInt8,
+    kInt4,
+    kE3m0,
+    // Rotated.
+    kInt2r,
+    kInt1r,
+    kSub2,
+    kSub4,
+    kSub8,
+    kSub16,
+    // Sparse.
+    kTopk32,
+    kTopk64,
+    kTopk128,
+    kTopk256
+};
+constexpr int kNumFormats = 18;
 
 constexpr int64_t kAlignment = 16;
 constexpr int kMinBlockSize = 32;
-constexpr int kMaxBlockSize = 1024;
+constexpr int kMaxBlockSize = 1024;  // but for the sparse formats
+constexpr int kLargestBlock = 4096;
 
+DILOCO_HD constexpr bool is_rotated(Format format) {
+    return format >= Format::kInt2r && format <= Format::kSub16;
+}
+DILOCO_HD constexpr bool is_sparse(Format format) { return format >= Format::kTopk32; }
+// Whether each element has a code of its own; else a block has one as a whole.
+DILOCO_HD constexpr bool has_element_codes(Format format) { return format <= Format::kE3m0; }
+
+// Bits of the code of one element; the rotated and the sparse formats have none.
 DILOCO_HD constexpr int code_bits(Format format) {
     return format == Format::kFp32                              ? 32
            : format == Format::kBf16 || format == Format::kFp16 ? 16
            : format == Format::kInt4 || format == Format::kE3m0 ? 4
                                                                 : 8;
+}
+
+// Elements that a sparse format keeps of a block.
+DILOCO_HD constexpr int num_kept(Format format) {
+    return 32 << (static_cast<int>(format) - static_cast<int>(Format::kTopk32));
+}
+
+// Elements of a block of a rotated or sparse format, and bytes of its code.
+DILOCO_HD constexpr int own_block(Format format) {
+    return is_sparse(format)                                      ? 4096
+           : format == Format::kInt2r || format == Format::kInt1r ? 256
+                                                                  : 1024;
+}
+
+DILOCO_HD constexpr int own_bytes(Format format) {
+    return format == Format::kTopk32                             ? 40
+           : format == Format::kTopk64                           ? 72
+           : format == Format::kTopk128                          ? 128
+           : format == Format::kTopk256                          ? 224
+           : format == Format::kInt2r || format == Format::kSub2 ? 64
+           : format == Format::kInt1r || format == Format::kSub4 ? 32
+           : format == Format::kSub8                             ? 16
+                                                                 : 8;
 }
 
 DILOCO_HD constexpr bool has_scales(Format format) { return code_bits(format) <= 8; }
@@ -39,12 +94,21 @@ DILOCO_HD constexpr int64_t align_up(int64_t bytes) {
 }
 
 DILOCO_HD constexpr int64_t code_bytes(Format format, int64_t elements) {
+    if (!has_element_codes(format)) {
+        const int block = own_block(format);
+        return (elements + block - 1) / block * own_bytes(format);
+    }
     return (elements * code_bits(format) + 7) / 8;
 }
 
+// Byte at which the scales of a run begin: after the key.
+DILOCO_HD constexpr int64_t scale_offset(Format format) { return is_rotated(format) ? 8 : 0; }
+
 // Byte at which the codes of a run begin; depends on the run's nominal length alone.
 DILOCO_HD constexpr int64_t code_offset(Format format, int64_t run_elements, int64_t block_size) {
-    return has_scales(format) ? align_up(2 * ((run_elements + block_size - 1) / block_size)) : 0;
+    return has_scales(format)
+               ? align_up(scale_offset(format) + 2 * ((run_elements + block_size - 1) / block_size))
+               : 0;
 }
 
 // Every run takes this many bytes of the payload, also when it is short or empty.

@@ -29,9 +29,10 @@ struct PhiloxBlock {
     uint32_t word[4];
 };
 
-DILOCO_HD PhiloxBlock philox(uint64_t counter, uint64_t key) {
+// The counter is (lo32(counter), hi32(counter), c2, 0).
+DILOCO_HD PhiloxBlock philox(uint64_t counter, uint64_t key, uint32_t c2 = 0) {
     uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32);
-    uint32_t c2 = 0, c3 = 0;
+    uint32_t c3 = 0;
     uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
     for (int round = 0; round < kPhiloxRounds; ++round) {
         const uint64_t p0 = static_cast<uint64_t>(kPhiloxM0) * c0;

@@ -12,7 +12,8 @@ from .. import _C
 from ..base.errors import SyncError
 from ..base.memory import CPU, Payload
 from ..ops.residuals import Residuals
-from ..ops.wire import Layout, WireFormat
+from ..ops.wire import ELEMENT_WIRES, Layout, WireFormat
+from ..ops.wire_options import check_options
 from .headers import Header, to_native
 from .round import Round, Standing, Terms
 
@@ -70,6 +71,12 @@ class ExchangeBuffers:
     ) -> None:
         if num_elements < 1:
             raise ValueError(f"buffers need at least one element, got {num_elements}")
+        check_options(wire, error_feedback=error_feedback)
+        if not wire.has_element_codes and device.type != "cpu":
+            raise ValueError(
+                f"wire {wire.name} has kernels for tensors in host memory alone, got a fragment on "
+                f"{device}: take one of the wires {', '.join(ELEMENT_WIRES)}"
+            )
         self.num_elements = num_elements
         self.device, self.is_streamed = device, is_streamed
         self.wire = wire
@@ -81,6 +88,7 @@ class ExchangeBuffers:
             error_feedback=error_feedback,
             dtype=residual_dtype,
             carries=carries,
+            decay=wire.feedback_decay,
             num_under_way=num_under_way,
             device=device,
             reduces_on=device if is_streamed else CPU,
@@ -118,8 +126,9 @@ class ExchangeBuffers:
         self.rank, self.world_size, self.num_chunks = rank, world_size, num_chunks
         self.layout = Layout.plan(self.num_elements, world_size, num_chunks, wire)
         layout = self.layout
-        # Two ranks send whole payloads, which need no staging: the link gets all there is.
-        window = min(window * lanes, num_chunks) if world_size > 2 else num_chunks
+        # Whole payloads need no staging: the link gets all there is.
+        reduces = world_size > 2 and not wire.is_gathered
+        window = min(window * lanes, num_chunks) if reduces else num_chunks
         self.window = window
         self.native = _C.Plan(
             layout.num_elements,
@@ -129,19 +138,25 @@ class ExchangeBuffers:
             wire.name,
             block,
             wire.code_offset(layout.run_elements),
-            wire.code_bits,
+            wire.code_unit,
             world_size,
+            wire.is_gathered,
             lanes,
             window,
             impl,
         )
-        self.staging_bytes = window * world_size * layout.run_bytes if world_size > 2 else 0
+        self.staging_bytes = window * world_size * layout.run_bytes if reduces else 0
         self._owns = [self._new_payload()]
-        self._results = [self._new_payload()] if world_size > 1 else []
+        self._results = [self._new_payload(self.num_received)] if world_size > 1 else []
         if self._owner == (rank, layout):
             return
         self._owner = (rank, layout)
-        self.residuals.plan_reduction(num_chunks * layout.run_elements if world_size > 2 else 0)
+        self.residuals.plan_reduction(num_chunks * layout.run_elements if reduces else 0)
+
+    @property
+    def num_received(self) -> int:
+        """Payloads that an exchange leaves here besides the own one."""
+        return self.world_size - 1 if self.wire.is_gathered else min(self.world_size - 1, 1)
 
     @property
     def residual(self) -> Tensor | None:
@@ -157,10 +172,11 @@ class ExchangeBuffers:
         is_unsure = self.error_feedback and not self.residuals.carries
         if is_unsure and any(r.state == "started" for r in self.rounds):
             raise RuntimeError("with error feedback, wait() for a round before the next start()")
-        own = self._take(self._owns, [r.own for r in (*self.rounds, *self._owed)])
+        own = self._take(self._owns, [r.own for r in (*self.rounds, *self._owed)], 1)
         result = None
         if self.world_size > 1:
-            result = self._take(self._results, [r.result for r in self.rounds])
+            held = [r.result for r in self.rounds]
+            result = self._take(self._results, held, self.num_received)
         return Round(header, self.layout, own, result, rank=self.rank)
 
     def native_header(self, header: Header, stochastic: bool) -> _C.Header:
@@ -305,13 +321,13 @@ class ExchangeBuffers:
             if round.state == "started" and round.is_done:
                 self.resolve(round)
 
-    def _take(self, pool: list[Payload], busy: list[Payload | None]) -> Payload:
+    def _take(self, pool: list[Payload], busy: list[Payload | None], payloads: int) -> Payload:
         for buffer in pool:
             if not any(buffer is other for other in busy):
                 return buffer
-        pool.append(self._new_payload())
+        pool.append(self._new_payload(payloads))
         return pool[-1]
 
-    def _new_payload(self) -> Payload:
+    def _new_payload(self, payloads: int = 1) -> Payload:
         voters = self.world_size if self.is_streamed else 0
-        return Payload.make(self.layout.payload_bytes, self.device, voters=voters)
+        return Payload.make(payloads * self.layout.payload_bytes, self.device, voters=voters)

@@ -17,6 +17,7 @@ from ..base.errors import SyncError
 from ..base.interrupts import deferred_interrupts
 from ..ops.dispatch import is_served
 from ..ops.wire import WireFormat, parse
+from ..ops.wire_options import check_options
 from .buffers import ExchangeBuffers
 from .exchange import DEFAULT_TIMEOUT, Exchange
 from .headers import Header
@@ -236,7 +237,8 @@ def all_reduce(
             ``tensor`` itself, which else keeps its values. After an error it is undefined.
         weight: Not negative; normalised over the ranks.
         async_op: Return a work object; its ``wait()`` writes the mean.
-        rounding: "nearest", or "stochastic" keyed by ``seed`` and the number of the call.
+        rounding: "nearest", or "stochastic".
+        seed: With the number of the call, the key of stochastic rounding and of random signs.
         lanes: Connections to each peer in each direction. More fill a link of high bandwidth and
             long delay that one TCP connection leaves idle; each costs two process groups.
         timeout: Of one exchange; that of the first call for a group counts.
@@ -254,6 +256,7 @@ def all_reduce(
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     wire = parse(wire, block_size)
+    check_options(wire, rounding=rounding)
     seed, lanes = checks.integer("seed", seed), checks.integer("lanes", lanes, 1)
     weight = checks.not_negative("weight", weight)
     group = _group_of(group)

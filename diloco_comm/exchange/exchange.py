@@ -23,7 +23,7 @@ from .. import _C
 from ..base import env
 from ..base.background import batch_threads
 from ..ops.dispatch import resolve_impl
-from ..ops.wire import STAGE_ENCODE, STAGE_REDUCE, WireFormat, rng_key
+from ..ops.wire import WireFormat, encoding_keys
 from .buffers import ExchangeBuffers
 from .headers import Header
 from .membership import regroup
@@ -228,7 +228,9 @@ class Exchange(StreamMember):
             outer: fp32 [num_elements]; None encodes the parameters themselves.
             params: The fragment's tensors, num_elements in all.
             header: What the other replicas get and compare.
-            stochastic: Round stochastically, keyed by ``seed``, replica, round and fragment.
+            stochastic: Round stochastically.
+            seed: With replica, round and fragment, the key of stochastic rounding and of the signs
+                of a rotated wire.
             loader: Brings ``outer``, which is in page-locked memory then, to the device.
             overlapped: The caller computes before it waits. What is in host memory is encoded
                 whole before any of it is sent, which would hold the caller up where cores are few.
@@ -242,10 +244,9 @@ class Exchange(StreamMember):
         self.inner_step = header.inner_step
         round = buffers.open_round(header)
         round.epoch = self.epoch
-        keys = [
-            rng_key(seed, self.replica, stage, header.round, header.fragment) if stochastic else 0
-            for stage in (STAGE_ENCODE, STAGE_REDUCE)
-        ]
+        keys = encoding_keys(
+            buffers.wire, stochastic, seed, self.replica, header.round, header.fragment
+        )
         if buffers.is_streamed:
             sending = Sending(outer, params, [], stochastic, keys[0], keys[1], loader)
             return self._start_on_streams(buffers, round, sending, is_held)

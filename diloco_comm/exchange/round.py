@@ -95,7 +95,8 @@ class Round:
 
     Attributes:
         own: The own encoded values.
-        result: The other payloads, or their mean; None with one rank, and in a saved round.
+        result: The other payloads in the order of ranks, or the mean; None with one rank, and in a
+            saved round.
         terms: The mean, laid out as ``layout``, once the round is agreed or voted.
         headers: Of all ranks, as soon as the round has them for good.
         rank: In the group of ``epoch``.
@@ -153,7 +154,11 @@ class Round:
         if self.result is None:
             return [(own, 1.0)]
         result = self.result.tensor
-        if len(weights) > 2:
+        if len(weights) == 2:
+            payloads = [result]
+        elif self.layout.wire.is_gathered:
+            payloads = list(result.split(self.layout.payload_bytes))
+        else:
             return [(result, 1.0)]
-        payloads = [own, result] if self.rank == 0 else [result, own]
+        payloads.insert(self.rank, own)
         return list(zip(payloads, weights, strict=True))

@@ -19,6 +19,7 @@ from ..base.futures import Finisher, for_native
 from ..exchange.collective import AllReduceWork, all_reduce
 from ..exchange.exchange import DEFAULT_TIMEOUT
 from ..ops.wire import WireFormat, parse
+from ..ops.wire_options import check_training
 
 
 class QuantizedAllReduce:
@@ -28,7 +29,8 @@ class QuantizedAllReduce:
         group: Process group of the model; the default is the world.
         wire, block_size: Wire format, see ``diloco_comm.ops.wire.WIRES``.
         error_feedback: Add the rounding errors of a bucket's encoding to the next encoding; useful
-            at 4 bits. Costs one more pass over the gradients, and as much memory as the gradients.
+            at 4 bits, and needed by the sparse wires. Costs one more pass over the gradients, and
+            as much memory as the gradients.
         timeout: Timeout of one exchange, in seconds or as a timedelta.
     """
 
@@ -43,6 +45,12 @@ class QuantizedAllReduce:
     ) -> None:
         self.group = group
         self.wire = parse(wire, block_size)
+        if error_feedback and self.wire.is_rotated:
+            raise ValueError(
+                f"error_feedback=True does not go with wire {self.wire.name!r} in this hook, which "
+                "takes the scale for encodings without it: leave it out, or take wire 'int4'"
+            )
+        check_training(self.wire, rounding="nearest", error_feedback=error_feedback)
         self.error_feedback = error_feedback
         self.timeout = timeout
         self.finisher = Finisher()
@@ -66,6 +74,8 @@ class QuantizedAllReduce:
         # A value that is not finite makes the exchange fail, and must not stay in the residual.
         torch.sub(gradients, work.sent(residual), out=residual)
         torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
+        if self.wire.feedback_decay != 1.0:
+            residual.mul_(self.wire.feedback_decay)
         return work
 
     def _all_reduce(self, gradients: Tensor) -> AllReduceWork:

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..base import env
 from ..base.checks import choice, flag, integer
-from ..ops.wire import WireFormat, parse
+from ..ops.wire import ELEMENT_WIRES, WireFormat, parse
+from ..ops.wire_options import check_training
 from ..replica.fragments import FragmentSpec, fragment_spec
 from ..replica.schedule import inner_steps
 from .outer import make_outer
@@ -59,6 +60,7 @@ class Settings:
         self.chunk_bytes = None if chunk_bytes is None else integer("chunk_bytes", chunk_bytes, 1)
         for name in ("error_feedback", "average_buffers"):
             flag(name, getattr(self, name))
+        check_training(self.wire, rounding=self.rounding, error_feedback=self.error_feedback)
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings in the form that ``DiLoCo(..., config=...)`` takes."""
@@ -113,8 +115,10 @@ def merge(given: dict[str, Any], config: Config | None) -> Settings:
     unknown = config.keys() - {field.name for field in fields(Settings)}
     if unknown:
         raise ValueError(f"{name} has unknown arguments {sorted(unknown)}")
-    if isinstance(given.get("wire"), WireFormat):
-        config.pop("block_size", None)
+    wire, saved = given.get("wire"), config.get("wire", "int8")
+    has_choice = wire in ELEMENT_WIRES and saved in ELEMENT_WIRES
+    if isinstance(wire, WireFormat) or not (wire in (None, saved) or has_choice):
+        config.pop("block_size", None)  # it belongs to the configuration's wire
     values = {**config, **{name: value for name, value in given.items() if _is_given(name, value)}}
     if values.get("sync_every") is None:
         raise ValueError("sync_every is missing: give the inner steps between two outer steps")

@@ -4,7 +4,7 @@ The functions have the names and arguments of ``torch.ops.diloco_comm.*`` (less 
 the same bytes. All arithmetic is IEEE fp32, one rounding for each operation, sub-normals kept.
 ``all_reduce`` is what a whole exchange must leave behind, computed in one process.
 
-Imports torch, the sizes of ``wire.py``, the bits of ``reference_codec.py``, the digest of
+Imports torch, the sizes of ``wire.py``, the bits of ``reference_runs.py``, the digest of
 ``reference_digest.py`` and the access to tensors of ``reference_fragment.py``, nothing else.
 """
 
@@ -18,10 +18,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .reference_codec import HUGE, SMALLEST_SCALE, decode_run, encode_run
+from .reference_codec import HUGE, SMALLEST_SCALE
 from .reference_digest import digest as digest
 from .reference_fragment import fp32, gather, runs_of, scatter, total_elements
-from .wire import STAGE_ENCODE, STAGE_REDUCE, Layout, WireFormat, rng_key
+from .reference_runs import decode_run, encode_run
+from .wire import Layout, WireFormat, encoding_keys
 
 NORM_TILE = 65536
 NORM_LANES = 16
@@ -90,7 +91,8 @@ def encode(
         if residual is not None:
             x = x + residual[first:last].float()
         run = payload[run_idx * run_bytes : (run_idx + 1) * run_bytes]
-        bad += encode_run(x, run, run_elements, form, first, stochastic, rng_key)
+        has_feedback = new_residual is not None
+        bad += encode_run(x, run, run_elements, form, first, stochastic, rng_key, has_feedback)
         if new_residual is not None:
             error = x - decode_run(run, run_elements, form, last - first)
             new_residual[first:last] = error.to(new_residual.dtype)
@@ -121,7 +123,8 @@ def reduce(
     x = _combine(runs, weights, 0, run_elements, form, num_elements)
     if residual is not None:
         x = x + residual[:num_elements].float()
-    bad = encode_run(x, result, run_elements, form, index_begin, stochastic, rng_key)
+    has_feedback = new_residual is not None
+    bad = encode_run(x, result, run_elements, form, index_begin, stochastic, rng_key, has_feedback)
     if new_residual is not None:
         error = x - decode_run(result, run_elements, form, num_elements)
         new_residual[:num_elements] = error.to(new_residual.dtype)
@@ -353,29 +356,28 @@ def all_reduce(
     replicas = range(world_size) if replicas is None else replicas
     coefficients = normalised(weights or [1.0] * world_size)
     form = (layout.run_elements, wire.name, wire.block_size)
+    keys = [encoding_keys(wire, stochastic, seed, each, round, fragment) for each in replicas]
     counts = torch.zeros(world_size, 1, dtype=torch.int64)
     payloads = [torch.zeros(layout.payload_bytes, dtype=torch.uint8) for _ in params]
     for rank, payload in enumerate(payloads):
-        key = rng_key(seed, replicas[rank], STAGE_ENCODE, round, fragment)
         old = residuals[rank] if residuals else None
         new = new_residuals[rank] if new_residuals else None
         encode(
             outers[rank] if outers else None, params[rank], payload, 0, layout.num_elements, *form,
-            stochastic, key, old, new, counts[rank],
+            stochastic, keys[rank][0], old, new, counts[rank],
         )  # fmt: skip
     terms = list(zip(payloads, coefficients, strict=True))
-    if world_size > 2:
+    if world_size > 2 and not wire.is_gathered:
         average = torch.zeros_like(payloads[0])
         for run_idx in range(layout.num_runs):
             owner = run_idx % world_size
             begin, end = layout.run_range(run_idx)
             run = slice(run_idx * layout.run_bytes, (run_idx + 1) * layout.run_bytes)
-            key = rng_key(seed, replicas[owner], STAGE_REDUCE, round, fragment)
             old = None if reduce_residual is None else reduce_residual[begin:end]
             new = None if new_reduce_residual is None else new_reduce_residual[begin:end]
             reduce(
                 torch.cat([payload[run] for payload in payloads]), average[run], coefficients,
-                end - begin, *form, stochastic, key, begin, old, new, counts[owner],
+                end - begin, *form, stochastic, keys[owner][1], begin, old, new, counts[owner],
             )  # fmt: skip
         terms = [(average, 1.0)]
     if nonfinite is not None:

@@ -25,9 +25,10 @@ def drop_bad(residual: Tensor, wire: WireFormat) -> None:
     """Set elements to zero that are NaN, or too large to be sent or added up with their like.
 
     A wire takes magnitudes up to 2^126. A scale that is rounded up makes them a little larger, and
-    then the mean is refused: half of 2^126 is certain to pass.
+    then the mean is refused: half of that is certain to pass. A rotated wire takes magnitudes up to
+    2^116, and decodes elements below 2^10 times the largest of their block.
     """
-    limit = 6e4 if wire.name == "fp16" else 2.0**125
+    limit = 6e4 if wire.name == "fp16" else 2.0**106 if wire.is_rotated else 2.0**125
     residual.masked_fill_(~(residual.abs() <= limit), 0.0)
 
 
@@ -57,6 +58,7 @@ class Residuals:
         error_feedback: Keep the rounding errors.
         dtype: fp32 or bf16, of the residuals.
         carries: Lost rounds are returned by ``owe``; see the module.
+        decay: Factor of what an encoding lost; 1 keeps all of it.
         num_under_way: Rounds that may be under way at a time.
         device, reduces_on: The device of the fragment, and the device of the reduction.
 
@@ -74,12 +76,14 @@ class Residuals:
         error_feedback: bool,
         dtype: torch.dtype,
         carries: bool,
+        decay: float = 1.0,
         num_under_way: int = 1,
         device: torch.device = CPU,
         reduces_on: torch.device = CPU,
     ) -> None:
         self.num_elements, self.device, self.reduces_on = num_elements, device, reduces_on
         self.error_feedback, self.dtype, self.carries = error_feedback, dtype, carries
+        self.decay = decay
         self.num_chains = num_under_way
         self.value = persistent(num_elements, dtype, device) if error_feedback else None
         self.new = persistent(num_elements, dtype, device) if error_feedback else None
@@ -164,7 +168,9 @@ class Residuals:
     # --------------------------------------------------------------------- the end of a round
 
     def encoded(self) -> None:
-        """Record that a round is encoded and under way."""
+        """Record that a round is encoded and under way: ``new`` is written."""
+        if self.new is not None and self.decay != 1.0:
+            self.new.mul_(self.decay)
         if self.carries:
             self._spent, self.owed = self.owed, None
             self._swap()

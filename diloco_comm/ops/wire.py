@@ -25,10 +25,28 @@ _CODES: dict[str, tuple[int, float | None]] = {
     "int4": (4, 7.0),
     "e3m0": (4, 16.0),
 }
-WIRES: tuple[str, ...] = tuple(_CODES)
-BLOCK_SIZES: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
+# Elements of a block, and bytes of its code, of the wires that rotate a block before they round it
+# (``reference_rotation``): these have no code for a single element.
+_ROTATED: dict[str, tuple[int, int]] = {
+    "int2r": (256, 64),
+    "int1r": (256, 32),
+    "sub2": (1024, 64),
+    "sub4": (1024, 32),
+    "sub8": (1024, 16),
+    "sub16": (1024, 8),
+}
+# Elements that are sent of a block of 4096: its largest (``reference_sparse``).
+_SPARSE = {"topk32": 32, "topk64": 64, "topk128": 128, "topk256": 256}
+_SPARSE_BLOCK = 4096
+ELEMENT_WIRES: tuple[str, ...] = tuple(_CODES)
+ROTATED_WIRES: tuple[str, ...] = tuple(_ROTATED)
+SPARSE_WIRES: tuple[str, ...] = tuple(_SPARSE)
+WIRES: tuple[str, ...] = ELEMENT_WIRES + ROTATED_WIRES + SPARSE_WIRES
+BLOCK_SIZES: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)  # of the ELEMENT_WIRES
+_DEFAULT_BLOCK_SIZE = 256
 
 SCALE_BYTES = 2  # one bf16, little endian, for each block
+KEY_BYTES = 8  # the key of a rotated run's signs, little endian, before the scales
 ALIGNMENT = 16  # runs, and the codes inside a run, start at multiples of this many bytes
 
 STAGE_ENCODE = 0
@@ -49,68 +67,135 @@ class WireFormat:
 
     Args:
         name: One of ``WIRES``.
-        block_size: Elements that share one scale, one of ``BLOCK_SIZES``. Formats without scales
-            keep it too: runs are cut at its multiples.
+        block_size: Elements that share one scale: one of ``BLOCK_SIZES``, and for the
+            ``ROTATED_WIRES`` and ``SPARSE_WIRES`` the one size that they have. None is the wire's
+            own: 256, or 1024 for sub2 to sub16, or 4096 for topk32 to topk256. Formats without
+            scales keep it too: runs are cut at its multiples.
 
     Raises:
         ValueError: If the name or the block size is not one of those.
     """
 
     name: str = "int8"
-    block_size: int = 256
+    block_size: int = None  # type: ignore[assignment]  # the wire's own is filled in
 
     def __post_init__(self) -> None:
-        if self.name not in _CODES:
+        if self.name not in WIRES:
             raise ValueError(f"unknown wire {self.name!r}: it must be one of {', '.join(WIRES)}")
-        if self.block_size not in BLOCK_SIZES:
-            allowed = ", ".join(map(str, BLOCK_SIZES))
-            raise ValueError(f"block_size must be one of {allowed}, got {self.block_size!r}")
+        own = _DEFAULT_BLOCK_SIZE if self.has_element_codes else self.code_unit[0]
         # NumPy's 64 is not an int, which JSON wants.
-        object.__setattr__(self, "block_size", int(self.block_size))
+        size = own if self.block_size is None else self.block_size
+        if not self.has_element_codes:
+            if size != own:
+                raise ValueError(f"wire {self.name} has blocks of {own}, got block_size={size!r}")
+        elif size not in BLOCK_SIZES:
+            allowed = ", ".join(map(str, BLOCK_SIZES))
+            raise ValueError(f"block_size must be one of {allowed}, got {size!r}")
+        object.__setattr__(self, "block_size", int(size))
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether a block is rotated by random signs and a Hadamard transform before rounding."""
+        return self.name in _ROTATED
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the largest elements of a block are sent, and no others."""
+        return self.name in _SPARSE
+
+    @property
+    def num_kept(self) -> int:
+        """Elements of a block that a sparse wire sends.
+
+        Raises:
+            KeyError: If the wire is not sparse.
+        """
+        return _SPARSE[self.name]
+
+    @property
+    def feedback_decay(self) -> float:
+        """Factor of what an encoding lost, before error feedback adds it to the next one."""
+        return 0.95 if self.is_sparse else 1.0
+
+    @property
+    def has_element_codes(self) -> bool:
+        """Whether each element has a code of its own; else a block has one as a whole."""
+        return self.name in _CODES
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all replicas get all payloads, so that nothing is encoded a second time."""
+        return self.is_sparse or self.name.startswith("sub")
 
     @property
     def code_bits(self) -> int:
-        """Bits of one element's code, its share of the scale not counted."""
+        """Bits of one element's code, without the scale; a ValueError if the wire has none."""
+        if not self.has_element_codes:
+            raise ValueError(f"wire {self.name} has a code for a block, and none for one element")
         return _CODES[self.name][0]
 
     @property
+    def code_unit(self) -> tuple[int, int]:
+        """The fewest elements whose codes are whole bytes, and these bytes."""
+        if self.is_rotated:
+            return _ROTATED[self.name]
+        if self.is_sparse:
+            # Of each kept element, the low bits of its index, two bits for the high ones, a sign.
+            low_bits = (_SPARSE_BLOCK // self.num_kept).bit_length() - 1
+            return _SPARSE_BLOCK, self.num_kept * (low_bits + 3) // 8
+        return (1, self.code_bits // 8) if self.code_bits >= 8 else (2, 1)
+
+    def code_bytes(self, num_elements: int) -> int:
+        """Bytes of the codes of ``num_elements`` at the start of a run."""
+        elements, num_bytes = self.code_unit
+        return _ceil_div(num_elements, elements) * num_bytes
+
+    @property
     def has_scales(self) -> bool:
-        return _CODES[self.name][1] is not None
+        return not self.has_element_codes or _CODES[self.name][1] is not None
 
     @property
     def qmax(self) -> float:
         """Largest magnitude of a code; the scale is a block's absmax over it, rounded up.
 
         Raises:
-            ValueError: If the format has no scales.
+            ValueError: If the format has no scales, or none that follows from the absmax.
         """
-        qmax = _CODES[self.name][1]
+        qmax = _CODES[self.name][1] if self.has_element_codes else None
         if qmax is None:
-            raise ValueError(f"wire {self.name} has no scales and therefore no qmax")
+            what = "no scales" if self.has_element_codes else "no code for one element"
+            raise ValueError(f"wire {self.name} has {what} and therefore no qmax")
         return qmax
 
     @property
     def bits_per_element(self) -> float:
         """Bits an element costs on the wire, its share of the scale included, padding not."""
-        return self.code_bits + (8 * SCALE_BYTES / self.block_size if self.has_scales else 0.0)
+        elements, num_bytes = self.code_unit
+        scale_bits = 8 * SCALE_BYTES / self.block_size if self.has_scales else 0.0
+        return 8 * num_bytes / elements + scale_bits
+
+    @property
+    def scale_offset(self) -> int:
+        """Bytes from the start of a run to its first scale; the key of the signs is before it."""
+        return KEY_BYTES if self.is_rotated else 0
 
     def code_offset(self, run_elements: int) -> int:
         """Bytes from the start of a run of ``run_elements`` to its first code."""
         if not self.has_scales:
             return 0
-        return _round_up(SCALE_BYTES * _ceil_div(run_elements, self.block_size), ALIGNMENT)
+        scale_bytes = SCALE_BYTES * _ceil_div(run_elements, self.block_size)
+        return _round_up(self.scale_offset + scale_bytes, ALIGNMENT)
 
     def run_bytes(self, run_elements: int) -> int:
         """Bytes that a run of ``run_elements`` occupies in a payload: a multiple of 16."""
-        code_bytes = _ceil_div(run_elements * self.code_bits, 8)
-        return self.code_offset(run_elements) + _round_up(code_bytes, ALIGNMENT)
+        return self.code_offset(run_elements) + _round_up(self.code_bytes(run_elements), ALIGNMENT)
 
 
 def parse(wire: str | WireFormat, block_size: int | None = None) -> WireFormat:
     """Turn a wire's name into a ``WireFormat``; a ``WireFormat`` is returned as it is.
 
     Args:
-        block_size: None is that of the ``WireFormat``, or 256.
+        block_size: None is that of the ``WireFormat``, or the wire's own.
 
     Raises:
         ValueError: If the name or the block size is unknown, or the block size is not that of the
@@ -208,7 +293,7 @@ class Layout:
         """Return the bytes [begin, end) of a payload that hold elements; the rest is padding."""
         num_full, rest = divmod(self.num_elements, self.run_elements)
         full = num_full * self.run_bytes
-        used = self.wire.code_offset(self.run_elements) + _ceil_div(rest * self.wire.code_bits, 8)
+        used = self.wire.code_offset(self.run_elements) + self.wire.code_bytes(rest)
         return [(0, full)] * (full > 0) + [(full, full + used)] * (rest > 0)
 
     def rearrange(self, payload: Tensor, other: Layout) -> Tensor:
@@ -216,12 +301,18 @@ class Layout:
 
         Runs are made of whole blocks, so scales and codes are moved and none is computed. The
         payload itself is returned when the layouts are equal.
+
+        Raises:
+            ValueError: If the layouts are of other elements or of another wire, or the runs of a
+                rotated wire were encoded with several keys.
         """
         if self == other:
             return payload
         if (self.num_elements, self.wire) != (other.num_elements, other.wire):
             raise ValueError(f"a payload laid out as {self} cannot be laid out as {other}")
         result = payload.new_zeros(other.payload_bytes)
+        if self.wire.is_rotated and self.num_elements:
+            other._keys(result).copy_(self._one_key(payload))
         for source, target in zip(self._regions(payload), other._regions(result), strict=True):
             flat = source.reshape(-1)
             moved = flat.new_zeros(target.numel())
@@ -232,11 +323,27 @@ class Layout:
 
     def _regions(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """View the bytes of all scales and of all codes, [num_runs, bytes of a run] each."""
-        runs = payload.view(self.num_runs, self.run_bytes)
-        num_blocks = self.run_elements // self.wire.block_size if self.wire.has_scales else 0
-        begin = self.wire.code_offset(self.run_elements)
-        end = begin + self.run_elements * self.wire.code_bits // 8
-        return runs[:, : SCALE_BYTES * num_blocks], runs[:, begin:end]
+        wire, runs = self.wire, payload.view(self.num_runs, self.run_bytes)
+        num_blocks = self.run_elements // wire.block_size if wire.has_scales else 0
+        scales, codes = wire.scale_offset, wire.code_offset(self.run_elements)
+        return (
+            runs[:, scales : scales + SCALE_BYTES * num_blocks],
+            runs[:, codes : codes + wire.code_bytes(self.run_elements)],
+        )
+
+    def _keys(self, payload: Tensor) -> Tensor:
+        """View the key of each run that has elements, [runs, KEY_BYTES]."""
+        used = _ceil_div(self.num_elements, self.run_elements)
+        return payload.view(self.num_runs, self.run_bytes)[:used, :KEY_BYTES]
+
+    def _one_key(self, payload: Tensor) -> Tensor:
+        keys = self._keys(payload)
+        if bool((keys != keys[0]).any()):
+            raise ValueError(
+                "the runs of a rotated payload were encoded with several keys, so its elements "
+                "cannot be laid out anew"
+            )
+        return keys[0]
 
 
 _MASK64 = (1 << 64) - 1
@@ -252,11 +359,12 @@ def _splitmix64(state: int) -> int:
 
 
 def rng_key(seed: int, replica: int, stage: int, round: int, fragment: int) -> int:
-    """Derive the key of stochastic rounding, different for each combination of the arguments.
+    """Derive a key of stochastic rounding or of random signs, another one for other arguments.
 
     Args:
         seed: The user's seed.
-        replica: The replica that rounds: the sender, or the owner of a run that is reduced.
+        replica: The replica that rounds: the sender, or the owner of a run that is reduced. See
+            ``encoding_keys`` for random signs.
         stage: ``STAGE_ENCODE`` or ``STAGE_REDUCE``.
         round: Outer round of the fragment.
         fragment: Index of the fragment.
@@ -269,3 +377,20 @@ def rng_key(seed: int, replica: int, stage: int, round: int, fragment: int) -> i
         key = _splitmix64(key) ^ (part & _MASK64)
     key = _splitmix64(key)
     return key - (1 << 64) if key >> 63 else key
+
+
+def encoding_keys(
+    wire: WireFormat, stochastic: bool, seed: int, replica: int, round: int, fragment: int
+) -> tuple[int, int]:
+    """Return the keys with which a replica encodes its payload, and reduces the runs it owns.
+
+    The owners of a rotated payload's runs share one key, which names no replica: so the reduced
+    payload can be laid out anew (``Layout.rearrange``). Where nothing is random, both are 0.
+    """
+    if not (stochastic or wire.is_rotated):
+        return 0, 0
+    owner = 0 if wire.is_rotated else replica
+    return (
+        rng_key(seed, replica, STAGE_ENCODE, round, fragment),
+        rng_key(seed, owner, STAGE_REDUCE, round, fragment),
+    )

@@ -63,8 +63,10 @@ class DiLoCo(Saved):
             them. ``group``, ``mesh`` or ``store`` then has this worker's peers alone.
         wire, block_size: What travels ("int8"), see ``wire.WIRES``; elements that share a scale
             (256).
-        rounding, seed: "nearest" (default) or "stochastic", and the seed of the latter (0).
-        error_feedback: Add what the last encoding lost to the next one (default: no).
+        rounding, seed: "nearest" (default) or "stochastic", and the seed of the latter and of a
+            rotated wire's signs (0).
+        error_feedback: Add what the last encoding lost to the next one (default: no); a sparse wire
+            needs it.
         weight: This replica's weight in the mean, a number or a callable (tokens of the round),
             called once in each step that sends, whatever the number of fragments. When it raises,
             that comes out of the step, and the round fails on the other replicas too.

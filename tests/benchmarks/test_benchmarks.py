@@ -19,7 +19,7 @@ from benchmark_runs import ROOT, run_benchmark
 from workers import Pool
 
 from diloco_comm.ops import reference
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 Run = Callable[..., tuple[list[str], dict[str, Any]]]
 
@@ -116,7 +116,7 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ELEMENT_WIRES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_check_accepts_the_format_and_nothing_worse(wire: str, world: int) -> None:
     from diloco_comm.tools.bench import methods

@@ -14,7 +14,7 @@ from workers import Pool
 
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.exchange.headers import Header
-from diloco_comm.ops.wire import WIRES, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
 from diloco_comm.replica.messages import WorkerMessages
 
 Workers = Callable[[int], Pool]
@@ -57,7 +57,7 @@ def test_worlds_agree_with_the_reference(workers: Workers, world: int) -> None:
     _check(workers(world).run(_exchange_sizes, "int8", SIZES, False, 1, 0.0))
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ELEMENT_WIRES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_wires_agree_with_the_reference(workers: Workers, wire: str, world: int) -> None:
     _check(workers(world).run(_exchange_sizes, wire, [1, 257, 30_011], False, 1, 0.0))

@@ -12,7 +12,7 @@ from workers import Pool
 
 from diloco_comm.base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from diloco_comm.exchange.headers import Header
-from diloco_comm.ops.wire import WIRES, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
 
 Fresh = Callable[..., Pool]
 Address = tuple[str, int]
@@ -91,7 +91,7 @@ def _bad_means(rank: int, world: int, address: Address) -> list[str]:
     """Every rank has the largest value that is encoded, in one element; then half of it."""
     ex = connect_replica(address, rank, list(range(world)))
     messages = []
-    for name in WIRES:
+    for name in ELEMENT_WIRES:
         buffers = ex.buffers(N, WireFormat(name))
         largest = 2.0**15 if name == "fp16" else 2.0**126
         for round, value in enumerate((largest, largest / 2)):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from diloco_comm import DiLoCo, Nesterov
-from diloco_comm.ops.wire import WIRES
+from diloco_comm.ops.wire import ELEMENT_WIRES
 
 CYCLES = 20
 STEPS = 25  # outer steps a cycle, of the lasting DiLoCo and of the passing one together
@@ -81,7 +81,7 @@ class Run:
             optimizer,
             sync_every=1,
             outer=Nesterov(lr=0.7, momentum=0.9),
-            wire=choice.choice(WIRES),
+            wire=choice.choice(ELEMENT_WIRES),
             block_size=choice.choice([32, 256, 1024]),
             rounding=choice.choice(["nearest", "stochastic"]),
             error_feedback=choice.random() < 0.5,

@@ -100,6 +100,21 @@ def test_error_feedback_makes_the_mean_right(workers) -> None:
     assert with_feedback < without / 5
 
 
+def dropped_residual(rank: int, world: int) -> tuple[float, float]:
+    model, state = make_model(wire="topk256", error_feedback=True)
+    own = torch.cat([g.flatten() for g in backward(Regression(WIDTH), rank, 0)])
+    backward(model, rank, 0)
+    [residual] = state._residuals.values()
+    return float(residual.norm()), float(own.norm())
+
+
+def test_a_sparse_wire_needs_error_feedback_and_keeps_less_than_all(workers) -> None:
+    with pytest.raises(ValueError, match="topk64' needs error_feedback=True"):
+        QuantizedAllReduce(wire="topk64")
+    for residual, whole in workers(2).run(dropped_residual):
+        assert 0.5 * whole < residual <= 0.95 * whole
+
+
 def non_finite(rank: int, world: int, error_feedback: bool) -> list[Any]:
     model, state = make_model(error_feedback=error_feedback)
     backward(model, rank, 0)

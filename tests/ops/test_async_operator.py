@@ -9,7 +9,7 @@ from codec_cases import HOST_IMPLS, IMPLS, SIZES, assert_same, values
 from test_ops_reduce import whole_payload
 from torch import Tensor
 
-from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, Layout, WireFormat
 
 MODES = [(True, True), (False, True), (True, False), (False, False)]
 
@@ -62,7 +62,7 @@ def test_sizes(impl: str, first: bool, last: bool, size: int) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ELEMENT_WIRES)
 def test_wires_blocks_terms_and_numbers(impl: str, wire: str) -> None:
     for seed, block_size in enumerate(BLOCK_SIZES):
         layout = Layout.plan(3001, 2, 1, WireFormat(wire, block_size))

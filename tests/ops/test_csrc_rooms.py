@@ -18,8 +18,8 @@ EXCHANGE_ROOMS = ("exchange/transport", "exchange/device", "exchange/failure")
 MAY_INCLUDE = {
     "wire": (),
     "codec": ("wire",),
-    "codec/scalar": ("wire", "codec/kernels.h", "codec/step_rule.h"),
-    "codec/simd": ("wire", "codec/kernels.h"),
+    "codec/scalar": ("wire", "codec/kernels.h", "codec/sparse.h", "codec/step_rule.h"),
+    "codec/simd": ("wire", "codec/kernels.h", "codec/sparse.h"),
     "codec/bench": (),
     "cuda": ("wire", "codec/kernels.h", "codec/step_rule.h"),
     "operators": ("wire", "codec", "cuda"),

@@ -29,14 +29,14 @@ from emulated import needs_library, operator
 
 from diloco_comm import ops
 from diloco_comm.ops import reference
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", [EMULATED, *ON_A_GPU])
 MANY = 400  # tensors, more than a kernel's parameters hold
 
 
 @every_impl
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ELEMENT_WIRES)
 def test_reduce_of_many_ranks(impl: str, wire: str) -> None:
     """The weights of 40 ranks do not fit into a kernel's parameters."""
     form = WireFormat(wire, 128)
@@ -47,7 +47,7 @@ def test_reduce_of_many_ranks(impl: str, wire: str) -> None:
 
 
 @every_impl
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ELEMENT_WIRES)
 @pytest.mark.parametrize("max_blocks", [1, 2, 3, 1000])
 def test_a_bounded_grid_of_reduce(impl: str, wire: str, max_blocks: int) -> None:
     """Each warp, four a block, takes several of the 41 tiles; the last tile is cut short."""

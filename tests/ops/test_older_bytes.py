@@ -9,14 +9,14 @@ import torch
 from codec_cases import CPU_IMPLS
 from samples import BYTES, encoded
 
-from diloco_comm.ops.wire import WIRES
+from diloco_comm.ops.wire import ELEMENT_WIRES
 
 SAMPLE = torch.load(Path(__file__).parents[1] / "data" / BYTES, weights_only=True)
 
 
 @pytest.mark.parametrize("impl", [*CPU_IMPLS, "reference"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ELEMENT_WIRES)
 def test_bytes_of_an_older_version(wire: str, rounding: str, impl: str) -> None:
     payload = encoded(SAMPLE["values"], wire, rounding, impl)
     assert torch.equal(payload, SAMPLE["payloads"][f"{wire} {rounding}"])
@@ -24,8 +24,8 @@ def test_bytes_of_an_older_version(wire: str, rounding: str, impl: str) -> None:
 
 def test_the_sample_has_every_wire() -> None:
     assert "a4c5881" in SAMPLE["made_with"]
-    assert len(SAMPLE["payloads"]) == 2 * len(WIRES)
-    coded = [wire for wire in WIRES if wire != "fp32"]
+    assert len(SAMPLE["payloads"]) == 2 * len(ELEMENT_WIRES)
+    coded = [wire for wire in ELEMENT_WIRES if wire != "fp32"]
     for wire in coded:
         both = [SAMPLE["payloads"][f"{wire} {rounding}"] for rounding in ("nearest", "stochastic")]
         assert not torch.equal(*both), wire

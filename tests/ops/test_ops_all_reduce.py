@@ -9,9 +9,9 @@ from torch import Tensor
 
 from diloco_comm import ops
 from diloco_comm.ops import reference
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat, rng_key
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat, rng_key
 
-every_wire = pytest.mark.parametrize("wire", WIRES)
+every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 
 
 def ranks(world_size: int, num_elements: int, seed: int = 0) -> list[list[Tensor]]:

@@ -16,13 +16,22 @@ import device_ops as ops
 import emulated
 import pytest
 import torch
-from codec_cases import HOST_IMPLS, IMPLS, RUNNING_IMPLS, assert_same, values
+from codec_cases import CPU_IMPLS, HOST_IMPLS, IMPLS, RUNNING_IMPLS, assert_same, values
 from torch import Tensor
 
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import (
+    ELEMENT_WIRES,
+    ROTATED_WIRES,
+    SPARSE_WIRES,
+    WIRES,
+    Layout,
+    WireFormat,
+)
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
-every_wire = pytest.mark.parametrize("wire", WIRES)
+every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
+# Wires with a code for a block have kernels in host memory alone.
+block_wires = pytest.mark.parametrize("wire", [*ROTATED_WIRES, *SPARSE_WIRES])
 Place = Callable[[Tensor], Tensor]
 
 
@@ -75,10 +84,30 @@ def sync(place: Place, wire: str, n: int, block_size: int, impl: str) -> list[Te
     ]  # fmt: skip
 
 
+def sizes_of(wire: str, *sizes: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return pairs of element count and block size: ``sizes``, where the wire leaves a choice."""
+    if wire in ELEMENT_WIRES:
+        return list(sizes)
+    return [(n, WireFormat(wire).block_size) for n in (1, 257, 1025, 4097)]
+
+
 @pytest.mark.parametrize("impl", HOST_IMPLS)
 @every_wire
 @pytest.mark.parametrize("shift", [1, 3, 8])
 def test_misaligned_tensors_between_guards(impl: str, wire: str, shift: int) -> None:
+    check_between_guards(impl, wire, shift)
+
+
+@pytest.mark.parametrize("impl", CPU_IMPLS)
+@block_wires
+@pytest.mark.parametrize("shift", [1, 3, 8])
+def test_misaligned_tensors_of_wires_with_codes_for_blocks(
+    impl: str, wire: str, shift: int
+) -> None:
+    check_between_guards(impl, wire, shift)
+
+
+def check_between_guards(impl: str, wire: str, shift: int) -> None:
     """Tensors that begin at odd places, with a pattern before and behind that must survive."""
     islands: list[tuple[Tensor, int]] = []
 
@@ -98,7 +127,7 @@ def test_misaligned_tensors_between_guards(impl: str, wire: str, shift: int) -> 
         islands.append((sea, begin + bytes_.numel()))
         return view
 
-    for n, block_size in ((1, 32), (257, 32), (1000, 256), (3001, 64)):
+    for n, block_size in sizes_of(wire, (1, 32), (257, 32), (1000, 256), (3001, 64)):
         islands.clear()
         actual = sync(place, wire, n, block_size, impl)
         for (sea, begin), (_, end) in zip(islands[::2], islands[1::2], strict=True):
@@ -123,6 +152,23 @@ def test_padding_is_never_written(impl: str, wire: str) -> None:
         written = torch.zeros(layout.payload_bytes, dtype=torch.bool)
         written[:scale_bytes] = True
         written[offset : offset + code_bytes] = True
+        assert (payload[~written] == 0xA5).all() and (payload[written] != 0xA5).all()
+
+
+@pytest.mark.parametrize("impl", CPU_IMPLS)
+@block_wires
+def test_padding_of_a_wire_with_codes_for_blocks_is_never_written(impl: str, wire: str) -> None:
+    form = WireFormat(wire)
+    n = 2 * form.block_size + 1
+    layout = Layout.plan(n, 1, 1, form)
+    arguments = (0, n, layout.run_elements, wire, form.block_size)
+    for name in (impl, "reference"):
+        payload = torch.full((layout.payload_bytes,), 0xA5, dtype=torch.uint8)
+        ops.encode(None, [torch.zeros(n)], payload, *arguments, rng_key=3, impl=name)
+        written = torch.zeros(layout.payload_bytes, dtype=torch.bool)
+        written[: form.scale_offset + 2 * 3] = True
+        offset = form.code_offset(layout.run_elements)
+        written[offset : offset + form.code_bytes(n)] = True
         assert (payload[~written] == 0xA5).all() and (payload[written] != 0xA5).all()
 
 
@@ -156,7 +202,7 @@ def test_nothing_is_read_behind_the_end() -> None:
 
 if __name__ == "__main__":
     for each_impl in [*RUNNING_IMPLS, *(["emulated"] if emulated.LIBRARY.exists() else [])]:
-        for each_wire in WIRES:
-            for size, block in ((1, 32), (257, 32), (1000, 256), (4097, 1024)):
+        for each_wire in ELEMENT_WIRES if each_impl == "emulated" else WIRES:
+            for size, block in sizes_of(each_wire, (1, 32), (257, 32), (1000, 256), (4097, 1024)):
                 print(each_impl, each_wire, size, block, flush=True)
                 sync(at_the_end_of_memory, each_wire, size, block, each_impl)

@@ -24,10 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco_comm.ops.wire import WIRES, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
-every_wire = pytest.mark.parametrize("wire", WIRES)
+every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 
 
 def encode(case: Fragment, impl: str, **options) -> tuple[Tensor, int]:

@@ -30,10 +30,10 @@ from test_ops_reduce import whole_payload
 from torch import Tensor
 
 from diloco_comm.ops import reference
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
-every_wire = pytest.mark.parametrize("wire", WIRES)
+every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 OPTIMIZERS = ["sgd", "heavy_ball", "nesterov", "adam"]
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
@@ -116,7 +116,7 @@ def test_wires_and_terms(impl: str, wire: str, optimizer: str) -> None:
 @every_optimizer
 @given(data=st.data())
 def test_any_step(impl: str, optimizer: str, data: st.DataObject) -> None:
-    wire = WireFormat(data.draw(st.sampled_from(WIRES)), data.draw(block_sizes))
+    wire = WireFormat(data.draw(st.sampled_from(ELEMENT_WIRES)), data.draw(block_sizes))
     layout = Layout.plan(data.draw(sizes), data.draw(st.integers(1, 4)), 1, wire)
     options = {"alpha": data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))}
     if optimizer in ("heavy_ball", "nesterov"):

@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco_comm.ops import reference
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
-every_wire = pytest.mark.parametrize("wire", WIRES)
+every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 
 
 def received_runs(num_ranks: int, count: int, wire: WireFormat, kind: str, seed: int) -> Tensor:
@@ -167,7 +167,7 @@ def whole_payload(layout: Layout, kind: str, seed: int) -> Tensor:
 
 
 @every_impl
-@pytest.mark.parametrize("wire", [name for name in WIRES if name != "fp32"])
+@pytest.mark.parametrize("wire", [name for name in ELEMENT_WIRES if name != "fp32"])
 def test_every_code_decodes_to_what_its_bits_say(impl: str, wire: str) -> None:
     form = WireFormat(wire, 256)
     codes = torch.arange(1 << form.code_bits)

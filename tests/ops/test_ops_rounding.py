@@ -15,10 +15,10 @@ from test_ops_reduce import true_values
 from torch import Tensor
 
 from diloco_comm.ops.reference_codec import philox, random_bits
-from diloco_comm.ops.wire import WIRES, Layout, WireFormat, rng_key
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat, rng_key
 
 every_impl = pytest.mark.parametrize("impl", ["reference", *CPU_IMPLS])
-every_wire = pytest.mark.parametrize("wire", WIRES)
+every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 
 
 def through(x: Tensor, wire: WireFormat, impl: str, **options) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def test_scale_is_absmax_rounded_up(impl: str, wire: str, data: st.DataObject) -
 
 
 @every_impl
-@pytest.mark.parametrize("wire", [name for name in WIRES if name != "fp32"])
+@pytest.mark.parametrize("wire", [name for name in ELEMENT_WIRES if name != "fp32"])
 def test_nearest_is_nearest_in_the_table_of_codes(impl: str, wire: str) -> None:
     """At every code, every middle of two codes and both fp32 neighbours of that."""
     form = WireFormat(wire, 1024)
@@ -139,7 +139,7 @@ def nearest_in_table(x: Tensor, wire: str) -> Tensor:
 
 
 @every_impl
-@pytest.mark.parametrize("wire", [name for name in WIRES if name != "fp32"])
+@pytest.mark.parametrize("wire", [name for name in ELEMENT_WIRES if name != "fp32"])
 def test_stochastic_rounding_has_no_bias(impl: str, wire: str) -> None:
     """The mean of n roundings lies within 6 standard deviations + 2^-17 steps of the element."""
     form, n = WireFormat(wire, 1024), 1 << 16

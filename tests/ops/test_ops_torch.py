@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from codec_cases import CPU_IMPLS, WIRES, Fragment, fill, fragment, values
+from codec_cases import CPU_IMPLS, ELEMENT_WIRES, Fragment, fill, fragment, values
 from test_ops_reduce import whole_payload
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -169,7 +169,7 @@ def minor_faults() -> int:
 
 
 @pytest.mark.parametrize("impl", CPU_IMPLS)
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ELEMENT_WIRES)
 def test_steady_state_allocates_nothing(impl: str, wire: str) -> None:
     """No tensor is made, and no fresh memory is touched, however large the fragment."""
     n = 1 << 20

@@ -11,14 +11,14 @@ import test_ops_encode as encoding
 import torch
 from codec_cases import KINDS, SIZES, fragment, values
 
-from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, WireFormat
+from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
 
 ON_A_GPU = torch.cuda.is_available()
 IMPLS = [pytest.param("triton@cuda", marks=pytest.mark.gpu)] if ON_A_GPU else ["triton"]
 every_impl = pytest.mark.parametrize("impl", IMPLS)
-every_wire = pytest.mark.parametrize("wire", WIRES)
+every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 rounding = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

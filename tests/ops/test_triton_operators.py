@@ -28,14 +28,14 @@ from test_ops_bounds import test_misaligned_tensors_between_guards as check_guar
 
 from diloco_comm import ops
 from diloco_comm.ops import reference
-from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, Layout, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
 
 ON_A_GPU = torch.cuda.is_available()
 IMPLS = [pytest.param("triton@cuda", marks=pytest.mark.gpu)] if ON_A_GPU else ["triton"]
 every_impl = pytest.mark.parametrize("impl", IMPLS)
-every_wire = pytest.mark.parametrize("wire", WIRES)
+every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 every_optimizer = pytest.mark.parametrize("optimizer", stepping.OPTIMIZERS)
 interpreted = pytest.mark.skipif(ON_A_GPU, reason="Triton is compiled here, not interpreted")
 
@@ -114,7 +114,7 @@ def test_reduce_and_decode_any_bytes(impl: str, wire: str) -> None:
 
 
 @every_impl
-@pytest.mark.parametrize("wire", [name for name in WIRES if name != "fp32"])
+@pytest.mark.parametrize("wire", [name for name in ELEMENT_WIRES if name != "fp32"])
 def test_every_code(impl: str, wire: str) -> None:
     reducing.test_every_code_decodes_to_what_its_bits_say(impl, wire)
 
@@ -128,7 +128,7 @@ def test_decode_leaves_the_rest(impl: str) -> None:
 @every_wire
 @every_optimizer
 def test_steps_of_every_wire(impl: str, wire: str, optimizer: str) -> None:
-    place = WIRES.index(wire) + stepping.OPTIMIZERS.index(optimizer)
+    place = ELEMENT_WIRES.index(wire) + stepping.OPTIMIZERS.index(optimizer)
     layout = Layout.plan(2001, 1 + place % 2, 1, WireFormat(wire, BLOCK_SIZES[place % 6]))
     alpha = (0.0, 0.3)[place % 2]
     stepping.compare(layout, optimizer, impl, place, 1 + place % 4, alpha=alpha)

@@ -7,20 +7,35 @@ import itertools
 import numpy as np
 import pytest
 
-from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat, _splitmix64, parse, rng_key
+from diloco_comm.ops.wire import (
+    BLOCK_SIZES,
+    ELEMENT_WIRES,
+    ROTATED_WIRES,
+    SPARSE_WIRES,
+    WIRES,
+    Layout,
+    WireFormat,
+    _splitmix64,
+    encoding_keys,
+    parse,
+    rng_key,
+)
 
 SIZES = [1, 2, 7, 31, 32, 33, 255, 256, 257, 1023, 1025, 4096, 100_003, (1 << 20) + 1]
 
 
-@pytest.mark.parametrize("name", WIRES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_run_holds_scales_and_codes_without_overlap(name: str, block_size: int) -> None:
-    wire = WireFormat(name, block_size)
+FORMATS = [WireFormat(name, size) for name in ELEMENT_WIRES for size in BLOCK_SIZES]
+FORMATS += [WireFormat(name) for name in (*ROTATED_WIRES, *SPARSE_WIRES)]
+
+
+@pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: f"{wire.name}-{wire.block_size}")
+def test_run_holds_scales_and_codes_without_overlap(wire: WireFormat) -> None:
     for num_blocks in (1, 2, 3, 7, 8, 9, 100):
-        run_elements = num_blocks * block_size
+        run_elements = num_blocks * wire.block_size
         offset, size = wire.code_offset(run_elements), wire.run_bytes(run_elements)
         scale_bytes = 2 * num_blocks if wire.has_scales else 0
-        code_bytes = run_elements * wire.code_bits // 8
+        scale_bytes += 8 if wire.is_rotated else 0
+        code_bytes = wire.code_bytes(run_elements)
         assert offset % 16 == 0 and size % 16 == 0
         assert scale_bytes <= offset < scale_bytes + 16
         assert offset + code_bytes <= size < offset + code_bytes + 16
@@ -49,9 +64,12 @@ def test_runs_cover_every_element_once(num_elements: int, world_size: int, num_c
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_bits_an_element(name: str, world_size: int) -> None:
     wire = WireFormat(name)
-    must = {8: 8.13, 4: 4.13}.get(wire.code_bits, wire.code_bits * 1.01)
+    bits = 8 * wire.code_bytes(wire.block_size) / wire.block_size
+    must = {8: 8.13, 4: 4.13}.get(bits, bits * 1.01)
+    if not wire.has_element_codes:
+        must = wire.bits_per_element * (1.08 if wire.is_sparse else 1.04)
     for num_elements in (1 << 20, (1 << 20) + 1, 1_500_007, 25_000_001, 1 << 28):
-        wire_bytes = num_elements * wire.code_bits // 8
+        wire_bytes = wire.code_bytes(num_elements)
         for num_chunks in {1, max(1, wire_bytes // (1 << 20))}:  # chunks of 1 MiB and more
             layout = Layout.plan(num_elements, world_size, num_chunks, wire)
             bits = 8 * layout.payload_bytes / num_elements
@@ -69,6 +87,15 @@ def test_known_layout() -> None:
     assert WireFormat("int8").bits_per_element == 8.0625
     assert WireFormat("e3m0", 32).bits_per_element == 4.5
     assert WireFormat("fp32").bits_per_element == 32
+    assert WireFormat("int2r").bits_per_element == 2.0625
+    assert WireFormat("int1r").bits_per_element == 1.0625
+    subs = [WireFormat(f"sub{f}").bits_per_element for f in (2, 4, 8, 16)]
+    assert subs == [0.515625, 0.265625, 0.140625, 0.078125]
+    tops = [WireFormat(f"topk{k}").bits_per_element for k in (32, 64, 128, 256)]
+    assert tops == [0.08203125, 0.14453125, 0.25390625, 0.44140625]
+    # The key and two scales, rounded up to 16 bytes, and two codes of 64 bytes.
+    assert WireFormat("int2r").run_bytes(512) == 16 + 128
+    assert WireFormat("sub16").run_bytes(5 * 1024) == 32 + 48
 
 
 def test_empty_fragment_has_empty_runs() -> None:
@@ -90,6 +117,15 @@ def test_errors_name_the_value_and_what_is_allowed() -> None:
         parse("int2")
     with pytest.raises(ValueError, match=r"block_size must be one of 32, .*, 1024, got 100"):
         WireFormat("int8", 100)
+    for none in (0, False):
+        with pytest.raises(ValueError, match=f"block_size must be one of 32, .*, got {none}"):
+            parse("int8", none)
+    with pytest.raises(ValueError, match="wire sub8 has blocks of 1024, got block_size=256"):
+        parse("sub8", 256)
+    with pytest.raises(ValueError, match="wire int2r has a code for a block"):
+        _ = WireFormat("int2r").code_bits
+    with pytest.raises(ValueError, match="wire int2r has no code for one element"):
+        _ = WireFormat("int2r").qmax
     with pytest.raises(TypeError, match=r"wire must be a name or a WireFormat, got int"):
         parse(8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="wire fp32 has no scales"):
@@ -117,6 +153,16 @@ def test_rng_keys_differ_and_are_signed_64_bit() -> None:
     for bit in (0, 31, 63):
         ones = sum(key >> bit & 1 for key in keys)
         assert abs(ones - len(keys) / 2) < 5 * (len(keys) / 4) ** 0.5
+
+
+def test_owners_of_rotated_runs_share_a_key() -> None:
+    arguments = (7, 3, 5, 1)  # seed, replica, round, fragment
+    for name in ROTATED_WIRES:
+        sender, owner = encoding_keys(WireFormat(name), False, *arguments)
+        assert sender == rng_key(7, 3, 0, 5, 1) and owner == rng_key(7, 0, 1, 5, 1)
+    assert encoding_keys(WireFormat("int8"), False, *arguments) == (0, 0)
+    stochastic = encoding_keys(WireFormat("int8"), True, *arguments)
+    assert stochastic == (rng_key(7, 3, 0, 5, 1), rng_key(7, 3, 1, 5, 1))
 
 
 def test_splitmix64_is_the_published_one() -> None:

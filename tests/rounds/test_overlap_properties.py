@@ -27,7 +27,7 @@ from diloco_comm import (
     NonFiniteError,
     Streaming,
 )
-from diloco_comm.ops.wire import WIRES
+from diloco_comm.ops.wire import ELEMENT_WIRES
 
 WIDTH = 8
 
@@ -111,7 +111,7 @@ def test_eager_alone_is_synchronous(rounds: int, outer: Any) -> None:
 
 def hashes_of_delayed(rank: int, world: int) -> list[list[str]]:
     results = []
-    for wire in WIRES:
+    for wire in ELEMENT_WIRES:
         for overlap in (Delayed(), CO2(0.05, "gap-aware", rounds=2), Streaming(2, 0.5)):
             model, optimizer, diloco = attach(wire=wire, overlap=overlap, error_feedback=True)
             with diloco:

@@ -26,6 +26,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "delayed_2": {"overlap": Delayed(2), "error_feedback": True, "average_buffers": True},
     "eager": {"overlap": Eager(), "weight": 2.0},
     "eager_2": {"overlap": Eager(2, "skip"), "error_feedback": True},
+    "rotated": {
+        "overlap": Streaming(2, 0.5),
+        "wire": "int2r",
+        "block_size": None,
+        "error_feedback": True,
+    },
+    "gathered": {"overlap": Delayed(2), "wire": "sub4", "block_size": None},
     "co2": {"overlap": CO2(0.01, "gap-aware"), "outer": HeavyBall(0.7, 0.5)},
 }
 
@@ -95,7 +102,7 @@ def resume_everywhere(rank: int, world: int, names: list[str]) -> dict[str, list
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_resume_after_every_inner_step(world: int, workers) -> None:
-    names = list(SETTINGS) if world == 2 else ["delayed_2", "eager"]
+    names = list(SETTINGS) if world == 2 else ["delayed_2", "eager", "rotated", "gathered"]
     results = workers(world).run(resume_everywhere, names)
     assert results == [{name: [True] * NUM_STEPS for name in names}] * world
 
@@ -125,7 +132,7 @@ def settle_what_is_under_way(rank: int, world: int, names: list[str]) -> dict[st
 
 
 def test_a_round_settled_after_a_resume_counts_no_rounding_twice(workers) -> None:
-    names = ["streaming", "delayed_2"]
+    names = ["streaming", "delayed_2", "rotated", "gathered"]
     assert workers(3).run(settle_what_is_under_way, names) == [dict.fromkeys(names, True)] * 3
 
 

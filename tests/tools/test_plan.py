@@ -192,3 +192,6 @@ def test_memory_counts_outer_state_and_payloads() -> None:
     eager = Request(1e9, 24, 0.1, method="eager", wire="int4").extra_memory_bytes
     assert eager == pytest.approx(2.5 * size, rel=0.02)
     assert Request(1e9, 24, 0.1, method="dp").extra_memory_bytes == 0
+    # Each replica holds the payloads of all on a wire that is gathered.
+    gathered = Request(1e9, 24, 0.1, workers=8, wire="sub2").extra_memory_bytes
+    assert gathered == pytest.approx(1e9 * (8 + 8 * 0.5156 / 8), rel=0.001)

@@ -294,6 +294,7 @@ def test_size_comes_from_a_model_config(
         ([*SMALL, "--method", "gossip"], "--method must be one of dp, diloco"),
         ([*SMALL, "--wire", "int3"], "--wire must be one of fp32"),
         ([*SMALL, "--block-size", 100], "--block-size must be one of"),
+        ([*SMALL, "--wire", "sub8", "--block-size", 64], "wire sub8 has blocks of 1024"),
         ([*SMALL, "--sync-every", 0], "--sync-every must be at least 1, got 0"),
         ([*SMALL, "--fragment-layers", 25], "--fragment-layers must be between 0 and --layers 24"),
         ([*SMALL, "--method", "streaming", "--delay", 100], "below --sync-every 100, got 100"),

@@ -36,6 +36,15 @@ def test_a_file_is_as_good_as_the_arguments(
         assert diloco.config() == expected
     with attach(wire="fp32") as diloco:
         assert diloco.config() == {**expected, "wire": "fp32"}
+    for wire, size in (("sub8", 1024), ("int2r", 256), ("topk64", 4096), ("int8", 64)):
+        options = {"error_feedback": wire == "topk64"}
+        with attach(config={**expected, "block_size": 64}, wire=wire, **options) as diloco:
+            assert diloco.config()["block_size"] == size
+            saved = diloco.config()
+        with attach(config=saved) as diloco:
+            assert diloco.config() == saved
+        with attach(config=saved, wire="int4") as diloco:
+            assert diloco.config()["block_size"] == (64 if wire == "int8" else 256)
     with attach(config={"sync_every": 3}) as diloco:
         assert diloco.settings.wire.name == "int8"
 

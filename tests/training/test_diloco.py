@@ -12,7 +12,7 @@ from problems import Regression, batch, equal, parameters_of, train_step, ulps
 from torch import Tensor, nn
 
 from diloco_comm import SGD, Adam, DiLoCo, Nesterov
-from diloco_comm.ops.wire import WIRES
+from diloco_comm.ops.wire import ELEMENT_WIRES
 from diloco_comm.replica.schedule import Schedule
 
 # ------------------------------------------------------------------------ limits of the method
@@ -158,7 +158,7 @@ def test_every_scheme_of_fragments_keeps_replicas_identical(workers) -> None:
 
 def hashes_of_wires(rank: int, world: int, arguments: dict[str, Any]) -> list[str]:
     hashes = []
-    for wire in WIRES:
+    for wire in ELEMENT_WIRES:
         model = Regression(seed=rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         with DiLoCo(model, optimizer, sync_every=2, wire=wire, block_size=64, **arguments) as d:
@@ -188,7 +188,7 @@ def test_every_wire_keeps_replicas_identical(
 ) -> None:
     results = workers(world).run(hashes_of_wires, arguments)
     assert all(hashes == results[0] for hashes in results)
-    assert len(set(results[0])) == len(WIRES)
+    assert len(set(results[0])) == len(ELEMENT_WIRES)
 
 
 def distance_with_wire(rank: int, world: int, wire: str) -> list[float]:

@@ -1,6 +1,8 @@
-// The scalar definition of every kernel: one element at a time, straight from csrc/wire.
+// The scalar definition of every kernel, straight from csrc/wire.
 #include "codec/kernels.h"
 
+#include "codec/scalar/rotation.h"
+#include "codec/sparse.h"
 #include "codec/step_rule.h"
 #include "wire/codes.h"
 #include "wire/digest.h"
@@ -72,16 +74,43 @@ float weighted_sum(const Term* terms, int num_terms, int64_t i, int block_size) 
     return sum;
 }
 
+// The weighted sum of block number `block` of all terms.
 template <Format kFormat>
-float input(const EncodeSpan& span, int64_t i) {
-    float x;
-    if (span.num_terms > 0) {
-        x = weighted_sum<kFormat>(span.terms, span.num_terms, i, span.block_size);
+void sum_block(const Term* terms, int num_terms, int64_t block, int block_size, float* sum) {
+    if constexpr (wire::is_sparse(kFormat)) {
+        sum_sparse_block<kFormat>(terms, num_terms, block, sum);
+    } else if constexpr (!wire::is_rotated(kFormat)) {
+        for (int j = 0; j < block_size; ++j) {
+            const int64_t i = block * block_size + j;
+            sum[j] = weighted_sum<kFormat>(terms, num_terms, i, block_size);
+        }
     } else {
-        const float param = load(span.params, span.param_dtype, i);
-        x = span.outer != nullptr ? span.outer[i] - param : param;
+        float value[wire::kLargestBlock];
+        for (int t = 0; t < num_terms; ++t) {
+            const Term& term = terms[t];
+            decode_rotated<kFormat>(term.scales, term.codes, term.signs, block, value);
+            for (int j = 0; j < block_size; ++j) {
+                const float product = term.coefficient * value[j];
+                sum[j] = t == 0 ? product : sum[j] + product;
+            }
+        }
     }
-    return span.residual != nullptr ? x + load(span.residual, span.residual_dtype, i) : x;
+}
+
+// x of block number `block`.
+template <Format kFormat>
+void load_block(const EncodeSpan& span, int64_t block, float* x) {
+    if (span.num_terms > 0) {
+        sum_block<kFormat>(span.terms, span.num_terms, block, span.block_size, x);
+    }
+    for (int j = 0; j < span.block_size; ++j) {
+        const int64_t i = block * span.block_size + j;
+        if (span.num_terms == 0) {
+            const float param = load(span.params, span.param_dtype, i);
+            x[j] = span.outer != nullptr ? span.outer[i] - param : param;
+        }
+        if (span.residual != nullptr) x[j] += load(span.residual, span.residual_dtype, i);
+    }
 }
 
 template <Format kFormat>
@@ -92,46 +121,85 @@ uint32_t code_of(const EncodeSpan& span, int64_t i, float y) {
 }
 
 template <Format kFormat>
-int64_t encode_unscaled_block(const EncodeSpan& span, int64_t begin) {
+int64_t encode_unscaled_block(const EncodeSpan& span, int64_t begin, const float* x) {
     int64_t num_bad = 0;
-    for (int64_t i = begin; i < begin + span.block_size; ++i) {
-        const float x = input<kFormat>(span, i);
-        uint32_t code = wire::is_bad(x) ? 0 : code_of<kFormat>(span, i, x);
-        const bool is_bad = wire::is_bad(x) || wire::is_code_bad<kFormat>(code);
+    for (int j = 0; j < span.block_size; ++j) {
+        const int64_t i = begin + j;
+        uint32_t code = wire::is_bad(x[j]) ? 0 : code_of<kFormat>(span, i, x[j]);
+        const bool is_bad = wire::is_bad(x[j]) || wire::is_code_bad<kFormat>(code);
         if (is_bad) code = 0;
         num_bad += is_bad;
         store_code<kFormat>(span.codes, i, code);
         if (span.new_residual != nullptr) {
             const float value = wire::code_value<kFormat>(code);
-            store(span.new_residual, span.residual_dtype, i, x - value);
+            store(span.new_residual, span.residual_dtype, i, x[j] - value);
         }
     }
     return num_bad;
 }
 
 template <Format kFormat>
-int64_t encode_scaled_block(const EncodeSpan& span, int64_t begin) {
+int64_t encode_scaled_block(const EncodeSpan& span, int64_t begin, const float* x) {
     int64_t num_bad = 0;
     uint32_t absmax_bits = 0;
-    for (int64_t i = begin; i < begin + span.block_size; ++i) {
-        const float x = input<kFormat>(span, i);
-        const uint32_t magnitude = wire::float_bits(x) & wire::kMagnitudeMask;
+    for (int j = 0; j < span.block_size; ++j) {
+        const uint32_t magnitude = wire::float_bits(x[j]) & wire::kMagnitudeMask;
         absmax_bits = magnitude > absmax_bits ? magnitude : absmax_bits;
-        num_bad += wire::is_bad(x);
+        num_bad += wire::is_bad(x[j]);
     }
     const uint16_t scale = num_bad > 0
                                ? wire::kSmallestScale
                                : wire::scale_of(wire::bits_float(absmax_bits), wire::qmax(kFormat));
     __builtin_memcpy(span.scales + 2 * (begin / span.block_size), &scale, sizeof(scale));
     const float inverse = 1.0f / wire::scale_value(scale);
-    for (int64_t i = begin; i < begin + span.block_size; ++i) {
-        const float x = input<kFormat>(span, i);
-        const uint32_t code = num_bad > 0 ? 0 : code_of<kFormat>(span, i, x * inverse);
+    for (int j = 0; j < span.block_size; ++j) {
+        const int64_t i = begin + j;
+        const uint32_t code = num_bad > 0 ? 0 : code_of<kFormat>(span, i, x[j] * inverse);
         store_code<kFormat>(span.codes, i, code);
         if (span.new_residual != nullptr) {
             const float value = wire::code_value<kFormat>(code) * wire::scale_value(scale);
-            store(span.new_residual, span.residual_dtype, i, x - value);
+            store(span.new_residual, span.residual_dtype, i, x[j] - value);
         }
+    }
+    return num_bad;
+}
+
+template <Format kFormat>
+int64_t encode_rotated_block(const EncodeSpan& span, int64_t block, const float* x) {
+    uint16_t scale;
+    uint8_t* code = span.codes + block * wire::own_bytes(kFormat);
+    const bool has_feedback = span.new_residual != nullptr;
+    const int64_t num_bad = encode_rotated<kFormat>(x, span.signs, has_feedback, scale, code);
+    __builtin_memcpy(span.scales + 2 * block, &scale, sizeof(scale));
+    if (has_feedback) {
+        float value[wire::kLargestBlock];
+        decode_rotated<kFormat>(span.scales, span.codes, span.signs, block, value);
+        for (int j = 0; j < span.block_size; ++j) {
+            store(span.new_residual, span.residual_dtype, block * span.block_size + j,
+                  x[j] - value[j]);
+        }
+    }
+    return num_bad;
+}
+
+struct PlainSearch {
+    static int above(const float* x, int count, int32_t bound, uint16_t* indices, int32_t* keys) {
+        int num_found = 0;
+        for (int i = 0; i < count; ++i) {
+            const auto key = static_cast<int32_t>(wire::float_bits(x[i]) & wire::kMagnitudeMask);
+            indices[num_found] = static_cast<uint16_t>(i);
+            keys[num_found] = key;
+            num_found += key >= bound ? 1 : 0;
+        }
+        return num_found;
+    }
+};
+
+template <Format kFormat>
+int64_t encode_kept_block(const EncodeSpan& span, int64_t block, float* x) {
+    const int64_t num_bad = encode_sparse_block<kFormat, PlainSearch>(span, block, x);
+    for (int j = 0; span.new_residual != nullptr && j < span.block_size; ++j) {
+        store(span.new_residual, span.residual_dtype, block * span.block_size + j, x[j]);
     }
     return num_bad;
 }
@@ -139,18 +207,31 @@ int64_t encode_scaled_block(const EncodeSpan& span, int64_t begin) {
 template <Format kFormat>
 int64_t encode_format(const EncodeSpan& span) {
     int64_t num_bad = 0;
-    for (int64_t begin = 0; begin < span.num_blocks * span.block_size; begin += span.block_size) {
-        num_bad += wire::has_scales(kFormat) ? encode_scaled_block<kFormat>(span, begin)
-                                             : encode_unscaled_block<kFormat>(span, begin);
+    float x[wire::kLargestBlock];
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        load_block<kFormat>(span, block, x);
+        const int64_t begin = block * span.block_size;
+        if constexpr (wire::is_rotated(kFormat)) {
+            num_bad += encode_rotated_block<kFormat>(span, block, x);
+        } else if constexpr (wire::is_sparse(kFormat)) {
+            num_bad += encode_kept_block<kFormat>(span, block, x);
+        } else if constexpr (wire::has_scales(kFormat)) {
+            num_bad += encode_scaled_block<kFormat>(span, begin, x);
+        } else {
+            num_bad += encode_unscaled_block<kFormat>(span, begin, x);
+        }
     }
     return num_bad;
 }
 
 template <Format kFormat>
 void decode_format(const DecodeSpan& span) {
-    for (int64_t i = 0; i < span.num_blocks * span.block_size; ++i) {
-        store(span.out, span.out_dtype, i,
-              weighted_sum<kFormat>(span.terms, span.num_terms, i, span.block_size));
+    float sum[wire::kLargestBlock];
+    for (int64_t block = 0; block < span.num_blocks; ++block) {
+        sum_block<kFormat>(span.terms, span.num_terms, block, span.block_size, sum);
+        for (int j = 0; j < span.block_size; ++j) {
+            store(span.out, span.out_dtype, block * span.block_size + j, sum[j]);
+        }
     }
 }
 
@@ -176,8 +257,11 @@ void arrive(const StepSpan& span, int64_t i, float g) {
 template <Format kFormat>
 void step_format(const StepSpan& span) {
     const StepConstants& c = *span.constants;
+    float sum[wire::kLargestBlock];
     for (int64_t i = 0; i < span.num_blocks * span.block_size; ++i) {
-        const float g = weighted_sum<kFormat>(span.terms, span.num_terms, i, span.block_size);
+        const int64_t block = i / span.block_size, j = i % span.block_size;
+        if (j == 0) sum_block<kFormat>(span.terms, span.num_terms, block, span.block_size, sum);
+        const float g = sum[j];
         if (is_arrival(c.optimizer)) {
             arrive(span, i, g);
             continue;
@@ -241,8 +325,28 @@ auto by_format(const Span& span) {
             return Run<Format::kInt8>::run(span);
         case Format::kInt4:
             return Run<Format::kInt4>::run(span);
-        default:
+        case Format::kE3m0:
             return Run<Format::kE3m0>::run(span);
+        case Format::kInt2r:
+            return Run<Format::kInt2r>::run(span);
+        case Format::kInt1r:
+            return Run<Format::kInt1r>::run(span);
+        case Format::kSub2:
+            return Run<Format::kSub2>::run(span);
+        case Format::kSub4:
+            return Run<Format::kSub4>::run(span);
+        case Format::kSub8:
+            return Run<Format::kSub8>::run(span);
+        case Format::kSub16:
+            return Run<Format::kSub16>::run(span);
+        case Format::kTopk32:
+            return Run<Format::kTopk32>::run(span);
+        case Format::kTopk64:
+            return Run<Format::kTopk64>::run(span);
+        case Format::kTopk128:
+            return Run<Format::kTopk128>::run(span);
+        default:
+            return Run<Format::kTopk256>::run(span);
     }
 }
 

@@ -2,14 +2,13 @@
 // block by block.
 #pragma once
 
-#include "codec/kernels.h"
+#include "codec/simd/rotation.h"
+#include "codec/sparse.h"
 #include "wire/codes.h"
 #include "wire/scale.h"
 
 namespace diloco::codec {
 namespace {
-
-using wire::Format;
 
 // For functions that loops over memory call: they must be inlined.
 #define DILOCO_INLINE [[gnu::always_inline]] inline
@@ -114,9 +113,8 @@ constexpr SumTerms kSumTerms[kTermBatch] = {
     sum_terms<kFormat, kIsSingle, 1>, sum_terms<kFormat, kIsSingle, 2>,
     sum_terms<kFormat, kIsSingle, 3>, sum_terms<kFormat, kIsSingle, 4>};
 
-// The weighted sum of block number `block` of all terms, as fp32.
 template <Format kFormat>
-void decode_block(const Term* terms, int num_terms, int64_t block, int size, float* sum) {
+void decode_element_block(const Term* terms, int num_terms, int64_t block, int size, float* sum) {
     BlockFactors factors;
     for (int first = 0; first < num_terms; first += kTermBatch) {
         const int count = num_terms - first < kTermBatch ? num_terms - first : kTermBatch;
@@ -124,6 +122,18 @@ void decode_block(const Term* terms, int num_terms, int64_t block, int size, flo
         const SumTerms add = factors.is_single ? kSumTerms<kFormat, true>[count - 1]
                                                : kSumTerms<kFormat, false>[count - 1];
         add(terms + first, factors, block * size, size, first == 0, sum);
+    }
+}
+
+// The weighted sum of block number `block` of all terms, as fp32.
+template <Format kFormat>
+void decode_block(const Term* terms, int num_terms, int64_t block, int size, float* sum) {
+    if constexpr (wire::is_rotated(kFormat)) {
+        decode_rotated_block<kFormat>(terms, num_terms, block, size, sum);
+    } else if constexpr (wire::is_sparse(kFormat)) {
+        sum_sparse_block<kFormat>(terms, num_terms, block, sum);
+    } else {
+        decode_element_block<kFormat>(terms, num_terms, block, size, sum);
     }
 }
 
@@ -201,11 +211,13 @@ void decode_streamed(const DecodeSpan& argument) {
 
 template <Format kFormat>
 void decode_format(const DecodeSpan& span) {
-    if (span.streams && span.num_terms == 1) return decode_streamed<kFormat, 1>(span);
-    if (span.streams && span.num_terms == 2) return decode_streamed<kFormat, 2>(span);
+    if constexpr (wire::has_element_codes(kFormat)) {
+        if (span.streams && span.num_terms == 1) return decode_streamed<kFormat, 1>(span);
+        if (span.streams && span.num_terms == 2) return decode_streamed<kFormat, 2>(span);
+    }
     const int size = span.block_size;
     for (int64_t block = 0; block < span.num_blocks; ++block) {
-        alignas(64) float sum[wire::kMaxBlockSize];
+        alignas(64) float sum[wire::kLargestBlock];
         decode_block<kFormat>(span.terms, span.num_terms, block, size, sum);
         if (span.streams) {
             float* out = static_cast<float*>(span.out) + block * size;

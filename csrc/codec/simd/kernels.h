@@ -3,7 +3,8 @@
 #pragma once
 
 #include "codec/simd/digest.h"
-#include "codec/simd/encode.h"
+#include "codec/simd/encode_rotated.h"
+#include "codec/simd/encode_sparse.h"
 #include "codec/simd/step.h"
 
 namespace diloco::codec {
@@ -13,9 +14,16 @@ template <Format kFormat>
 int64_t encode_rounding(const EncodeSpan& span) {
     // The stores below may be non-temporal: the fence makes them visible to threads that learn of
     // the end of this call.
-    const int64_t num_bad = span.is_stochastic && kFormat != Format::kFp32
-                                ? encode_format<kFormat, true>(span)
-                                : encode_format<kFormat, false>(span);
+    int64_t num_bad;
+    if constexpr (wire::is_rotated(kFormat)) {
+        num_bad = encode_rotated<kFormat>(span);
+    } else if constexpr (wire::is_sparse(kFormat)) {
+        num_bad = encode_sparse<kFormat>(span);
+    } else {
+        num_bad = span.is_stochastic && kFormat != Format::kFp32
+                      ? encode_format<kFormat, true>(span)
+                      : encode_format<kFormat, false>(span);
+    }
     _mm_sfence();
     return num_bad;
 }
@@ -24,10 +32,13 @@ int64_t encode_rounding(const EncodeSpan& span) {
 template <class Result, class Span>
 using ByFormat = Result (*[wire::kNumFormats])(const Span&);
 
-#define DILOCO_BY_FORMAT(function)                                                    \
-    {function<Format::kFp32>,    function<Format::kBf16>,    function<Format::kFp16>, \
-     function<Format::kFp8E4m3>, function<Format::kFp8E5m2>, function<Format::kInt8>, \
-     function<Format::kInt4>,    function<Format::kE3m0>}
+#define DILOCO_BY_FORMAT(function)                                                      \
+    {function<Format::kFp32>,    function<Format::kBf16>,    function<Format::kFp16>,   \
+     function<Format::kFp8E4m3>, function<Format::kFp8E5m2>, function<Format::kInt8>,   \
+     function<Format::kInt4>,    function<Format::kE3m0>,    function<Format::kInt2r>,  \
+     function<Format::kInt1r>,   function<Format::kSub2>,    function<Format::kSub4>,   \
+     function<Format::kSub8>,    function<Format::kSub16>,   function<Format::kTopk32>, \
+     function<Format::kTopk64>,  function<Format::kTopk128>, function<Format::kTopk256>}
 constexpr ByFormat<int64_t, EncodeSpan> kEncode = DILOCO_BY_FORMAT(encode_rounding);
 constexpr ByFormat<void, DecodeSpan> kDecode = DILOCO_BY_FORMAT(decode_format);
 constexpr ByFormat<void, StepSpan> kStep = DILOCO_BY_FORMAT(step_format);

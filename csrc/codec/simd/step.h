@@ -77,7 +77,7 @@ void step_blocks(const StepSpan& argument, DecodeBlock decode) {
     const StepVectors c(*argument.constants);
     const bool is_merge = argument.constants->alpha != 0.0f;
     for (int64_t block = 0; block < span.num_blocks; ++block) {
-        alignas(64) float g[wire::kMaxBlockSize];
+        alignas(64) float g[wire::kLargestBlock];
         decode(span.terms, span.num_terms, block, span.block_size, g);
         const int64_t begin = block * span.block_size;
         for (int j = 0; j < span.block_size; j += Vec::kWidth) {
@@ -99,7 +99,7 @@ void arrival_blocks(const StepSpan& argument, DecodeBlock decode) {
     const bool is_first = argument.constants->is_first;
     const bool has_behind = argument.constants->behind != 0.0f;
     for (int64_t block = 0; block < span.num_blocks; ++block) {
-        alignas(64) float g[wire::kMaxBlockSize];
+        alignas(64) float g[wire::kLargestBlock];
         decode(span.terms, span.num_terms, block, span.block_size, g);
         const int64_t begin = block * span.block_size;
         for (int j = 0; j < span.block_size; j += Vec::kWidth) {

@@ -199,7 +199,84 @@ struct Vec {
         return _mm256_shuffle_epi8(_mm256_broadcastq_epi64(load64(p)), order);
     }
 
+    // Rotated formats (simd/rotation.h). Lane i of `across` is lane i ^ kStride of `v`.
+    template <int kStride>
+    static I across(I v) {
+        if constexpr (kStride == 1) return _mm256_shuffle_epi32(v, 0xB1);
+        if constexpr (kStride == 2) return _mm256_shuffle_epi32(v, 0x4E);
+        return _mm256_permute2x128_si256(v, v, 0x01);
+    }
+    // v_i + v_(i ^ kStride) in lanes whose number lacks the bit kStride, v_(i ^ kStride) - v_i in
+    // the others.
+    template <int kStride>
+    static I butterfly(I v) {
+        const I sign = kStride == 1   ? _mm256_setr_epi32(1, -1, 1, -1, 1, -1, 1, -1)
+                       : kStride == 2 ? _mm256_setr_epi32(1, 1, -1, -1, 1, 1, -1, -1)
+                                      : _mm256_setr_epi32(1, 1, 1, 1, -1, -1, -1, -1);
+        return _mm256_add_epi32(across<kStride>(v), _mm256_sign_epi32(v, sign));
+    }
+    // The same in lanes of 16 bits.
+    template <int kStride>
+    static I butterfly16(I v) {
+        const I sign =
+            kStride == 1   ? _mm256_set1_epi32(static_cast<int>(0xFFFF0001))
+            : kStride == 2 ? _mm256_set1_epi64x(static_cast<long long>(0xFFFFFFFF00010001))
+            : kStride == 4 ? _mm256_set_epi64x(-1, 0x0001000100010001, -1, 0x0001000100010001)
+                           : _mm256_set_epi64x(-1, -1, 0x0001000100010001, 0x0001000100010001);
+        I other;
+        if constexpr (kStride == 1) {
+            other = or_(_mm256_slli_epi32(v, 16), _mm256_srli_epi32(v, 16));
+        } else {
+            other = across<kStride / 2>(v);
+        }
+        return _mm256_add_epi16(other, _mm256_sign_epi16(v, sign));
+    }
+    static I add16(I a, I b) { return _mm256_add_epi16(a, b); }
+    static I sub16(I a, I b) { return _mm256_sub_epi16(a, b); }
+    static I negate16_where(const uint8_t* bits, I v) {
+        const I mask = load_mask16(bits);
+        return _mm256_sub_epi16(xor_(v, mask), mask);
+    }
+    // `yes` where a bit is set, else `no`.
+    static I pick16(const uint8_t* bits, short yes, short no) {
+        return _mm256_blendv_epi8(_mm256_set1_epi16(no), _mm256_set1_epi16(yes), load_mask16(bits));
+    }
+    static I widen16(const int16_t* p) {
+        return _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static I abs(I v) { return _mm256_abs_epi32(v); }
+    // Bit i of the byte belongs to lane i.
+    static M load_mask(const uint8_t* bits) {
+        const I bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+        return _mm256_cmpeq_epi32(and_(set(static_cast<int32_t>(*bits)), bit), bit);
+    }
+    static void store_mask(uint8_t* bits, M mask) {
+        *bits = static_cast<uint8_t>(_mm256_movemask_ps(as_float(mask)));
+    }
+    static M is_negative(I v) { return _mm256_srai_epi32(v, 31); }
+    static I negate_where(M m, I v) { return sub(xor_(v, m), m); }
+    static I add_where(M m, I a, I b) { return add(a, and_(m, b)); }
+    // Sums of the squares of even lanes and of odd ones, 64 bits each.
+    static I add_squares(I sum, I v) {
+        const I odd = _mm256_srli_epi64(v, 32);
+        return _mm256_add_epi64(_mm256_add_epi64(sum, _mm256_mul_epi32(v, v)),
+                                _mm256_mul_epi32(odd, odd));
+    }
+    static uint32_t sum(I v) {
+        __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+        s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+        s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1));
+        return static_cast<uint32_t>(_mm_cvtsi128_si32(s));
+    }
+
   private:
+    static I load_mask16(const uint8_t* bits) {
+        uint16_t word;
+        __builtin_memcpy(&word, bits, sizeof(word));
+        const I bit = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096,
+                                        8192, 16384, static_cast<short>(0x8000));
+        return _mm256_cmpeq_epi16(and_(_mm256_set1_epi16(static_cast<short>(word)), bit), bit);
+    }
     static __m128i to_half(F v) {
         return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }

@@ -164,7 +164,82 @@ struct Vec {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load128(p)), order);
     }
 
+    // Rotated formats (simd/rotation.h). Lane i of `across` is lane i ^ kStride of `v`.
+    template <int kStride>
+    static I across(I v) {
+        if constexpr (kStride == 1) return _mm512_shuffle_epi32(v, _MM_PERM_CDAB);
+        if constexpr (kStride == 2) return _mm512_shuffle_epi32(v, _MM_PERM_BADC);
+        if constexpr (kStride == 4) return _mm512_shuffle_i32x4(v, v, 0xB1);
+        return _mm512_shuffle_i32x4(v, v, 0x4E);
+    }
+    // v_i + v_(i ^ kStride) in lanes whose number lacks the bit kStride, v_(i ^ kStride) - v_i in
+    // the others.
+    template <int kStride>
+    static I butterfly(I v) {
+        constexpr M kUpper = kStride == 1   ? 0xAAAA
+                             : kStride == 2 ? 0xCCCC
+                             : kStride == 4 ? 0xF0F0
+                                            : 0xFF00;
+        const I other = across<kStride>(v);
+        return _mm512_mask_sub_epi32(_mm512_add_epi32(other, v), kUpper, other, v);
+    }
+    // The same in lanes of 16 bits.
+    template <int kStride>
+    static I butterfly16(I v) {
+        constexpr __mmask32 kUpper = kStride == 1   ? 0xAAAAAAAA
+                                     : kStride == 2 ? 0xCCCCCCCC
+                                     : kStride == 4 ? 0xF0F0F0F0
+                                     : kStride == 8 ? 0xFF00FF00
+                                                    : 0xFFFF0000;
+        I other;
+        if constexpr (kStride == 1) {
+            other = _mm512_rol_epi32(v, 16);
+        } else {
+            other = across<kStride / 2>(v);
+        }
+        return _mm512_mask_sub_epi16(_mm512_add_epi16(other, v), kUpper, other, v);
+    }
+    static I add16(I a, I b) { return _mm512_add_epi16(a, b); }
+    static I sub16(I a, I b) { return _mm512_sub_epi16(a, b); }
+    static I negate16_where(const uint8_t* bits, I v) {
+        return _mm512_mask_sub_epi16(v, load_mask16(bits), _mm512_setzero_si512(), v);
+    }
+    // `yes` where a bit is set, else `no`.
+    static I pick16(const uint8_t* bits, short yes, short no) {
+        return _mm512_mask_mov_epi16(_mm512_set1_epi16(no), load_mask16(bits),
+                                     _mm512_set1_epi16(yes));
+    }
+    static I widen16(const int16_t* p) {
+        return _mm512_cvtepi16_epi32(load256(reinterpret_cast<const uint16_t*>(p)));
+    }
+    static I abs(I v) { return _mm512_abs_epi32(v); }
+    // Bit i of the bytes belongs to lane i.
+    static M load_mask(const uint8_t* bits) {
+        uint16_t mask;
+        __builtin_memcpy(&mask, bits, sizeof(mask));
+        return mask;
+    }
+    static void store_mask(uint8_t* bits, M mask) {
+        const auto word = static_cast<uint16_t>(mask);
+        __builtin_memcpy(bits, &word, sizeof(word));
+    }
+    static M is_negative(I v) { return _mm512_movepi32_mask(v); }
+    static I negate_where(M m, I v) { return _mm512_mask_sub_epi32(v, m, set(0), v); }
+    static I add_where(M m, I a, I b) { return _mm512_mask_add_epi32(a, m, a, b); }
+    // Sums of the squares of even lanes and of odd ones, 64 bits each.
+    static I add_squares(I sum, I v) {
+        const I odd = _mm512_srli_epi64(v, 32);
+        return _mm512_add_epi64(_mm512_add_epi64(sum, _mm512_mul_epi32(v, v)),
+                                _mm512_mul_epi32(odd, odd));
+    }
+    static uint32_t sum(I v) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(v)); }
+
   private:
+    static __mmask32 load_mask16(const uint8_t* bits) {
+        uint32_t mask;
+        __builtin_memcpy(&mask, bits, sizeof(mask));
+        return mask;
+    }
     static __m256i to_half(F v) {
         return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }

@@ -16,16 +16,17 @@ using std::chrono::milliseconds;
 
 std::shared_ptr<Plan> make_plan(int64_t num_elements, int64_t num_runs, int64_t run_elements,
                                 int64_t run_bytes, const std::string& wire, int64_t block_size,
-                                int64_t code_offset, int64_t code_bits, int64_t world_size,
-                                int num_lanes, int window, const std::string& impl) {
+                                int64_t code_offset, std::pair<int64_t, int64_t> code_unit,
+                                int64_t world_size, bool is_gathered, int num_lanes, int window,
+                                const std::string& impl) {
     auto plan = std::make_shared<Plan>();
-    plan->layout = {num_elements, num_runs,   run_elements, run_bytes,
-                    wire,         block_size, code_offset,  code_bits};
+    plan->layout = {num_elements, num_runs,    run_elements,    run_bytes,       wire,
+                    block_size,   code_offset, code_unit.first, code_unit.second};
     plan->num_chunks = num_runs / world_size;
     TORCH_CHECK_VALUE(plan->num_chunks <= kMaxChunks, "an exchange has at most ", kMaxChunks,
                       " chunks, got ", plan->num_chunks, ": chunk_bytes is too small for ",
                       num_elements, " elements");
-    plan->num_phases = world_size == 1 ? 0 : world_size == 2 ? 1 : 2;
+    plan->num_phases = world_size == 1 ? 0 : world_size == 2 || is_gathered ? 1 : 2;
     plan->window = window;
     plan->schedule = make_schedule(static_cast<int>(plan->num_chunks),
                                    static_cast<int>(plan->num_phases), num_lanes, window);
@@ -87,8 +88,8 @@ uint64_t digest_of(Job& job) {
     std::lock_guard<std::mutex> lock(job.mutex);
     if (!job.is_done || !job.has_payload()) return 0;
     const Plan& plan = *job.plan;
-    const int64_t num_payloads = plan.num_phases == 1 ? 2 : 1;
-    const int64_t num_bytes = num_payloads * plan.layout.num_runs * plan.layout.run_bytes;
+    const int64_t num_payloads = plan.num_phases == 1 ? plan.world_size() : 1;
+    const int64_t num_bytes = num_payloads * plan.payload_bytes();
     return codec::finish_digest(job.digest.product, job.digest.sum,
                                 static_cast<uint64_t>(num_bytes));
 }
@@ -143,8 +144,8 @@ void register_jobs(py::module_& m) {
     py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
         py::init(&make_plan), py::arg("num_elements"), py::arg("num_runs"), py::arg("run_elements"),
         py::arg("run_bytes"), py::arg("wire"), py::arg("block_size"), py::arg("code_offset"),
-        py::arg("code_bits"), py::arg("world_size"), py::arg("num_lanes"), py::arg("window"),
-        py::arg("impl"));
+        py::arg("code_unit"), py::arg("world_size"), py::arg("is_gathered"), py::arg("num_lanes"),
+        py::arg("window"), py::arg("impl"));
     py::class_<Failure>(m, "Failure")
         .def_readonly("kind", &Failure::kind)
         .def_readonly("message", &Failure::message)

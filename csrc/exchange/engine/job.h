@@ -39,8 +39,9 @@ struct Layout {
     int64_t run_bytes = 0;
     std::string wire;
     int64_t block_size = 0;
-    int64_t code_offset = 0;  // bytes from the start of a run to its first code
-    int64_t code_bits = 0;
+    int64_t code_offset = 0;    // bytes from the start of a run to its first code
+    int64_t unit_elements = 1;  // the codes of so many elements are unit_bytes
+    int64_t unit_bytes = 0;
 
     int64_t run_begin(int64_t run) const { return std::min(run * run_elements, num_elements); }
     int64_t run_length(int64_t run) const { return run_begin(run + 1) - run_begin(run); }
@@ -48,7 +49,8 @@ struct Layout {
     // Bytes of a run that hold elements and travel. The rest of a short run is padding.
     int64_t used_bytes(int64_t run) const {
         const int64_t length = run_length(run);
-        return length == 0 ? 0 : code_offset + (length * code_bits + 7) / 8;
+        if (length == 0) return 0;
+        return code_offset + (length + unit_elements - 1) / unit_elements * unit_bytes;
     }
 };
 
@@ -59,10 +61,13 @@ constexpr int64_t kMaxChunks = int64_t{1} << 19;
 struct Plan {
     Layout layout;
     int64_t num_chunks = 1;
-    int64_t num_phases = 0;  // 0: one rank; 1: whole payloads, two ranks; 2: reduce and publish
+    int64_t num_phases = 0;  // 0: one rank; 1: all payloads to all ranks; 2: reduce and publish
     int64_t window = 1;
     Schedule schedule;
     std::string impl;
+
+    int64_t world_size() const { return layout.num_runs / num_chunks; }
+    int64_t payload_bytes() const { return layout.num_runs * layout.run_bytes; }
 };
 
 // Why a job ended without a result. `kind` names the Python exception.
@@ -133,7 +138,7 @@ struct Job {
     Header header;
     std::shared_ptr<const Plan> plan;
     at::Tensor payload;  // own, uint8
-    at::Tensor result;   // the average (two phases) or the peer's payload (one phase)
+    at::Tensor result;   // the average (two phases), or the peers' payloads in the order of ranks
     EncodeInputs encode;
     bool is_overlapped = false;  // the caller goes on to compute, and takes the result later
     bool is_held = false;        // start() only encodes; ship() sends later

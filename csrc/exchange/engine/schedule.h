@@ -12,7 +12,7 @@
 namespace diloco {
 
 enum class Action : uint8_t {
-    kPostExchange,  // phase 1: each rank's run goes to its owner (one phase: the whole chunk)
+    kPostExchange,  // phase 1: each rank's run goes to its owner (one phase: all runs to all ranks)
     kWaitExchange,
     kReduce,       // the owner decodes all ranks' runs, averages, encodes once
     kPostPublish,  // phase 2: the owner's encoded run goes to everybody
@@ -32,7 +32,7 @@ struct Step {
 
 using Schedule = std::vector<Step>;
 
-// At most `window` chunks are in flight in each phase. One phase: exchange only (two ranks).
+// At most `window` chunks are in flight in each phase. One phase: exchange only.
 Schedule make_schedule(int num_chunks, int num_phases, int num_lanes, int window);
 
 const char* action_name(Action action);

@@ -109,9 +109,15 @@ void Session::deliver_chunk(Job& job, int64_t chunk) {
                              job.result.narrow(0, chunk * num_bytes, num_bytes), staging.begin);
 }
 
+// One phase: where the payload of another rank is put.
+uint8_t* Session::peer_payload(Job& job, int rank) const {
+    const int place = rank < transport_.rank() ? rank : rank - 1;
+    return bytes(job.result) + place * job.plan->payload_bytes();
+}
+
 // Adds a chunk of the result to the digest of the round. `source` is this payload's place among the
 // payloads that are added up; all ranks have the same bytes at the same place.
-void Session::digest_chunk(Job& job, const at::Tensor& payload, int64_t chunk, int64_t source) {
+void Session::digest_chunk(Job& job, const uint8_t* payload, int64_t chunk, int64_t source) {
     const Kind kind = Kind(job.header.kind);
     if (kind != Kind::kSync && kind != Kind::kFlush) return;
     Stopwatch watch(job.seconds["digest"]);
@@ -119,7 +125,7 @@ void Session::digest_chunk(Job& job, const at::Tensor& payload, int64_t chunk, i
     const int64_t first = chunk * transport_.size();
     for (int64_t run = first; run < first + transport_.size(); ++run) {
         const int64_t at = (source * layout.num_runs + run) * layout.run_bytes;
-        codec::add_digest(bytes(payload) + run * layout.run_bytes,
+        codec::add_digest(payload + run * layout.run_bytes,
                           static_cast<size_t>(layout.used_bytes(run)),
                           static_cast<uint64_t>(at) / sizeof(uint64_t), job.digest);
     }
@@ -158,7 +164,9 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
             if (job.plan->num_phases == 1) {
                 wait_all(chunk.sends);
                 deliver_chunk(job, step.chunk);
-                digest_chunk(job, job.result, step.chunk, peer(1));
+                for (int i = 1; i <= num_peers(); ++i) {
+                    digest_chunk(job, peer_payload(job, peer(i)), step.chunk, peer(i));
+                }
             }
             break;
         }
@@ -176,7 +184,7 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
             wait_all(chunk.publish_recvs);
             wait_all(chunk.sends);
             deliver_chunk(job, step.chunk);
-            digest_chunk(job, job.result, step.chunk, 0);
+            digest_chunk(job, bytes(job.result), step.chunk, 0);
             break;
         }
         case Action::kVote: {
@@ -187,7 +195,7 @@ void Session::run_step(Job& job, const Step& step, const at::Tensor& staging) {
     }
 }
 
-// One phase: the whole chunk to the only peer.
+// One phase: the whole chunk to every peer.
 void Session::post_chunk(Job& job, const Step& step) {
     const Layout& layout = job.plan->layout;
     const int64_t first = step.chunk * transport_.size();
@@ -199,13 +207,17 @@ void Session::post_chunk(Job& job, const Step& step) {
     const auto num_bytes = static_cast<size_t>(end - offset);
     const int tag = data_tag(0, step.chunk);
     InFlight& chunk = in_flight_[static_cast<size_t>(step.chunk % (2 * job.plan->window + 1))];
-    chunk.exchange_recvs.push_back(
-        transport_.recv(step.lane, peer(1), tag, bytes(job.result) + offset, num_bytes));
+    for (int i = 1; i <= num_peers(); ++i) {
+        chunk.exchange_recvs.push_back(transport_.recv(
+            step.lane, peer(i), tag, peer_payload(job, peer(i)) + offset, num_bytes));
+    }
     wait_for_encoded(job, first + transport_.size() - 1);
-    chunk.sends.push_back(
-        transport_.send(step.lane, peer(1), tag, bytes(job.payload) + offset, num_bytes));
-    // The own chunk is digested while the peer's is under way.
-    digest_chunk(job, job.payload, step.chunk, transport_.rank());
+    for (int i = 1; i <= num_peers(); ++i) {
+        chunk.sends.push_back(
+            transport_.send(step.lane, peer(i), tag, bytes(job.payload) + offset, num_bytes));
+    }
+    // The own chunk is digested while the peers' are under way.
+    digest_chunk(job, bytes(job.payload), step.chunk, transport_.rank());
 }
 
 void Session::post_exchange(Job& job, const Step& step, const at::Tensor& staging) {

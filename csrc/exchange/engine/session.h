@@ -85,7 +85,8 @@ class Session {
     void wait_for_mark(const Mark& mark);
     void check_time() const;
     void deliver_chunk(Job& job, int64_t chunk);
-    void digest_chunk(Job& job, const at::Tensor& payload, int64_t chunk, int64_t source);
+    uint8_t* peer_payload(Job& job, int rank) const;
+    void digest_chunk(Job& job, const uint8_t* payload, int64_t chunk, int64_t source);
     void exchange_blobs(Job& job);
     void broadcast(Job& job);
     void post_vote_recvs(uint64_t sequence);

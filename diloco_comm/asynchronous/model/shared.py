@@ -26,12 +26,13 @@ from .rules import ServerRule
 
 # Elements of a run, the largest range that travels in one message: 1 MiB of fp32.
 RUN_ELEMENTS = 1 << 18
-_UNIT = 1024  # a multiple of every block size
+_UNIT = 1024  # a multiple of every block size but the sparse wires'
 
 
 def layout_of(num_elements: int, wire: WireFormat) -> Layout:
     """Return how a fragment is divided into the runs that server and workers exchange."""
-    run = min(RUN_ELEMENTS, max(_UNIT, -(-num_elements // _UNIT) * _UNIT))
+    unit = max(_UNIT, wire.block_size)
+    run = min(RUN_ELEMENTS, max(unit, -(-num_elements // unit) * unit))
     return Layout(num_elements, max(1, -(-num_elements // run)), run, wire)
 
 

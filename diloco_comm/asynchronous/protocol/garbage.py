@@ -1,7 +1,7 @@
 """Find payloads that no encoder makes: infinities, NaN, codes out of range.
 
-The functions look at bytes and decode nothing. They check the scales, and the codes for bit
-patterns that an encoder never writes.
+The functions check the scales, and the codes for bit patterns that an encoder never writes. They
+decode sparse payloads alone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.wire import SCALE_BYTES, Layout
+from ...ops.reference_rotation import largest_scale
+from ...ops.reference_runs import decode_run
+from ...ops.wire import SCALE_BYTES, Layout, WireFormat
 from .payloads import Payload
 
 HUGE = 2.0**126
-_HUGE_BITS = 0x7E80  # as bf16
+_SMALLEST_BITS = 0x0080  # 2^-126, as bf16
+_INFINITY_BITS = 0x7F80
 
 
 def find_garbage(payload: Payload, layout: Layout) -> str:
@@ -39,11 +42,30 @@ def find_run_garbage(run: Tensor, layout: Layout, count: int) -> str:
     if wire.has_scales:
         num_blocks = -(-count // wire.block_size)
         # Read as integers, the bits of positive finite bf16 numbers sort like the numbers.
-        bits = run[: SCALE_BYTES * num_blocks].numpy().view(np.int16)
-        if bits.min() <= 0 or bits.max() > _HUGE_BITS:
+        begin = wire.scale_offset
+        bits = run[begin : begin + SCALE_BYTES * num_blocks].numpy().view(np.int16)
+        # A null block of a wire without a code for each element has the scale zero.
+        may_be_null = not wire.has_element_codes
+        is_made = (bits >= _SMALLEST_BITS) | (bits == 0) if may_be_null else bits > 0
+        if not is_made.all() or bits.max() >= _INFINITY_BITS:
             return "a scale is not a finite positive number"
-    codes = run[offset : offset + -(-count * wire.code_bits // 8)]
+        if bits.max() > _largest_scale_bits(wire):
+            return "a scale is larger than any that an encoder makes"
+    if wire.is_rotated:
+        return ""  # every code is one that an encoder may make
+    if wire.is_sparse:
+        is_sound = not bool(decode_run(run, layout.run_elements, wire, count).isnan().any())
+        return "" if is_sound else "the indices of a block are not those of its largest elements"
+    codes = run[offset : offset + wire.code_bytes(count)]
     return _bad_codes(codes, wire.name)
+
+
+def _largest_scale_bits(wire: WireFormat) -> int:
+    """Return the bf16 bits of the largest scale that an encoder makes, or a little more."""
+    if not wire.has_element_codes:
+        return int(np.float32(largest_scale(wire)).view(np.uint32)) >> 16
+    # Here the scale of a block is rounded up.
+    return (int(np.float32(HUGE / wire.qmax).view(np.uint32)) + 0xFFFF) >> 16
 
 
 def _bad_codes(codes: Tensor, wire: str) -> str:

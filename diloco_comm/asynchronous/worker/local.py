@@ -62,7 +62,13 @@ class LocalModel:
         self.layouts = [layout_of(size, wire) for size in self.sizes]
         self.payloads = [empty_pages((lay.payload_bytes,), torch.uint8) for lay in self.layouts]
         self.residuals = [
-            Residuals(size, error_feedback=error_feedback, dtype=torch.float32, carries=False)
+            Residuals(
+                size,
+                error_feedback=error_feedback,
+                dtype=torch.float32,
+                carries=False,
+                decay=wire.feedback_decay,
+            )
             for size in self.sizes
         ]
 
@@ -107,6 +113,7 @@ class LocalModel:
                 nonfinite=bad,
                 impl=self.impl,
             )
+            residual.encoded()
         return not bad.item()
 
     def encode_parameters(self) -> tuple[list[Tensor], list[Layout]]:

@@ -18,6 +18,7 @@ from ...base.checks import choice
 from ...base.errors import NonFiniteError
 from ...base.trace import span
 from ...ops.wire import WireFormat, parse
+from ...ops.wire_options import check_training
 from ...replica.fragments import FragmentSpec
 from ...replica.hooks import StepHooks, hookable
 from .following import Follower, Pursuit
@@ -120,6 +121,8 @@ class AsyncDiLoCo:
     ) -> None:
         choice("rounding", rounding, ("nearest", "stochastic"))
         choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
+        wire = parse(wire, block_size)
+        check_training(wire, rounding=rounding, error_feedback=error_feedback)
         choice("fetch", fetch, ("parameters", "updates"))
         seconds = env.timeout_s() if timeout is None else timeout
         if not 0 < seconds < math.inf:
@@ -130,7 +133,7 @@ class AsyncDiLoCo:
             model,
             optimizers,
             fragments=fragments,
-            wire=parse(wire, block_size),
+            wire=wire,
             error_feedback=error_feedback,
             rounding=rounding,
             seed=seed,

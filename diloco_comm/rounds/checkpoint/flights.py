@@ -52,7 +52,7 @@ def pack_shared(
     """
     rounds: list[dict[str, Any]] = []
     payloads: dict[str, dict[str, Tensor]] = {}
-    num_terms = len(members) if len(members) <= 2 else 1
+    num_terms = len(members) if _has_own_terms(members, buffers.wire) else 1
     zeros = canonical(buffers.num_elements, buffers.wire)
     for flight in flights:
         mean = flight.wait()
@@ -79,6 +79,11 @@ def pack_shared(
     return json.dumps({**text, "history": history, "rounds": rounds}), payloads
 
 
+def _has_own_terms(members: Sequence[int], wire: WireFormat) -> bool:
+    """Whether the terms of a mean are the members' payloads; else there is one, the mean."""
+    return len(members) <= 2 or wire.is_gathered
+
+
 def pack_own(
     flights: Sequence[RoundInFlight], buffers: ExchangeBuffers, members: Sequence[int], depth: int
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -87,7 +92,7 @@ def pack_own(
         flight.measured_norm()
     numbers = [{name: getattr(flight, name) for name in _OWN} for flight in flights]
     payloads: dict[str, Tensor] = {}
-    if len(members) > 2:
+    if not _has_own_terms(members, buffers.wire):
         zeros = canonical(buffers.num_elements, buffers.wire)
         for k in range(max(depth, len(flights))):
             own = flights[k].own if k < len(flights) else None
@@ -234,7 +239,7 @@ def _own_payload(
     own: Mapping[str, Any] | None,
     k: int,
 ) -> Tensor | None:
-    if len(members) <= 2:
+    if _has_own_terms(members, reader.layout.wire):
         return tensors[members.index(replica)] if replica in members else None
     return reader.read(own["payloads"][str(k)]) if own and str(k) in own["payloads"] else None
 

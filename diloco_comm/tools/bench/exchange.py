@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...exchange.exchange import Exchange
-from ...ops.wire import BLOCK_SIZES, WIRES
+from ...ops.wire import BLOCK_SIZES, ELEMENT_WIRES
 from ..common import measuring, reports
 from . import methods
 
@@ -56,7 +56,7 @@ class Settings:
     drain_bytes: int = 0
 
     def __post_init__(self) -> None:
-        known = (*WIRES, "gloo_bf16")
+        known = (*ELEMENT_WIRES, "gloo_bf16")
         for wire in self.wires:
             if wire not in known:
                 raise ValueError(f"--wire must be of {', '.join(known)}, got {wire!r}")

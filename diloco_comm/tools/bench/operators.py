@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...ops.wire import WIRES, Layout, WireFormat
+from ...ops.wire import ELEMENT_WIRES, Layout, WireFormat
 from ..common import measuring, reports
 
 Run = Callable[[], object]
@@ -59,7 +59,7 @@ class Data:
                 part.copy_(pattern[: part.numel()])
         self.bf16 = buffer(n, torch.bfloat16)
         self.codes = buffer(n, torch.int8)
-        self.layouts = {w: Layout.plan(n, NUM_RUNS, 1, WireFormat(w, BLOCK)) for w in WIRES}
+        self.layouts = {w: Layout.plan(n, NUM_RUNS, 1, WireFormat(w, BLOCK)) for w in ELEMENT_WIRES}
         largest = self.layouts["fp32"].payload_bytes
         self.scratch = buffer(largest, torch.uint8)
         self.payloads = {w: self._payload(w) for w in ("int8", "int4", "fp8_e4m3")}
@@ -146,7 +146,7 @@ def reduce(data: Data, wire: str) -> Run:
 def rows(data: Data, *, bars_only: bool) -> list[Row]:
     """List the operators to time; the first ones are those of the bars."""
     feedback = {"residual": data.residual, "new_residual": data.rest}
-    wire_bytes = {w: WireFormat(w, BLOCK).bits_per_element / 8 for w in WIRES}
+    wire_bytes = {w: WireFormat(w, BLOCK).bits_per_element / 8 for w in ELEMENT_WIRES}
     w8, w4 = wire_bytes["int8"], wire_bytes["int4"]
     found = [
         Row("encode", "int8", encode(data, "int8"), 8 + w8, "read2", "encode"),

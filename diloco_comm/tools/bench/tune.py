@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...exchange.exchange import Exchange
-from ...ops.wire import WIRES
+from ...ops.wire import ELEMENT_WIRES
 from ..common import measuring, reports
 from ..common.sizes import format_size
 from . import exchange as bench_exchange
@@ -61,8 +61,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for wire in self.wires:
-            if wire not in WIRES:
-                raise ValueError(f"--wire must be of {', '.join(WIRES)}, got {wire!r}")
+            if wire not in ELEMENT_WIRES:
+                raise ValueError(f"--wire must be of {', '.join(ELEMENT_WIRES)}, got {wire!r}")
         if self.size_bytes < 4:
             raise ValueError(f"--size must be at least 4 bytes, got {self.size_bytes}")
         if self.iters < 3:

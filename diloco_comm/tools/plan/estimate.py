@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.wire import WIRES, WireFormat
+from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
 from .settings import Setting, as_arguments, choose
 from .simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
 
@@ -37,7 +37,7 @@ class Request:
         delay: Inner steps from send to apply; of streaming alone.
         rounds: Sends until a result is due; of delayed, eager and co2.
         wire: Wire format.
-        block_size: Elements that share a scale on the wire.
+        block_size: Elements that share a scale, on a wire that leaves the choice.
         bits: Bits that a replica sends for each parameter, instead of the wire's.
         rtt_ms: Round trip of the link.
     """
@@ -83,7 +83,13 @@ class Request:
                 f"--delay must be at least 0 and below --sync-every {self.sync_every}, "
                 f"got {self.delay}"
             )
-        WireFormat(self.wire, self.block_size)
+        _ = self.wire_format
+
+    @property
+    def wire_format(self) -> WireFormat:
+        # 256 is the default here, and the other wires have no choice.
+        is_given = self.wire in ELEMENT_WIRES or self.block_size != 256
+        return WireFormat(self.wire, self.block_size) if is_given else WireFormat(self.wire)
 
     @property
     def steps_a_round(self) -> int:
@@ -94,9 +100,12 @@ class Request:
         """Bits that a replica sends for each parameter in one exchange of all of them."""
         if self.bits is not None:
             return self.bits
-        # Reduce-scatter and all-gather: each sends all but a replica's own part.
+        # Reduce-scatter and all-gather: each sends all but a replica's own part. A wire that is
+        # gathered sends all of it to every other replica.
         phases = 2 * (self.workers - 1) / self.workers
-        return phases * WireFormat(self.wire, self.block_size).bits_per_element
+        if self.wire_format.is_gathered:
+            phases = self.workers - 1
+        return phases * self.wire_format.bits_per_element
 
     @property
     def work(self) -> Work:
@@ -139,8 +148,10 @@ class Request:
         if self.method == "dp":
             return 0.0
         rounds = self.rounds if self.method in ROUND_LATE else 0
-        payload = WireFormat(self.wire, self.block_size).bits_per_element / 8
-        return self.params * (4 + 4 + 2 * (rounds + 1) * payload)
+        payload = self.wire_format.bits_per_element / 8
+        # The own payload and the received ones; those of all others on a wire that is gathered.
+        num_payloads = self.workers if self.wire_format.is_gathered else 2
+        return self.params * (4 + 4 + num_payloads * (rounds + 1) * payload)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, Layout, WireFormat
 
 # Every implementation by name: one that this processor cannot run is skipped in sight.
 CPU_IMPLS = [
@@ -35,7 +35,7 @@ HOST_IMPLS = [*CPU_IMPLS, EMULATED]  # those that read and write the host's memo
 IMPLS = [*HOST_IMPLS, *ON_A_GPU]
 RUNNING_IMPLS = [impl for impl in ops.available_impls() if impl != "reference"]
 SIZES = [1, 7, 255, 256, 257, 4096, 100_003]
-SCALED = [name for name in WIRES if WireFormat(name).has_scales]
+SCALED = [name for name in ELEMENT_WIRES if WireFormat(name).has_scales]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 settings.register_profile("operators", deadline=None, derandomize=True, max_examples=25)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco_comm.kernels import operators
 from diloco_comm.kernels.checks import check_layout
-from diloco_comm.ops.wire import BLOCK_SIZES, WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, Layout, WireFormat
 
 N = 1 << 16
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -175,7 +175,7 @@ def representative() -> Iterator[Launch]:
 
 def everything() -> Iterator[Launch]:
     """Every wire with every block size and rounding, and every option of every operator."""
-    for wire in WIRES:
+    for wire in ELEMENT_WIRES:
         for block_size in BLOCK_SIZES:
             case = Cases(wire, block_size)
             yield from case.encode()

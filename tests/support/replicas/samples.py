@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo, Nesterov, Streaming, WireFormat, __version__, ops
-from diloco_comm.wire import WIRES, Layout, rng_key
+from diloco_comm.wire import ELEMENT_WIRES, Layout, rng_key
 
 STATE, BYTES = "streaming-state.pt", "wire-bytes.pt"
 # After ten steps the first fragment's third round is under way.
@@ -116,7 +116,7 @@ def main(folder: Path, commit: str) -> None:
     elements = values()
     payloads = {
         f"{wire} {rounding}": encoded(elements, wire, rounding)
-        for wire in WIRES
+        for wire in ELEMENT_WIRES
         for rounding in ("nearest", "stochastic")
     }
     sample = {"made_with": made_with, "values": elements, "payloads": payloads}

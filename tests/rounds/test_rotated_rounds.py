@@ -1,0 +1,156 @@
+"""Rounds on rotated and sparse wires: equal outer parameters under every policy; refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from problems import Regression, train_step
+from torch import nn
+
+from diloco_comm import (
+    CO2,
+    SGD,
+    Adam,
+    Blocking,
+    Delayed,
+    DiLoCo,
+    Eager,
+    NonFiniteError,
+    Streaming,
+    all_reduce,
+    shutdown,
+)
+from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.integrations.ddp_hook import QuantizedAllReduce
+
+WIDTH = 24
+POLICIES = (Blocking(), Streaming(2, 0.5), Delayed(), Eager(), CO2(rounds=2))
+
+
+def attach(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
+    model = Regression(WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    settings = {"sync_every": 3, "fragments": 2, "outer": SGD(1.0), "chunk_bytes": 64}
+    return model, optimizer, DiLoCo(model, optimizer, **{**settings, **arguments})
+
+
+def hashes(rank: int, world: int, wires: list[str]) -> list[list[str]]:
+    results = []
+    for wire in wires:
+        for overlap in POLICIES:
+            options = {"error_feedback": wire.startswith("topk"), "average_buffers": True}
+            model, optimizer, diloco = attach(wire=wire, overlap=overlap, **options)
+            with diloco:
+                seen = []
+                for step in range(11):
+                    train_step(model, optimizer, rank, step, WIDTH)
+                    # Eager moves the outer parameters by the own payload until the mean is here.
+                    if not isinstance(overlap, Eager):
+                        seen.append(diloco.outer_hash())
+                    elif step in (4, 8):
+                        diloco.flush()
+                        seen.append(diloco.outer_hash())
+                diloco.flush()
+                results.append([*seen, diloco.outer_hash()])
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_outer_parameters_stay_bit_identical(world: int, workers) -> None:
+    results = workers(world).run(hashes, ["int2r", "sub8", "topk64"])
+    assert all(result == results[0] for result in results)
+    assert all(len(set(seen)) > 2 for seen in results[0])
+
+
+def hashes_with(rank: int, world: int, arguments: dict[str, Any]) -> str:
+    model, optimizer, diloco = attach(wire="int2r", **arguments)
+    with diloco:
+        for step in range(9):
+            train_step(model, optimizer, rank, step, WIDTH)
+        return diloco.outer_hash()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"error_feedback": True}, {"outer": Adam()}, {"seed": 5}, {"lanes": 2}], ids=repr
+)
+def test_settings_of_int2r(arguments: dict[str, Any], workers) -> None:
+    plain = workers(3).run(hashes_with, {})
+    other = workers(3).run(hashes_with, arguments)
+    assert len(set(plain)) == len(set(other)) == 1
+    assert (plain[0] == other[0]) == ("lanes" in arguments)
+
+
+def huge_value(rank: int, world: int, wire: str, value: float) -> tuple[str, bool]:
+    model, _, diloco = attach(wire=wire, attach=False)
+    with diloco:
+        before = diloco.outer_hash()
+        if rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[3] = value
+        try:
+            for _ in range(3):
+                diloco.step()
+        except NonFiniteError as error:
+            return f"{error.replicas}", before == diloco.outer_hash()
+    return "", False
+
+
+@pytest.mark.parametrize("wire", ["int2r", "sub8"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e36])
+def test_a_value_above_2_to_116_is_refused(wire: str, value: float, workers) -> None:
+    assert workers(3).run(huge_value, wire, value) == [("(1,)", True)] * 3
+
+
+def mean_of_ranks(rank: int, world: int, wire: str) -> tuple[list[float], float]:
+    x = torch.arange(5000.0).sin() + rank
+    first = all_reduce(x.clone(), wire=wire)
+    total = first.clone()
+    for _ in range(99):
+        total += all_reduce(x.clone(), wire=wire)
+    exact = torch.arange(5000.0).sin() + (world - 1) / 2
+    shutdown()
+    return first[:9].tolist(), float((total / 100 - exact).norm() / (first - exact).norm())
+
+
+@pytest.mark.parametrize("wire", ["int1r", "sub4"])
+def test_all_reduce_takes_new_signs_for_each_call(wire: str, workers) -> None:
+    results = workers(3).run(mean_of_ranks, wire)
+    assert len({tuple(first) for first, _ in results}) == 1
+    # One hundred independent errors: a tenth of one.
+    assert all(ratio < 0.15 for _, ratio in results)
+
+
+REFUSED = [
+    (
+        {"wire": "int1r", "error_feedback": True},
+        "error_feedback=True does not go with wire 'int1r'",
+    ),
+    ({"wire": "sub8", "error_feedback": True}, "error_feedback=True does not go with wire 'sub8'"),
+    (
+        {"wire": "int2r", "rounding": "stochastic"},
+        "rounding='stochastic' does not go with wire 'int2r'",
+    ),
+    ({"wire": "topk64"}, "wire 'topk64' needs error_feedback=True"),
+    ({"wire": "sub4", "block_size": 256}, "wire sub4 has blocks of 1024, got block_size=256"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_what_does_not_go_together_is_refused(arguments: dict[str, Any], message: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        DiLoCo(model, optimizer, sync_every=2, **arguments)
+    with pytest.raises(ValueError, match=message):
+        AsyncDiLoCo(model, optimizer, server="tcp://127.0.0.1:9", **arguments)
+    if "rounding" in arguments:
+        with pytest.raises(ValueError, match=message):
+            all_reduce(torch.zeros(3), **arguments)
+
+
+def test_the_hook_of_ddp_refuses_feedback_on_a_rotated_wire() -> None:
+    with pytest.raises(ValueError, match="does not go with wire 'int2r' in this hook"):
+        QuantizedAllReduce(wire="int2r", error_feedback=True)
