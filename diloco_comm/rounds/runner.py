@@ -113,16 +113,10 @@ class RoundRunner(ABC):
     def _flush(self, inner_step: int, num_skipped: int) -> None:
         """As ``flush``, without the limits on skipped rounds."""
 
-    def stale_parts(self, inner_step: int) -> list[SyncedPart]:
-        """See ``history.stale_parts``."""
-        return history.stale_parts(self.exchange, self.parts, self._unsent(inner_step))
-
     def has_unsent(self, inner_step: int) -> bool:
         """Whether this replica holds something that was not shared."""
-        return any(self._unsent(inner_step)) or any(part.in_flight for part in self.parts)
-
-    def _unsent(self, inner_step: int) -> list[int]:
-        return [inner_step - part.last_sent or int(part.owes) for part in self.parts]
+        in_flight = any(part.in_flight for part in self.parts)
+        return in_flight or any(history.unsent(self.parts, inner_step))
 
     @abstractmethod
     def settle_verdicts(self, inner_step: int) -> None:

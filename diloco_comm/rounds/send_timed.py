@@ -20,7 +20,7 @@ from ..methods.outer_state import Update
 from ..methods.overlap import Own, Terms
 from ..ops.residuals import drop_bad
 from ..ops.wire import Layout
-from .agreement import consensus, handshake
+from .agreement import consensus, handshake, history
 from .flights import RoundInFlight, mean_of, weight_sum
 from .runner import RoundRunner
 from .synced import Measure, SyncedFragment, SyncedPart
@@ -200,7 +200,7 @@ class SendTimed(RoundRunner):
         )
 
     def _flush(self, inner_step: int, num_skipped: int) -> None:
-        stale = self.stale_parts(inner_step)
+        stale = history.stale_parts(self.exchange, self.parts, inner_step)
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.drain(inner_step)
         if not self.settings.overlap.is_shared:

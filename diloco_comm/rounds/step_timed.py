@@ -13,6 +13,7 @@ from typing import Any
 from ..base.errors import SyncError
 from ..exchange.headers import Kind
 from ..exchange.work import Mean
+from .agreement import history
 from .flights import RoundInFlight
 from .runner import RoundRunner
 from .synced import SyncedPart
@@ -120,7 +121,7 @@ class StepTimed(RoundRunner):
         drained = [part for part in self.parts if part.in_flight]
         self.receive(inner_step, everything=True)
         self.settle_verdicts(inner_step)
-        stale = self.stale_parts(inner_step)
+        stale = history.stale_parts(self.exchange, self.parts, inner_step)
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.settle_verdicts(inner_step)
         for part in drained:

@@ -40,6 +40,7 @@ class ElasticGroup:
         connect_s: Seconds in which the store of a view must answer.
 
     Attributes:
+        replica: This replica's number; -1 before the first view.
         view: In which this replica trains; None before the first.
         is_done: This replica has left the group.
     """
@@ -50,7 +51,7 @@ class ElasticGroup:
         self.elastic, self._workers, self._connect_s = elastic, workers, connect_s
         self.view: View | None = None
         self.is_done = False
-        self._replica = -1
+        self.replica = -1
         self._form: ev.Form | None = None
         # At worker 0 of this replica, for what it tells the replica's other workers.
         self._own_store: dist.Store | None = None
@@ -86,11 +87,6 @@ class ElasticGroup:
             chooses_number=elastic.replica is None,
         )
         self._driver.start()
-
-    @property
-    def replica(self) -> int:
-        """This replica's number, known from the first view on."""
-        return self._replica
 
     @property
     def _speaks(self) -> bool:
@@ -226,7 +222,7 @@ class ElasticGroup:
             if order is None and limit is not None and time.monotonic() - began > limit:
                 order = Ended("waited", f"waited {limit:g} s {waiting}")
             number = -1 if driver is None else driver.state.member.id
-            order, waiting, self._replica = self._from_worker_0((order, waiting, number))
+            order, waiting, self.replica = self._from_worker_0((order, waiting, number))
             if isinstance(order, Ended):
                 self._ended(order)
                 return None

@@ -9,7 +9,16 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_helpers import decode, digest, exchange, reference_digest, split, sync, values
+from exchange_helpers import (
+    check_pairs,
+    decode,
+    digest,
+    exchange,
+    reference_digest,
+    split,
+    sync,
+    values,
+)
 from workers import Pool
 
 from diloco_comm import DiLoCo, Nesterov
@@ -45,32 +54,25 @@ def _exchange_sizes(
     return results
 
 
-def _check(results: list[list[tuple[str, str]]]) -> None:
-    for rank_results in results:
-        for got, expected in rank_results:
-            assert got == expected
-    assert all(result == results[0] for result in results)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
 def test_worlds_agree_with_the_reference(workers: Workers, world: int) -> None:
-    _check(workers(world).run(_exchange_sizes, "int8", SIZES, False, 1, 0.0))
+    check_pairs(workers(world).run(_exchange_sizes, "int8", SIZES, False, 1, 0.0))
 
 
 @pytest.mark.parametrize("wire", ELEMENT_WIRES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_wires_agree_with_the_reference(workers: Workers, wire: str, world: int) -> None:
-    _check(workers(world).run(_exchange_sizes, wire, [1, 257, 30_011], False, 1, 0.0))
+    check_pairs(workers(world).run(_exchange_sizes, wire, [1, 257, 30_011], False, 1, 0.0))
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "fp8_e4m3", "bf16"])
 def test_stochastic_rounding_agrees_with_the_reference(workers: Workers, wire: str) -> None:
-    _check(workers(3).run(_exchange_sizes, wire, [257, 30_011], True, 1, 0.0))
+    check_pairs(workers(3).run(_exchange_sizes, wire, [257, 30_011], True, 1, 0.0))
 
 
 @pytest.mark.parametrize(("world", "lanes"), [(2, 3), (4, 2)])
 def test_random_delays_do_not_mix_messages(workers: Workers, world: int, lanes: int) -> None:
-    _check(workers(world).run(_exchange_sizes, "int8", [100_003] * 3, False, lanes, 300.0))
+    check_pairs(workers(world).run(_exchange_sizes, "int8", [100_003] * 3, False, lanes, 300.0))
 
 
 def _fp32_sum(rank: int, world: int) -> bool:
@@ -138,7 +140,7 @@ def _several_slots(rank: int, world: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_several_fragments_in_flight(workers: Workers, world: int) -> None:
-    _check(workers(world).run(_several_slots))
+    check_pairs(workers(world).run(_several_slots))
 
 
 def _overlapping_rounds(rank: int, world: int) -> tuple[int, int]:
@@ -186,7 +188,7 @@ def _larger_while_one_waits(rank: int, world: int) -> list[tuple[str, str]]:
 
 
 def test_a_larger_exchange_starts_while_one_waits(workers: Workers) -> None:
-    _check(workers(3).run(_larger_while_one_waits))
+    check_pairs(workers(3).run(_larger_while_one_waits))
 
 
 def _headers_early(rank: int, world: int) -> set[tuple[float, ...]]:
@@ -225,7 +227,7 @@ def _other_default_device(rank: int, world: int) -> tuple[str, str]:
 
 
 def test_a_default_device_is_not_where_messages_are(workers: Workers) -> None:
-    _check([[result] for result in workers(2).run(_other_default_device)])
+    check_pairs([[result] for result in workers(2).run(_other_default_device)])
 
 
 def _diloco_on_another_default_device(rank: int, world: int) -> list[float]:

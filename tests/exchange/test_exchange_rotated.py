@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from exchange_helpers import decode, digest, exchange, reference_digest, split, sync, values
+from exchange_helpers import (
+    check_pairs,
+    decode,
+    digest,
+    exchange,
+    reference_digest,
+    split,
+    sync,
+    values,
+)
 from workers import Pool
 
 from diloco_comm.exchange.headers import Header
@@ -63,21 +72,14 @@ def _exchange_sizes(
     return results
 
 
-def _check(results: list[list[tuple[str, str]]]) -> None:
-    for rank_results in results:
-        for got, expected in rank_results:
-            assert got == expected
-    assert all(result == results[0] for result in results)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_worlds_agree_with_the_reference(workers: Workers, world: int) -> None:
-    _check(workers(world).run(_exchange_sizes, WIRES, 1, 0.0, 4096))
+    check_pairs(workers(world).run(_exchange_sizes, WIRES, 1, 0.0, 4096))
 
 
 @pytest.mark.parametrize(("world", "lanes"), [(2, 3), (4, 2)])
 def test_random_delays_do_not_mix_messages(workers: Workers, world: int, lanes: int) -> None:
-    _check(workers(world).run(_exchange_sizes, ["int2r", "sub2"], lanes, 300.0, 512))
+    check_pairs(workers(world).run(_exchange_sizes, ["int2r", "sub2"], lanes, 300.0, 512))
 
 
 def _bytes_received(rank: int, world: int, wire: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from codec_cases import (
     Fragment,
     assert_same,
     block_sizes,
+    encode,
     fragment,
     kinds,
     seeds,
@@ -22,29 +23,11 @@ from codec_cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from diloco_comm.ops.wire import ELEMENT_WIRES, WireFormat
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
-
-
-def encode(case: Fragment, impl: str, **options) -> tuple[Tensor, int]:
-    """Encode the whole fragment into a fresh payload; return it and the count of bad elements."""
-    payload, nonfinite = case.payload(), torch.tensor([5])
-    ops.encode(
-        case.outer,
-        case.params,
-        payload,
-        0,
-        case.layout.num_elements,
-        *case.form,
-        nonfinite=nonfinite,
-        impl=impl,
-        **options,
-    )
-    return payload, int(nonfinite) - 5
 
 
 def check(case: Fragment, impl: str, **options) -> None:

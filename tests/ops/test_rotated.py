@@ -12,6 +12,7 @@ from codec_cases import (
     Fragment,
     assert_same,
     clone,
+    encode,
     fragment,
     kinds,
     seeds,
@@ -38,17 +39,6 @@ LARGEST_SUMS = {"int2r": 2560, "int1r": 256, "sub2": 512, "sub4": 256, "sub8": 1
 
 def float_bits(value: float) -> int:
     return int(torch.tensor(value).view(torch.int32))
-
-
-def encode(case: Fragment, impl: str, **options) -> tuple[Tensor, int]:
-    """Encode the whole fragment; return the payload and the count of bad elements."""
-    payload, nonfinite = case.payload(), torch.tensor([5])
-    whole = (0, case.layout.num_elements)
-    ops.encode(
-        case.outer, case.params, payload, *whole, *case.form,
-        nonfinite=nonfinite, impl=impl, **options,
-    )  # fmt: skip
-    return payload, int(nonfinite) - 5
 
 
 def check(case: Fragment, impl: str, **options) -> None:

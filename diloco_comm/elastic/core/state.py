@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from ..beats import BROKEN, FORMED, FORMING, READY, STOPPED, TRAINING, Beat
 from ..views import NO_VIEW, Key, Member, View, from_bytes
 
-# The training thread does nothing, and may begin an attempt.
-IDLE = (READY, STOPPED, BROKEN)
 IN_ATTEMPT = (FORMING, FORMED)
 # More would not fit into a beat.
 MAX_UNREACHABLE = 24

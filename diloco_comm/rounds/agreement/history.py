@@ -99,15 +99,16 @@ def refuse_other_past(
             raise ReplicaMismatch(_sentence(exchange, part, values), stage="outer state")
 
 
-def stale_parts(
-    exchange: Exchange, parts: Sequence[SyncedPart], unsent: Sequence[int]
-) -> list[SyncedPart]:
-    """List the parts of which any replica holds something unsent; a collective call.
+def unsent(parts: Sequence[SyncedPart], inner_step: int) -> list[int]:
+    """Say for each part, by a number other than 0, that this replica holds something unsent."""
+    return [inner_step - part.last_sent or int(part.owes) for part in parts]
 
-    Args:
-        unsent: For each part, not 0 if this replica does.
-    """
-    views = gather_json(exchange, [unsent, own_past(parts)])
+
+def stale_parts(
+    exchange: Exchange, parts: Sequence[SyncedPart], inner_step: int
+) -> list[SyncedPart]:
+    """List the parts of which any replica holds something unsent; a collective call."""
+    views = gather_json(exchange, [unsent(parts, inner_step), own_past(parts)])
     refuse_other_past(exchange, parts, [past for _, past in views])
     has_news = [any(news[part.index] for news, _ in views) for part in parts]
     return [part for part, is_new in zip(parts, has_news, strict=True) if is_new and part.buffers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import device_ops
 import emulated
 import pytest
 import torch
@@ -198,3 +199,20 @@ sizes = st.one_of(st.sampled_from(SIZES[:-1]), st.integers(1, 3000))
 block_sizes = st.sampled_from(BLOCK_SIZES)
 seeds = st.integers(0, 2**31)
 kinds = st.sampled_from(KINDS)
+
+
+def encode(case: Fragment, impl: str, **options) -> tuple[Tensor, int]:
+    """Encode the whole fragment into a fresh payload; return it and the count of bad elements."""
+    payload, nonfinite = case.payload(), torch.tensor([5])
+    device_ops.encode(
+        case.outer,
+        case.params,
+        payload,
+        0,
+        case.layout.num_elements,
+        *case.form,
+        nonfinite=nonfinite,
+        impl=impl,
+        **options,
+    )
+    return payload, int(nonfinite) - 5

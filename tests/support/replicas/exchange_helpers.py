@@ -117,3 +117,11 @@ def gives_reference_bytes(ex: Exchange, buffers: Any, round: int, members: list[
     outcome = sync(ex, buffers, inputs[ex.rank], round=round)
     buffers.commit()
     return digest(outcome) == reference_digest(inputs, buffers.layout, [1.0] * len(members))
+
+
+def check_pairs(results: list[list[tuple[str, str]]]) -> None:
+    """Compare what each rank got with what was expected, and the ranks with each other."""
+    for rank_results in results:
+        for got, expected in rank_results:
+            assert got == expected
+    assert all(result == results[0] for result in results)
