@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 
 from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
+from . import wires
 from .settings import Setting, as_arguments, choose
 from .simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
+from .wires import AUTO
 
 METHODS = ("dp", "diloco", "streaming", "delayed", "eager", "co2")
+# The methods that ``DiLoCo`` can be given as arguments from here.
+CHOOSABLE = ("diloco", "streaming")
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 LATENCIES_MS = (0.0, 10.0, 50.0, 100.0, 200.0)
 ROUNDS_TRIED = (10, 20, 30, 50, 100, 200, 500, 1000)
@@ -36,7 +40,7 @@ class Request:
         fragment_layers: Layers of a fragment; 0: the whole model is one. Ignored by dp and diloco.
         delay: Inner steps from send to apply; of streaming alone.
         rounds: Sends until a result is due; of delayed, eager and co2.
-        wire: Wire format.
+        wire: Wire format; "auto" is replaced by ``make_plan``.
         block_size: Elements that share a scale, on a wire that leaves the choice.
         bits: Bits that a replica sends for each parameter, instead of the wire's.
         rtt_ms: Round trip of the link.
@@ -58,7 +62,7 @@ class Request:
 
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
-        _check_choice("wire", self.wire, WIRES)
+        _check_choice("wire", self.wire, (*WIRES, AUTO))
         for name, value, least in (
             ("layers", self.layers, 1),
             ("replicas", self.workers, 2),
@@ -83,7 +87,14 @@ class Request:
                 f"--delay must be at least 0 and below --sync-every {self.sync_every}, "
                 f"got {self.delay}"
             )
-        _ = self.wire_format
+        if self.wire == AUTO and self.method not in CHOOSABLE:
+            raise ValueError(
+                f"--wire auto is for --method {' and '.join(CHOOSABLE)}, got {self.method}"
+            )
+        if self.wire == AUTO and self.bits is not None:
+            raise ValueError("--wire auto and --bits exclude each other: both choose the bits")
+        if self.wire != AUTO:
+            _ = self.wire_format
 
     @property
     def wire_format(self) -> WireFormat:
@@ -133,6 +144,12 @@ class Request:
         """Return the least bandwidth of the grid for each target; None: none is enough."""
         return needed_gbps(self.utilisation(GRID_GBPS, granularity))
 
+    def setting(self, share: float) -> Setting:
+        """Return this request, with its utilisation on a link, as a setting."""
+        layers = self.fragment_layers or self.layers
+        delay = self.delay if self.method == "streaming" else 0
+        return Setting(self.method, delay, self.wire, self.sync_every, layers, share)
+
     @property
     def bytes_per_round(self) -> float:
         """Bytes that a replica sends in a round."""
@@ -179,12 +196,17 @@ def make_plan(request: Request, gbps: float | None = None, target: float = 0.95)
         target: Compute utilisation that settings for this link must reach, below 1.
 
     Raises:
-        ValueError: If the link or the target is impossible.
+        ValueError: If the link or the target is impossible, or a wire is wanted for no link.
     """
     if gbps is not None and not 0 < gbps < float("inf"):
         raise ValueError(f"--gbps must be a positive number, got {gbps:g}")
     if not 0 < target < 1:
         raise ValueError(f"--target must be between 0 and 1, got {target:g}")
+    why, is_auto = None, request.wire == AUTO
+    if is_auto:
+        if gbps is None:
+            raise ValueError("--wire auto needs --gbps: the bandwidth of the link to choose for")
+        request, why = wires.choose_wire(request, gbps, target)
     shares = {name: request.utilisation(GRID_GBPS, name) for name in ("layer", "step")}
     return {
         "schema": 1,
@@ -204,15 +226,19 @@ def make_plan(request: Request, gbps: float | None = None, target: float = 0.95)
         "bytes_per_round": request.bytes_per_round,
         "bytes_per_day": request.bytes_per_day(1.0),
         "extra_memory_bytes": request.extra_memory_bytes,
-        "link": None if gbps is None else _on_link(request, gbps, target),
+        "wires": wires.compare(request, gbps),
+        "auto": why,
+        "link": None if gbps is None else _on_link(request, gbps, target, is_auto),
     }
 
 
-def _on_link(request: Request, gbps: float, target: float) -> dict[str, Any]:
+def _on_link(request: Request, gbps: float, target: float, is_auto: bool) -> dict[str, Any]:
     link = np.array([gbps])
     share = float(request.utilisation(link, "step")[0])
     settings = find_settings(request, gbps, target)
     chosen = choose(settings)
+    if is_auto:
+        chosen = request.setting(share) if share >= target else None
     return {
         "gbps": gbps,
         "rtt_ms": request.rtt_ms,
