@@ -31,7 +31,7 @@ from diloco_comm.tools.demo.model import ModelConfig
 
 BATCH_SIZE, NUM_WINDOWS, INNER_LR = 8, 512, 3e-3
 TUNING_SEED, SEEDS = 1000, (0, 1, 2)
-LADDER = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
+LADDER = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 START_LR = 1.0
 SPARSE_LOCO = "SparseLoCo"
 # int4 has error feedback, as the documents advise; int2r has it not, as it has no need of it.

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks.support.tuning import choose
 from diloco_comm.tools.common import plots
 
 Row = dict[str, Any]
@@ -23,16 +24,26 @@ FAMILIES = {
 
 
 def cells(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
-    """Return the runs of each cell by wire, in the order of the file, most bits first."""
-    found: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    """Return the runs of each cell by wire, at the learning rate that was chosen.
+
+    In the order of the seeds, and most bits first.
+    """
+    tried: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for row in rows:
-        if row["seed"] < FIRST_TUNING_SEED:
-            wires = found.setdefault(tuple(row[key] for key in CELL), {})
-            wires.setdefault(row["wire"], []).append(row)
-    return {
-        cell: dict(sorted(wires.items(), key=lambda item: -item[1][0]["bits"]))
-        for cell, wires in found.items()
-    }
+        wires = tried.setdefault(tuple(row[key] for key in CELL), {})
+        wires.setdefault(row["wire"], []).append(row)
+    found = {}
+    for cell, wires in tried.items():
+        runs = {wire: kept for wire, own in wires.items() if (kept := _at_best_rate(own))}
+        found[cell] = dict(sorted(runs.items(), key=lambda item: -item[1][0]["bits"]))
+    return found
+
+
+def _at_best_rate(runs: list[Row]) -> list[Row]:
+    tuning = {run["lr"]: run["tuning_loss"] for run in runs if run["seed"] >= FIRST_TUNING_SEED}
+    lr = choose(tuning).lr
+    kept = [run for run in runs if run["seed"] < FIRST_TUNING_SEED and run["lr"] == lr]
+    return sorted(kept, key=lambda run: run["seed"])
 
 
 def over_base(wires: dict[str, list[Row]], wire: str) -> list[float]:
