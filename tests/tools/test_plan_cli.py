@@ -135,7 +135,7 @@ AUTO = [
     (2, 0.02, "int1r", "int2r reaches"),
     (2, 0.005, "sub4", "sub2 reaches"),
     # With many replicas a gathered wire is dearer than one with two phases.
-    (16, 0.03, "sub16", "sub8 sends more bytes than int1r with 16 replicas"),
+    (16, 0.03, "sub16", "sub8 sends no fewer bytes than int1r with 16 replicas"),
 ]
 
 

@@ -69,7 +69,9 @@ def choose_wire(request: Request, gbps: float, target: float) -> tuple[Request, 
     for wire in _CANDIDATES:
         one = _with_wire(request, wire)
         if one.bits_per_param >= least_bits:
-            refused.append(f"{wire} sends more bytes than {best.wire} with {one.workers} replicas")
+            refused.append(
+                f"{wire} sends no fewer bytes than {best.wire} with {one.workers} replicas"
+            )
             continue
         best, least_bits = one, one.bits_per_param
         share = _utilisation(one, gbps)
@@ -97,9 +99,9 @@ def _reason(request: Request, share: float, target: float, refused: list[str]) -
 
 
 def _with_wire(request: Request, wire: str) -> Request:
-    own_block = replace(request, wire="int8", bits=None)
-    is_free = WireFormat(wire).has_element_codes
-    return replace(own_block, wire=wire, block_size=request.block_size if is_free else 256)
+    has_choice = WireFormat(wire).has_element_codes
+    block_size = request.block_size if has_choice else WireFormat().block_size
+    return replace(request, wire=wire, bits=None, block_size=block_size)
 
 
 def _utilisation(request: Request, gbps: float) -> float:
