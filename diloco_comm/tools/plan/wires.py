@@ -19,15 +19,15 @@ LOSS_OVER_FP32: dict[str, float] = {
     "fp32": 0.0,
     "int4": 0.0,
     "int2r": -0.002,
-    "int1r": 0.003,
-    "sub2": -0.001,
+    "int1r": 0.004,
+    "sub2": 0.002,
     "topk256": 0.019,
-    "sub4": 0.017,
-    "topk128": 0.055,
-    "topk64": 0.092,
-    "sub8": 0.035,
-    "topk32": 0.131,
-    "sub16": 0.065,
+    "sub4": 0.018,
+    "topk128": 0.059,
+    "topk64": 0.09,
+    "sub8": 0.036,
+    "topk32": 0.13,
+    "sub16": 0.068,
 }
 # From the most precise to the coarsest, without those that cost more and gain nothing. Sparse wires
 # are left out: at equal bits their loss is higher than that of sub2 to sub16.
