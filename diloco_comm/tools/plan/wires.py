@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ...ops.wire import WIRES, WireFormat
+from .request import Request
 
-if TYPE_CHECKING:
-    from .estimate import Request
-
-AUTO = "auto"
 # Loss beyond that of fp32 (nats a byte) after 30 rounds of 10 inner steps: a model of 118,000
 # parameters, 4 replicas, SGD as outer optimizer (benchmarks/results/convergence/wires.txt).
 LOSS_OVER_FP32: dict[str, float] = {
