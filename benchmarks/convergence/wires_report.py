@@ -35,7 +35,8 @@ def cells(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
     found = {}
     for cell, wires in tried.items():
         runs = {wire: kept for wire, own in wires.items() if (kept := _at_best_rate(own))}
-        found[cell] = dict(sorted(runs.items(), key=lambda item: -item[1][0]["bits"]))
+        if runs:
+            found[cell] = dict(sorted(runs.items(), key=lambda item: -item[1][0]["bits"]))
     return found
 
 
