@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from elastic_replicas import SUSPECT_AFTER_S
+from elastic_replicas import PACE_S, SUSPECT_AFTER_S
 from elastic_replicas import registry as registry
 from fault_replicas import BLOCK, connect, make_model, make_optimizer, take_inner_step
 from registries import Host
@@ -20,7 +20,7 @@ from workers import Pool
 from diloco_comm import DiLoCo, Elastic, ElasticSampler, ReplicaMismatch, SyncError
 from diloco_comm.elastic.totals import ElasticTotals
 
-NUM_SAMPLES, BATCH, LAST_STEP = 1 << 20, 3, 240
+NUM_SAMPLES, BATCH, LAST_STEP = 1 << 20, 3, 400
 
 
 @dataclass
@@ -78,7 +78,7 @@ def live(
         if rank == 1 and diloco.inner_step % 4 == 2 and len(diloco.members) == 3:
             os._exit(1)
         take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
-        torch.rand(1)
+        time.sleep(PACE_S)
         if diloco.is_done:
             break
     assert diloco.is_done

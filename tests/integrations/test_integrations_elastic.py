@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def train(rank: int, world: int, registry: str, folder: str) -> tuple[int, int, 
 
     class Leave(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+            time.sleep(0.01)
             if rank == 1 and state.global_step == 10:
                 callback.diloco.leave()
 
