@@ -195,8 +195,10 @@ def test_a_repeated_round_repeats_its_bytes(workers: Workers) -> None:
     assert workers(2).run(_repeated_round) == [(True, False)] * 2
 
 
-def test_a_fragment_on_a_device_is_refused() -> None:
+def test_a_sparse_wire_of_a_fragment_on_a_device_is_refused() -> None:
     from diloco_comm.exchange.buffers import ExchangeBuffers
 
-    with pytest.raises(ValueError, match="wire int1r has kernels for tensors in host memory alone"):
-        ExchangeBuffers(10, WireFormat("int1r"), device=torch.device("cuda:0"))
+    with pytest.raises(ValueError, match="topk64 has kernels for tensors in host memory alone"):
+        ExchangeBuffers(
+            10, WireFormat("topk64"), error_feedback=True, device=torch.device("cuda:0")
+        )
