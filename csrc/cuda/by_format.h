@@ -48,8 +48,8 @@ void by_format(wire::Format format, F&& f) {
     }
 }
 
-// The same with the rounding: f(format, whether it is stochastic). fp32 is exact either way, and the
-// rotated formats always round to nearest.
+// The same with the rounding: f(format, whether it is stochastic). fp32 is exact either way, and
+// the rotated formats always round to nearest.
 template <class F>
 void by_rounding(wire::Format format, bool is_stochastic, F&& f) {
     by_format(format, [&](auto constant) {

@@ -229,8 +229,7 @@ DILOCO_DEVICE void add_residual(const Lanes& lanes, const EncodeTarget& target, 
 
 // Encodes x with a code for each element; leaves in x what the encoding lost if it is wanted.
 template <Format kFormat, bool kStochastic, class Lanes>
-DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& target,
-                                   const Tile& tile,
+DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
                                    typename Lanes::template Of<EncodeQuads>& x,
                                    typename Lanes::template Of<int>& bad) {
     uint8_t* payload = target.payload;

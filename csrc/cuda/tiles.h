@@ -27,11 +27,11 @@ constexpr int kTile = kQuads * kQuad * kLanes;
 DILOCO_DEVICE int quad_at(int lane, int j) { return kQuad * (lane + kLanes * j); }
 
 struct Tile {
-    int64_t first;   // element of the fragment
-    int32_t size;    // elements, at most kTile
-    int64_t scales;  // byte of a payload where the first element's scale lies
-    int64_t codes;   // likewise its code; but for the rotated formats a multiple of 16
-    int64_t run;     // likewise the run
+    int64_t first;      // element of the fragment
+    int32_t size;       // elements, at most kTile
+    int64_t scales;     // byte of a payload where the first element's scale lies
+    int64_t codes;      // likewise its code; but for the rotated formats a multiple of 16
+    int64_t run;        // likewise the run
     int32_t first_row;  // of its block: the tile begins 128 times as many elements behind the block
 
     // Elements of quad j of a lane that exist.
@@ -63,19 +63,6 @@ DILOCO_DEVICE Tile tile_at(const Runs& runs, uint32_t index) {
         tile.first_row = static_cast<int32_t>(within % kBlock) / (kQuad * kLanes);
     }
     return tile;
-}
-
-DILOCO_DEVICE int64_t begin_of(const Segment& segment) { return segment.begin_and_dtype >> 2; }
-DILOCO_DEVICE DType dtype_of(const Segment& segment) {
-    return static_cast<DType>(segment.begin_and_dtype & 3);
-}
-
-DILOCO_DEVICE const Segment* list_of(const Segments& segments) {
-    return segments.in_memory != nullptr ? segments.in_memory : segments.inlined;
-}
-DILOCO_DEVICE Term term_at(const Terms& terms, int t) {
-    if (terms.in_memory == nullptr) return terms.inlined[t];
-    return terms.in_memory[t];
 }
 
 // The index of the segment that holds `element`: the last that begins at it or before. Each lane
