@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -21,6 +21,9 @@ from ..elastic.views import View
 from ..exchange.waiting import WaitLog
 from ..replica.workers import ReplicaWorkers
 from ..rounds.runner import RoundRunner
+
+if TYPE_CHECKING:
+    from .state_transfer import StateTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +41,29 @@ class ElasticGroup:
         shown: What must be equal on all replicas, as JSON types.
         workers: The workers of this replica; worker 0 speaks for the replica.
         connect_s: Seconds in which the store of a view must answer.
+        transfer: Serves the state, and copies the state of a group before this replica joins.
 
     Attributes:
         replica: This replica's number; -1 before the first view.
         view: In which this replica trains; None before the first.
         is_done: This replica has left the group.
+        copied_bytes: Of outer state that newcomers of the view were given while all waited.
     """
 
     def __init__(
-        self, elastic: Elastic, shown: Any, workers: ReplicaWorkers | None, connect_s: float
+        self,
+        elastic: Elastic,
+        shown: Any,
+        workers: ReplicaWorkers | None,
+        connect_s: float,
+        transfer: StateTransfer | None = None,
     ) -> None:
         self.elastic, self._workers, self._connect_s = elastic, workers, connect_s
         self.view: View | None = None
         self.is_done = False
         self.replica = -1
+        self.copied_bytes = 0
+        self._transfer = transfer
         self._form: ev.Form | None = None
         # At worker 0 of this replica, for what it tells the replica's other workers.
         self._own_store: dist.Store | None = None
@@ -74,7 +86,11 @@ class ElasticGroup:
         registry = elastic.connect()
         try:
             state = elastic.begin(
-                registry, address=self._host.address, workers=num_workers, shown=shown
+                registry,
+                address=self._host.address,
+                workers=num_workers,
+                shown=shown,
+                is_pulling=self._transfer is not None,
             )
         except BaseException:
             registry.close()
@@ -86,6 +102,8 @@ class ElasticGroup:
             say=self._say,
             chooses_number=elastic.replica is None,
         )
+        if self._transfer is not None:
+            self._transfer.attach(self._driver, self._emit)
         self._driver.start()
 
     @property
@@ -105,6 +123,8 @@ class ElasticGroup:
             if is_finished:
                 self._driver.tell(ev.Finished())
             self._driver.close()
+        if self._transfer is not None:
+            self._transfer.close()
 
     def leave(self) -> None:
         """Leave the group at the next boundary."""
@@ -217,8 +237,10 @@ class ElasticGroup:
         log, limit = WaitLog(), self.elastic.quorum_wait
         while True:
             driver = self._driver
-            order: Any = None if driver is None else driver.next_form(_HEAR_S)
+            order: Any = None if driver is None else self._next_order(driver)
             waiting = "" if driver is None else driver.waiting_for
+            if self._transfer is not None and self._transfer.is_pulling:
+                began = time.monotonic()
             if order is None and limit is not None and time.monotonic() - began > limit:
                 order = Ended("waited", f"waited {limit:g} s {waiting}")
             number = -1 if driver is None else driver.state.member.id
@@ -230,6 +252,15 @@ class ElasticGroup:
                 assert isinstance(order, ev.Form)
                 return order
             log.tick(lambda waiting=waiting: f"a view, {waiting}" if waiting else "a view")  # type: ignore[misc]
+
+    def _next_order(self, driver: Driver) -> ev.Form | Ended | None:
+        """Wait a moment for an order; a newcomer copies the state meanwhile."""
+        if self._transfer is None or self.view is not None:
+            return driver.next_form(_HEAR_S)
+        until = time.monotonic() + _HEAR_S
+        while not driver.has_order and time.monotonic() < until:
+            self._transfer.turn(driver)
+        return driver.next_form(0.0)
 
     def _ended(self, order: Ended) -> None:
         if order.kind == "drained":
@@ -264,15 +295,14 @@ class ElasticGroup:
         self._tell(ev.Started(view.number))
         if self._host is not None:
             self._host.forget_before(view.number)
+        if self._transfer is not None:
+            self._transfer.has_begun()
         if self._driver is not None:
             entered = self._driver.state.recorded or view
             seconds = time.monotonic() - began
             step = entered.inner_step if entered.number == view.number else view.inner_step
-            self._emit(
-                ViewChanged(
-                    view.number, view.ids, view.joined, view.left, view.reason, seconds, step
-                )
-            )
+            who = view.number, view.ids, view.joined, view.left
+            self._emit(ViewChanged(*who, view.reason, seconds, step, self.copied_bytes))
 
     # ------------------------------------------------------------- the view must be open first
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -19,9 +19,16 @@ from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement.handshake import gather_json
+from ..rounds.joining import CopyBeside
+from ..rounds.round_log import can_replay
 from ..rounds.runner import RoundRunner
+from ..rounds.step_timed import StepTimed
+from .agreement import Agreement
 from .elastic_group import ElasticGroup, is_about_group
 from .planning import Plan
+
+if TYPE_CHECKING:
+    from .state_transfer import StateTransfer
 
 _GIVEN_BY_VIEWS = ("group", "mesh", "store", "replica", "num_replicas", "members")
 
@@ -33,6 +40,7 @@ class Trained(Protocol):
     exchange: Exchange
     _rounds: RoundRunner
     _plan: Plan
+    _agreement: Agreement
     _saved_writes: dict[int, set[int]]
 
     def _change_group(self, members: tuple[int, ...], store: dist.Store) -> None: ...
@@ -76,7 +84,15 @@ class ElasticTraining:
         timeout_s: float,
     ) -> None:
         shown = {"model": plan.description, "settings": _alike(settings), "of": plan.num_fragments}
-        self.group = ElasticGroup(elastic, shown, workers, connect_s=min(timeout_s, 10.0))
+        self._transfer = _transfer(elastic, plan, settings, workers)
+        try:
+            self.group = ElasticGroup(
+                elastic, shown, workers, min(timeout_s, 10.0), transfer=self._transfer
+            )
+        except BaseException:
+            if self._transfer is not None:
+                self._transfer.close()
+            raise
         self._may_be_boundary = self._is_flushing = self._must_flush = False
 
     def enter(
@@ -107,8 +123,14 @@ class ElasticTraining:
             raise RuntimeError(f"view {view.number} asks for a state that this replica lacks")
         places = {"store": store, "replica": group.replica, "members": members, "group": None}
         source_rank = view.rank_of(view.source) if form.role == "broadcast" else 0
+        beside: CopyBeside = NothingBeside() if self._transfer is None else self._transfer
+        if form.role == "broadcast" and self._transfer is not None:
+            self._transfer.forget()
         more = {"init": form.role, "source_rank": source_rank, "admission": group}
-        begin({**arguments, **places, **more})
+        begin({**arguments, **places, **more, "beside": beside})
+        group.copied_bytes = diloco._agreement.copied_bytes
+        if self._transfer is not None and isinstance(diloco._rounds, StepTimed):
+            diloco._rounds.log = self._transfer.log
         if form.role == "join":
             self._ask_for_flush(diloco)
 
@@ -172,6 +194,7 @@ class ElasticTraining:
         rounds = diloco._rounds
         rounds.is_change_due = rounds.announces_change = self._may_be_boundary = False
         diloco._change_group(members, store)
+        self.group.copied_bytes = diloco._agreement.copied_bytes
         self._ask_for_flush(diloco)
 
     def _ask_for_flush(self, diloco: Trained) -> None:
@@ -188,6 +211,29 @@ class ElasticTraining:
         while self._must_flush and not self.group.is_done:
             self._must_flush = False
             self.flush(diloco, diloco._flush)
+
+
+class NothingBeside:
+    """The copy of a newcomer that copies nothing beside training."""
+
+    def catch_up(self, targets: Mapping[int, int]) -> None:
+        """Do nothing: the newcomer is given all of the state."""
+
+
+def _transfer(
+    elastic: Elastic, plan: Plan, settings: Settings, workers: ReplicaWorkers | None
+) -> StateTransfer | None:
+    """Return what copies the state beside training; None where replicas copy at a boundary."""
+    is_able = elastic.round_log_bytes != 0 and workers is None
+    is_able = is_able and settings.overlap.is_shared and not settings.overlap.rounds
+    if not is_able or not can_replay(plan.parts):
+        return None
+    try:
+        from .state_transfer import StateTransfer
+    except ModuleNotFoundError:
+        # Without pyzmq.
+        return None
+    return StateTransfer(elastic, plan.parameter_parts())
 
 
 def _alike(settings: Settings) -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""One replica's part in joining beside training: it serves its state, and copies that of others.
+
+This module needs pyzmq, the extra ``[async]``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ..elastic.core import events as ev
+from ..elastic.driver import Driver
+from ..elastic.happenings import JoinProgress
+from ..elastic.options import Elastic
+from ..elastic.transfer.donor import Donor
+from ..elastic.transfer.keys import KeyPair, Place
+from ..elastic.transfer.newcomer import Newcomer
+from ..rounds.round_log import RoundLog, state_tensors
+from ..rounds.synced import SyncedFragment
+
+logger = logging.getLogger(__name__)
+
+# Bytes of the log for each parameter: four rounds of int8 among three replicas and more.
+_LOG_BYTES = 4
+_TURN_S = 0.05
+# Seconds between two reports of how far the copy is.
+_REPORT_S = 1.0
+# Seconds without any progress after which a newcomer asks to be let in all the same.
+_PATIENCE_S = 30.0
+
+
+class StateTransfer:
+    """Serve the outer state of this replica; before it joins a group, copy the group's.
+
+    Args:
+        parts: All fragments, by index.
+
+    Attributes:
+        log: Of the rounds that this replica has applied.
+        is_pulling: This replica copies a state and does not ask to be let in yet.
+        caught_up_bytes: That this replica received while all members waited for it.
+    """
+
+    def __init__(self, elastic: Elastic, parts: Sequence[SyncedFragment]) -> None:
+        self._elastic, self._parts = elastic, list(parts)
+        limit = elastic.round_log_bytes
+        num_elements = sum(part.num_elements for part in parts)
+        self.log = RoundLog(_LOG_BYTES * num_elements if limit is None else limit)
+        self.is_pulling = True
+        self.caught_up_bytes = 0
+        self._driver: Driver | None = None
+        self._keys = KeyPair()
+        self._donor = Donor(elastic.interface(), self._keys, self._allowed, parts, self.log)
+        self._newcomer: Newcomer | None = None
+        self._report: Callable[[JoinProgress], None] = lambda progress: None
+        self._reported_at = self._moved_at = time.monotonic()
+        self._mark = -1
+
+    def attach(self, driver: Driver, report: Callable[[JoinProgress], None]) -> None:
+        """Publish in the driver's beats where this process serves."""
+        self._driver, self._report = driver, report
+        driver.serves = self._donor.place.to_text()
+
+    def close(self) -> None:
+        """End both sides; idempotent."""
+        self._end_copy()
+        self._donor.close()
+
+    # --------------------------------------------------------------------------- the newcomer
+
+    def turn(self, driver: Driver) -> None:
+        """Copy for a moment; ask to be let in when the copy is at most one round behind."""
+        if driver.beats is None or (not driver.donors() and self._newcomer is None):
+            time.sleep(_TURN_S)
+            if driver.beats is not None:
+                self._be_ready(driver, "")
+            return
+        newcomer = self._newcomer
+        if newcomer is None:
+            limit = self._elastic.join_bandwidth
+            newcomer = Newcomer(self._keys, self._parts, self._places, limit)
+            self._newcomer, self._moved_at = newcomer, time.monotonic()
+        newcomer.turn(_TURN_S)
+        self._look(driver, newcomer)
+
+    def _look(self, driver: Driver, newcomer: Newcomer) -> None:
+        now = time.monotonic()
+        if newcomer.received_bytes != self._mark:
+            self._mark, self._moved_at = newcomer.received_bytes, now
+        if now - self._reported_at > _REPORT_S and self.is_pulling:
+            self._reported_at = now
+            self._report(self._progress(newcomer))
+        limit = self._elastic.suspect_after if not newcomer.has_donor else _PATIENCE_S
+        if newcomer.is_ready:
+            self._be_ready(driver, "")
+        elif newcomer.gave_up:
+            self._be_ready(driver, newcomer.gave_up)
+        elif now - self._moved_at > limit:
+            self._be_ready(driver, f"no donor has sent anything for {limit:g} s")
+
+    def _progress(self, newcomer: Newcomer) -> JoinProgress:
+        return JoinProgress(
+            newcomer.received_bytes,
+            newcomer.total_bytes,
+            newcomer.rounds_behind,
+            not self.is_pulling,
+        )
+
+    def _be_ready(self, driver: Driver, trouble: str) -> None:
+        """Ask to be let in, with whatever is copied."""
+        if not self.is_pulling:
+            return
+        self.is_pulling = False
+        if trouble:
+            logger.warning("the members will wait while this replica copies the state: %s", trouble)
+        if self._newcomer is not None:
+            self._report(self._progress(self._newcomer))
+        driver.tell(ev.Pulled())
+
+    def catch_up(self, targets: Mapping[int, int]) -> None:
+        """Take the rounds that the copy lacks, while the members wait."""
+        newcomer = self._newcomer
+        if newcomer is not None:
+            before = newcomer.received_bytes
+            newcomer.catch_up(targets)
+            self.caught_up_bytes += newcomer.received_bytes - before
+
+    def forget(self) -> None:
+        """Leave nothing of a copy in the fragments: the group begins anew."""
+        self._end_copy()
+        for part in self._parts:
+            for tensor in state_tensors(part)[1:]:
+                tensor.zero_()
+            part.round = part.history = part.state.num_steps = 0
+
+    def has_begun(self) -> None:
+        """Serve from now on: this replica holds the state of the group."""
+        self._end_copy()
+        self.is_pulling = False
+        self._donor.has_state = True
+
+    def _end_copy(self) -> None:
+        if self._newcomer is not None:
+            self._newcomer.close()
+            self._newcomer = None
+
+    # ------------------------------------------------------------------------- other processes
+
+    def _places(self) -> dict[str, Place]:
+        assert self._driver is not None
+        found = {name: Place.from_text(text) for name, text in self._driver.donors().items()}
+        return {name: place for name, place in found.items() if place is not None}
+
+    def _allowed(self) -> list[str]:
+        beats = () if self._driver is None else self._driver.beats or ()
+        places = [Place.from_text(beat.serves) for beat in beats]
+        return [place.key for place in places if place is not None]
