@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +57,11 @@ class Elastic:
         host: Address of this host for the other members; default: that of the interface which leads
             to the registry.
         round_log_bytes: Most bytes of host memory for the payloads of the latest rounds, from which
-            a replica that joins brings its copy of the state forward; default: 4 for each
+            a replica that joins brings its copy of the state forward; default: 8 for each
             parameter. 0: replicas copy the state while the others wait.
+        checkpoint: A ``state_dict()`` of an earlier process of this run. A replica that joins takes
+            the outer state from the checkpoint, and copies only what the group has done since.
+            Where a run begins it is not used: there, call ``load_state_dict``.
         join_bandwidth: Most bytes a second that this replica asks for while it joins; None: no
             limit.
         key, insecure: Of the connection to the registry; see ``registry.connect``.
@@ -79,6 +82,7 @@ class Elastic:
     rollback: bool = False
     host: str | None = None
     round_log_bytes: int | None = None
+    checkpoint: Mapping[str, Any] | None = None
     join_bandwidth: float | None = None
     key: str | Path | None = None
     insecure: bool = False

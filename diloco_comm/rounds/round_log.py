@@ -214,7 +214,7 @@ def can_replay(parts: Sequence[SyncedPart]) -> bool:
 def replay(part: SyncedFragment, entry: LoggedRound, payloads: Tensor, impl: str = "") -> None:
     """Take the outer step of a logged round on a fragment that stands right before the round.
 
-    The local parameters become the outer ones.
+    The local parameters stay as they are.
 
     Args:
         payloads: uint8 [``entry.num_bytes``], in host memory: all payloads, one after the other.
@@ -235,5 +235,6 @@ def replay(part: SyncedFragment, entry: LoggedRound, payloads: Tensor, impl: str
         )
     there = payloads.to(part.device).split(layout.payload_bytes)
     terms = list(zip(there, entry.coefficients, strict=True))
-    part.state.step(Update(terms, part.tensors(), layout, entry.outer_lr, impl=impl))
+    # The operator wants parameters to write: without a merge, outer ones become what they are.
+    part.state.step(Update(terms, [part.outer_at_rest], layout, entry.outer_lr, impl=impl))
     part.round, part.history = entry.number + 1, entry.after

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from ..base.errors import ReplicaMismatch
 from ..elastic.core import events as ev
 from ..elastic.driver import Driver
 from ..elastic.happenings import JoinProgress
@@ -16,13 +17,16 @@ from ..elastic.options import Elastic
 from ..elastic.transfer.donor import Donor
 from ..elastic.transfer.keys import KeyPair, Place
 from ..elastic.transfer.newcomer import Newcomer
+from ..rounds.checkpoint.load import restore_outer
+from ..rounds.checkpoint.save import set_numbers
 from ..rounds.round_log import RoundLog, state_tensors
 from ..rounds.synced import SyncedFragment
 
 logger = logging.getLogger(__name__)
 
-# Bytes of the log for each parameter: four rounds of int8 among three replicas and more.
-_LOG_BYTES = 4
+# Bytes of the log for each parameter: seven rounds of int8 among three replicas and more, which
+# have one payload each, and three rounds among two replicas, which have two.
+_LOG_BYTES = 8
 _TURN_S = 0.05
 # Seconds between two reports of how far the copy is.
 _REPORT_S = 1.0
@@ -35,6 +39,10 @@ class StateTransfer:
 
     Args:
         parts: All fragments, by index.
+        layout: Of saved states, see ``Plan``.
+
+    Raises:
+        ValueError, TypeError: If the checkpoint does not fit the model.
 
     Attributes:
         log: Of the rounds that this replica has applied.
@@ -42,8 +50,11 @@ class StateTransfer:
         caught_up_bytes: That this replica received while all members waited for it.
     """
 
-    def __init__(self, elastic: Elastic, parts: Sequence[SyncedFragment]) -> None:
+    def __init__(self, elastic: Elastic, parts: Sequence[SyncedFragment], layout: int) -> None:
         self._elastic, self._parts = elastic, list(parts)
+        self._load_saved: Callable[[], None] | None = None
+        if elastic.checkpoint is not None:
+            self._load_saved = restore_outer(parts, elastic.checkpoint, layout)
         limit = elastic.round_log_bytes
         num_elements = sum(part.num_elements for part in parts)
         self.log = RoundLog(_LOG_BYTES * num_elements if limit is None else limit)
@@ -56,6 +67,11 @@ class StateTransfer:
         self._report: Callable[[JoinProgress], None] = lambda progress: None
         self._reported_at = self._moved_at = time.monotonic()
         self._mark = -1
+
+    @property
+    def served_bytes(self) -> int:
+        """Bytes of state and of logged rounds that were sent to newcomers."""
+        return self._donor.served_bytes
 
     def attach(self, driver: Driver, report: Callable[[JoinProgress], None]) -> None:
         """Publish in the driver's beats where this process serves."""
@@ -81,6 +97,9 @@ class StateTransfer:
             limit = self._elastic.join_bandwidth
             newcomer = Newcomer(self._keys, self._parts, self._places, limit)
             self._newcomer, self._moved_at = newcomer, time.monotonic()
+            if self._load_saved is not None:
+                self._load_saved()
+                newcomer.use_saved()
         newcomer.turn(_TURN_S)
         self._look(driver, newcomer)
 
@@ -91,7 +110,11 @@ class StateTransfer:
         if now - self._reported_at > _REPORT_S and self.is_pulling:
             self._reported_at = now
             self._report(self._progress(newcomer))
-        limit = self._elastic.suspect_after if not newcomer.has_donor else _PATIENCE_S
+        limit = self._elastic.suspect_after + (_PATIENCE_S if newcomer.has_donor else 0.0)
+        if now - self._moved_at > limit:
+            newcomer.refuse_if_behind()
+        if newcomer.refusal:
+            raise ReplicaMismatch(newcomer.refusal, stage="checkpoint")
         if newcomer.is_ready:
             self._be_ready(driver, "")
         elif newcomer.gave_up:
@@ -124,6 +147,9 @@ class StateTransfer:
         if newcomer is not None:
             before = newcomer.received_bytes
             newcomer.catch_up(targets)
+            newcomer.refuse_if_behind()
+            if newcomer.refusal:
+                raise ReplicaMismatch(newcomer.refusal, stage="checkpoint")
             self.caught_up_bytes += newcomer.received_bytes - before
 
     def forget(self) -> None:
@@ -132,7 +158,8 @@ class StateTransfer:
         for part in self._parts:
             for tensor in state_tensors(part)[1:]:
                 tensor.zero_()
-            part.round = part.history = part.state.num_steps = 0
+            set_numbers(part, {"round": 0, "last_sent": 0})
+            part.history = 0
 
     def has_begun(self) -> None:
         """Serve from now on: this replica holds the state of the group."""

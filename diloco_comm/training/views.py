@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
@@ -71,6 +72,9 @@ def check_membership(arguments: Mapping[str, Any]) -> None:
 class ElasticTraining:
     """Take a ``DiLoCo`` from view to view.
 
+    Attributes:
+        transfer: Copies the state of a group beside training; None where nothing does.
+
     Raises:
         SyncError: If the registry cannot be asked.
     """
@@ -84,14 +88,14 @@ class ElasticTraining:
         timeout_s: float,
     ) -> None:
         shown = {"model": plan.description, "settings": _alike(settings), "of": plan.num_fragments}
-        self._transfer = _transfer(elastic, plan, settings, workers)
+        self.transfer = _transfer(elastic, plan, settings, workers)
         try:
             self.group = ElasticGroup(
-                elastic, shown, workers, min(timeout_s, 10.0), transfer=self._transfer
+                elastic, shown, workers, min(timeout_s, 10.0), transfer=self.transfer
             )
         except BaseException:
-            if self._transfer is not None:
-                self._transfer.close()
+            if self.transfer is not None:
+                self.transfer.close()
             raise
         self._may_be_boundary = self._is_flushing = self._must_flush = False
 
@@ -123,14 +127,14 @@ class ElasticTraining:
             raise RuntimeError(f"view {view.number} asks for a state that this replica lacks")
         places = {"store": store, "replica": group.replica, "members": members, "group": None}
         source_rank = view.rank_of(view.source) if form.role == "broadcast" else 0
-        beside: CopyBeside = NothingBeside() if self._transfer is None else self._transfer
-        if form.role == "broadcast" and self._transfer is not None:
-            self._transfer.forget()
+        beside: CopyBeside = NothingBeside() if self.transfer is None else self.transfer
+        if form.role == "broadcast" and self.transfer is not None:
+            self.transfer.forget()
         more = {"init": form.role, "source_rank": source_rank, "admission": group}
         begin({**arguments, **places, **more, "beside": beside})
         group.copied_bytes = diloco._agreement.copied_bytes
-        if self._transfer is not None and isinstance(diloco._rounds, StepTimed):
-            diloco._rounds.log = self._transfer.log
+        if self.transfer is not None and isinstance(diloco._rounds, StepTimed):
+            diloco._rounds.log = self.transfer.log
         if form.role == "join":
             self._ask_for_flush(diloco)
 
@@ -226,14 +230,19 @@ def _transfer(
     """Return what copies the state beside training; None where replicas copy at a boundary."""
     is_able = elastic.round_log_bytes != 0 and workers is None
     is_able = is_able and settings.overlap.is_shared and not settings.overlap.rounds
-    if not is_able or not can_replay(plan.parts):
-        return None
-    try:
+    is_able = is_able and can_replay(plan.parts)
+    # Without pyzmq there are no connections besides those of gloo.
+    if is_able and find_spec("zmq") is not None:
         from .state_transfer import StateTransfer
-    except ModuleNotFoundError:
-        # Without pyzmq.
-        return None
-    return StateTransfer(elastic, plan.parameter_parts())
+
+        return StateTransfer(elastic, plan.parameter_parts(), plan.saved_layout)
+    if elastic.checkpoint is not None:
+        raise ValueError(
+            "a checkpoint= of Elastic goes with Blocking and Streaming, an outer optimizer of this "
+            "package, replicas of one worker, no offload, and pyzmq: leave it out, and the state "
+            "is copied from the group"
+        )
+    return None
 
 
 def _alike(settings: Settings) -> dict[str, Any]:

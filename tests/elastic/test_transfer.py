@@ -133,6 +133,68 @@ def test_a_limit_of_bytes_is_kept() -> None:
         assert group.newcomer.received_bytes <= 4 << 20
 
 
+# ------------------------------------------------------------------------- from a checkpoint
+
+
+def test_from_a_checkpoint_only_the_rounds_since_travel() -> None:
+    with training(Nesterov, 2, seed=1) as group:
+        group.train_newcomer(2)
+        group.train(4)
+        group.turn_until(lambda: group.newcomer.is_ready)
+        group.check()
+        entries = group.replicas[0].log.rounds()
+        suffix = sum(entry.num_bytes for entry in entries if entry.number >= 2)
+        assert group.newcomer.received_bytes == suffix
+
+
+@pytest.mark.parametrize(("seed", "log_bytes"), [(2, 1 << 27), (1, 6 << 20)])
+def test_a_checkpoint_that_does_not_fit_is_copied_anew(seed: int, log_bytes: int) -> None:
+    """It is of another training, or older than the logs."""
+    with training(Nesterov, 2, seed=seed, log_bytes=log_bytes) as group:
+        group.train_newcomer(2)
+        group.train(4)
+        group.turn_until(lambda: group.newcomer.is_ready)
+        group.check()
+        assert group.newcomer.received_bytes >= group.newcomer.total_bytes
+        assert not group.newcomer.refusal
+
+
+def test_a_checkpoint_may_hold_a_round_that_the_group_is_about_to_apply() -> None:
+    with training(Nesterov, 2, seed=1, width=64) as group:
+        group.train_newcomer(3)
+        group.train(2)
+        group.turn_until(lambda: any(copy.was_ahead for copy in group.newcomer.copies))
+        assert not group.newcomer.is_ready
+        group.train()
+        group.turn_until(lambda: group.newcomer.is_ready)
+        group.check()
+        assert group.newcomer.received_bytes == 0
+
+
+def test_a_checkpoint_ahead_of_the_group_is_refused() -> None:
+    with training(Nesterov, 2, seed=1, width=64) as group:
+        group.train_newcomer(4)
+        group.train(2)
+        group.turn_until(lambda: any(copy.was_ahead for copy in group.newcomer.copies))
+        group.newcomer.refuse_if_behind()
+        assert "outer steps of fragment" in group.newcomer.refusal
+        assert group.newcomer.received_bytes == 0
+
+
+def test_a_group_that_goes_another_way_than_the_checkpoint_is_not_joined() -> None:
+    with training(Nesterov, 2, seed=1, width=64) as group:
+        group.train_newcomer(3)
+        group.train(2)
+        for replica in group.replicas:
+            state_tensors(replica.parts[0])[1][3] += 1.0
+        group.turn_until(lambda: any(copy.was_ahead for copy in group.newcomer.copies))
+        group.train(2)
+        group.turn_until(lambda: bool(group.newcomer.refusal))
+
+
+# -------------------------------------------------------------------------- what is no request
+
+
 def ask_raw(group: Group, content: bytes) -> None:
     url = urlsplit(group.replicas[0].donor.place.address)
     assert url.hostname and url.port

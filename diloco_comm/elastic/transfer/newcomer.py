@@ -69,6 +69,7 @@ class Newcomer:
     Attributes:
         received_bytes: Of state and payloads.
         gave_up: Why the state cannot be copied beside training; "" while it can.
+        refusal: Why this replica must not join: its checkpoint has rounds that the group has not.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Newcomer:
     ) -> None:
         self._keys, self._donors, self._bytes_per_s = keys, donors, bytes_per_s
         self.copies = [FragmentCopy(part, impl) for part in parts]
-        self.gave_up = ""
+        self.gave_up = self.refusal = ""
         self._context = zmq.Context()
         self._links: dict[str, Link] = {}
         self._lost: set[Place] = set()
@@ -137,6 +138,23 @@ class Newcomer:
     @property
     def has_donor(self) -> bool:
         return bool(self._usable())
+
+    def use_saved(self) -> None:
+        """Begin with what the fragments hold: the state of a checkpoint, with its numbers."""
+        for copy in self.copies:
+            copy.is_saved = True
+
+    def refuse_if_behind(self) -> None:
+        """Set ``refusal`` if the group still lacks a round of the checkpoint."""
+        for copy in self.copies:
+            if copy.is_saved and copy.was_ahead:
+                self._refuse(copy)
+
+    def _refuse(self, copy: FragmentCopy) -> None:
+        self.refusal = (
+            f"the checkpoint holds outer steps of fragment {copy.part.index} that the group has "
+            "not taken: give a checkpoint of this group, or join without one"
+        )
 
     def catch_up(self, targets: Mapping[int, int]) -> None:
         """Take the rounds that fragments lack, while all members wait; copy no more pieces.
@@ -198,10 +216,16 @@ class Newcomer:
     def _usable(self) -> list[Link]:
         return [link for link in self._links.values() if not link.is_lost]
 
+    def _known(self) -> list[Status]:
+        return [link.status for link in self._usable() if link.status is not None]
+
+    def _log(self) -> dict[tuple[int, int], LoggedRound]:
+        """Return the rounds that any donor has: one that has joined lately has few."""
+        return {key: entry for status in self._known() for key, entry in status.log.items()}
+
     def _newest(self) -> Status | None:
         """Return the status of the donor that is furthest; any of them at one round."""
-        known = [link.status for link in self._usable() if link.status is not None]
-        return max(known, key=lambda one: [at.round for at in one.standings], default=None)
+        return max(self._known(), key=lambda one: [at.round for at in one.standings], default=None)
 
     # ----------------------------------------------------------------------- bringing forward
 
@@ -210,6 +234,8 @@ class Newcomer:
         if status is None:
             return
         for copy in self.copies:
+            if copy.is_saved:
+                copy.adopt(status, self._log())
             index, low = copy.part.index, copy.lowest
             download = self._downloads.get(index)
             if download is not None and not download.num_missing:
@@ -226,10 +252,12 @@ class Newcomer:
             )
 
     def _begin_download(self, copy: FragmentCopy, low: Standing, status: Status) -> None:
-        entry = status.log.get((copy.part.index, low.round))
+        entry = self._log().get((copy.part.index, low.round))
         if entry is None or (entry.before, entry.num_steps) != (low.history, low.num_steps):
-            # The log has lost the round, or the piece is of another line of training.
-            copy.forget_at(low.round)
+            # The log has lost the round, or the piece is of another line of training. A donor that
+            # was asked before that round does not know.
+            if all(known.standings[copy.part.index].round > low.round for known in self._known()):
+                copy.forget_at(low.round)
         elif copy.is_complete or entry.num_bytes <= self._bytes_at(copy, low):
             self._downloads[copy.part.index] = Download.of(entry)
 
@@ -285,7 +313,7 @@ class Newcomer:
     def _ask_for_pieces(self) -> None:
         for copy in self.copies:
             for piece in copy.pieces:
-                if piece.is_asked:
+                if piece.is_asked or copy.is_saved:
                     continue
                 is_new = piece.standing is None
                 if not is_new and (piece.is_confirmed or copy.standing is None):
@@ -352,6 +380,9 @@ class Newcomer:
                 # Two donors agree that the third was wrong.
                 self._links[name].lose()
             return
+        if copy.was_ahead and not piece.source:
+            # The group has gone another way from before the checkpoint.
+            self._refuse(copy)
         # One of the two is wrong: a third donor, if there is one, sends the piece again.
         piece.refused.add(piece.source)
         piece.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ...ops.digests import digest_of
 from ...rounds.round_log import LoggedRound, Standing, replay, state_tensors
 from ...rounds.synced import SyncedFragment
+from .answers import Status
 from .donor import piece_elements
 
 
@@ -41,7 +43,10 @@ class FragmentCopy:
     """The copy of one fragment that a newcomer is making, in the fragment's own tensors.
 
     Attributes:
-        num_dropped: Pieces that had come and must be copied again, as the log lost their round.
+        num_dropped: Pieces that had come and must be copied again, as the log lost their round or
+            another donor did not confirm them.
+        is_saved: The fragment holds the state of a checkpoint, which no donor has been asked about.
+        was_ahead: No donor had the round of the checkpoint when it was asked first.
     """
 
     def __init__(self, part: SyncedFragment, impl: str = "") -> None:
@@ -53,6 +58,7 @@ class FragmentCopy:
         ]
         self._tensors = state_tensors(part)
         self.num_dropped = 0
+        self.is_saved = self.was_ahead = False
 
     @property
     def num_bytes(self) -> int:
@@ -94,6 +100,27 @@ class FragmentCopy:
         """Return the digest of a piece as a donor makes one."""
         rows = [tensor[piece.begin : piece.end] for tensor in self._tensors]
         return digest_of([torch.stack(rows).cpu()])
+
+    def adopt(self, status: Status, log: Mapping[tuple[int, int], LoggedRound]) -> None:
+        """Take the fragment's own values, from a checkpoint, as pieces that donors must confirm.
+
+        Nothing is done while the donors are behind the checkpoint. Where the log does not reach
+        back to the checkpoint, all pieces are copied.
+        """
+        part = self.part
+        index, at = part.index, status.standings[part.index]
+        if at.round < part.round:
+            self.was_ahead = True
+            return
+        self.is_saved = False
+        entry = log.get((index, part.round))
+        if at.round > part.round:
+            if entry is None:
+                return
+            at = Standing(entry.number, entry.before, entry.num_steps)
+        if at.num_steps == part.state.num_steps:
+            for piece in self.pieces:
+                piece.standing = at
 
     def forget_at(self, round: int) -> None:
         """Copy the pieces again that stand at a round which no log has any more."""

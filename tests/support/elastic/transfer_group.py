@@ -75,7 +75,11 @@ class Replica:
 
 
 class Group:
-    """Replicas that train together, and one that wants to join."""
+    """Replicas that train together, and one that wants to join.
+
+    Args:
+        bytes_per_s, seed: Of the newcomer; the others have the seed 1.
+    """
 
     def __init__(
         self,
@@ -85,13 +89,14 @@ class Group:
         log_bytes: int = 1 << 27,
         width: int = WIDTH,
         bytes_per_s: float | None = None,
+        seed: int = 2,
     ) -> None:
         keys = KeyPair()
         self.replicas = [Replica(outer(), 1, log_bytes, width) for _ in range(size)]
         for replica in self.replicas:
             replica.serve(lambda: [keys.text])
         self.places = {f"{i}": one.donor.place for i, one in enumerate(self.replicas)}
-        self.fresh = Replica(outer(), 2, log_bytes, width)
+        self.fresh = Replica(outer(), seed, log_bytes, width)
         self.newcomer = Newcomer(keys, self.fresh.parts, self.donors, bytes_per_s)
 
     def donors(self) -> dict[str, Place]:
@@ -102,6 +107,13 @@ class Group:
             for replica in self.replicas:
                 for fragment in range(2):
                     replica.take_round(fragment)
+
+    def train_newcomer(self, num_rounds: int) -> None:
+        """Let the newcomer hold a state like that of a checkpoint."""
+        for _ in range(num_rounds):
+            for fragment in range(2):
+                self.fresh.take_round(fragment)
+        self.newcomer.use_saved()
 
     def turn_until(self, is_done: Callable[[], bool], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
