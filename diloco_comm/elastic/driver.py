@@ -230,10 +230,10 @@ class Driver:
             logger.warning("the registry answers again")
         found = [Beat.from_bytes(text) for text in texts.values()]
         beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
-        self.beats = beats
         if self._chooses_number and self._take_free_number(beats, record):
             return
         self._step(ev.Polled(record, tuple(beats), is_late))
+        self.beats = beats
         if not is_extra:
             self._break_off_silent_round()
 

@@ -68,6 +68,7 @@ def test_a_newcomer_that_copies_the_state_founds_nothing() -> None:
 def test_the_last_member_gives_its_state_to_one_that_copies_it_before_it_leaves() -> None:
     one = view(0)
     process = Process(training(0, one))
+    process.poll(beat(2, PULLING))
     process.tell(Leave())
     process.tell(Boundary(4))
     after = proposal(process.poll(beat(2, PULLING)))

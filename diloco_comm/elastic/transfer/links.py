@@ -17,7 +17,7 @@ from .messages import MAX_ANSWER, Kind, Message, ProtocolError, pack, parse
 # Requests for bytes that are open at one donor at a time.
 MAX_OPEN = 2
 # Seconds without an answer after which a donor is given up, and bytes that take a second more.
-_STALL_S, _SLOWEST_BYTES_PER_S = 5.0, 400e3
+_STALL_S, _SLOWEST_BYTES_PER_S = 10.0, 400e3
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Link:
         self._numbers = itertools.count(1)
         # Before the connection is there, the donor may not have heard of this process's key.
         self._since = time.monotonic()
+        self._blocked_at = 0.0
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.maxmsgsize = MAX_ANSWER
@@ -70,7 +71,8 @@ class Link:
     @property
     def may_ask(self) -> bool:
         """Whether one more request for bytes makes sense."""
-        return self.status is not None and not self.is_lost and self.num_open < MAX_OPEN
+        is_able = self.status is not None and not self.is_lost and not self._blocked_at
+        return is_able and self.num_open < MAX_OPEN
 
     @property
     def load(self) -> tuple[int, int]:
@@ -92,7 +94,9 @@ class Link:
         try:
             self.socket.send_multipart(pack(Message(kind, number, numbers)), NOBLOCK)
         except zmq.Again:
+            self._blocked_at = self._blocked_at or time.monotonic()
             return False
+        self._blocked_at = 0.0
         self._open[number] = Asked(kind, time.monotonic(), num_bytes, take)
         return True
 
@@ -113,6 +117,8 @@ class Link:
     def is_stalled(self) -> bool:
         """Whether the donor has not answered for too long."""
         now = time.monotonic()
+        if self._blocked_at and now - self._blocked_at > _STALL_S:
+            return True
         if self.status is None and not self._open:
             return now - self._since > _STALL_S
         waiting = sum(asked.num_bytes for asked in self._open.values())

@@ -112,16 +112,16 @@ class Newcomer:
 
     @property
     def rounds_behind(self) -> int:
-        """Rounds by which the fragment that is furthest behind lags; -1 while pieces are missing"""
+        """Rounds by which the fragment that is furthest behind lags; -1 while pieces lack."""
         status = self._newest()
         if status is None or not all(copy.is_complete for copy in self.copies):
             return -1
         lags = [
-            at.round - copy.lowest.round
+            max(at.round, copy.highest_round) - copy.lowest.round
             for copy, at in zip(self.copies, status.standings, strict=True)
             if copy.lowest is not None
         ]
-        return max(0, *lags, 0)
+        return max([0, *lags])
 
     @property
     def is_ready(self) -> bool:
@@ -130,7 +130,7 @@ class Newcomer:
             return False
         links = self._usable()
         return all(
-            piece.is_confirmed or all(_is_no_help(piece, link) for link in links)
+            piece.is_confirmed or not any(piece.may_be_confirmed_by(link.name) for link in links)
             for copy in self.copies
             for piece in copy.pieces
         )
@@ -170,7 +170,8 @@ class Newcomer:
             behind = [
                 copy
                 for copy in copies
-                if copy.is_complete
+                if copy.pieces
+                and copy.is_complete
                 and (copy.standing is None or copy.standing.round < targets[copy.part.index])
             ]
             if not behind or not self._donors():
@@ -306,7 +307,7 @@ class Newcomer:
                 numbers = {"fragment": index, "number": entry.number, "begin": begin, "end": end}
                 take = partial(self._take_payloads, download, begin, end)
                 if not link.ask(Kind.ROUND, numbers, end - begin, take):
-                    return
+                    continue
                 download.wanted.pop()
                 self._spend(end - begin)
 
@@ -318,16 +319,14 @@ class Newcomer:
                 is_new = piece.standing is None
                 if not is_new and (piece.is_confirmed or copy.standing is None):
                     continue
-                if is_new and all(_is_no_help(piece, link) for link in self._usable()):
-                    piece.refused.clear()
-                link = self._best(partial(_is_no_help, piece))
+                link = self._best(partial(_cannot_confirm, piece)) if not is_new else self._best()
                 if link is None:
                     continue
                 numbers = {"fragment": copy.part.index, "begin": piece.begin, "end": piece.end}
                 size = copy.bytes_of(piece) if is_new else 1
                 take = partial(self._take_piece if is_new else self._take_digest, copy, piece)
                 if not link.ask(Kind.STATE if is_new else Kind.DIGEST, numbers, size, take):
-                    return
+                    continue
                 piece.is_asked = True
                 self._spend(size)
 
@@ -353,7 +352,8 @@ class Newcomer:
             download.wanted.append((begin, end))
             if answer is not None and answer.kind == Kind.GONE:
                 # Every donor's log loses the round: another look tells what is left.
-                self._downloads.pop(download.entry.fragment, None)
+                if self._downloads.get(download.entry.fragment) is download:
+                    del self._downloads[download.entry.fragment]
             return
         download.payloads[begin:end] = torch.frombuffer(values, dtype=torch.uint8)
         download.num_missing -= end - begin
@@ -376,17 +376,23 @@ class Newcomer:
             return
         if answer.numbers["digest"] == copy.digest(piece):
             piece.is_confirmed = True
-            for name in piece.refused & self._links.keys():
-                # Two donors agree that the third was wrong.
-                self._links[name].lose()
+            self._lose_all(piece.doubters)
+            return
+        piece.doubters.add(link.name)
+        if piece.source and len(piece.doubters) < 2:
+            # One of the two is wrong: a third donor, if there is one, decides.
             return
         if copy.was_ahead and not piece.source:
             # The group has gone another way from before the checkpoint.
             self._refuse(copy)
-        # One of the two is wrong: a third donor, if there is one, sends the piece again.
-        piece.refused.add(piece.source)
+        self._lose_all({piece.source})
         piece.forget()
         copy.num_dropped += 1
+
+    def _lose_all(self, names: set[str]) -> None:
+        """Ask nothing more of donors that were wrong."""
+        for name in names & self._links.keys():
+            self._links[name].lose()
 
 
 def _lacks(entry: LoggedRound, link: Link) -> bool:
@@ -394,8 +400,8 @@ def _lacks(entry: LoggedRound, link: Link) -> bool:
     return link.status is None or link.status.log.get((entry.fragment, entry.number)) != entry
 
 
-def _is_no_help(piece: Piece, link: Link) -> bool:
-    return link.name == piece.source or link.name in piece.refused
+def _cannot_confirm(piece: Piece, link: Link) -> bool:
+    return not piece.may_be_confirmed_by(link.name)
 
 
 def _standing_of(answer: Message) -> Standing:

@@ -22,8 +22,8 @@ class Piece:
     Attributes:
         standing: After which round; None before the piece has come.
         is_asked: A request is open, for the piece or for its digest.
-        source: The donor that sent the piece.
-        refused: Donors whose piece another donor did not confirm.
+        source: The donor that sent the piece; "" for the values of a checkpoint.
+        doubters: Donors that have other values.
         is_confirmed: Another donor has the same values.
     """
 
@@ -32,11 +32,15 @@ class Piece:
     standing: Standing | None = None
     is_asked: bool = False
     source: str = ""
-    refused: set[str] = field(default_factory=set)
+    doubters: set[str] = field(default_factory=set)
     is_confirmed: bool = False
 
     def forget(self) -> None:
         self.standing, self.is_confirmed, self.source = None, False, ""
+        self.doubters.clear()
+
+    def may_be_confirmed_by(self, donor: str) -> bool:
+        return donor != self.source and donor not in self.doubters
 
 
 class FragmentCopy:
