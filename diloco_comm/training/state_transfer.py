@@ -87,10 +87,13 @@ class StateTransfer:
 
     def turn(self, driver: Driver) -> None:
         """Copy for a moment; ask to be let in when the copy is at most one round behind."""
-        if driver.beats is None or (not driver.donors() and self._newcomer is None):
+        if driver.beats is None:
             time.sleep(_TURN_S)
-            if driver.beats is not None:
-                self._be_ready(driver, "")
+            return
+        if self._newcomer is None and not driver.donors():
+            # There is no group yet, or none of its members serves.
+            self._be_ready(driver, "")
+            time.sleep(_TURN_S)
             return
         newcomer = self._newcomer
         if newcomer is None:
