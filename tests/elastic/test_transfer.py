@@ -28,7 +28,7 @@ def test_pieces_of_different_rounds_are_brought_to_one(outer: type) -> None:
         group.train()
         group.turn_until(lambda: received_some(group))
         group.train(2)
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         group.train()
         assert group.newcomer.rounds_behind == 0 or not group.newcomer.is_ready
         group.check()
@@ -39,7 +39,7 @@ def test_pieces_of_different_rounds_are_brought_to_one(outer: type) -> None:
 
 def test_a_suffix_of_rounds_is_all_that_travels_at_the_end() -> None:
     with training(Nesterov, 1) as group:
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         before = group.newcomer.received_bytes
         assert before == group.newcomer.total_bytes
         group.train()
@@ -53,7 +53,7 @@ def test_rounds_that_the_log_has_lost_cost_pieces_not_the_join() -> None:
     with training(Nesterov, 1, log_bytes=6 << 20) as group:
         group.turn_until(lambda: received_some(group))
         group.train(4)
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         assert sum(copy.num_dropped for copy in group.newcomer.copies) > 0
         group.check()
 
@@ -76,7 +76,7 @@ def test_a_donor_that_dies_costs_pieces_not_the_join() -> None:
         group.kill(0)
         del group.places["0"]
         group.train()
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         group.check()
 
 
@@ -85,7 +85,7 @@ def test_a_donor_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     with training(Nesterov, 2) as group:
         group.turn_until(lambda: received_some(group))
         group.kill(0)
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         group.check()
 
 
@@ -106,7 +106,7 @@ def test_a_donor_whose_bytes_do_not_fit_the_digest_is_given_up(
 
         monkeypatch.setattr(liar, "_answer", garbled)
         group.train()
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         group.check()
         assert all(piece.source == "1" for copy in group.newcomer.copies for piece in copy.pieces)
 
@@ -117,7 +117,7 @@ def test_a_donor_with_another_state_is_outvoted(liar: int) -> None:
         state_tensors(group.replicas[liar].parts[0])[1][17] = 3.0
         truth = group.replicas[2]
         group.train()
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         group.replicas[0] = truth
         group.check()
 
@@ -126,7 +126,7 @@ def test_of_two_donors_that_differ_neither_ends_the_copy() -> None:
     """The members compare the digests before they let the copy count."""
     with training(Nesterov, 2) as group:
         state_tensors(group.replicas[1].parts[0])[1][17] = 3.0
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         pieces = [piece for copy in group.newcomer.copies for piece in copy.pieces]
         assert sum(not piece.is_confirmed for piece in pieces) == 1
 
@@ -147,7 +147,7 @@ def test_from_a_checkpoint_only_the_rounds_since_travel() -> None:
     with training(Nesterov, 2, seed=1) as group:
         group.train_newcomer(2)
         group.train(4)
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         group.check()
         entries = group.replicas[0].log.rounds()
         suffix = sum(entry.num_bytes for entry in entries if entry.number >= 2)
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_does_not_fit_is_copied_anew(seed: int, log_bytes: int
     with training(Nesterov, 2, seed=seed, log_bytes=log_bytes) as group:
         group.train_newcomer(2)
         group.train(4)
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         group.check()
         assert group.newcomer.received_bytes >= group.newcomer.total_bytes
         assert not group.newcomer.refusal
@@ -173,7 +173,7 @@ def test_a_checkpoint_may_hold_a_round_that_the_group_is_about_to_apply() -> Non
         group.turn_until(lambda: any(copy.was_ahead for copy in group.newcomer.copies))
         assert not group.newcomer.is_ready
         group.train()
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         group.check()
         assert group.newcomer.received_bytes == 0
 
@@ -213,7 +213,7 @@ def ask_raw(group: Group, content: bytes) -> None:
 def test_garbage_on_the_port_harms_nobody(content: bytes) -> None:
     with training(SGD, 1, width=32) as group:
         ask_raw(group, content)
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         group.check()
 
 
@@ -235,7 +235,7 @@ def test_messages_that_are_none_harm_nobody(frames: list[bytes]) -> None:
     with training(SGD, 1, width=32) as group:
         group.turn_until(lambda: any(link.status for link in group.newcomer._usable()))
         group.newcomer._usable()[0].socket.send_multipart(frames)
-        group.turn_until(lambda: group.newcomer.is_ready)
+        group.turn_until(group.is_ready)
         group.check()
 
 

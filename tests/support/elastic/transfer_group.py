@@ -121,6 +121,13 @@ class Group:
             self.newcomer.turn(0.02)
             assert time.monotonic() < deadline, self.newcomer.received_bytes
 
+    def is_ready(self) -> bool:
+        """Whether the newcomer is ready, and has heard of the rounds that were taken last."""
+        status = self.newcomer._newest()
+        rounds = [part.round for part in self.replicas[0].parts]
+        has_heard = status is not None and [at.round for at in status.standings] == rounds
+        return has_heard and self.newcomer.is_ready
+
     def kill(self, number: int) -> None:
         """End a donor; its replica goes on training."""
         self.replicas[number].donor.close()
