@@ -18,6 +18,9 @@ from .messages import MAX_ANSWER, Kind, Message, ProtocolError, pack, parse
 MAX_OPEN = 2
 # Seconds without an answer after which a donor is given up, and bytes that take a second more.
 _STALL_S, _SLOWEST_BYTES_PER_S = 10.0, 400e3
+# Seconds after which a connection that is not there is made anew: ZeroMQ does not connect again to
+# a donor that refused this process's key, before the donor had heard of the key.
+_CONNECT_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,10 @@ class Link:
     def is_stalled(self) -> bool:
         """Whether the donor has not answered for too long."""
         now = time.monotonic()
+        if self.status is None and not self._open:
+            return now - self._since > _CONNECT_S
         if self._blocked_at and now - self._blocked_at > _STALL_S:
             return True
-        if self.status is None and not self._open:
-            return now - self._since > _STALL_S
         waiting = sum(asked.num_bytes for asked in self._open.values())
         limit = _STALL_S + waiting / _SLOWEST_BYTES_PER_S
         return any(now - asked.at > limit for asked in self._open.values())
