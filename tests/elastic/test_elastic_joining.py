@@ -52,6 +52,9 @@ def simulated(setup: Setup, views: Sequence[ViewChanged], last_step: int) -> Sim
             simulation.join(number)
             simulation.step_count[number] = view.inner_step
         simulation.run(view.members, view.inner_step + 1, end)
+    # The flush shares the fragments that are not due at the last step.
+    for fragment in set(range(setup.fragments)) - set(setup.schedule.due(last_step)):
+        simulation.sync(fragment, views[-1].members)
     return simulation
 
 
