@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import zmq
-from torch import Tensor
 
 from ...base.service.sockets import POLLIN
-from ...ops.digests import digest_of
 from ...rounds.round_log import LoggedRound, Standing
 from ...rounds.synced import SyncedFragment
 from .answers import Status
+from .downloads import Download, standing_of, values_of
 from .keys import KeyPair, Place
 from .links import Link
 from .messages import PIECE_BYTES, Kind, Message
@@ -32,28 +30,6 @@ _LOOK_S, _HASTY_LOOK_S = 0.2, 0.02
 _PATIENCE_S = 5.0
 # Copies of the state that a newcomer makes at most, because the donors' logs were too short.
 _MAX_COPIES = 3
-
-
-@dataclass
-class Download:
-    """The payloads of a logged round on their way.
-
-    Attributes:
-        wanted: Ranges of bytes that nobody was asked for.
-        num_missing: Bytes that have not come.
-    """
-
-    entry: LoggedRound
-    payloads: Tensor
-    wanted: list[tuple[int, int]]
-    num_missing: int
-
-    @classmethod
-    def of(cls, entry: LoggedRound) -> Download:
-        size = entry.num_bytes
-        starts = range(0, size, PIECE_BYTES)
-        wanted = [(begin, min(begin + PIECE_BYTES, size)) for begin in starts]
-        return cls(entry, torch.empty(size, dtype=torch.uint8), wanted, size)
 
 
 class Newcomer:
@@ -347,7 +323,7 @@ class Newcomer:
     def _take_payloads(
         self, download: Download, begin: int, end: int, link: Link, answer: Message | None
     ) -> None:
-        values = _values_of(link, answer, Kind.PAYLOADS, end - begin)
+        values = values_of(link, answer, Kind.PAYLOADS, end - begin)
         if values is None:
             download.wanted.append((begin, end))
             if answer is not None and answer.kind == Kind.GONE:
@@ -362,17 +338,17 @@ class Newcomer:
         self, copy: FragmentCopy, piece: Piece, link: Link, answer: Message | None
     ) -> None:
         piece.is_asked = False
-        values = _values_of(link, answer, Kind.ELEMENTS, copy.bytes_of(piece))
+        values = values_of(link, answer, Kind.ELEMENTS, copy.bytes_of(piece))
         if values is None or answer is None:
             return
-        copy.put(piece, _standing_of(answer), values)
+        copy.put(piece, standing_of(answer), values)
         piece.source, piece.is_confirmed = link.name, False
 
     def _take_digest(
         self, copy: FragmentCopy, piece: Piece, link: Link, answer: Message | None
     ) -> None:
         piece.is_asked = False
-        if answer is None or answer.kind != Kind.HASHED or piece.standing != _standing_of(answer):
+        if answer is None or answer.kind != Kind.HASHED or piece.standing != standing_of(answer):
             return
         if answer.numbers["digest"] == copy.digest(piece):
             piece.is_confirmed = True
@@ -402,22 +378,3 @@ def _lacks(entry: LoggedRound, link: Link) -> bool:
 
 def _cannot_confirm(piece: Piece, link: Link) -> bool:
     return not piece.may_be_confirmed_by(link.name)
-
-
-def _standing_of(answer: Message) -> Standing:
-    return Standing(*(answer.numbers[name] for name in ("round", "history", "num_steps")))
-
-
-def _values_of(link: Link, answer: Message | None, kind: Kind, size: int) -> bytearray | None:
-    """Return the body of an answer; None if there is none. A donor of wrong bytes is lost."""
-    if answer is None or answer.kind in (Kind.LATER, Kind.GONE, Kind.REFUSED):
-        return None
-    body = bytearray(answer.body)
-    is_right = answer.kind == kind and len(body) == size
-    if (
-        not is_right
-        or digest_of([torch.frombuffer(body, dtype=torch.uint8)]) != (answer.numbers["digest"])
-    ):
-        link.lose()
-        return None
-    return body
