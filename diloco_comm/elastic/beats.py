@@ -13,6 +13,8 @@ MAX_BEAT_BYTES = 2048
 
 # A newcomer, or one whose change has failed before it had the state: waits to be let in.
 READY = "ready"
+# A newcomer that copies the outer state from the members, who do not let it in yet.
+PULLING = "pulling"
 # In an open view, from the moment that it may enter.
 TRAINING = "training"
 # Has stopped at the boundary of its open view, as all its members do.
@@ -27,7 +29,7 @@ FORMED = "formed"
 GONE = "gone"
 FINISHED = "finished"
 
-STAGES = (READY, TRAINING, STOPPED, BROKEN, FORMING, FORMED, GONE, FINISHED)
+STAGES = (READY, PULLING, TRAINING, STOPPED, BROKEN, FORMING, FORMED, GONE, FINISHED)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Beat:
         inner_step: Of the state that it holds, or of its checkpoint.
         positions: The last applied round of each fragment; () without state and checkpoint.
         unreachable: Nonces of processes that it could not reach.
+        serves: Where other processes can copy its outer state, and its public key; "" for nowhere.
     """
 
     member: Member
@@ -58,6 +61,7 @@ class Beat:
     inner_step: int = 0
     positions: tuple[int, ...] = ()
     unreachable: tuple[str, ...] = ()
+    serves: str = ""
 
     def to_bytes(self) -> bytes:
         """Return the text of this beat.
@@ -95,7 +99,8 @@ class Beat:
 def _is_sound(beat: Beat) -> bool:
     member = beat.member
     numbers = (member.id, member.workers, beat.counter, beat.view, beat.attempt, beat.voted)
-    texts: tuple[Any, ...] = (member.nonce, member.address, member.settings, *beat.unreachable)
+    names = (member.nonce, member.address, member.settings, beat.serves)
+    texts: tuple[Any, ...] = (*names, *beat.unreachable)
     flags = (beat.has_state, beat.is_leaving)
     return (
         all(type(one) is int for one in (*numbers, beat.inner_step, *beat.positions))

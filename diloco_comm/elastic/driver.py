@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from . import core
-from .beats import FINISHED, GONE, READY, TRAINING, Beat
+from .beats import FINISHED, GONE, PULLING, READY, TRAINING, Beat
 from .core import events as ev
 from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
 from .state_folder import StateFolder
@@ -64,6 +64,8 @@ class Driver:
         waits_since: Since when the training thread may wait for the other members; 0: it does not.
         waiting_for: For what this process waits; "" for nothing.
         is_registry_lost: The last poll had no answer.
+        serves: For its beats, see there.
+        beats: The last beat of every process; None before the first poll.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class Driver:
         self.inner_step = 0
         self.waiting_for = ""
         self.waits_since = 0.0
+        self.serves = ""
+        self.beats: Sequence[Beat] | None = None
         self._break: Callable[[], None] = lambda: None
         self._events: queue.SimpleQueue[ev.Event | None] = queue.SimpleQueue()
         self._news = threading.Condition()
@@ -128,6 +132,29 @@ class Driver:
             self._news.wait_for(lambda: self._form or self._ended, timeout_s)
             form, self._form = self._form, None
             return form or self._ended
+
+    @property
+    def has_order(self) -> bool:
+        """Whether ``next_form`` would return at once."""
+        return self._form is not None or self._ended is not None
+
+    def donors(self) -> dict[str, str]:
+        """Return where the living members serve that hold the state, by id and nonce."""
+        state = self.state
+        view = state.recorded
+        members = () if view is None else view.last_open[1]
+        limit = state.settings.suspect_after
+        silent = {peer.key for peer in state.peers if peer.silent_polls >= limit}
+        return {
+            name_of(beat.member.id, beat.member.nonce): beat.serves
+            for beat in self.beats or ()
+            if beat.member.key in members
+            and beat.member.key not in silent
+            and beat.has_state
+            and beat.serves
+            and beat.stage not in (GONE, FINISHED)
+            and beat.member.settings == state.member.settings
+        }
 
     def wait_until_open(self, number: int, timeout_s: float) -> View | Ended | None:
         """Wait for a view to be open; None if the attempt is given up, or nothing was decided."""
@@ -194,6 +221,7 @@ class Driver:
         self._counter += 1
         member = self.state.member
         beat = core.beat_of(self.state, self._counter, self.inner_step)
+        beat = replace(beat, serves=self.serves)
         try:
             texts = self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())
             record = self._registry.read()
@@ -210,6 +238,7 @@ class Driver:
         if self._chooses_number and self._take_free_number(beats, record):
             return
         self._step(ev.Polled(record, tuple(beats), is_late))
+        self.beats = beats
         if not is_extra:
             self._break_off_silent_round()
 
@@ -247,7 +276,8 @@ class Driver:
             one for one in beats if one.member.nonce != own.nonce and one.member.key != self._before
         ]
         clash = any(
-            one.member.id == own.id and (one.stage != READY or one.member.nonce < own.nonce)
+            one.member.id == own.id
+            and (one.stage not in (READY, PULLING) or one.member.nonce < own.nonce)
             for one in others
         )
         if not clash and own.id not in taken:

@@ -15,6 +15,7 @@ class ViewChanged:
         reason: One sentence.
         seconds: For which this replica did not train because of the change.
         inner_step: From which all members go on.
+        copied_bytes: Of outer state that newcomers were given while all members waited.
     """
 
     number: int
@@ -24,6 +25,7 @@ class ViewChanged:
     reason: str
     seconds: float
     inner_step: int
+    copied_bytes: int = 0
 
     def __str__(self) -> str:
         return (
@@ -62,4 +64,26 @@ class Fenced:
         return f"the others go on without this replica: {self.reason}"
 
 
-Happening = ViewChanged | Suspected | Waiting | Fenced
+@dataclass(frozen=True)
+class JoinProgress:
+    """This replica copies the state of a group that trains, before it joins.
+
+    Attributes:
+        received_bytes: Of outer state and of logged rounds.
+        total_bytes: Of the outer state.
+        rounds_behind: Rounds by which the copy lags; -1 while parts of the state are missing.
+        is_ready: This replica asks to be let in.
+    """
+
+    received_bytes: int
+    total_bytes: int
+    rounds_behind: int
+    is_ready: bool
+
+    def __str__(self) -> str:
+        what = "ready to join" if self.is_ready else "copying the state before joining"
+        behind = "" if self.rounds_behind < 0 else f", {self.rounds_behind} rounds behind"
+        return f"{what}: {self.received_bytes} bytes received of {self.total_bytes}{behind}"
+
+
+Happening = ViewChanged | Suspected | JoinProgress | Waiting | Fenced

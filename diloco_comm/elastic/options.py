@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,14 @@ class Elastic:
             they applied is lost.
         host: Address of this host for the other members; default: that of the interface which leads
             to the registry.
+        round_log_bytes: Most bytes of host memory for the payloads of the latest rounds, from which
+            a replica that joins brings its copy of the state forward; default: 8 for each
+            parameter. 0: replicas copy the state while the others wait.
+        checkpoint: A ``state_dict()`` of an earlier process of this run. A replica that joins takes
+            the outer state from the checkpoint, and copies only what the group has done since.
+            Where a run begins it is not used: there, call ``load_state_dict``.
+        join_bandwidth: Most bytes a second that this replica asks for while it joins; None: no
+            limit.
         key, insecure: Of the connection to the registry; see ``registry.connect``.
         on_event: Called with each ``Happening``, on the training thread or on the one that beats;
             must return soon, and must not call DiLoCo.
@@ -81,6 +89,9 @@ class Elastic:
     founding_wait: float = 2.0
     rollback: bool = False
     host: str | None = None
+    round_log_bytes: int | None = None
+    checkpoint: Mapping[str, Any] | None = None
+    join_bandwidth: float | None = None
     key: str | Path | None = None
     insecure: bool | None = None
     on_event: Callable[[Happening], None] | None = None
@@ -98,6 +109,12 @@ class Elastic:
             self.replica = integer("replica", self.replica, 0)
         self.founding_wait = not_negative("founding_wait", self.founding_wait)
         flag("rollback", self.rollback)
+        if self.round_log_bytes is not None:
+            self.round_log_bytes = integer("round_log_bytes", self.round_log_bytes, 0)
+        if self.join_bandwidth is not None:
+            self.join_bandwidth = not_negative("join_bandwidth", self.join_bandwidth)
+            if self.join_bandwidth == 0:
+                raise ValueError("join_bandwidth must be above 0 bytes a second, got 0")
         if self.on_event is not None and not callable(self.on_event):
             raise TypeError(f"on_event must be a function of a Happening, got {self.on_event!r}")
         if self.host in ("0.0.0.0", "::", ""):
@@ -158,6 +175,7 @@ class Elastic:
         workers: int,
         shown: Any,
         folder: StateFolder | None = None,
+        is_pulling: bool,
     ) -> core.State:
         """Return the first state of a process that wants to take part.
 
@@ -166,6 +184,7 @@ class Elastic:
             workers: Of this replica.
             shown: What must be equal on all replicas, as JSON types.
             folder: Of the launcher; it knows the number of the process before.
+            is_pulling: It copies the state of a group before it asks to be let in.
 
         Raises:
             ValueError: If the folder belongs to another run.
@@ -185,4 +204,4 @@ class Elastic:
             is_durable=registry.is_durable,
             allows_rollback=self.rollback,
         )
-        return core.start(settings, member)
+        return core.start(settings, member, is_pulling=is_pulling)

@@ -1,18 +1,54 @@
-"""Hand the shared outer state to replicas that join."""
+"""Hand the shared outer state to replicas that join.
+
+A newcomer may have copied the state of fragments before, beside training. Then it takes the rounds
+that it lacks, and is given only the fragments that still differ.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ..base.errors import SyncError
 from ..exchange.exchange import Exchange
 from ..methods.outer import OuterOptimizer
 from ..methods.overlap import Own
+from .agreement.handshake import gather_json
+from .agreement.history import digest_of_state
 from .checkpoint.save import numbers_of, set_numbers
 from .synced import SyncedFragment, SyncedPart
+
+
+class CopyBeside(Protocol):
+    """A copy of the state that a newcomer has made beside training."""
+
+    def catch_up(self, targets: Mapping[int, int]) -> None:
+        """Take the rounds that the copy lacks, while the members wait.
+
+        Args:
+            targets: Number of the next round, by fragment.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What came of ``share``.
+
+    Attributes:
+        inner_step: Of the source.
+        copied_bytes: Of outer state that newcomers were given, while all members waited.
+        is_equal: All replicas were seen to have the same outer state.
+    """
+
+    inner_step: int
+    copied_bytes: int
+    is_equal: bool
 
 
 def share(
@@ -21,14 +57,16 @@ def share(
     inner_step: int,
     outer: OuterOptimizer,
     impl: str,
-) -> int:
+    beside: CopyBeside | None = None,
+) -> Shared:
     """Give newcomers the state of the source: the lowest replica that trains already.
 
     A collective call. A newcomer's local parameters become the outer ones, and its outer learning
     rate that of the source.
 
-    Returns:
-        The inner step of the source.
+    Args:
+        beside: The newcomer's copy; given on all replicas or on none. None where outer parameters
+            differ between replicas.
 
     Raises:
         SyncError: If all members are newcomers.
@@ -41,14 +79,42 @@ def share(
         )
     lr = outer.lr if isinstance(outer.lr, (int, float)) else None
     source_rank = exchange.members.index(sources[0])
-    inner_step, outer_lr = send_or_receive(exchange, parts, inner_step, lr, source_rank)
+    copied, is_equal = list(parts), False
+    if beside is not None:
+        copied, is_equal = _different_parts(exchange, parts, source_rank, beside)
+    inner_step, outer_lr = send_or_receive(exchange, parts, inner_step, lr, source_rank, copied)
     if exchange.replica in exchange.joined:
         if outer_lr is not None:
             outer.lr = outer_lr
         for part in parts:
             if isinstance(part, SyncedFragment):
                 part.write_local(impl)
-    return inner_step
+    copied_bytes = sum(tensor.nbytes for part in copied for tensor in _state_of(part))
+    return Shared(inner_step, copied_bytes, is_equal)
+
+
+def _different_parts(
+    exchange: Exchange, parts: Sequence[SyncedPart], source_rank: int, beside: CopyBeside
+) -> tuple[list[SyncedPart], bool]:
+    """Let newcomers catch up; return the parts in which one differs from the source all the same.
+
+    Returns:
+        These parts, and whether all replicas have the same outer state.
+    """
+    rounds = gather_json(exchange, [part.round for part in parts])
+    if exchange.replica in exchange.joined:
+        fragments = [part.index for part in parts if isinstance(part, SyncedFragment)]
+        beside.catch_up({index: rounds[source_rank][index] for index in fragments})
+    own = [[part.round, part.history, digest_of_state(part)] for part in parts]
+    views = gather_json(exchange, own)
+    newcomers = [exchange.members.index(replica) for replica in exchange.joined]
+    different = [
+        part
+        for part in parts
+        if not isinstance(part, SyncedFragment)
+        or any(views[rank][part.index] != views[source_rank][part.index] for rank in newcomers)
+    ]
+    return different, all(view == views[0] for view in views)
 
 
 def send_or_receive(
@@ -57,12 +123,16 @@ def send_or_receive(
     inner_step: int,
     outer_lr: float | None,
     source_rank: int,
+    copied: Sequence[SyncedPart],
 ) -> tuple[int, float | None]:
     """Give the newcomers the source's outer state, exactly; a collective call.
 
     No round is under way. Where outer parameters differ between replicas (``Eager``) a newcomer
     becomes a copy of the source, with the corrections that the source still owes to its own outer
     parameters. Values that the source owes to the other replicas stay with the source.
+
+    Args:
+        copied: The parts whose tensors are given; of the others, only the numbers.
 
     Returns:
         Inner step and outer learning rate of the source; None for a rate that is a function.
@@ -82,10 +152,13 @@ def send_or_receive(
     is_new = exchange.replica in exchange.joined
     for part in parts:
         own = meta["parts"][str(part.index)]
-        tensors, flats = part.tensors(), {}
-        if isinstance(part, SyncedFragment):
-            flats = part.state.tensors()
-            tensors = [part.outer, *flats.values()]
+        if part not in copied:
+            if is_new:
+                set_numbers(part, own)
+                part.history = own["history"]
+            continue
+        tensors = _state_of(part)
+        flats = part.state.tensors() if isinstance(part, SyncedFragment) else {}
         corrections = _corrections(part, own["corrections"], is_new)
         tensors += [one.payload for one in corrections]
         if not is_new and exchange.rank != source_rank:
@@ -100,6 +173,12 @@ def send_or_receive(
         if isinstance(part, SyncedFragment):
             part.state.load(flats, own["extra"])
     return int(meta["inner_step"]), meta["outer_lr"]
+
+
+def _state_of(part: SyncedPart) -> list[Tensor]:
+    if isinstance(part, SyncedFragment):
+        return [part.outer, *part.state.tensors().values()]
+    return part.tensors()
 
 
 def _corrections(part: SyncedPart, coefficients: Sequence[float], is_new: bool) -> list[Own]:

@@ -8,13 +8,16 @@ policies that move the local parameters at each send.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..base.errors import SyncError
 from ..exchange.headers import Kind
+from ..exchange.membership.regroup import Repair
 from ..exchange.work import Mean
 from .agreement import history
 from .flights import RoundInFlight
+from .round_log import RoundLog
 from .runner import RoundRunner
 from .synced import SyncedPart
 
@@ -24,10 +27,14 @@ class StepTimed(RoundRunner):
 
     On a device, an outer step may be enqueued before the replicas' vote is known. It does nothing
     if they vote the round down. The host learns the verdict at the next send of that part.
+
+    Attributes:
+        log: Keeps the rounds that are applied; None where no replica may join beside training.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.log: RoundLog | None = None
         self._undecided: list[tuple[SyncedPart, RoundInFlight]] = []
 
     def exchange_parts(
@@ -103,18 +110,33 @@ class StepTimed(RoundRunner):
             return
         alpha = 0.0 if flight.kind == "flush" else self.settings.overlap.alpha
         update = self._update(part, result, alpha=alpha, verdict=result.verdict)
-        self._step(part, flight, update, own=flight.own_after(inner_step))
+        with self._logged(part):
+            self._step(part, flight, update, own=flight.own_after(inner_step))
+            if result.verdict is None:
+                self._commit(part, flight, result)
         if result.verdict is None:
-            self._applied(part, flight, result, inner_step)
+            self._applied(part, flight, inner_step)
         else:
             self._undecided.append((part, flight))
 
-    def _applied(
-        self, part: SyncedPart, flight: RoundInFlight, mean: Mean, inner_step: int
-    ) -> None:
-        self._commit(part, flight, mean)
+    def _applied(self, part: SyncedPart, flight: RoundInFlight, inner_step: int) -> None:
         part.last_sent = flight.sent_step
         self._record(part, flight, inner_step)
+
+    def _logged(self, part: SyncedPart) -> AbstractContextManager[None]:
+        return nullcontext() if self.log is None else self.log.writing(part)
+
+    def _count(
+        self, part: SyncedPart, number: int, flight: RoundInFlight | None, mean: Mean
+    ) -> None:
+        before = part.history
+        super()._count(part, number, flight, mean)
+        if self.log is not None:
+            self.log.add(part, number, before, mean)
+
+    def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
+        with self._logged(part):
+            super()._settle_part(part, missed, inner_step)
 
     def _flush(self, inner_step: int, num_skipped: int) -> None:
         self.settle_verdicts(inner_step)
@@ -176,4 +198,5 @@ class StepTimed(RoundRunner):
             part.uncount_step()
             self._report(part, flight, inner_step, result)
         else:
-            self._applied(part, flight, result, inner_step)
+            self._commit(part, flight, result)
+            self._applied(part, flight, inner_step)

@@ -43,6 +43,8 @@ class Agreement:
 
     Attributes:
         is_state_shared: All replicas have the same outer parameters after the same rounds.
+        beside: See ``joining.share``; None where newcomers copy the state in ``share_state``.
+        copied_bytes: Of outer state that the newcomers of this group were given.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class Agreement:
         self._exchange, self._plan, self._settings = exchange, plan, settings
         self._weight = None if callable(weight) else float(weight)
         self._impl = impl
+        self.beside: joining.CopyBeside | None = None
+        self.copied_bytes = 0
         self.is_state_shared = settings.overlap.is_shared
 
     def start(
@@ -73,12 +77,11 @@ class Agreement:
         for part in parts:
             part.open_buffers(exchange)
         if init == "join":
-            inner_step = self.share_state(inner_step)
-        else:
-            for part in self._plan.parameter_parts():
-                part.read_local()
-            for part in parts:
-                history.begin(part, is_shared=True)
+            return self.share_state(inner_step)
+        for part in self._plan.parameter_parts():
+            part.read_local()
+        for part in parts:
+            history.begin(part, is_shared=True)
         self.refuse_different_state()
         return inner_step
 
@@ -104,11 +107,11 @@ class Agreement:
 
     def renew(self, inner_step: int) -> int:
         """Begin in a new group; return the inner step."""
+        self.copied_bytes = 0
         if self._exchange.joined:
             self.agree("join")
-            inner_step = self.share_state(inner_step)
-        else:
-            self.fix_weight()
+            return self.share_state(inner_step)
+        self.fix_weight()
         self.refuse_different_state()
         return inner_step
 
@@ -117,13 +120,19 @@ class Agreement:
         self._exchange.fix_weight(self._weight)
 
     def share_state(self, inner_step: int) -> int:
-        """Give newcomers the outer state of the lowest replica that trains already.
+        """Give newcomers the outer state of the lowest replica that trains already, and compare.
 
         Returns:
             The inner step of that replica.
         """
         exchange, outer = self._exchange, self._settings.outer
-        return joining.share(exchange, self._plan.parts, inner_step, outer, self._impl)
+        beside = self.beside if self.is_state_shared else None
+        parts = self._plan.parts
+        shared = joining.share(exchange, parts, inner_step, outer, self._impl, beside)
+        self.copied_bytes = shared.copied_bytes
+        if not shared.is_equal:
+            self.refuse_different_state()
+        return shared.inner_step
 
     def refuse_different_state(self, *, is_shared: bool | None = None) -> None:
         """Raise ReplicaMismatch if the outer states of the replicas differ; a collective call.

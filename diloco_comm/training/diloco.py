@@ -210,6 +210,7 @@ class DiLoCo(Saved):
         rounds = make_runner(exchange, plan, settings, recorder, workers, impl, **measures)
         super().__init__(model, optimizers, settings, plan, exchange, rounds, recorder, workers)
         self._agreement = Agreement(exchange, plan, settings, measures["weight"], impl)
+        self._agreement.beside = arguments.get("beside")
         try:
             with self._all_workers(self.parts):
                 init, source = arguments["init"], arguments.get("source_rank", 0)

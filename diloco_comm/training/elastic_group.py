@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError
+from ..base.errors import SyncError
 from ..elastic.core import events as ev
 from ..elastic.differences import found_difference
 from ..elastic.driver import Driver, Ended
@@ -25,6 +25,10 @@ from ..elastic.views import View
 from ..exchange.waiting import WaitLog
 from ..replica.workers import ReplicaWorkers
 from ..rounds.runner import RoundRunner
+from .endings import error_of, lost_members, without_advice
+
+if TYPE_CHECKING:
+    from .state_transfer import StateTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +37,6 @@ Attempt = Callable[[tuple[int, ...], dist.Store, ev.Form], None]
 # How often the workers of a replica hear from worker 0, which speaks for the replica.
 _HEAR_S = 1.0
 _POLL_S = 0.05
-# Stages of the errors for which this replica waits in vain, by the kind of its driver's end.
-_STAGES = {"waited": "quorum", "failed": "registry"}
 
 
 class ElasticGroup:
@@ -44,21 +46,30 @@ class ElasticGroup:
         shown: What must be equal on all replicas, as JSON types.
         workers: The workers of this replica; worker 0 speaks for the replica.
         connect_s: Seconds in which the store of a view must answer.
+        transfer: Serves the state, and copies the state of a group before this replica joins.
 
     Attributes:
         replica: This replica's number; -1 before the first view.
         view: In which this replica trains; None before the first.
         is_done: This replica has left the group.
         meter: Takes the times of this replica.
+        copied_bytes: Of outer state that newcomers of the view were given while all waited.
     """
 
     def __init__(
-        self, elastic: Elastic, shown: Any, workers: ReplicaWorkers | None, connect_s: float
+        self,
+        elastic: Elastic,
+        shown: Any,
+        workers: ReplicaWorkers | None,
+        connect_s: float,
+        transfer: StateTransfer | None = None,
     ) -> None:
         self.elastic, self._workers, self._connect_s = elastic, workers, connect_s
         self.view: View | None = None
         self.is_done = False
         self.replica = -1
+        self.copied_bytes = 0
+        self._transfer = transfer
         self._form: ev.Form | None = None
         self._shown = json.dumps(shown)
         self.meter = Meter(time.monotonic())
@@ -92,6 +103,7 @@ class ElasticGroup:
                 workers=num_workers,
                 shown=shown,
                 folder=folder,
+                is_pulling=self._transfer is not None,
             )
         except BaseException:
             registry.close()
@@ -104,6 +116,8 @@ class ElasticGroup:
             chooses_number=elastic.replica is None,
             folder=folder,
         )
+        if self._transfer is not None:
+            self._transfer.attach(self._driver, self._emit)
         self._driver.start()
 
     @property
@@ -123,6 +137,8 @@ class ElasticGroup:
             if is_finished:
                 self._driver.tell(ev.Finished())
             self._driver.close()
+        if self._transfer is not None:
+            self._transfer.close()
 
     def leave(self) -> None:
         """Leave the group at the next boundary."""
@@ -182,8 +198,8 @@ class ElasticGroup:
         if error is None:
             self._tell(ev.Boundary(number))
         else:
-            logger.warning("view %d has ended: %s", number, _without_advice(error))
-            self._tell(ev.Broke(number, *self._lost(error)))
+            logger.warning("view %d has ended: %s", number, without_advice(error))
+            self._tell(ev.Broke(number, *lost_members(error, self.replica)))
         self._attempt_until_done(attempt, began)
 
     def _attempt_until_done(self, attempt: Attempt, began: float) -> None:
@@ -239,8 +255,10 @@ class ElasticGroup:
         log, limit = WaitLog(), self.elastic.quorum_wait
         while True:
             driver = self._driver
-            order: Any = None if driver is None else driver.next_form(_HEAR_S)
+            order: Any = None if driver is None else self._next_order(driver)
             waiting = "" if driver is None else driver.waiting_for
+            if self._transfer is not None and self._transfer.is_pulling:
+                began = time.monotonic()
             if order is None and limit is not None and time.monotonic() - began > limit:
                 order = Ended("waited", f"waited {limit:g} s {waiting}")
             if isinstance(order, Ended) and order.kind == "refused":
@@ -259,35 +277,30 @@ class ElasticGroup:
         view = None if self._driver is None else self._driver.state.recorded
         return "" if view is None else found_difference(view, self._shown, self._connect_s)
 
+    def _next_order(self, driver: Driver) -> ev.Form | Ended | None:
+        """Wait a moment for an order; a newcomer copies the state meanwhile."""
+        if self._transfer is None or self.view is not None:
+            return driver.next_form(_HEAR_S)
+        until = time.monotonic() + _HEAR_S
+        while not driver.has_order and time.monotonic() < until:
+            self._transfer.turn(driver)
+        return driver.next_form(0.0)
+
     def _ended(self, order: Ended) -> None:
         if order.kind == "drained":
             self.is_done = True
             return
-        if order.kind == "fenced":
-            raise LeftBehind(
-                f"{order.reason}: start this replica again, and it joins as a newcomer",
-                stage="view",
-            ) from None
-        if order.kind == "refused":
-            raise ReplicaMismatch(order.reason, stage="view") from None
-        raise SyncError(order.reason, stage=_STAGES[order.kind]) from None
+        raise error_of(order) from None
 
     def _failed(self, form: ev.Form, error: SyncError | None) -> None:
         number = form.view.number
         self._mark("failed")
-        cuts, dead = self._lost(error)
+        cuts, dead = lost_members(error, self.replica)
         is_open = self._driver is not None and self._driver.state.epoch == number
         if is_open:
             self._tell(ev.Broke(number, cuts, dead))
         else:
             self._tell(ev.Failed(number, cuts, unheard=dead))
-
-    def _lost(self, error: SyncError | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the members to which this replica has no way, and those that seem dead."""
-        if error is None:
-            return (), ()
-        cuts = {one for pair in error.cuts if self.replica in pair for one in pair}
-        return tuple(sorted(cuts - {self.replica})), tuple(error.missing)
 
     def _begun(self, view: View, began: float) -> None:
         self.view = view
@@ -295,15 +308,14 @@ class ElasticGroup:
         self._tell(ev.Started(view.number))
         if self._host is not None:
             self._host.forget_before(view.number)
+        if self._transfer is not None:
+            self._transfer.has_begun()
         if self._driver is not None:
             entered = self._driver.state.recorded or view
             seconds = time.monotonic() - began
             step = entered.inner_step if entered.number == view.number else view.inner_step
-            self._emit(
-                ViewChanged(
-                    view.number, view.ids, view.joined, view.left, view.reason, seconds, step
-                )
-            )
+            who = view.number, view.ids, view.joined, view.left
+            self._emit(ViewChanged(*who, view.reason, seconds, step, self.copied_bytes))
 
     # ------------------------------------------------------------- the view must be open first
 
@@ -382,13 +394,3 @@ class ElasticGroup:
                 self.elastic.on_event(happening)
             except Exception:
                 logger.exception("on_event has failed")
-
-
-def is_about_group(error: SyncError) -> bool:
-    """Whether other members can go on after this error."""
-    return not isinstance(error, ReplicaMismatch | NonFiniteError)
-
-
-def _without_advice(error: SyncError) -> str:
-    """Return the message without what it says of ``change_group``."""
-    return str(error).split(": call change_group")[0]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -19,11 +20,19 @@ from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement.handshake import gather_json
+from ..rounds.joining import CopyBeside
+from ..rounds.round_log import can_replay
 from ..rounds.runner import RoundRunner
+from ..rounds.step_timed import StepTimed
 from ..rounds.synced import SyncedPart
-from .elastic_group import ElasticGroup, is_about_group
+from .agreement import Agreement
+from .elastic_group import ElasticGroup
+from .endings import is_about_group
 from .leasing import Leasing
 from .planning import Plan
+
+if TYPE_CHECKING:
+    from .state_transfer import StateTransfer
 
 _GIVEN_BY_VIEWS = ("group", "mesh", "store", "replica", "num_replicas", "members")
 
@@ -35,6 +44,7 @@ class Trained(Protocol):
     exchange: Exchange
     _rounds: RoundRunner
     _plan: Plan
+    _agreement: Agreement
     _saved_writes: dict[int, set[int]]
 
     def _change_group(self, members: tuple[int, ...], store: dist.Store) -> None: ...
@@ -65,6 +75,9 @@ def check_membership(arguments: Mapping[str, Any]) -> None:
 class ElasticTraining:
     """Take a ``DiLoCo`` from view to view.
 
+    Attributes:
+        transfer: Copies the state of a group beside training; None where nothing does.
+
     Raises:
         SyncError: If the registry cannot be asked.
     """
@@ -81,7 +94,15 @@ class ElasticTraining:
         shown["total_steps"] = elastic.total_steps
         self._total_steps = elastic.total_steps
         self.leasing = Leasing(workers)
-        self.group = ElasticGroup(elastic, shown, workers, connect_s=min(timeout_s, 10.0))
+        self.transfer = _transfer(elastic, plan, settings, workers)
+        try:
+            self.group = ElasticGroup(
+                elastic, shown, workers, min(timeout_s, 10.0), transfer=self.transfer
+            )
+        except BaseException:
+            if self.transfer is not None:
+                self.transfer.close()
+            raise
         self._may_be_boundary = self._is_flushing = self._must_flush = False
         # Part and number of the round that broke off.
         self._failed: list[tuple[SyncedPart, int]] = []
@@ -122,8 +143,14 @@ class ElasticTraining:
             raise RuntimeError(f"view {view.number} asks for a state that this replica lacks")
         places = {"store": store, "replica": group.replica, "members": members, "group": None}
         source_rank = view.rank_of(view.source) if form.role == "broadcast" else 0
+        beside: CopyBeside = NothingBeside() if self.transfer is None else self.transfer
+        if form.role == "broadcast" and self.transfer is not None:
+            self.transfer.forget()
         more = {"init": form.role, "source_rank": source_rank, "admission": group}
-        begin({**arguments, **places, **more})
+        begin({**arguments, **places, **more, "beside": beside})
+        group.copied_bytes = diloco._agreement.copied_bytes
+        if self.transfer is not None and isinstance(diloco._rounds, StepTimed):
+            diloco._rounds.log = self.transfer.log
         if form.role == "join":
             self._ask_for_flush(diloco)
             self.leasing.change(diloco.exchange, diloco._rounds.parts, -1)
@@ -212,6 +239,7 @@ class ElasticTraining:
         # A round that counts was applied by now.
         self.group.meter.discarded(len({(part.index, n) for part, n in sent if n >= part.round}))
         self._failed = []
+        self.group.copied_bytes = diloco._agreement.copied_bytes
         self._ask_for_flush(diloco)
         self.leasing.change(diloco.exchange, diloco._rounds.parts, before)
 
@@ -234,6 +262,34 @@ class ElasticTraining:
         if self._others_flush and self._has_all_steps(diloco) and not self.group.is_done:
             self._is_finished = True
         self._others_flush = False
+
+
+class NothingBeside:
+    """The copy of a newcomer that copies nothing beside training."""
+
+    def catch_up(self, targets: Mapping[int, int]) -> None:
+        """Do nothing: the newcomer is given all of the state."""
+
+
+def _transfer(
+    elastic: Elastic, plan: Plan, settings: Settings, workers: ReplicaWorkers | None
+) -> StateTransfer | None:
+    """Return what copies the state beside training; None where replicas copy at a boundary."""
+    is_able = elastic.round_log_bytes != 0 and workers is None
+    is_able = is_able and settings.overlap.is_shared and not settings.overlap.rounds
+    is_able = is_able and can_replay(plan.parts)
+    # Without pyzmq there are no connections besides those of gloo.
+    if is_able and find_spec("zmq") is not None:
+        from .state_transfer import StateTransfer
+
+        return StateTransfer(elastic, plan.parameter_parts(), plan.saved_layout)
+    if elastic.checkpoint is not None:
+        raise ValueError(
+            "a checkpoint= of Elastic goes with Blocking and Streaming, an outer optimizer of this "
+            "package, replicas of one worker, no offload, and pyzmq: leave it out, and the state "
+            "is copied from the group"
+        )
+    return None
 
 
 def _alike(settings: Settings) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from elastic_process import (
     view,
 )
 
-from diloco_comm.elastic.beats import FINISHED, READY, STOPPED, TRAINING, Beat
+from diloco_comm.elastic.beats import FINISHED, PULLING, READY, STOPPED, TRAINING, Beat
 from diloco_comm.elastic.core import Settings, beat_of, start
 from diloco_comm.elastic.core.events import (
     Boundary,
@@ -31,6 +31,7 @@ from diloco_comm.elastic.core.events import (
     Formed,
     Leave,
     Pend,
+    Pulled,
     Refuse,
     Started,
     Swap,
@@ -44,6 +45,38 @@ from diloco_comm.elastic.views import (
 )
 
 # --------------------------------------------------------------------------------- planned
+
+
+def test_a_newcomer_that_copies_the_state_is_not_let_in_yet() -> None:
+    one = view(0, 1)
+    process = Process(training(0, one))
+    newcomer = beat(2, PULLING)
+    assert Pend() not in process.poll(beat(1, TRAINING, one), newcomer)
+    assert Pend() in process.poll(beat(1, TRAINING, one), replace(newcomer, stage=READY))
+
+
+def test_a_newcomer_that_copies_the_state_founds_nothing() -> None:
+    process = Process(start(Settings("run"), member(0), is_pulling=True))
+    for _ in range(5):
+        assert not [one for one in process.poll() if isinstance(one, Swap)]
+    assert beat_of(process.state, 1).stage == PULLING
+    process.tell(Pulled())
+    assert beat_of(process.state, 1).stage == READY
+    assert proposal(process.poll()).ids == (0,)
+
+
+def test_the_last_member_gives_its_state_to_one_that_copies_it_before_it_leaves() -> None:
+    one = view(0)
+    process = Process(training(0, one))
+    process.poll(beat(2, PULLING))
+    process.tell(Leave())
+    process.tell(Boundary(4))
+    after = proposal(process.poll(beat(2, PULLING)))
+    assert after.joined == (2,)
+    other = Process(start(Settings("run"), member(2), is_pulling=True), to_bytes(after))
+    assert other.poll() == [Form(after, "join")]
+    other.tell(Failed(after.number))
+    assert beat_of(other.state, 1).stage == READY
 
 
 def test_a_newcomer_is_let_in_at_a_boundary() -> None:

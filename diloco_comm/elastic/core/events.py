@@ -102,6 +102,11 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Pulled:
+    """This process, a newcomer, has copied what it can copy beside training: let it in."""
+
+
+@dataclass(frozen=True)
 class Leave:
     """This process is to leave at the next boundary."""
 
@@ -111,7 +116,7 @@ class Finished:
     """All steps are taken."""
 
 
-Event = Polled | Swapped | Broke | Boundary | Formed | Failed | Started | Leave | Finished
+Event = Polled | Swapped | Broke | Boundary | Formed | Failed | Started | Pulled | Leave | Finished
 
 
 # ------------------------------------------------------------------------------------ actions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..beats import BROKEN, FINISHED, READY, STOPPED, Beat
+from ..beats import BROKEN, FINISHED, PULLING, READY, STOPPED, Beat
 from ..views import FORMING, NO_VIEW, Key, View
 from .peers import Roster
 from .state import IN_ATTEMPT, State
@@ -22,6 +22,8 @@ class Standing:
             and newcomers wait for it, they do come along.
         finished: Ids of members that have taken all steps.
         newcomers: Other processes that are ready.
+        pulling: Other processes that copy the state, and are not ready yet. While nobody else is to
+            have the state, they count as ready.
         returned: Ids of members of which another process is ready: the old one has ended.
         is_planned: The members have stopped at a boundary.
     """
@@ -32,6 +34,7 @@ class Standing:
     leaving: list[Beat] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     newcomers: list[Beat] = field(default_factory=list)
+    pulling: list[Beat] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     is_planned: bool = False
 
@@ -43,6 +46,8 @@ def standing_of(state: State, roster: Roster, view: View | None) -> Standing:
     for key in base:
         _place(standing, roster, key, view, number)
     _place_newcomers(standing, state, roster, view, base)
+    if standing.leaving and not (standing.here or standing.busy):
+        standing.newcomers += standing.pulling
     if not standing.here and (standing.newcomers or standing.stateless):
         standing.here, standing.leaving = standing.leaving, []
     standing.is_planned = any(beat.stage == STOPPED for beat in standing.here)
@@ -94,9 +99,10 @@ def _place_newcomers(
             state.member.settings,
             state.member.workers,
         )
-        if is_alike and _is_ready(beat, view):
+        if is_alike and (beat.stage == PULLING or _is_ready(beat, view)):
             taken.add(member.id)
-            standing.newcomers.append(beat)
+            is_pulling = beat.stage == PULLING
+            (standing.pulling if is_pulling else standing.newcomers).append(beat)
             standing.returned += [id for id, _ in base if id == member.id]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..beats import BROKEN, FORMED, FORMING, READY, STOPPED, TRAINING, Beat
+from ..beats import BROKEN, FORMED, FORMING, PULLING, READY, STOPPED, TRAINING, Beat
 from ..views import NO_VIEW, Key, Member, View, from_bytes
 
 IN_ATTEMPT = (FORMING, FORMED)
@@ -72,6 +72,7 @@ class State:
         has_voted: It may have voted there, and does not know whether that view was opened.
         is_abandoned: The attempt under way is to fail.
         has_state: It holds the state of a view that it was in.
+        is_pulling: It copies the outer state before it is ready to be let in.
         is_pending: It has asked for a boundary.
         is_broken: It has asked the training thread to stop.
         unreachable: Nonces of processes that it could not reach.
@@ -95,6 +96,7 @@ class State:
     is_abandoned: bool = False
     has_state: bool = False
     is_leaving: bool = False
+    is_pulling: bool = False
     is_pending: bool = False
     is_broken: bool = False
     unreachable: tuple[str, ...] = ()
@@ -123,9 +125,13 @@ class State:
         return self.attempt is not None and self.attempt.attempt == view.attempt
 
 
-def start(settings: Settings, member: Member) -> State:
-    """Return the state of a process that has just begun, with or without a checkpoint."""
-    return State(settings, member)
+def start(settings: Settings, member: Member, *, is_pulling: bool = False) -> State:
+    """Return the state of a process that has just begun, with or without a checkpoint.
+
+    Args:
+        is_pulling: It waits for the event ``Pulled`` before it is ready.
+    """
+    return State(settings, member, is_pulling=is_pulling)
 
 
 def beat_of(
@@ -141,7 +147,7 @@ def beat_of(
     return Beat(
         state.member,
         counter,
-        state.stage,
+        PULLING if state.stage == READY and state.is_pulling else state.stage,
         view=state.epoch,
         attempt=state.attempt_number,
         voted=state.attempt_number if state.has_voted else NO_VIEW,

@@ -17,6 +17,7 @@ from .events import (
     Formed,
     Leave,
     Polled,
+    Pulled,
     Started,
     Suspect,
     Swapped,
@@ -75,6 +76,8 @@ def _told(turn: Turn, event: Event) -> None:
         if state.stage == TRAINING:
             turn.change(stage=STOPPED)
             follow(turn)
+    elif isinstance(event, Pulled):
+        turn.change(is_pulling=False)
     elif isinstance(event, Leave):
         turn.change(is_leaving=True)
         if state.stage == READY:
@@ -213,6 +216,9 @@ def _has_left(turn: Turn, roster: Roster) -> bool:
 
 
 def _propose(turn: Turn, roster: Roster, is_late: bool) -> None:
+    if turn.state.is_pulling:
+        turn.wait("until it has copied the outer state")
+        return
     plan = plan_of(turn.state, roster)
     if plan is None:
         turn.wait("")

@@ -44,7 +44,13 @@ class Turn:
         role = "change"
         if self.state.member.id in view.joined:
             role = "broadcast" if set(view.joined) == set(view.ids) else "join"
-        self.change(stage=FORMING, attempt=view, has_voted=False, is_abandoned=False)
+        self.change(
+            stage=FORMING,
+            attempt=view,
+            has_voted=False,
+            is_abandoned=False,
+            is_pulling=False,
+        )
         self.cut_off(())
         self.act(Form(view, role))
 

@@ -30,15 +30,7 @@ def restore(
         ValueError: If it does not fit this model, schedule, overlap or replica; nothing is changed.
         TypeError: If it is no mapping.
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"the saved state must be a dictionary, got {type(state).__name__}")
-    if state.get("version") != VERSION:
-        raise ValueError(f"saved state has version {state.get('version')}, {VERSION} expected")
-    if state.get("layout") != scope.layout:
-        raise ValueError(
-            "the saved state is of another layout: names, shapes, dtypes, fragments, sync_every "
-            "and offsets must be those of the save"
-        )
+    _check_layout(state, scope.layout)
     own = state.get(f"replica_{scope.replica}")
     home = _home(state, own, scope, strict)
     writes: list[Callable[[], None]] = []
@@ -61,6 +53,48 @@ def restore(
         return inner_step
 
     return write
+
+
+def restore_outer(
+    parts: Sequence[SyncedFragment], state: Mapping[str, Any], layout: int
+) -> Callable[[], None]:
+    """Check the outer parameters, buffers and numbers of fragments in a saved state.
+
+    Returns:
+        A function that copies them in, in place. Histories, residuals and rounds under way are left
+        as they are.
+
+    Raises:
+        ValueError: If the state does not fit this model, or the state is not the same on all
+            replicas; nothing is changed.
+        TypeError: If it is no mapping.
+    """
+    _check_layout(state, layout)
+    writes: list[Callable[[], None]] = []
+    for part in parts:
+        numbers = _need(state, "parts", str(part.index))
+        for name in ("round", "last_sent"):
+            _need(numbers, name)
+        writes.append(_bind(set_numbers, part, numbers))
+        writes += _plan_tensors(part, state, numbers)
+
+    def write() -> None:
+        for one in writes:
+            one()
+
+    return write
+
+
+def _check_layout(state: Any, layout: int) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the saved state must be a dictionary, got {type(state).__name__}")
+    if state.get("version") != VERSION:
+        raise ValueError(f"saved state has version {state.get('version')}, {VERSION} expected")
+    if state.get("layout") != layout:
+        raise ValueError(
+            "the saved state is of another layout: names, shapes, dtypes, fragments, sync_every "
+            "and offsets must be those of the save"
+        )
 
 
 def _saved_history(numbers: Mapping[str, Any], scope: Scope) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from diloco_comm.elastic.beats import READY, TRAINING, Beat
+from diloco_comm.elastic.beats import PULLING, READY, TRAINING, Beat
 from diloco_comm.elastic.core import Settings, State, beat_of, start, step
 from diloco_comm.elastic.core.events import (
     Action,
@@ -56,7 +56,7 @@ def training(id: int, of: View, **options: Any) -> State:
 def beat(id: int, stage: str, of: View | None = None, **values: Any) -> Beat:
     number = NO_VIEW if of is None else of.number
     who = values.pop("member", member(id))
-    has_state = stage != READY
+    has_state = stage not in (READY, PULLING)
     return Beat(who, 0, stage, number, number, has_state=has_state, **values)
 
 

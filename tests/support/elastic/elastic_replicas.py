@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from fault_replicas import BLOCK, LR, MOMENTUM, connect, hash_of, make_model, make_optimizer
 from fault_replicas import take_inner_step as train
 from registries import Host
 
 from diloco_comm import DiLoCo, LeftBehind, Nesterov
-from diloco_comm.elastic.happenings import ViewChanged
+from diloco_comm.elastic.happenings import JoinProgress, ViewChanged
 from diloco_comm.elastic.options import Elastic
 
 # Long enough for a process on a loaded machine to beat meanwhile.
@@ -30,6 +31,7 @@ class Fault:
     Attributes:
         num_members: The replica waits for so many members.
         action: "kill" or "stop", at a stage of the next exchange; "leave" at once.
+        is_donor: The replica waits until it has sent some of its state to a newcomer.
     """
 
     replica: int
@@ -38,8 +40,11 @@ class Fault:
     stage: str = "vote"
     num_peers: int = 0
     num_members: int = 0
+    is_donor: bool = False
 
     def is_due(self, diloco: DiLoCo) -> bool:
+        if self.is_donor and not transfer_of(diloco).served_bytes:
+            return False
         return diloco.inner_step >= self.inner_step and len(diloco.members) >= self.num_members
 
 
@@ -50,6 +55,10 @@ class Run:
     Attributes:
         founders: Replicas 0 to founders - 1 begin; the others join.
         num_workers: Of each replica, which share its outer state.
+        pace_s: Seconds for which a replica rests after each inner step.
+        membership: Further arguments of ``Elastic``.
+        checkpoint: File into which replica 0 saves at inner step ``saved_step``, and from which the
+            others that join start; "" for none.
         joins: Inner step of replica 0 at which each further replica is started, by number.
     """
 
@@ -60,6 +69,10 @@ class Run:
     min_replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     num_workers: int = 1
+    pace_s: float = PACE_S
+    membership: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str = ""
+    saved_step: int = 0
 
 
 @dataclass
@@ -74,6 +87,8 @@ class End:
     is_done: bool
     num_applied: int
     error: str = ""
+    progress: list[JoinProgress] = field(default_factory=list)
+    caught_up_bytes: int = 0
 
 
 def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run) -> End:
@@ -92,10 +107,13 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
     model = make_model()
     optimizer = make_optimizer(model)
     views: list[ViewChanged] = []
+    progress: list[JoinProgress] = []
 
     def note(happening: Any) -> None:
         if isinstance(happening, ViewChanged):
             views.append(happening)
+        elif isinstance(happening, JoinProgress):
+            progress.append(happening)
 
     membership = Elastic(
         registry,
@@ -106,6 +124,8 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         founding_wait=2.0,
         quorum_wait=25,
         on_event=note,
+        **run.membership,
+        checkpoint=torch.load(run.checkpoint) if run.checkpoint and rank >= run.founders else None,
     )
     diloco = DiLoCo(
         model,
@@ -136,6 +156,8 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         diloco.is_done or bool(error),
         sum(one.is_applied for one in diloco.metrics()),
         error,
+        progress,
+        0 if transfer_of(diloco) is None else transfer_of(diloco).caught_up_bytes,
     )
     diloco.close()
     return end
@@ -149,13 +171,21 @@ def train_to_the_end(
         for fault in [one for one in faults if one.is_due(diloco)]:
             faults.remove(fault)
             act(diloco, fault)
+        if replica == 0 and run.checkpoint and diloco.inner_step == run.saved_step:
+            torch.save(diloco.state_dict(), run.checkpoint)
         if replica == min(diloco.members):
             for joiner, step in run.joins.items():
                 if diloco.inner_step >= step:
                     signs.set(f"start {joiner}", "now")
         train(model, optimizer, replica, diloco.inner_step + 1)
-        time.sleep(PACE_S)
+        time.sleep(run.pace_s)
     diloco.flush()
+
+
+def transfer_of(diloco: DiLoCo) -> Any:
+    """Return what copies the state beside training; None where nothing does."""
+    assert diloco._elastic is not None
+    return diloco._elastic.transfer
 
 
 def act(diloco: DiLoCo, fault: Fault) -> None:

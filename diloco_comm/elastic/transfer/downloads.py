@@ -1,0 +1,55 @@
+"""The bytes that donors send: of a logged round on its way, and of one answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...ops.digests import digest_of
+from ...rounds.round_log import LoggedRound, Standing
+from .links import Link
+from .messages import PIECE_BYTES, Kind, Message
+
+
+@dataclass
+class Download:
+    """The payloads of a logged round on their way.
+
+    Attributes:
+        wanted: Ranges of bytes that nobody was asked for.
+        num_missing: Bytes that have not come.
+    """
+
+    entry: LoggedRound
+    payloads: Tensor
+    wanted: list[tuple[int, int]]
+    num_missing: int
+
+    @classmethod
+    def of(cls, entry: LoggedRound) -> Download:
+        size = entry.num_bytes
+        starts = range(0, size, PIECE_BYTES)
+        wanted = [(begin, min(begin + PIECE_BYTES, size)) for begin in starts]
+        return cls(entry, torch.empty(size, dtype=torch.uint8), wanted, size)
+
+
+def standing_of(answer: Message) -> Standing:
+    """Return after which round the elements of an answer are."""
+    return Standing(*(answer.numbers[name] for name in ("round", "history", "num_steps")))
+
+
+def values_of(link: Link, answer: Message | None, kind: Kind, size: int) -> bytearray | None:
+    """Return the body of an answer; None if there is none. A donor of wrong bytes is lost."""
+    if answer is None or answer.kind in (Kind.LATER, Kind.GONE, Kind.REFUSED):
+        return None
+    body = bytearray(answer.body)
+    is_right = answer.kind == kind and len(body) == size
+    if (
+        not is_right
+        or digest_of([torch.frombuffer(body, dtype=torch.uint8)]) != (answer.numbers["digest"])
+    ):
+        link.lose()
+        return None
+    return body

@@ -1,0 +1,380 @@
+"""A newcomer: copies the outer state from several donors while they train, and follows them.
+
+Pieces of the outer state come from any donor, each as it was after some round. Logged rounds bring
+every piece forward. Another donor then confirms the digest of each piece. All is done in ``turn``,
+on the caller's thread, with the fragments' own tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import zmq
+
+from ...base.service.sockets import POLLIN
+from ...rounds.round_log import LoggedRound, Standing
+from ...rounds.synced import SyncedFragment
+from .answers import Status
+from .downloads import Download, standing_of, values_of
+from .keys import KeyPair, Place
+from .links import Link
+from .messages import PIECE_BYTES, Kind, Message
+from .pieces import FragmentCopy, Piece
+
+# Seconds between two looks at where the donors are; the second while all members wait.
+_LOOK_S, _HASTY_LOOK_S = 0.2, 0.02
+# Seconds without a byte or a round after which the members wait no longer.
+_PATIENCE_S = 5.0
+# Copies of the state that a newcomer makes at most, because the donors' logs were too short.
+_MAX_COPIES = 3
+
+
+class Newcomer:
+    """Copy the outer state of all fragments.
+
+    Args:
+        keys: Of this process.
+        parts: All fragments, by index.
+        donors: Returns where the members of the group serve, by name.
+        bytes_per_s: Most bytes a second that this replica asks for; None: no limit.
+        impl: Implementation of the operators.
+
+    Attributes:
+        received_bytes: Of state and payloads.
+        gave_up: Why the state cannot be copied beside training; "" while it can.
+        refusal: Why this replica must not join: its checkpoint has rounds that the group has not.
+    """
+
+    def __init__(
+        self,
+        keys: KeyPair,
+        parts: Sequence[SyncedFragment],
+        donors: Callable[[], Mapping[str, Place]],
+        bytes_per_s: float | None = None,
+        impl: str = "",
+    ) -> None:
+        self._keys, self._donors, self._bytes_per_s = keys, donors, bytes_per_s
+        self.copies = [FragmentCopy(part, impl) for part in parts]
+        self.gave_up = self.refusal = ""
+        self._context = zmq.Context()
+        self._links: dict[str, Link] = {}
+        self._lost: set[Place] = set()
+        self._lost_bytes = 0
+        self._downloads: dict[int, Download] = {}
+        self._look_at = 0.0
+        self._look_s = _LOOK_S
+        self._may_copy = True
+        self._allowed_bytes, self._allowed_at = 0.0, time.monotonic()
+
+    def close(self) -> None:
+        """End all connections; idempotent."""
+        for link in self._links.values():
+            link.lose()
+        self._context.destroy(0)
+
+    # ------------------------------------------------------------------------------- how far
+
+    @property
+    def received_bytes(self) -> int:
+        return self._lost_bytes + sum(link.received_bytes for link in self._links.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the outer state of all fragments."""
+        return sum(copy.num_bytes for copy in self.copies)
+
+    @property
+    def rounds_behind(self) -> int:
+        """Rounds by which the fragment that is furthest behind lags; -1 while pieces lack."""
+        status = self._newest()
+        if status is None or not all(copy.is_complete for copy in self.copies):
+            return -1
+        lags = [
+            max(at.round, copy.highest_round) - copy.lowest.round
+            for copy, at in zip(self.copies, status.standings, strict=True)
+            if copy.lowest is not None
+        ]
+        return max([0, *lags])
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all pieces are here, confirmed where a donor can, and at most a round behind."""
+        if not 0 <= self.rounds_behind <= 1:
+            return False
+        links = self._usable()
+        return all(
+            piece.is_confirmed or not any(piece.may_be_confirmed_by(link.name) for link in links)
+            for copy in self.copies
+            for piece in copy.pieces
+        )
+
+    @property
+    def has_donor(self) -> bool:
+        return bool(self._usable())
+
+    def use_saved(self) -> None:
+        """Begin with what the fragments hold: the state of a checkpoint, with its numbers."""
+        for copy in self.copies:
+            copy.is_saved = True
+
+    def refuse_if_behind(self) -> None:
+        """Set ``refusal`` if the group still lacks a round of the checkpoint."""
+        for copy in self.copies:
+            if copy.is_saved and copy.was_ahead:
+                self._refuse(copy)
+
+    def _refuse(self, copy: FragmentCopy) -> None:
+        self.refusal = (
+            f"the checkpoint holds outer steps of fragment {copy.part.index} that the group has "
+            "not taken: give a checkpoint of this group, or join without one"
+        )
+
+    def catch_up(self, targets: Mapping[int, int]) -> None:
+        """Take the rounds that fragments lack, while all members wait; copy no more pieces.
+
+        Args:
+            targets: Number of the next round, by fragment.
+        """
+        self._may_copy, self._look_s, self._look_at = False, _HASTY_LOOK_S, 0.0
+        self._bytes_per_s = None
+        last_progress, mark = time.monotonic(), -1
+        while time.monotonic() - last_progress < _PATIENCE_S:
+            copies = [self.copies[index] for index in targets]
+            behind = [
+                copy
+                for copy in copies
+                if copy.pieces
+                and copy.is_complete
+                and (copy.standing is None or copy.standing.round < targets[copy.part.index])
+            ]
+            if not behind or not self._donors():
+                break
+            self.turn(0.02)
+            progress = self.received_bytes + sum(copy.highest_round for copy in copies)
+            if progress != mark:
+                last_progress, mark = time.monotonic(), progress
+        for copy in self.copies:
+            copy.settle()
+
+    # ------------------------------------------------------------------------------- one turn
+
+    def turn(self, wait_s: float) -> None:
+        """Handle what has come, for ``wait_s`` seconds at most, and ask for more."""
+        self._connect()
+        polled = [(link.socket, POLLIN) for link in self._usable()]
+        if polled:
+            zmq.zmq_poll(polled, max(1, round(1000 * wait_s)))
+        else:
+            time.sleep(wait_s)
+        for link in self._usable():
+            link.receive()
+            if not link.is_lost and link.is_stalled:
+                link.lose()
+        self._bring_forward()
+        self._ask()
+
+    def _connect(self) -> None:
+        places = self._donors()
+        for name, link in list(self._links.items()):
+            if link.is_lost or places.get(name) != link.place:
+                link.lose()
+                if link.status is not None:
+                    # A donor that has never answered may not have heard of this replica's key.
+                    self._lost.add(link.place)
+                self._lost_bytes += link.received_bytes
+                del self._links[name]
+        for name, place in places.items():
+            if name not in self._links and place not in self._lost:
+                self._links[name] = Link(self._context, name, place, self._keys)
+
+    def _usable(self) -> list[Link]:
+        return [link for link in self._links.values() if not link.is_lost]
+
+    def _known(self) -> list[Status]:
+        return [link.status for link in self._usable() if link.status is not None]
+
+    def _log(self) -> dict[tuple[int, int], LoggedRound]:
+        """Return the rounds that any donor has: one that has joined lately has few."""
+        return {key: entry for status in self._known() for key, entry in status.log.items()}
+
+    def _newest(self) -> Status | None:
+        """Return the status of the donor that is furthest; any of them at one round."""
+        return max(self._known(), key=lambda one: [at.round for at in one.standings], default=None)
+
+    # ----------------------------------------------------------------------- bringing forward
+
+    def _bring_forward(self) -> None:
+        status = self._newest()
+        if status is None:
+            return
+        for copy in self.copies:
+            if copy.is_saved:
+                copy.adopt(status, self._log())
+            index, low = copy.part.index, copy.lowest
+            download = self._downloads.get(index)
+            if download is not None and not download.num_missing:
+                del self._downloads[index]
+                self._advance(copy, download)
+            elif low is not None and download is None and low.round < status.standings[index].round:
+                self._begin_download(copy, low, status)
+        if sum(copy.num_dropped for copy in self.copies) > _MAX_COPIES * sum(
+            len(copy.pieces) for copy in self.copies
+        ):
+            self.gave_up = (
+                "the rounds of the group come faster than this replica can copy its state: give "
+                "the members more round_log_bytes, or this replica more join_bandwidth"
+            )
+
+    def _begin_download(self, copy: FragmentCopy, low: Standing, status: Status) -> None:
+        entry = self._log().get((copy.part.index, low.round))
+        if entry is None or (entry.before, entry.num_steps) != (low.history, low.num_steps):
+            # The log has lost the round, or the piece is of another line of training. A donor that
+            # was asked before that round does not know.
+            if all(known.standings[copy.part.index].round > low.round for known in self._known()):
+                copy.forget_at(low.round)
+        elif copy.is_complete or entry.num_bytes <= self._bytes_at(copy, low):
+            self._downloads[copy.part.index] = Download.of(entry)
+
+    def _bytes_at(self, copy: FragmentCopy, low: Standing) -> int:
+        """Return the bytes of the pieces that a round would bring forward."""
+        return sum(copy.bytes_of(piece) for piece in copy.pieces if piece.standing == low)
+
+    def _advance(self, copy: FragmentCopy, download: Download) -> None:
+        try:
+            copy.advance(download.entry, download.payloads)
+        except ValueError:
+            copy.forget_at(download.entry.number)
+
+    # ---------------------------------------------------------------------------------- asking
+
+    def _ask(self) -> None:
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + self._look_s
+            for link in self._usable():
+                if not link.has_open(Kind.STATUS):
+                    link.ask(Kind.STATUS, {}, 0, self._take_status)
+        if self._bytes_per_s is not None:
+            earned = self._bytes_per_s * (now - self._allowed_at)
+            self._allowed_bytes = min(self._allowed_bytes + earned, earned + PIECE_BYTES)
+        self._allowed_at = now
+        self._ask_for_rounds()
+        if self._may_copy:
+            self._ask_for_pieces()
+
+    def _best(self, besides: Callable[[Link], bool] = lambda link: False) -> Link | None:
+        """Return the donor to ask for bytes: the least busy; None if none may be asked now."""
+        if self._bytes_per_s is not None and self._allowed_bytes <= 0:
+            return None
+        able = [link for link in self._usable() if link.may_ask and not besides(link)]
+        return min(able, key=lambda link: link.load, default=None)
+
+    def _spend(self, num_bytes: int) -> None:
+        self._allowed_bytes -= num_bytes
+
+    def _ask_for_rounds(self) -> None:
+        for index, download in self._downloads.items():
+            entry = download.entry
+            while download.wanted and (link := self._best(partial(_lacks, entry))):
+                begin, end = download.wanted[-1]
+                numbers = {"fragment": index, "number": entry.number, "begin": begin, "end": end}
+                take = partial(self._take_payloads, download, begin, end)
+                if not link.ask(Kind.ROUND, numbers, end - begin, take):
+                    continue
+                download.wanted.pop()
+                self._spend(end - begin)
+
+    def _ask_for_pieces(self) -> None:
+        for copy in self.copies:
+            for piece in copy.pieces:
+                if piece.is_asked or copy.is_saved:
+                    continue
+                is_new = piece.standing is None
+                if not is_new and (piece.is_confirmed or copy.standing is None):
+                    continue
+                link = self._best(partial(_cannot_confirm, piece)) if not is_new else self._best()
+                if link is None:
+                    continue
+                numbers = {"fragment": copy.part.index, "begin": piece.begin, "end": piece.end}
+                size = copy.bytes_of(piece) if is_new else 1
+                take = partial(self._take_piece if is_new else self._take_digest, copy, piece)
+                if not link.ask(Kind.STATE if is_new else Kind.DIGEST, numbers, size, take):
+                    continue
+                piece.is_asked = True
+                self._spend(size)
+
+    # ---------------------------------------------------------------------------------- taking
+
+    def _take_status(self, link: Link, answer: Message | None) -> None:
+        if answer is None or answer.kind in (Kind.LATER, Kind.REFUSED):
+            return
+        try:
+            if answer.kind != Kind.IS_AT:
+                raise ValueError(f"a status is expected, got {answer.kind.name}")
+            status = Status.read(answer.numbers, len(self.copies))
+        except ValueError:
+            link.lose()
+            return
+        link.status = status
+
+    def _take_payloads(
+        self, download: Download, begin: int, end: int, link: Link, answer: Message | None
+    ) -> None:
+        values = values_of(link, answer, Kind.PAYLOADS, end - begin)
+        if values is None:
+            download.wanted.append((begin, end))
+            if answer is not None and answer.kind == Kind.GONE:
+                # Every donor's log loses the round: another look tells what is left.
+                if self._downloads.get(download.entry.fragment) is download:
+                    del self._downloads[download.entry.fragment]
+            return
+        download.payloads[begin:end] = torch.frombuffer(values, dtype=torch.uint8)
+        download.num_missing -= end - begin
+
+    def _take_piece(
+        self, copy: FragmentCopy, piece: Piece, link: Link, answer: Message | None
+    ) -> None:
+        piece.is_asked = False
+        values = values_of(link, answer, Kind.ELEMENTS, copy.bytes_of(piece))
+        if values is None or answer is None:
+            return
+        copy.put(piece, standing_of(answer), values)
+        piece.source, piece.is_confirmed = link.name, False
+
+    def _take_digest(
+        self, copy: FragmentCopy, piece: Piece, link: Link, answer: Message | None
+    ) -> None:
+        piece.is_asked = False
+        if answer is None or answer.kind != Kind.HASHED or piece.standing != standing_of(answer):
+            return
+        if answer.numbers["digest"] == copy.digest(piece):
+            piece.is_confirmed = True
+            self._lose_all(piece.doubters)
+            return
+        piece.doubters.add(link.name)
+        if piece.source and len(piece.doubters) < 2:
+            # One of the two is wrong: a third donor, if there is one, decides.
+            return
+        if copy.was_ahead and not piece.source:
+            # The group has gone another way from before the checkpoint.
+            self._refuse(copy)
+        self._lose_all({piece.source})
+        piece.forget()
+        copy.num_dropped += 1
+
+    def _lose_all(self, names: set[str]) -> None:
+        """Ask nothing more of donors that were wrong."""
+        for name in names & self._links.keys():
+            self._links[name].lose()
+
+
+def _lacks(entry: LoggedRound, link: Link) -> bool:
+    """Whether a donor does not have a logged round, or says otherwise of the round."""
+    return link.status is None or link.status.log.get((entry.fragment, entry.number)) != entry
+
+
+def _cannot_confirm(piece: Piece, link: Link) -> bool:
+    return not piece.may_be_confirmed_by(link.name)

@@ -1,0 +1,37 @@
+"""What an error or an end says about a replica and its elastic group."""
+
+from __future__ import annotations
+
+from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError
+from ..elastic.driver import Ended
+
+# Stages of the errors for which a replica waits in vain, by the kind of its driver's end.
+_STAGES = {"waited": "quorum", "failed": "registry"}
+
+
+def error_of(end: Ended) -> SyncError:
+    """Return the error with which a replica ends that has not left by its own will."""
+    if end.kind == "fenced":
+        advice = "start this replica again, and it joins as a newcomer"
+        return LeftBehind(f"{end.reason}: {advice}", stage="view")
+    if end.kind == "refused":
+        return ReplicaMismatch(end.reason, stage="view")
+    return SyncError(end.reason, stage=_STAGES[end.kind])
+
+
+def is_about_group(error: SyncError) -> bool:
+    """Whether other members can go on after this error."""
+    return not isinstance(error, ReplicaMismatch | NonFiniteError)
+
+
+def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the members to which ``replica`` has no way, and those that seem dead."""
+    if error is None:
+        return (), ()
+    cuts = {one for pair in error.cuts if replica in pair for one in pair}
+    return tuple(sorted(cuts - {replica})), tuple(error.missing)
+
+
+def without_advice(error: SyncError) -> str:
+    """Return the message without what it says of ``change_group``."""
+    return str(error).split(": call change_group")[0]

@@ -1,0 +1,188 @@
+"""One replica's part in joining beside training: it serves its state, and copies that of others.
+
+This module needs pyzmq, the extra ``[async]``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ..base.errors import ReplicaMismatch
+from ..elastic.core import events as ev
+from ..elastic.driver import Driver
+from ..elastic.happenings import JoinProgress
+from ..elastic.options import Elastic
+from ..elastic.transfer.donor import Donor
+from ..elastic.transfer.keys import KeyPair, Place
+from ..elastic.transfer.newcomer import Newcomer
+from ..rounds.checkpoint.load import restore_outer
+from ..rounds.checkpoint.save import set_numbers
+from ..rounds.round_log import RoundLog, state_tensors
+from ..rounds.synced import SyncedFragment
+
+logger = logging.getLogger(__name__)
+
+# Bytes of the log for each parameter: seven rounds of int8 among three replicas and more, which
+# have one payload each, and three rounds among two replicas, which have two.
+_LOG_BYTES = 8
+_TURN_S = 0.05
+# Seconds between two reports of how far the copy is.
+_REPORT_S = 1.0
+# Seconds without any progress after which a newcomer asks to be let in all the same.
+_PATIENCE_S = 30.0
+
+
+class StateTransfer:
+    """Serve the outer state of this replica; before it joins a group, copy the group's.
+
+    Args:
+        parts: All fragments, by index.
+        layout: Of saved states, see ``Plan``.
+
+    Raises:
+        ValueError, TypeError: If the checkpoint does not fit the model.
+
+    Attributes:
+        log: Of the rounds that this replica has applied.
+        is_pulling: This replica copies a state and does not ask to be let in yet.
+        caught_up_bytes: That this replica received while all members waited for it.
+    """
+
+    def __init__(self, elastic: Elastic, parts: Sequence[SyncedFragment], layout: int) -> None:
+        self._elastic, self._parts = elastic, list(parts)
+        self._load_saved: Callable[[], None] | None = None
+        if elastic.checkpoint is not None:
+            self._load_saved = restore_outer(parts, elastic.checkpoint, layout)
+        limit = elastic.round_log_bytes
+        num_elements = sum(part.num_elements for part in parts)
+        self.log = RoundLog(_LOG_BYTES * num_elements if limit is None else limit)
+        self.is_pulling = True
+        self.caught_up_bytes = 0
+        self._driver: Driver | None = None
+        self._keys = KeyPair()
+        self._donor = Donor(elastic.interface(), self._keys, self._allowed, parts, self.log)
+        self._newcomer: Newcomer | None = None
+        self._report: Callable[[JoinProgress], None] = lambda progress: None
+        self._reported_at = self._moved_at = time.monotonic()
+        self._mark = -1
+
+    @property
+    def served_bytes(self) -> int:
+        """Bytes of state and of logged rounds that were sent to newcomers."""
+        return self._donor.served_bytes
+
+    def attach(self, driver: Driver, report: Callable[[JoinProgress], None]) -> None:
+        """Publish in the driver's beats where this process serves."""
+        self._driver, self._report = driver, report
+        driver.serves = self._donor.place.to_text()
+
+    def close(self) -> None:
+        """End both sides; idempotent."""
+        self._end_copy()
+        self._donor.close()
+
+    # --------------------------------------------------------------------------- the newcomer
+
+    def turn(self, driver: Driver) -> None:
+        """Copy for a moment; ask to be let in when the copy is at most one round behind."""
+        if driver.beats is None:
+            time.sleep(_TURN_S)
+            return
+        if self._newcomer is None and not driver.donors():
+            # There is no group yet, or none of its members serves.
+            self._be_ready(driver, "")
+            time.sleep(_TURN_S)
+            return
+        newcomer = self._newcomer
+        if newcomer is None:
+            limit = self._elastic.join_bandwidth
+            newcomer = Newcomer(self._keys, self._parts, self._places, limit)
+            self._newcomer, self._moved_at = newcomer, time.monotonic()
+            if self._load_saved is not None:
+                self._load_saved()
+                newcomer.use_saved()
+        newcomer.turn(_TURN_S)
+        self._look(driver, newcomer)
+
+    def _look(self, driver: Driver, newcomer: Newcomer) -> None:
+        now = time.monotonic()
+        if newcomer.received_bytes != self._mark:
+            self._mark, self._moved_at = newcomer.received_bytes, now
+        if now - self._reported_at > _REPORT_S and self.is_pulling:
+            self._reported_at = now
+            self._report(self._progress(newcomer))
+        limit = self._elastic.suspect_after + (_PATIENCE_S if newcomer.has_donor else 0.0)
+        if now - self._moved_at > limit:
+            newcomer.refuse_if_behind()
+        if newcomer.refusal:
+            raise ReplicaMismatch(newcomer.refusal, stage="checkpoint")
+        if newcomer.is_ready:
+            self._be_ready(driver, "")
+        elif newcomer.gave_up:
+            self._be_ready(driver, newcomer.gave_up)
+        elif now - self._moved_at > limit:
+            self._be_ready(driver, f"no donor has sent anything for {limit:g} s")
+
+    def _progress(self, newcomer: Newcomer) -> JoinProgress:
+        return JoinProgress(
+            newcomer.received_bytes,
+            newcomer.total_bytes,
+            newcomer.rounds_behind,
+            not self.is_pulling,
+        )
+
+    def _be_ready(self, driver: Driver, trouble: str) -> None:
+        """Ask to be let in, with whatever is copied."""
+        if not self.is_pulling:
+            return
+        self.is_pulling = False
+        if trouble:
+            logger.warning("the members will wait while this replica copies the state: %s", trouble)
+        if self._newcomer is not None:
+            self._report(self._progress(self._newcomer))
+        driver.tell(ev.Pulled())
+
+    def catch_up(self, targets: Mapping[int, int]) -> None:
+        """Take the rounds that the copy lacks, while the members wait."""
+        newcomer = self._newcomer
+        if newcomer is not None:
+            before = newcomer.received_bytes
+            newcomer.catch_up(targets)
+            newcomer.refuse_if_behind()
+            if newcomer.refusal:
+                raise ReplicaMismatch(newcomer.refusal, stage="checkpoint")
+            self.caught_up_bytes += newcomer.received_bytes - before
+
+    def forget(self) -> None:
+        """Leave nothing of a copy in the fragments: the group begins anew."""
+        self._end_copy()
+        for part in self._parts:
+            for tensor in state_tensors(part)[1:]:
+                tensor.zero_()
+            set_numbers(part, {"round": 0, "last_sent": 0})
+            part.history = 0
+
+    def has_begun(self) -> None:
+        """Serve from now on: this replica holds the state of the group."""
+        self._end_copy()
+        self.is_pulling = False
+        self._donor.has_state = True
+
+    def _end_copy(self) -> None:
+        if self._newcomer is not None:
+            self._newcomer.close()
+            self._newcomer = None
+
+    # ------------------------------------------------------------------------- other processes
+
+    def _places(self) -> dict[str, Place]:
+        assert self._driver is not None
+        found = {name: Place.from_text(text) for name, text in self._driver.donors().items()}
+        return {name: place for name, place in found.items() if place is not None}
+
+    def _allowed(self) -> list[str]:
+        beats = () if self._driver is None else self._driver.beats or ()
+        places = [Place.from_text(beat.serves) for beat in beats]
+        return [place.key for place in places if place is not None]

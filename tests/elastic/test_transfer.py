@@ -1,0 +1,276 @@
+"""A newcomer copies the outer state of replicas that train, bit for bit, whatever donors do."""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import zmq
+from transfer_group import Group, training
+
+from diloco_comm.elastic.transfer import links
+from diloco_comm.elastic.transfer.keys import KeyPair
+from diloco_comm.elastic.transfer.links import Link
+from diloco_comm.elastic.transfer.messages import Kind, Message, pack
+from diloco_comm.methods.outer import SGD, Adam, Nesterov
+from diloco_comm.rounds.round_log import state_tensors
+
+
+def received_some(group: Group) -> bool:
+    return any(piece.standing for copy in group.newcomer.copies for piece in copy.pieces)
+
+
+@pytest.mark.parametrize("outer", [SGD, Nesterov, Adam])
+def test_pieces_of_different_rounds_are_brought_to_one(outer: type) -> None:
+    with training(outer, 2) as group:
+        group.train()
+        group.turn_until(lambda: received_some(group))
+        group.train(2)
+        group.turn_until(group.is_ready)
+        group.train()
+        assert group.newcomer.rounds_behind == 0 or not group.newcomer.is_ready
+        group.check()
+        pieces = [piece for copy in group.newcomer.copies for piece in copy.pieces]
+        assert all(piece.is_confirmed for piece in pieces)
+        assert {piece.source for piece in pieces} <= {"0", "1"}
+
+
+def test_a_suffix_of_rounds_is_all_that_travels_at_the_end() -> None:
+    with training(Nesterov, 1) as group:
+        group.turn_until(group.is_ready)
+        before = group.newcomer.received_bytes
+        assert before == group.newcomer.total_bytes
+        group.train()
+        group.check()
+        # One round of fp32 payloads, and no momentum.
+        rounds = sum(entry.num_bytes for entry in group.replicas[0].log.rounds())
+        assert group.newcomer.received_bytes - before == rounds
+
+
+def test_rounds_that_the_log_has_lost_cost_pieces_not_the_join() -> None:
+    with training(Nesterov, 1, log_bytes=6 << 20) as group:
+        group.turn_until(lambda: received_some(group))
+        group.train(4)
+        group.turn_until(group.is_ready)
+        assert sum(copy.num_dropped for copy in group.newcomer.copies) > 0
+        group.check()
+
+
+def test_rounds_that_come_too_fast_end_the_copy() -> None:
+    with training(Nesterov, 1, log_bytes=0, width=64) as group:
+
+        def is_over() -> bool:
+            group.train()
+            return bool(group.newcomer.gave_up)
+
+        group.turn_until(is_over)
+        assert "round_log_bytes" in group.newcomer.gave_up
+        assert not group.newcomer.is_ready
+
+
+def test_a_donor_that_dies_costs_pieces_not_the_join() -> None:
+    with training(Nesterov, 2) as group:
+        group.turn_until(lambda: received_some(group))
+        group.kill(0)
+        del group.places["0"]
+        group.train()
+        group.turn_until(group.is_ready)
+        group.check()
+
+
+def test_a_donor_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_STALL_S", 1.0)
+    with training(Nesterov, 2) as group:
+        group.turn_until(lambda: received_some(group))
+        group.kill(0)
+        group.turn_until(group.is_ready)
+        group.check()
+
+
+def test_a_donor_whose_bytes_do_not_fit_the_digest_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with training(Nesterov, 2) as group:
+        liar = group.replicas[0].donor
+        answer = liar._answer
+
+        def garbled(request: Message) -> Message:
+            found = answer(request)
+            if not len(found.body):
+                return found
+            body = bytearray(found.body)
+            body[7] ^= 1
+            return Message(found.kind, found.number, found.numbers, body)
+
+        monkeypatch.setattr(liar, "_answer", garbled)
+        group.train()
+        group.turn_until(group.is_ready)
+        group.check()
+        assert all(piece.source == "1" for copy in group.newcomer.copies for piece in copy.pieces)
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_a_donor_with_another_state_is_outvoted(liar: int) -> None:
+    with training(Nesterov, 3) as group:
+        state_tensors(group.replicas[liar].parts[0])[1][17] = 3.0
+        truth = group.replicas[2]
+        group.train()
+        group.turn_until(group.is_ready)
+        group.replicas[0] = truth
+        group.check()
+
+
+def test_of_two_donors_that_differ_neither_ends_the_copy() -> None:
+    """The members compare the digests before they let the copy count."""
+    with training(Nesterov, 2) as group:
+        state_tensors(group.replicas[1].parts[0])[1][17] = 3.0
+        group.turn_until(group.is_ready)
+        pieces = [piece for copy in group.newcomer.copies for piece in copy.pieces]
+        assert sum(not piece.is_confirmed for piece in pieces) == 1
+
+
+def test_a_limit_of_bytes_is_kept() -> None:
+    with training(Nesterov, 2, bytes_per_s=1.0) as group:
+        group.turn_until(lambda: received_some(group))
+        for _ in range(20):
+            group.newcomer.turn(0.01)
+        # One message, and the next when its bytes are earned.
+        assert group.newcomer.received_bytes <= 4 << 20
+
+
+# ------------------------------------------------------------------------- from a checkpoint
+
+
+def test_from_a_checkpoint_only_the_rounds_since_travel() -> None:
+    with training(Nesterov, 2, seed=1) as group:
+        group.train_newcomer(2)
+        group.train(4)
+        group.turn_until(group.is_ready)
+        group.check()
+        entries = group.replicas[0].log.rounds()
+        suffix = sum(entry.num_bytes for entry in entries if entry.number >= 2)
+        assert group.newcomer.received_bytes == suffix
+
+
+@pytest.mark.parametrize(("seed", "log_bytes"), [(2, 1 << 27), (1, 6 << 20)])
+def test_a_checkpoint_that_does_not_fit_is_copied_anew(seed: int, log_bytes: int) -> None:
+    """It is of another training, or older than the logs."""
+    with training(Nesterov, 2, seed=seed, log_bytes=log_bytes) as group:
+        group.train_newcomer(2)
+        group.train(4)
+        group.turn_until(group.is_ready)
+        group.check()
+        assert group.newcomer.received_bytes >= group.newcomer.total_bytes
+        assert not group.newcomer.refusal
+
+
+def test_a_checkpoint_may_hold_a_round_that_the_group_is_about_to_apply() -> None:
+    with training(Nesterov, 2, seed=1, width=64) as group:
+        group.train_newcomer(3)
+        group.train(2)
+        group.turn_until(lambda: any(copy.was_ahead for copy in group.newcomer.copies))
+        assert not group.newcomer.is_ready
+        group.train()
+        group.turn_until(group.is_ready)
+        group.check()
+        assert group.newcomer.received_bytes == 0
+
+
+def test_a_checkpoint_ahead_of_the_group_is_refused() -> None:
+    with training(Nesterov, 2, seed=1, width=64) as group:
+        group.train_newcomer(4)
+        group.train(2)
+        group.turn_until(lambda: any(copy.was_ahead for copy in group.newcomer.copies))
+        group.newcomer.refuse_if_behind()
+        assert "outer steps of fragment" in group.newcomer.refusal
+        assert group.newcomer.received_bytes == 0
+
+
+def test_a_group_that_goes_another_way_than_the_checkpoint_is_not_joined() -> None:
+    with training(Nesterov, 2, seed=1, width=64) as group:
+        group.train_newcomer(3)
+        group.train(2)
+        for replica in group.replicas:
+            state_tensors(replica.parts[0])[1][3] += 1.0
+        group.turn_until(lambda: any(copy.was_ahead for copy in group.newcomer.copies))
+        group.train(2)
+        group.turn_until(lambda: bool(group.newcomer.refusal))
+
+
+# -------------------------------------------------------------------------- what is no request
+
+
+def ask_raw(group: Group, content: bytes) -> None:
+    url = urlsplit(group.replicas[0].donor.place.address)
+    assert url.hostname and url.port
+    with socket.create_connection((url.hostname, url.port), timeout=5) as connection:
+        connection.sendall(content)
+
+
+@pytest.mark.parametrize("content", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 5000])
+def test_garbage_on_the_port_harms_nobody(content: bytes) -> None:
+    with training(SGD, 1, width=32) as group:
+        ask_raw(group, content)
+        group.turn_until(group.is_ready)
+        group.check()
+
+
+FRAMES = [
+    [b"x"],
+    [b"", b"", b""],
+    [b"DCTR" + bytes(12), b"{}", b""],
+    pack(Message(Kind.STATE, 1, {"fragment": 0})),
+    pack(Message(Kind.STATE, 1, {"fragment": -1, "begin": 0, "end": 1})),
+    pack(Message(Kind.STATE, 1, {"fragment": 0, "begin": 0, "end": 1 << 40})),
+    pack(Message(Kind.ROUND, 1, {"fragment": 0, "number": 9, "begin": 5, "end": 1})),
+    pack(Message(Kind.IS_AT, 1, {})),
+    [pack(Message(Kind.STATUS, 1))[0], b"[" * 900, b""],
+]
+
+
+@pytest.mark.parametrize("frames", FRAMES)
+def test_messages_that_are_none_harm_nobody(frames: list[bytes]) -> None:
+    with training(SGD, 1, width=32) as group:
+        group.turn_until(lambda: any(link.status for link in group.newcomer._usable()))
+        group.newcomer._usable()[0].socket.send_multipart(frames)
+        group.turn_until(group.is_ready)
+        group.check()
+
+
+def test_a_process_with_another_key_gets_nothing() -> None:
+    with training(SGD, 1, width=32) as group, zmq.Context() as context:
+        answers: list[Message | None] = []
+        link = Link(context, "0", group.replicas[0].donor.place, KeyPair())
+        for _ in range(50):
+            link.ask(Kind.STATUS, {}, 0, lambda _, answer: answers.append(answer))
+            link.receive()
+            group.newcomer.turn(0.01)
+        assert not answers
+        assert group.newcomer.has_donor
+        link.lose()
+
+
+def test_a_replica_without_state_serves_nothing() -> None:
+    with training(SGD, 1, width=32) as group:
+        group.replicas[0].donor.has_state = False
+        for _ in range(20):
+            group.newcomer.turn(0.01)
+        assert group.newcomer.received_bytes == 0
+        assert not group.newcomer.is_ready
+
+
+def test_the_log_keeps_the_latest_rounds_within_its_limit() -> None:
+    with training(SGD, 1, width=32, log_bytes=4 * (32 * 33) * 5) as group:
+        group.train(4)
+        log = group.replicas[0].log
+        entries = [(entry.number, entry.fragment) for entry in log.rounds()]
+        size = log.rounds()[0].num_bytes
+        assert entries == sorted(entries) and entries[-1] == (3, 1)
+        assert len(entries) == log.max_bytes // size < 8
+        assert log.num_bytes <= log.max_bytes
+        oldest = log.rounds()[0]
+        assert log.read(oldest.fragment, oldest.number - 1, 0, 4) is None
+        payload = log.read(oldest.fragment, oldest.number, 0, 4)
+        assert payload is not None and payload.dtype == torch.uint8

@@ -1,0 +1,149 @@
+"""Replicas with outer states and donors, in one process with real sockets, and their rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco_comm import WireFormat
+from diloco_comm.elastic.transfer.donor import Donor
+from diloco_comm.elastic.transfer.keys import KeyPair, Place
+from diloco_comm.elastic.transfer.newcomer import Newcomer
+from diloco_comm.exchange.headers import Header
+from diloco_comm.exchange.work import Mean
+from diloco_comm.methods.outer import OuterOptimizer
+from diloco_comm.methods.outer_state import Update
+from diloco_comm.ops.digests import digest_of
+from diloco_comm.ops.wire import Layout
+from diloco_comm.replica.fragments import make_fragments, trainable_parameters
+from diloco_comm.rounds.agreement import history
+from diloco_comm.rounds.round_log import RoundLog, state_tensors
+from diloco_comm.rounds.synced import SyncedFragment
+
+# Two fragments of three pieces each, with the momentum of Nesterov.
+WIDTH = 1100
+WIRE = WireFormat("fp32")
+
+
+class Replica:
+    """The outer state of one replica, its log and its donor."""
+
+    def __init__(self, outer: OuterOptimizer, seed: int, log_bytes: int, width: int) -> None:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fragments = make_fragments(model, trainable_parameters(model, [optimizer]), 2)
+        self.parts = [SyncedFragment(one, outer, WIRE, False, carries=False) for one in fragments]
+        self.log = RoundLog(log_bytes)
+        for part in self.parts:
+            part.read_local()
+            history.begin(part, is_shared=True)
+
+    def serve(self, allowed: Callable[[], list[str]]) -> None:
+        self.donor = Donor("127.0.0.1", KeyPair(), allowed, self.parts, self.log)
+        self.donor.has_state = True
+
+    def take_round(self, fragment: int) -> None:
+        """Take an outer step on a gradient that follows from fragment and round."""
+        part = self.parts[fragment]
+        number = part.round
+        generator = torch.Generator().manual_seed(1000 * fragment + number)
+        layout = Layout.plan(part.num_elements, 1, 1, WIRE)
+        payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
+        gradient = torch.randn(part.num_elements, generator=generator)
+        payload[: 4 * part.num_elements] = gradient.view(torch.uint8)
+        header, digest = Header(outer_lr=0.7), digest_of([payload])
+        mean = Mean([(payload, 1.0)], layout, [header], [1.0], {}, 0, 0, digest=digest)
+        with self.log.writing(part):
+            part.state.step(Update(mean.terms, part.tensors(), layout, 0.7))
+            before = part.history
+            part.round = number + 1
+            history.applied(part, number, mean)
+            self.log.add(part, number, before, mean)
+
+    def shown(self) -> Any:
+        """Return all that replicas compare."""
+        return [
+            (part.round, part.history, part.state.num_steps, digest_of(state_tensors(part)))
+            for part in self.parts
+        ]
+
+
+class Group:
+    """Replicas that train together, and one that wants to join.
+
+    Args:
+        bytes_per_s, seed: Of the newcomer; the others have the seed 1.
+    """
+
+    def __init__(
+        self,
+        outer: Callable[[], OuterOptimizer],
+        size: int,
+        *,
+        log_bytes: int = 1 << 27,
+        width: int = WIDTH,
+        bytes_per_s: float | None = None,
+        seed: int = 2,
+    ) -> None:
+        keys = KeyPair()
+        self.replicas = [Replica(outer(), 1, log_bytes, width) for _ in range(size)]
+        for replica in self.replicas:
+            replica.serve(lambda: [keys.text])
+        self.places = {f"{i}": one.donor.place for i, one in enumerate(self.replicas)}
+        self.fresh = Replica(outer(), seed, log_bytes, width)
+        self.newcomer = Newcomer(keys, self.fresh.parts, self.donors, bytes_per_s)
+
+    def donors(self) -> dict[str, Place]:
+        return self.places
+
+    def train(self, num_rounds: int = 1) -> None:
+        for _ in range(num_rounds):
+            for replica in self.replicas:
+                for fragment in range(2):
+                    replica.take_round(fragment)
+
+    def train_newcomer(self, num_rounds: int) -> None:
+        """Let the newcomer hold a state like that of a checkpoint."""
+        for _ in range(num_rounds):
+            for fragment in range(2):
+                self.fresh.take_round(fragment)
+        self.newcomer.use_saved()
+
+    def turn_until(self, is_done: Callable[[], bool], seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_done():
+            self.newcomer.turn(0.02)
+            assert time.monotonic() < deadline, self.newcomer.received_bytes
+
+    def is_ready(self) -> bool:
+        """Whether the newcomer is ready, and has heard of the rounds that were taken last."""
+        status = self.newcomer._newest()
+        rounds = [part.round for part in self.replicas[0].parts]
+        has_heard = status is not None and [at.round for at in status.standings] == rounds
+        return has_heard and self.newcomer.is_ready
+
+    def kill(self, number: int) -> None:
+        """End a donor; its replica goes on training."""
+        self.replicas[number].donor.close()
+
+    def check(self) -> None:
+        """Let the newcomer take the last rounds; it must then equal the others."""
+        truth = self.replicas[0].shown()
+        self.newcomer.catch_up({index: one[0] for index, one in enumerate(truth)})
+        assert self.fresh.shown() == truth
+
+
+@contextmanager
+def training(*arguments: Any, **options: Any) -> Iterator[Group]:
+    group = Group(*arguments, **options)
+    with ExitStack() as stack:
+        stack.callback(group.newcomer.close)
+        for replica in group.replicas:
+            stack.callback(replica.donor.close)
+        yield group
