@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..base.errors import SyncError
+from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from ..elastic.core import events as ev
 from ..elastic.differences import found_difference
 from ..elastic.driver import Driver, Ended
