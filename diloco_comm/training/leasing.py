@@ -28,6 +28,9 @@ class Leasing:
         self.book: Book | None = None
         self.shape: Any = None
         self.plan: Plan | None = None
+        # What the members of the present view said at its beginning, and its first inner step.
+        self._known: dict[int, Held] = {}
+        self._step = -1
 
     def change(self, exchange: Exchange, parts: Sequence[SyncedPart], before: int) -> None:
         """Agree on the next plan, when the members have met; every member calls this.
@@ -58,6 +61,8 @@ class Leasing:
         if self.book is not None:
             assert self.plan is not None
             self.book.turn(self.plan, held, before, agreed)
+        self._known = {r: held.get(r, Held(start=agreed)) for r in exchange.members}
+        self._step = agreed
 
     def _own(self, before: int, applied: int, agreed: int) -> Held | None:
         """Return what this replica says; all its workers say the same."""
@@ -106,5 +111,6 @@ class Leasing:
             )
         self.shape = shape
         plan = Plan(members) if self.plan is None else self.plan
-        self.book = Book(replica, shape["lost"], plan, step)
+        begun = step if self._step < 0 else self._step
+        self.book = Book(replica, shape["lost"], plan, begun, known=dict(self._known))
         return self.book
