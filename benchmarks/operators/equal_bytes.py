@@ -1,4 +1,4 @@
-"""Compare the bytes of all CPU implementations on a billion random elements of each wire.
+"""Compare the bytes of all CPU implementations on up to a billion random elements of each wire.
 
     python -m benchmarks.operators.equal_bytes --limit-s 200  # repeat until it is done
     python -m benchmarks.operators.equal_bytes --report

@@ -306,8 +306,7 @@ class Driver:
             self._publish(_form=action)
         elif isinstance(action, ev.Enter):
             self._publish(_entered=action.view, is_change_wanted=False, is_broken=False)
-            if self._folder is not None:
-                self._folder.remember(action.view.run, self.state.key)
+            self._note(lambda folder: folder.remember(action.view.run, self.state.key))
         elif isinstance(action, ev.Abandon):
             self._abandon(action.number)
         elif isinstance(action, ev.Pend):
@@ -320,11 +319,19 @@ class Driver:
         elif isinstance(action, ev.Refuse):
             self._end("refused", action.reason)
         elif isinstance(action, ev.Drained):
-            if self._folder is not None and self.state.stage != FINISHED:
-                self._folder.note_leaving()
+            if self.state.stage != FINISHED:
+                self._note(StateFolder.note_leaving)
             self._end("drained", "this replica has left")
         elif isinstance(action, ev.Wait):
             self.waiting_for = action.reason
+
+    def _note(self, write: Callable[[StateFolder], None]) -> None:
+        """Write into the launcher's folder; a full disk there must not end the membership."""
+        if self._folder is not None:
+            try:
+                write(self._folder)
+            except (OSError, ValueError) as error:
+                logger.warning("the launcher's state folder was not written: %s", error)
 
     def _swap(self, action: ev.Swap) -> None:
         try:

@@ -16,6 +16,7 @@ from ..base.checks import flag, integer, not_negative, timeout_seconds
 from ..base.errors import SyncError
 from ..exchange.waiting import WaitLog
 from . import core
+from .exits import LEFT_STAGE
 from .hosting import own_interface
 from .registry import connect
 from .registry.protocol import Registry, RegistryUnavailable, check_run
@@ -156,6 +157,10 @@ class Elastic:
                     raise SyncError(
                         f"waited {limit:g} s for the registry: {error}", stage="registry"
                     ) from error
+            folder = self.folder()
+            if folder is not None and folder.is_asked_to_leave:
+                registry.close()
+                raise SyncError("asked to leave before the registry answered", stage=LEFT_STAGE)
             log.tick(lambda: f"the registry at {self.registry}")
             time.sleep(PERIOD_S)
 

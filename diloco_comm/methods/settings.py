@@ -94,7 +94,11 @@ class Settings:
     def shared(self) -> dict[str, Any]:
         """Return the settings that replicas compare: all that must be equal."""
         parts = {"outer": self.outer.shared_config(), "overlap": self.overlap.shared_config()}
-        return {**self.as_json(), **parts}
+        values = {**self.as_json(), **parts}
+        if isinstance(values["wire"], dict):
+            # A pattern has its place: the first one that matches a name counts.
+            values["wire"] = [list(pair) for pair in values["wire"].items()]
+        return values
 
 
 Config = Mapping[str, Any] | str | os.PathLike[str]

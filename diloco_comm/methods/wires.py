@@ -37,6 +37,8 @@ class Wires:
             ValueError: If a name, a pattern or the block size cannot be, or ``"rest"`` is not last.
             TypeError: If ``wire`` is none of these.
         """
+        if isinstance(wire, Wires):
+            return wire
         if wire == "auto":
             raise ValueError(
                 "wire='auto' is no wire: a DiLoCo does not know the link. Let `diloco-comm plan "

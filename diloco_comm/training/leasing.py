@@ -87,8 +87,8 @@ class Leasing:
             if other != known[0][1]:
                 raise ReplicaMismatch(
                     f"the ElasticSamplers of replicas {lowest} and {replica} differ: "
-                    f"{known[0][1][:2]} and {other[:2]}; give all replicas the same arguments, and "
-                    "the same saved state or none",
+                    f"{_words(known[0][1])} and {_words(other)}; give all replicas the same "
+                    "arguments, and the same saved state or none",
                     stage="view",
                 )
         self.shape = shape
@@ -114,3 +114,8 @@ class Leasing:
         begun = step if self._step < 0 else self._step
         self.book = Book(replica, shape["lost"], plan, begun, known=dict(self._known))
         return self.book
+
+
+def _words(plan: Sequence[Any]) -> str:
+    shape, first, again = plan
+    return f"{shape}, next lease {first}, to be given out again {again}"

@@ -31,7 +31,8 @@ class ElasticSampler(Sampler[int]):
 
     Pass it to ``DataLoader(..., sampler=, batch_size=)`` and iterate over the loader once. With
     ``num_workers > 0`` the loader takes samples ahead of the training, at most ``num_workers *
-    prefetch_factor`` batches. They stay this replica's own when the view changes.
+    prefetch_factor`` batches. They stay this replica's own when the view changes. Leave the loop
+    when ``diloco.is_done`` is true: a step on a batch taken ahead would not be shared.
 
     Args:
         data: The data set, or the number of its samples.

@@ -133,7 +133,9 @@ def test_an_error_ends_the_process_with_its_status(zygote: Zygote, error: str, s
     [
         ((), False, False, exits.DONE),
         ((), True, False, exits.LEFT),
-        ((), False, True, exits.LEFT),
+        ((), False, True, exits.DONE),
+        ((), True, True, exits.LEFT),
+        ((1,), True, False, 1),
         ((-9, -15), False, False, exits.RESTART),
         ((1,), False, False, exits.RESTART),
         ((75,), False, False, exits.RESTART),

@@ -15,7 +15,7 @@ EXAMPLES = """Examples:
 
 \b
 diloco-comm launch --registry tcp://127.0.0.1:29400 --run llama-1b train.py
-diloco-comm launch --registry tcp://10.0.0.5:29400 --run llama-1b --nproc-per-node 8 train.py --lr 1
+diloco-comm launch --registry tcp://10.0.0.5:29400 --key paris.key_secret --run llama train.py
 """
 SETTINGS = {"allow_interspersed_args": False}
 

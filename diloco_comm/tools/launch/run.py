@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -24,10 +25,12 @@ from ..common.exits import FAILED, note
 
 # Seconds before the first restart; the pause doubles up to the longest, times 0.5 to 1.5.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-# A replica that ran so long has not failed in a row.
+# A process that lived so long has not failed in a row.
 _STEADY_S = 300.0
 # Statuses after which the replica is not started again.
 _FINAL = (exits.MISFIT, exits.UNAVAILABLE, exits.LEFT)
+# Seconds between two looks at signals and at torchrun.
+_LOOK_S = 0.1
 # Seconds for which torchrun waits for workers that it has told to end.
 _SHUTDOWN_S = 10
 
@@ -83,7 +86,7 @@ class Launcher:
         self._lock = _lock(launch.folder)
         self._folder.last_process(launch.run)
         self._signals: list[str] = []
-        self._wakes = threading.Event()
+        self._num_heeded = 0
 
     def run(self) -> int:
         """Start the replica as often as needed; return the exit status of the launcher."""
@@ -97,8 +100,9 @@ class Launcher:
         num_restarts = 0
         while True:
             began = time.monotonic()
-            status = outcome(self._run_once(), self._folder.has_left, bool(self._signals))
-            if status in (exits.DONE, *_FINAL) or self._signals:
+            failed = self._run_once()
+            status = outcome(failed, self._folder.has_left, bool(self._signals))
+            if status in (exits.DONE, *_FINAL) or self._signals or self._folder.has_left:
                 return status
             if time.monotonic() - began > _STEADY_S:
                 num_restarts = 0
@@ -111,8 +115,11 @@ class Launcher:
                 f"the replica has ended with status {status} and starts again in {pause:.1f} s "
                 f"(restart {num_restarts} of {self._launch.max_restarts})"
             )
-            if self._wakes.wait(pause):
-                return exits.LEFT
+            until = time.monotonic() + pause
+            while time.monotonic() < until:
+                if self._signals:
+                    return exits.LEFT
+                time.sleep(_LOOK_S)
 
     def _run_once(self) -> tuple[int, ...]:
         """Run the workers; return the exit statuses of those that have failed."""
@@ -121,7 +128,8 @@ class Launcher:
         thread = threading.Thread(target=lambda: failed.append(self._torchrun()))
         thread.start()
         while thread.is_alive():
-            thread.join(0.2)
+            thread.join(_LOOK_S)
+            self._heed_signals()
         return failed[0] if failed else (FAILED,)
 
     def _torchrun(self) -> tuple[int, ...]:
@@ -134,19 +142,26 @@ class Launcher:
         return ()
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        name = signal.Signals(number).name
-        self._signals.append(name)
-        self._folder.ask_to_leave()
-        self._wakes.set()
-        if len(self._signals) == 1:
-            note(f"{name}: the replica leaves at its next boundary; a second signal ends it now")
+        # A handler that took a lock could wait for the very code that it interrupts.
+        self._signals.append(signal.Signals(number).name)
+
+    def _heed_signals(self) -> None:
+        """Let the replica leave after the first signal; end its workers after the second."""
+        if len(self._signals) == self._num_heeded:
             return
-        for pid in _children():
+        is_first, self._num_heeded = self._num_heeded == 0, len(self._signals)
+        if len(self._signals) > 1:
+            _kill_children()
+        if is_first:
             try:
-                # Each worker leads a session of its own.
-                os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+                self._folder.ask_to_leave()
+            except OSError as error:
+                note(f"the replica cannot be asked to leave: {error}; a second signal ends it")
+                return
+            note(
+                f"{self._signals[0]}: the replica leaves at its next boundary; a second signal "
+                "ends it now"
+            )
 
 
 def outcome(failed: Collection[int], has_left: bool, is_asked: bool) -> int:
@@ -154,16 +169,16 @@ def outcome(failed: Collection[int], has_left: bool, is_asked: bool) -> int:
 
     Args:
         failed: Exit statuses of the workers that have failed, negative for a signal.
-        has_left: The replica has left its group, as it was asked to.
+        has_left: The replica has left its group; then it is not started again.
         is_asked: The launcher has asked for that.
     """
     for status in _FINAL:
         if status in failed:
             return status
     if not failed:
-        return exits.LEFT if has_left or is_asked else exits.DONE
+        return exits.LEFT if has_left else exits.DONE
     # A worker that was lost takes its workmates along.
-    return FAILED if is_asked else exits.RESTART
+    return FAILED if is_asked or has_left else exits.RESTART
 
 
 def pause_s(num_restarts: int) -> float:
@@ -186,7 +201,11 @@ def _lock(folder: Path) -> Any:
     return file
 
 
-def _children() -> list[int]:
-    """Return the processes that this one has started."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for one in lists for pid in one.read_text().split()]
+def _kill_children() -> None:
+    """End the processes that this one has started; each leads a session of its own."""
+    for one in list(Path("/proc/self/task").glob("*/children")):
+        # A thread, or a child, may have ended meanwhile.
+        with contextlib.suppress(OSError):
+            for pid in one.read_text().split():
+                with contextlib.suppress(OSError):
+                    os.killpg(int(pid), signal.SIGKILL)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.wire import WIRES, WireFormat
+from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
 from .request import Request
 
 # Loss beyond that of fp32 (nats a byte) after 30 rounds of 10 inner steps: a model of 118,000
@@ -97,7 +97,8 @@ def _reason(request: Request, share: float, target: float, refused: list[str]) -
 
 def _with_wire(request: Request, wire: str) -> Request:
     has_choice = WireFormat(wire).has_element_codes
-    block_size = request.block_size if has_choice else WireFormat().block_size
+    is_choice = has_choice and request.wire in ELEMENT_WIRES
+    block_size = request.block_size if is_choice else WireFormat().block_size
     return replace(request, wire=wire, bits=None, block_size=block_size)
 
 
