@@ -1,7 +1,6 @@
 """The exchange engine of one replica: averages a fragment's payloads over all replicas.
 
-The work is done by a C++ thread (``csrc/exchange``) on process groups of its own; this class checks
-arguments, owns the buffers and turns failures into exceptions.
+A C++ thread (``csrc/exchange``) works on process groups of its own; this class checks arguments.
 """
 
 from __future__ import annotations
