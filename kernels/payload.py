@@ -78,9 +78,12 @@ def _load_codes(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
 @triton.jit
 def load_values(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
     """Decode a part of a run to a tile; elements that do not exist are 0."""
+    # Triton compiles what follows a branch that returns, too.
     if FORM[3] == 0:
-        return load_blocks(run_ptr, part, FORM, FULL)
-    return _load_elements(run_ptr, part, FORM, FULL)
+        values = load_blocks(run_ptr, part, FORM, FULL)
+    else:
+        values = _load_elements(run_ptr, part, FORM, FULL)
+    return values
 
 
 @triton.jit
