@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.against_torchft import peer as torchft_peer
 from benchmarks.exchange import netns
 from benchmarks.support import common
+from diloco_comm.ops.wire import WireFormat
 from diloco_comm.tools.common import outputs
 
 _SKIPPED = 77  # exit status of private_loopback.py where making a namespace is not allowed
@@ -128,6 +129,37 @@ def shaped_link(bar: int, rate: str, size: str) -> Iterator[Figure]:
             name = f"all-reduce {size}iB over {rate}, W={world}, {wire}, x gloo fp32"
             must, aim = limits[bar, wire]
             yield Figure(bar, name, value, must, aim, reason=reason)
+
+
+def block_operators(size: int = 1 << 30) -> Iterator[Figure]:
+    """Bars 19 to 21: kernels of the wires below four bits against the machine's memory."""
+    for figure in run_benchmark("operators.roofline", "--block-bars", "--size", size):
+        yield Figure(**figure)
+
+
+def block_wires_on_link(rate: str = "100mbit", size: str = "32M") -> Iterator[Figure]:
+    """Bar 22: speed-up of the wires below four bits over gloo fp32 where the link is the limit.
+
+    With four ranks the least figure is 85 % of the ratio of the bytes that a rank receives.
+    """
+    least = {"int2r": 13.0, "int1r": 24.0, "sub8": 100.0}
+    reason = netns.missing() or ""
+    for world in (2, 4):
+        options = ["-b", size, "-e", size, "-n", 7, "-w", 1, "--wire", ",".join(least)]
+        rows = [] if reason else run_on_link(world, rate, *options)
+        for wire, must_of_two in least.items():
+            value = None if reason else row_of(rows, wire)["vs_reference"]
+            must = must_of_two if world == 2 else 0.85 * ratio_of_bytes(wire, world)
+            name = f"all-reduce {size}iB over {rate}, W={world}, {wire}, x gloo fp32"
+            yield Figure(22, name, value, must, None, reason=reason)
+
+
+def ratio_of_bytes(wire: str, world: int) -> float:
+    """Return the bytes that a rank receives in gloo's fp32 all-reduce over those on a wire."""
+    form = WireFormat(wire)
+    phases = 2 * (world - 1) / world
+    payloads = world - 1 if form.is_gathered else phases
+    return phases * 32 / (payloads * form.bits_per_element)
 
 
 def loopback() -> Iterator[Figure]:
@@ -263,6 +295,7 @@ def of_peers(
 
 
 OPERATOR_BARS = (1, 2, 3, 4, 5, 6, 7, 8)
+BLOCK_OPERATOR_BARS = (19, 20, 21)
 GROUPS: dict[tuple[int, ...], Callable[[], Iterator[Figure]]] = {
     OPERATOR_BARS: operators,
     (9,): functools.partial(shaped_link, 9, "1gbit", "64M"),
@@ -271,6 +304,8 @@ GROUPS: dict[tuple[int, ...], Callable[[], Iterator[Figure]]] = {
     (13, 14): bytes_and_bits,
     (15,): steady_state,
     (16, 17, 18): outer_step,
+    BLOCK_OPERATOR_BARS: block_operators,
+    (22,): block_wires_on_link,
 }
 
 
@@ -301,7 +336,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=parse_only, default="", help="bars to measure, as 9,10")
     parser.add_argument(
-        "--size", type=common.parse_size, default=1 << 30, help="bytes of parameters, bars 1 to 8"
+        "--size",
+        type=common.parse_size,
+        default=1 << 30,
+        help="bytes of parameters, bars 1 to 8, 19 to 21",
     )
     everything = "all bars: benchmarks/results/bars.json"
     common.add_output(parser, help=f"results file, the text goes beside it (.txt); {everything}")
@@ -312,11 +350,15 @@ def main() -> int:
         for path in (args.json, args.json.with_suffix(".txt")):
             common.check_default(parser, "--json", path)
     size = common.format_size(args.size)
-    report = common.Report("bars", link="loopback; 9 and 10: network namespaces", size=size)
+    report = common.Report("bars", link="loopback; 9, 10 and 22: network namespaces", size=size)
     report.print("#")
     report.print(f"#{'bar':>3}  {'what':<52} {'figure':>9}  {'must':>9} {'aim':>6}  verdict")
     figures: list[Figure] = []
-    groups = {**GROUPS, OPERATOR_BARS: functools.partial(operators, args.size)}
+    groups = {
+        **GROUPS,
+        OPERATOR_BARS: functools.partial(operators, args.size),
+        BLOCK_OPERATOR_BARS: functools.partial(block_operators, args.size),
+    }
     try:
         with common.stoppable():
             for bars, measure in groups.items():

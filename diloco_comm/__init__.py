@@ -32,9 +32,12 @@ from .training.presets import co2, eager_diloco, fedavg, local_sgd, streaming_di
 
 if TYPE_CHECKING:
     from .elastic.options import Elastic
+    from .training.sampler import ElasticSampler
 
 # What only few programs need.
-__getattr__ = lazy_names(__name__, ".elastic.options", "Elastic")
+__getattr__ = lazy_names(
+    __name__, {"Elastic": ".elastic.options", "ElasticSampler": ".training.sampler"}
+)
 
 __version__ = "0.1.0"
 
@@ -47,6 +50,7 @@ __all__ = [
     "DiLoCo",
     "Eager",
     "Elastic",
+    "ElasticSampler",
     "FromTorch",
     "HeavyBall",
     "LeftBehind",

@@ -11,7 +11,7 @@ from torch import Tensor
 from .tiles import DTYPES
 
 # Bits of a code, and the largest magnitude it stands for (0: the wire has no scales).
-WIRES = {
+ELEMENT_WIRES = {
     "fp32": (32, 0.0),
     "bf16": (16, 0.0),
     "fp16": (16, 0.0),
@@ -21,6 +21,16 @@ WIRES = {
     "int4": (4, 7.0),
     "e3m0": (4, 16.0),
 }
+# Elements of a block, and bytes of its code; a block has a code as a whole.
+ROTATED_WIRES = {
+    "int2r": (256, 64),
+    "int1r": (256, 32),
+    "sub2": (1024, 64),
+    "sub4": (1024, 32),
+    "sub8": (1024, 16),
+    "sub16": (1024, 8),
+}
+WIRES = (*ELEMENT_WIRES, *ROTATED_WIRES)
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 MAX_TERMS = 1024
 MAX_ELEMENTS = 1 << 48
@@ -39,19 +49,30 @@ class RunLayout:
     run_elements: int
 
     @property
+    def is_rotated(self) -> bool:
+        return self.wire in ROTATED_WIRES
+
+    @property
     def code_bits(self) -> int:
-        return WIRES[self.wire][0]
+        """Bits of the code of an element; 0 in a rotated wire."""
+        return 0 if self.is_rotated else ELEMENT_WIRES[self.wire][0]
 
     @property
     def qmax(self) -> float:
-        return WIRES[self.wire][1]
+        return 0.0 if self.is_rotated else ELEMENT_WIRES[self.wire][1]
 
     @property
     def code_offset(self) -> int:
-        return _align(2 * (self.run_elements // self.block_size)) if self.qmax else 0
+        if not (self.qmax or self.is_rotated):
+            return 0
+        key_bytes = 8 if self.is_rotated else 0
+        return _align(key_bytes + 2 * (self.run_elements // self.block_size))
 
     @property
     def run_bytes(self) -> int:
+        if self.is_rotated:
+            block, num_bytes = ROTATED_WIRES[self.wire]
+            return self.code_offset + _align(self.run_elements // block * num_bytes)
         return self.code_offset + _align(-(-self.run_elements * self.code_bits // 8))
 
     def check_range(self, begin: int, end: int, num_elements: int) -> None:
@@ -82,7 +103,12 @@ def check_layout(wire: str, block_size: int, run_elements: int) -> RunLayout:
     """Return the layout, or raise ValueError."""
     if wire not in WIRES:
         raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
-    if block_size not in BLOCK_SIZES:
+    if wire in ROTATED_WIRES:
+        if block_size != ROTATED_WIRES[wire][0]:
+            raise ValueError(
+                f"wire {wire} has blocks of {ROTATED_WIRES[wire][0]}, got block_size={block_size}"
+            )
+    elif block_size not in BLOCK_SIZES:
         allowed = ", ".join(map(str, BLOCK_SIZES))
         raise ValueError(f"block_size must be one of {allowed}, got {block_size}")
     if run_elements <= 0 or run_elements % block_size:

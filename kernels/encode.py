@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .payload import find_part, form_offsets, store_values
+from .rotation import store_blocks
 from .terms import sum_of_terms
 from .tiles import find_tile, load_any, load_tile, store_any
 
@@ -37,9 +38,13 @@ def _encode_tile(
     mask = offsets < part[2]
     if residual_ptr is not None:
         x = x + load_any(residual_ptr + at, offsets, mask, FULL)
-    value = store_values(
-        x, run_ptr, part, element, key, nonfinite_ptr, FORM, QMAX, STOCHASTIC, FULL
-    )
+    if FORM[3] == 0:
+        IS_KEPT: tl.constexpr = new_residual_ptr is not None
+        value = store_blocks(x, run_ptr, part, key, nonfinite_ptr, FORM, IS_KEPT, FULL)
+    else:
+        value = store_values(
+            x, run_ptr, part, element, key, nonfinite_ptr, FORM, QMAX, STOCHASTIC, FULL
+        )
     if new_residual_ptr is not None:
         store_any(new_residual_ptr + at, offsets, x - value, mask, FULL)
 

@@ -74,7 +74,7 @@ def encode(
         outer, tiles.tiles, tiles.segments, payload, residual, new_residual, nonfinite,
         *where, rng_key,
         **geometry("encode", layout), QMAX=layout.qmax,
-        STOCHASTIC=stochastic, DTYPE_SET=tiles.dtype_set,
+        STOCHASTIC=stochastic and not layout.is_rotated, DTYPE_SET=tiles.dtype_set,
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def reduce(
         result, residual, new_residual, nonfinite,
         layout.code_offset, num_elements, rng_key, index_begin,
         NUM_INLINE=terms.num_inline, **geometry("reduce", layout), QMAX=layout.qmax,
-        STOCHASTIC=stochastic, IS_BOUNDED=is_bounded,
+        STOCHASTIC=stochastic and not layout.is_rotated, IS_BOUNDED=is_bounded,
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 A tile is [ROWS, BLOCK_SIZE] elements of one run; a row is a block, which has one scale. Functions
 take FORM, which is (ROWS, BLOCK_SIZE, WIRE, CODE_BITS), and ``part``, where the tile lies in its
-run: (offset of the run's codes, first element, elements that exist).
+run: (offset of the run's codes, first element, elements that exist). CODE_BITS is 0 in a rotated
+wire, whose blocks have a code as a whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton.language as tl
 
 from .codes import bits_float, code_values, encode_codes, magnitude_bits, random_bits
 from .codes import scale_bits as scale_bits_of
+from .rotation import load_blocks
 
 
 @triton.jit
@@ -76,6 +78,13 @@ def _load_codes(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
 @triton.jit
 def load_values(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
     """Decode a part of a run to a tile; elements that do not exist are 0."""
+    if FORM[3] == 0:
+        return load_blocks(run_ptr, part, FORM, FULL)
+    return _load_elements(run_ptr, part, FORM, FULL)
+
+
+@triton.jit
+def _load_elements(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
     ROWS: tl.constexpr = FORM[0]
     BLOCK_SIZE: tl.constexpr = FORM[1]
     value = code_values(_load_codes(run_ptr, part, FORM, FULL), FORM[2])

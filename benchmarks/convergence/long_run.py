@@ -13,8 +13,6 @@ a run that is there is not repeated. docs/measurements/benchmarks.md explains th
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ from benchmarks.convergence.in_one_process import Replica, Replicas
 from benchmarks.convergence.long_run_report import draw, write_report
 from benchmarks.convergence.tasks import Size, Text
 from benchmarks.support import common
+from benchmarks.support.run_file import RunFile
 from benchmarks.support.tuning import choose, next_rate
 from diloco_comm import Nesterov
 from diloco_comm.methods.overlap import Blocking, Delayed, Eager, Overlap
@@ -67,10 +66,6 @@ class Run:
     lr: float
     rounds: int = 100
     model: str = "118k"
-
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -115,44 +110,24 @@ def _inner_optimizer(model: torch.nn.Module, size: Size) -> torch.optim.Optimize
     )
 
 
-class Runs:
+class Runs(RunFile):
     """The runs that a file holds, and those that are added to it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = path.read_text().splitlines()[1:] if path.exists() else []
-        self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        fields = Run.__dataclass_fields__
-        self._keys = {Run(**{name: row[name] for name in fields}).key for row in self.rows}
+        super().__init__(path, "python -m benchmarks.convergence.long_run")
 
     def make(self, run: Run) -> None:
-        if run.key in self._keys:
+        if self.find(asdict(run)):
             return
         row = train(run)
-        self._keys.add(run.key)
-        self.rows.append(row)
-        if not self.path.exists():
-            about = {"machine": common.machine(), "versions": common.versions()}
-            command = "python -m benchmarks.convergence.long_run"
-            self._append({**about, "command": command})
-        self._append(row)
+        self.add(row)
         print(f"{row['cpu_s']:6.1f} s  {row['loss']:.4f}  {run}", flush=True)
-
-    def _append(self, row: dict[str, Any]) -> None:
-        # One write a line: an interrupt leaves no half a line.
-        with open(self.path, "ab", buffering=0) as file:
-            file.write((json.dumps(row) + "\n").encode())
-            os.fsync(file.fileno())
 
     def tune(self, name: str, cell: dict[str, Any]) -> float:
         """Try learning rates with seed 0 until the best one is bracketed; return the best."""
         while True:
             wanted = {"method": name, "seed": 0, **cell}
-            losses = {
-                row["lr"]: row["tuning_loss"]
-                for row in self.rows
-                if all(row[key] == value for key, value in wanted.items())
-            }
+            losses = {row["lr"]: row["tuning_loss"] for row in self.find(wanted)}
             lr = next_rate(losses, METHODS[name].start, LADDER)
             if lr is None:
                 return choose(losses).lr

@@ -101,7 +101,8 @@ prepare() {
 
 # sources of the operators' tests
 operators=(tests/ops/test_ops_{encode,reduce,outer_step,bounds,examples,digest,digest_errors}.py
-    tests/ops/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py)
+    tests/ops/test_{async_operator,cuda_operators,triton_encode,triton_operators}.py
+    tests/ops/test_{rotated,triton_rotated}.py)
 
 part_A() {
     prepare 120 40 || return

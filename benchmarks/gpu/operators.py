@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, ROTATED_WIRES, Layout, WireFormat
 
 SIZES = ((33, 65), (7,), (0,), (1000,), (1,))
 
@@ -29,8 +29,8 @@ def run(device: torch.device, wire: str, stochastic: bool) -> list[Tensor]:
     count = sum(p.numel() for p in params)
     outer = torch.randn(count, generator=generator).to(device)
     momentum, second = torch.zeros_like(outer), torch.zeros_like(outer)
-    layout = Layout.plan(count, 3, 2, WireFormat(wire, 64))
-    form: Any = (layout.run_elements, wire, 64)
+    layout = Layout.plan(count, 3, 2, WireFormat(wire, 64 if wire in ELEMENT_WIRES else None))
+    form: Any = (layout.run_elements, wire, layout.wire.block_size)
     payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8, device=device)
     bad = torch.zeros(1, dtype=torch.int64, device=device)
     residual, lost = torch.zeros_like(outer), torch.zeros_like(outer)
@@ -78,8 +78,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     device = torch.device(parser.parse_args().device)
     num_wrong = 0
-    for wire in ELEMENT_WIRES:
-        for stochastic in (False, True):
+    for wire in (*ELEMENT_WIRES, *ROTATED_WIRES):
+        for stochastic in (False, True) if wire in ELEMENT_WIRES else (False,):
             given = run(device, wire, stochastic)
             expected = run(torch.device("cpu"), wire, stochastic)
             same = all(

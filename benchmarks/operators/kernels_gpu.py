@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.operators.kernels_gpu_cases import BLOCK, Case, Data, cases, plain_twins
+from benchmarks.operators.kernels_gpu_cases import BLOCK, WIRES, Case, Data, cases, plain_twins
 from benchmarks.support import common
 from diloco_comm import ops
 from diloco_comm.ops.dispatch import default_on_cuda
@@ -47,6 +47,8 @@ BAR_SHARES = {
 }
 BAR_MISALIGNED, BAR_EAGER, BAR_COMPILE, BAR_HOST_US = 80.0, 5.0, 1.5, 300.0
 BAR_WIRES = ("", "int8", "int4")
+# The wires of the bars first; one rotated wire of each block size.
+DEFAULT_WIRES = ("int8", "int4", *(w for w in ELEMENT_WIRES if "int" not in w), "int2r", "sub8")
 BAR_RATIOS = ("encode", "outer_step")
 # Bars that arithmetic forbids, with the reason (docs/measurements/gpu-kernels.md). A figure below
 # such a bar is reported with the reason and fails no check; a figure above it tells that the reason
@@ -278,9 +280,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--size", type=common.parse_size, default=1 << 30, help="bytes of fp32 parameters")
     add("-n", "--samples", type=int, default=20, help="timed samples after three of warm-up")
-    add(
-        "--wires", default=",".join(("int8", "int4", *(w for w in ELEMENT_WIRES if "int" not in w)))
-    )
+    add("--wires", default=",".join(DEFAULT_WIRES))
     add("--impl", default="", help="comma list (default: all that run there)")
     add("--no-compile", action="store_true", help="leave torch.compile out")
     add(
@@ -296,8 +296,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.wires = args.wires.split(",")
     for wire in args.wires:
-        if wire not in ELEMENT_WIRES:
-            parser.error(f"--wires must be of {', '.join(ELEMENT_WIRES)}, got {wire!r}")
+        if wire not in WIRES:
+            parser.error(f"--wires must be of {', '.join(WIRES)}, got {wire!r}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu runs the same script without one")
     if args.size < 1 << 20:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from benchmarks.operators import plain_operators as plain
 from diloco_comm import ops
-from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, ROTATED_WIRES, Layout, WireFormat
 
 BLOCK = 256
+WIRES = (*ELEMENT_WIRES, *ROTATED_WIRES)  # those with kernels for GPUs
 NUM_RUNS = 4  # the shards that `reduce` sums
 NUM_TENSORS = 300
 LAYOUTS = ("one", "mixed", "odd")
@@ -75,10 +76,12 @@ class Data:
         torch._foreach_copy_(self.odd_params, list(self.params.split(sizes)))
         self.codes = torch.randint(-127, 128, (n,), dtype=torch.int8, generator=rng, device=device)
         self.scale = torch.full((n // BLOCK, 1), 1e-5, device=device)
-        self.layouts = {
-            wire: Layout.plan(n, NUM_RUNS, 1, WireFormat(wire, BLOCK)) for wire in ELEMENT_WIRES
-        }
-        self.payloads = {wire: self.payload(wire) for wire in ELEMENT_WIRES}
+        formats = [
+            *(WireFormat(wire, BLOCK) for wire in ELEMENT_WIRES),
+            *map(WireFormat, ROTATED_WIRES),
+        ]
+        self.layouts = {form.name: Layout.plan(n, NUM_RUNS, 1, form) for form in formats}
+        self.payloads = {wire: self.payload(wire) for wire in WIRES}
         self.scratch = torch.empty_like(self.payloads["fp32"])
         for wire, payload in self.payloads.items():
             args = (None, [self.rest.copy_(self.params - self.outer)], payload)
@@ -92,7 +95,12 @@ class Data:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def form(self, wire: str) -> tuple[int, str, int]:
-        return self.layouts[wire].run_elements, wire, BLOCK
+        layout = self.layouts[wire]
+        return layout.run_elements, wire, layout.wire.block_size
+
+    def code_bytes(self, wire: str) -> float:
+        """Return the bytes of an element in a payload."""
+        return self.layouts[wire].wire.bits_per_element / 8
 
     def tensors(self, layout: str) -> list[Tensor]:
         """Return the parameters as a fragment's tensors."""
@@ -119,7 +127,7 @@ def encode_case(data: Data, wire: str, layout: str, kind: str = "", **options: A
     params, n = data.tensors(layout), data.num_elements
     target = data.scratch[: data.layouts[wire].payload_bytes]
     args = (data.outer, params, target, 0, n, *data.form(wire))
-    traffic = 8 + WireFormat(wire, BLOCK).bits_per_element / 8
+    traffic = 8 + data.code_bytes(wire)
     twin = ""
     if kind == "+feedback":
         options |= {"residual": data.residual, "new_residual": data.rest}
@@ -143,7 +151,7 @@ def step_case(data: Data, wire: str, layout: str, num_terms: int = 1) -> Case:
             data.outer, data.momentum, params, *args, "nesterov", 1e-6, mu=0.9, impl=impl
         )
 
-    traffic = 20 + num_terms * WireFormat(wire, BLOCK).bits_per_element / 8
+    traffic = 20 + num_terms * data.code_bytes(wire)
     name = "outer_step" if num_terms == 1 else f"outer_step {num_terms} terms"
     twin = "outer_step" if (wire, layout, num_terms) == ("int8", "one", 1) else ""
     return Case(name, wire, layout, run, traffic, data.outer, twin, is_pure=False)
@@ -158,7 +166,7 @@ def adam_case(data: Data, wire: str, layout: str) -> Case:
         state = (data.outer, data.momentum, data.second)
         ops.outer_step_adam(*state, params, *args, impl=impl, **options)
 
-    traffic = 28 + WireFormat(wire, BLOCK).bits_per_element / 8
+    traffic = 28 + data.code_bytes(wire)
     return Case("outer_step adam", wire, layout, run, traffic, data.outer, is_pure=False)
 
 
@@ -170,7 +178,7 @@ def arrival_case(data: Data, wire: str) -> Case:
         state = (data.outer, data.momentum, data.second)
         ops.outer_step_delayed(*state, *args, impl=impl, **options)
 
-    traffic = 20 + WireFormat(wire, BLOCK).bits_per_element / 8
+    traffic = 20 + data.code_bytes(wire)
     return Case("outer_step delayed", wire, "one", run, traffic, data.outer, is_pure=False)
 
 
@@ -180,7 +188,7 @@ def decode_case(data: Data, wire: str, layout: str) -> Case:
         result = data.rest
         outs = list(result.split(split(data.num_elements, layout)))
     args = ([data.payloads[wire]], [1.0], outs, 0, data.num_elements, *data.form(wire))
-    traffic = 4 + WireFormat(wire, BLOCK).bits_per_element / 8
+    traffic = 4 + data.code_bytes(wire)
     twin = "decode" if (wire, layout) == ("int8", "one") else ""
     return Case(
         "decode", wire, layout, lambda impl: ops.decode(*args, impl=impl), traffic, result, twin
@@ -193,7 +201,7 @@ def reduce_case(data: Data, wire: str) -> Case:
     result = data.scratch[: layout.run_bytes]
     weights = [1 / NUM_RUNS] * NUM_RUNS
     args = (data.payloads[wire], result, weights, layout.run_elements, *data.form(wire))
-    traffic = WireFormat(wire, BLOCK).bits_per_element / 8 * (1 + 1 / NUM_RUNS)
+    traffic = data.code_bytes(wire) * (1 + 1 / NUM_RUNS)
     twin = "reduce" if wire == "int8" else ""
 
     def run(impl: str) -> None:

@@ -3,6 +3,7 @@
     python -m benchmarks.operators.roofline              # 1 GiB of fp32, one thread, every operator
     python -m benchmarks.operators.roofline --size 256M --threads 2 --impl avx2
     python -m benchmarks.operators.roofline --bars       # the figures of bars 1 to 8
+    python -m benchmarks.operators.roofline --block-bars # the figures of bars 19 to 21
 
 Every round times memcpy, plain loops that move an operator's bytes and do nothing else (*floors*),
 the operators, the same work in eager PyTorch and under ``torch.compile``. Ratios are taken round by
@@ -23,10 +24,12 @@ from benchmarks.support import common
 from diloco_comm import ops
 from diloco_comm.tools.bench.operators import (
     BLOCK,
+    FLOOR_BYTES,
     Data,
     Row,
     Seconds,
     best_floor,
+    block_rows,
     floor_rows,
     floors,
     rows,
@@ -127,6 +130,51 @@ def figures(seconds: Seconds) -> list[dict[str, Any]]:
     ]
 
 
+def block_figures(seconds: Seconds, table: Sequence[Row]) -> list[dict[str, Any]]:
+    """Bars 19 to 21 from the measured times: the wires with a code for a block as a whole.
+
+    A floor moves one byte of codes an element. The floor of an outer step, and of error feedback,
+    is reduced to the bytes of the wire.
+    """
+    limits = {
+        ("encode", "int2r"): (19, 70, 86),
+        ("encode", "sub8"): (19, 85, 98),
+        ("encode +feedback", "topk64"): (20, 60, 76),
+        ("outer_step", "int2r"): (21, 75, 90),
+        ("outer_step", "int1r"): (21, 75, 90),
+        ("outer_step", "sub8"): (21, 75, 90),
+    }
+    found = []
+    for row in table:
+        if (row.operator, row.wire) not in limits:
+            continue
+        bar, must, aim = limits[row.operator, row.wire]
+        of = "the two-stream read floor" if row.floor == "read2" else "its traffic"
+        moved = 1.0 if row.floor == "read2" else row.traffic_bytes / FLOOR_BYTES[row.floor]
+        ratio = common.median_ratio(best_floor(seconds, row.floor), seconds[row.name])
+        found.append(
+            {
+                "bar": bar,
+                "name": f"{row.name}, of {of} (%)",
+                "value": 100 * moved * ratio,
+                "must": must,
+                "aim": aim,
+            }
+        )
+    return sorted(found, key=lambda figure: figure["bar"])
+
+
+def measure_block_bars(
+    size_bytes: int = 1 << 30, *, rounds: int = 15, impl: str = ""
+) -> tuple[list[dict[str, Any]], Seconds]:
+    """Measure bars 19 to 21 on one thread; return the figures and the times they come from."""
+    torch.set_num_threads(1)
+    data = Data(size_bytes, impl)
+    table = block_rows(data, bars_only=True)
+    seconds = measure(data, table, rounds=rounds, compiled=False, twins=())
+    return block_figures(seconds, table), seconds
+
+
 def measure_bars(
     size_bytes: int = 1 << 30, *, rounds: int = 15, impl: str = "", compiled: bool = True
 ) -> tuple[list[dict[str, Any]], Seconds]:
@@ -174,6 +222,14 @@ def report_rows(
     return results
 
 
+def report_bars(report: common.Report, results: Sequence[dict[str, Any]], seconds: Seconds) -> None:
+    """Print a line for each figure, and keep the times in the header of the file."""
+    for figure in results:
+        value = "-" if figure["value"] is None else f"{figure['value']:.3g}"
+        report.print(f" {figure['bar']}  {figure['name']:<50} {value:>8}")
+    report.header["seconds"] = {name: common.summary(t) for name, t in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -184,6 +240,7 @@ def main() -> None:
     add("--threads", type=int, default=1, help="intra-op threads")
     add("--impl", default="", help="implementation (default: the fastest)")
     add("--bars", action="store_true", help="figures of bars 1 to 8 alone, on one thread")
+    add("--block-bars", action="store_true", help="figures of bars 19 to 21 alone, likewise")
     add("--no-compile", action="store_true", help="leave torch.compile out")
     common.add_output(parser, help="also write the figures to this file")
     args = parser.parse_args()
@@ -195,10 +252,11 @@ def main() -> None:
     if args.bars:
         results, seconds = measure_bars(args.size, rounds=args.rounds, impl=impl, compiled=compiled)
         report = common.Report("roofline, bars 1 to 8", threads=1, **header)
-        for figure in results:
-            value = "-" if figure["value"] is None else f"{figure['value']:.3g}"
-            report.print(f" {figure['bar']}  {figure['name']:<50} {value:>8}")
-        report.header["seconds"] = {name: common.summary(t) for name, t in seconds.items()}
+        report_bars(report, results, seconds)
+    elif args.block_bars:
+        results, seconds = measure_block_bars(args.size, rounds=args.rounds, impl=impl)
+        report = common.Report("roofline, bars 19 to 21", threads=1, **header)
+        report_bars(report, results, seconds)
     else:
         torch.set_num_threads(args.threads)
         data = Data(args.size, impl)

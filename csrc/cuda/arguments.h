@@ -49,6 +49,19 @@ struct Terms {
     Term inlined[kInlineTerms];
 };
 
+DILOCO_DEVICE int64_t begin_of(const Segment& segment) { return segment.begin_and_dtype >> 2; }
+DILOCO_DEVICE DType dtype_of(const Segment& segment) {
+    return static_cast<DType>(segment.begin_and_dtype & 3);
+}
+
+DILOCO_DEVICE const Segment* list_of(const Segments& segments) {
+    return segments.in_memory != nullptr ? segments.in_memory : segments.inlined;
+}
+DILOCO_DEVICE Term term_at(const Terms& terms, int t) {
+    if (terms.in_memory == nullptr) return terms.inlined[t];
+    return terms.in_memory[t];
+}
+
 // Elements of a tile of encode and reduce, and of all other operators.
 constexpr int kEncodeTile = 1024;
 constexpr int kStepTile = 512;

@@ -31,16 +31,30 @@ void by_format(wire::Format format, F&& f) {
             return f(FormatConstant<Format::kInt8>{});
         case Format::kInt4:
             return f(FormatConstant<Format::kInt4>{});
-        default:
+        case Format::kE3m0:
             return f(FormatConstant<Format::kE3m0>{});
+        case Format::kInt2r:
+            return f(FormatConstant<Format::kInt2r>{});
+        case Format::kInt1r:
+            return f(FormatConstant<Format::kInt1r>{});
+        case Format::kSub2:
+            return f(FormatConstant<Format::kSub2>{});
+        case Format::kSub4:
+            return f(FormatConstant<Format::kSub4>{});
+        case Format::kSub8:
+            return f(FormatConstant<Format::kSub8>{});
+        default:
+            return f(FormatConstant<Format::kSub16>{});
     }
 }
 
-// The same with the rounding: f(format, whether it is stochastic). fp32 is exact either way.
+// The same with the rounding: f(format, whether it is stochastic). fp32 is exact either way, and
+// the rotated formats always round to nearest.
 template <class F>
 void by_rounding(wire::Format format, bool is_stochastic, F&& f) {
     by_format(format, [&](auto constant) {
-        if constexpr (decltype(constant)::value != wire::Format::kFp32) {
+        constexpr wire::Format kFormat = decltype(constant)::value;
+        if constexpr (kFormat != wire::Format::kFp32 && wire::has_element_codes(kFormat)) {
             if (is_stochastic) return f(constant, std::true_type{});
         }
         f(constant, std::false_type{});

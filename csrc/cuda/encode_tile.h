@@ -115,7 +115,7 @@ DILOCO_DEVICE void draw(const Lanes& lanes, const EncodeTarget& target, const Ti
         words[lane].own = is_odd ? odd : even;
         words[lane].other = is_odd ? even : odd;
     });
-    lanes.swap([&](int lane) -> uint32_t& { return words[lane].other; });
+    lanes.swap(1, [&](int lane) -> uint32_t& { return words[lane].other; });
 }
 
 // The codes of quad j; `random` holds its random bits.
@@ -227,12 +227,11 @@ DILOCO_DEVICE void add_residual(const Lanes& lanes, const EncodeTarget& target, 
     combine(lanes, x, residual, [](float own, float other) { return wire::add(own, other); });
 }
 
-// Encodes x; adds the bad elements to `bad`.
+// Encodes x with a code for each element; leaves in x what the encoding lost if it is wanted.
 template <Format kFormat, bool kStochastic, class Lanes>
-DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
-                                typename Lanes::template Of<Quads<kEncodeQuads>>& x,
-                                typename Lanes::template Of<int>& bad) {
-    using DT = DType;
+DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
+                                   typename Lanes::template Of<EncodeQuads>& x,
+                                   typename Lanes::template Of<int>& bad) {
     uint8_t* payload = target.payload;
     typename Lanes::template Of<PerQuad> quads;
     find_magnitudes(lanes, x, quads, bad);
@@ -256,6 +255,19 @@ DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, 
                     quads[lane], j, word, bad[lane]);
             }
         });
+    }
+}
+
+// Encodes x; adds the bad elements to `bad`.
+template <Format kFormat, bool kStochastic, class Lanes>
+DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
+                                typename Lanes::template Of<EncodeQuads>& x,
+                                typename Lanes::template Of<int>& bad) {
+    using DT = DType;
+    if constexpr (wire::is_rotated(kFormat)) {
+        encode_rotated<kFormat, kEncodeQuads>(lanes, target, tile, x, bad);
+    } else {
+        encode_elements<kFormat, kStochastic>(lanes, target, tile, x, bad);
     }
     if (target.new_residual != nullptr) {
         const Segment array = whole(target.new_residual, target.residual_dtype);

@@ -5,7 +5,8 @@
 //   Of<T>              a T of each lane
 //   each(f)            f(lane) in each lane
 //   max_over(n, at)    sets at(lane) to the largest of its aligned group of n lanes
-//   swap(at)           exchanges at(lane) with the neighbour's, lane ^ 1
+//   sum_over(at)       sets at(lane) to the sum over all lanes, of 32-bit numbers
+//   swap(n, at)        exchanges at(lane) with that of lane ^ n
 //   add_upper(n, at)   adds at(lane + n) to at(lane), for lanes whose n-th neighbour exists
 //   sync()             makes what lanes wrote to `stage` visible to the others
 //   count(to, of)      adds the sum of of(lane) to *to
@@ -57,8 +58,12 @@ class WarpLanes {
         }
     }
     template <class At>
-    DILOCO_DEVICE void swap(At&& at) const {
-        at(0) = __shfl_xor_sync(kAll, at(0), 1);
+    DILOCO_DEVICE void sum_over(At&& at) const {
+        at(0) = __reduce_add_sync(kAll, at(0));
+    }
+    template <class At>
+    DILOCO_DEVICE void swap(int n, At&& at) const {
+        at(0) = __shfl_xor_sync(kAll, at(0), n);
     }
     template <class At>
     DILOCO_DEVICE void add_upper(int n, At&& at) const {

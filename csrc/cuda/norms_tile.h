@@ -22,7 +22,7 @@ using NormQuads = Quads<kNormQuads>;
 // Tile `index` of the fragment.
 DILOCO_DEVICE Tile norm_tile_at(const NormsArgs& args, int64_t index) {
     const int64_t first = index * kEncodeTile, left = args.num_elements - first;
-    return {first, static_cast<int32_t>(left < kEncodeTile ? left : kEncodeTile), 0, 0};
+    return {first, static_cast<int32_t>(left < kEncodeTile ? left : kEncodeTile), 0, 0, 0, 0};
 }
 
 template <class Lanes>

@@ -220,11 +220,15 @@ DILOCO_DEVICE void store_codes(uint8_t* p, const CodeQuad<kFormat>& codes, int c
     }
 }
 
-DILOCO_DEVICE float load_scale(const uint8_t* p, bool is_aligned) {
+DILOCO_DEVICE uint16_t load_scale_bits(const uint8_t* p, bool is_aligned) {
     const auto address = reinterpret_cast<uint64_t>(p);
-    if (is_aligned) return wire::scale_value(load_global<uint16_t>(address));
-    return wire::scale_value(static_cast<uint16_t>(load_global<uint8_t>(address) |
-                                                   (load_global<uint8_t>(address + 1) << 8)));
+    if (is_aligned) return load_global<uint16_t>(address);
+    return static_cast<uint16_t>(load_global<uint8_t>(address) |
+                                 (load_global<uint8_t>(address + 1) << 8));
+}
+
+DILOCO_DEVICE float load_scale(const uint8_t* p, bool is_aligned) {
+    return wire::scale_value(load_scale_bits(p, is_aligned));
 }
 
 DILOCO_DEVICE void store_scale(uint8_t* p, uint16_t scale, bool is_aligned) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/quad_codes.h"
+#include "cuda/rotated_tile.h"
 #include "cuda/tiles.h"
 
 namespace diloco::cuda {
@@ -16,11 +17,6 @@ struct TermCodes {
     CodeQuad<kFormat> quads[kQuads];
     uint32_t scale;  // as it is in the payload, of block number `lane` of the tile
 };
-
-DILOCO_DEVICE Term term_at(const Terms& terms, int t) {
-    if (terms.in_memory == nullptr) return terms.inlined[t];
-    return terms.in_memory[t];
-}
 
 // sum = c d, or sum + c d: each product is rounded, then the sum.
 template <Format kFormat>
@@ -178,16 +174,20 @@ DILOCO_DEVICE void sum_any(const Lanes& lanes, const Runs& runs, const Terms& te
 template <Format kFormat, int kQuads, class Lanes>
 DILOCO_DEVICE void sum_terms(const Lanes& lanes, const Runs& runs, const Terms& terms,
                              const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
-    bool are_aligned = tile.size == kTile<kQuads>;
-    DILOCO_NO_UNROLL
-    for (int t = 0; t < terms.count; ++t) {
-        const auto address = reinterpret_cast<uint64_t>(term_at(terms, t).payload);
-        are_aligned = are_aligned && address % wire::kAlignment == 0;
-    }
-    if (are_aligned) {
-        sum_whole<kFormat, kQuads>(lanes, runs, terms, tile, sum);
+    if constexpr (wire::is_rotated(kFormat)) {
+        sum_rotated<kFormat, kQuads>(lanes, terms, tile, sum);
     } else {
-        sum_any<kFormat, kQuads>(lanes, runs, terms, tile, sum);
+        bool are_aligned = tile.size == kTile<kQuads>;
+        DILOCO_NO_UNROLL
+        for (int t = 0; t < terms.count; ++t) {
+            const auto address = reinterpret_cast<uint64_t>(term_at(terms, t).payload);
+            are_aligned = are_aligned && address % wire::kAlignment == 0;
+        }
+        if (are_aligned) {
+            sum_whole<kFormat, kQuads>(lanes, runs, terms, tile, sum);
+        } else {
+            sum_any<kFormat, kQuads>(lanes, runs, terms, tile, sum);
+        }
     }
 }
 

@@ -27,10 +27,12 @@ constexpr int kTile = kQuads * kQuad * kLanes;
 DILOCO_DEVICE int quad_at(int lane, int j) { return kQuad * (lane + kLanes * j); }
 
 struct Tile {
-    int64_t first;   // element of the fragment
-    int32_t size;    // elements, at most kTile
-    int64_t scales;  // byte of a payload where the first element's scale lies
-    int64_t codes;   // likewise its code; a multiple of 16 from the start of the payload
+    int64_t first;      // element of the fragment
+    int32_t size;       // elements, at most kTile
+    int64_t scales;     // byte of a payload where the first element's scale lies
+    int64_t codes;      // likewise its code; but for the rotated formats a multiple of 16
+    int64_t run;        // likewise the run
+    int32_t first_row;  // of its block: the tile begins 128 times as many elements behind the block
 
     // Elements of quad j of a lane that exist.
     DILOCO_DEVICE int count(int lane, int j) const {
@@ -50,21 +52,17 @@ DILOCO_DEVICE Tile tile_at(const Runs& runs, uint32_t index) {
     Tile tile;
     tile.first = run_begin + within;
     tile.size = static_cast<int32_t>(left < kTile<kQuads> ? left : kTile<kQuads>);
-    tile.scales = start + 2 * (within >> runs.block_shift);
-    tile.codes = start + runs.code_offset + within * wire::code_bits(kFormat) / 8;
+    tile.scales = start + wire::scale_offset(kFormat) + 2 * (within >> runs.block_shift);
+    tile.run = start;
+    tile.first_row = 0;
+    if constexpr (wire::has_element_codes(kFormat)) {
+        tile.codes = start + runs.code_offset + within * wire::code_bits(kFormat) / 8;
+    } else {
+        constexpr int kBlock = wire::own_block(kFormat);
+        tile.codes = start + runs.code_offset + within / kBlock * wire::own_bytes(kFormat);
+        tile.first_row = static_cast<int32_t>(within % kBlock) / (kQuad * kLanes);
+    }
     return tile;
-}
-
-DILOCO_DEVICE int64_t begin_of(const Segment& segment) { return segment.begin_and_dtype >> 2; }
-DILOCO_DEVICE DType dtype_of(const Segment& segment) {
-    return static_cast<DType>(segment.begin_and_dtype & 3);
-}
-
-DILOCO_DEVICE const Segment* list_of(const Segments& segments) {
-    return segments.in_memory != nullptr ? segments.in_memory : segments.inlined;
-}
-DILOCO_DEVICE const Term* list_of(const Terms& terms) {
-    return terms.in_memory != nullptr ? terms.in_memory : terms.inlined;
 }
 
 // The index of the segment that holds `element`: the last that begins at it or before. Each lane

@@ -10,6 +10,11 @@
 | ``DILOCO_COMM_LANES`` | process groups, hence connections, for the chunks (default 1) |
 | ``DILOCO_COMM_REPORT_S`` | seconds a failed exchange waits for the others' reports (default 3) |
 | ``DILOCO_COMM_REPLICA`` | this replica's number, for ``Elastic`` (default: a free one) |
+| ``DILOCO_COMM_REGISTRY`` | address of the registry, for ``Elastic`` |
+| ``DILOCO_COMM_RUN`` | name of the run, for ``Elastic`` (default "default") |
+| ``DILOCO_COMM_KEY`` | keys of the connection to the registry, for ``Elastic`` |
+| ``DILOCO_COMM_INSECURE`` | 1: another machine's registry without keys, for ``Elastic`` |
+| ``DILOCO_COMM_STATE_DIR`` | folder of this replica; set by ``diloco-comm launch`` |
 | ``DILOCO_COMM_CONFIG`` | JSON file of arguments for ``DiLoCo``, as ``config=`` |
 | ``DILOCO_COMM_BACKEND_WIRE`` | wire of large all-reduces of the backend "diloco" (int8) |
 | ``DILOCO_COMM_BACKEND_MIN_BYTES`` | least bytes, as fp32, of a large all-reduce (1048576) |
@@ -73,6 +78,31 @@ def replica() -> int | None:
     if text is not None and not text.isdecimal():
         raise ValueError(f"{PREFIX}REPLICA must be a number of a replica, from 0, got {text!r}")
     return None if text is None else int(text)
+
+
+def registry() -> str:
+    """Return the address of the registry, or ""."""
+    return os.environ.get(PREFIX + "REGISTRY", "")
+
+
+def run() -> str:
+    """Return the name of the run with elastic membership."""
+    return os.environ.get(PREFIX + "RUN", "") or "default"
+
+
+def registry_key() -> str | None:
+    """Return the folder or file of the registry's keys, or None."""
+    return os.environ.get(PREFIX + "KEY") or None
+
+
+def is_insecure() -> bool:
+    """Return whether another machine's registry may be used without keys."""
+    return os.environ.get(PREFIX + "INSECURE", "0") == "1"
+
+
+def state_dir() -> str:
+    """Return the folder in which this replica and its launcher keep what they tell, or ""."""
+    return os.environ.get(PREFIX + "STATE_DIR", "")
 
 
 def config_path() -> str:

@@ -19,6 +19,7 @@ from . import core
 from .beats import FINISHED, GONE, READY, TRAINING, Beat
 from .core import events as ev
 from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
+from .state_folder import StateFolder
 from .views import View, from_bytes
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Driver:
         period_s: Seconds between two polls.
         say: Called with each action of the core, on the driver's thread.
         chooses_number: The number in ``state`` is a guess: take another if it is taken.
+        folder: Of the launcher, in which this process notes its number and may be asked to leave.
 
     Attributes:
         state: The core's newest state.
@@ -72,10 +74,12 @@ class Driver:
         period_s: float,
         say: Callable[[ev.Action], None],
         chooses_number: bool = False,
+        folder: StateFolder | None = None,
     ) -> None:
         self._registry, self._period_s, self._say = registry, period_s, say
         self.state = state
-        self._chooses_number = chooses_number
+        self._chooses_number, self._folder = chooses_number, folder
+        self._before = None if folder is None else folder.last_process(state.settings.run)
         self.is_change_wanted = self.is_broken = self.is_registry_lost = False
         self.inner_step = 0
         self.waiting_for = ""
@@ -182,6 +186,7 @@ class Driver:
 
     def _poll(self, *, is_extra: bool) -> None:
         now = time.monotonic()
+        self._leave_if_asked()
         # A slow answer of the registry is no standstill of this process.
         is_late = is_extra or now - self._last_answer > _LATE * self._period_s
         if not is_extra:
@@ -208,6 +213,11 @@ class Driver:
         if not is_extra:
             self._break_off_silent_round()
 
+    def _leave_if_asked(self) -> None:
+        is_asked = self._folder is not None and self._folder.is_asked_to_leave
+        if is_asked and not self.state.is_leaving:
+            self._step(ev.Leave())
+
     def _break_off_silent_round(self) -> None:
         """Let a round fail that waits for a member of which nothing is heard.
 
@@ -230,8 +240,12 @@ class Driver:
         view = from_bytes(record, state.settings.run) if record else None
         if view is not None and view.is_member(*own.key):
             return False
-        taken = set() if view is None else {*view.ids, *(id for id, _ in view.base_members)}
-        others = [one for one in beats if one.member.nonce != own.nonce]
+        # The process before this one of the same replica has ended, so that its number is free.
+        keys = set() if view is None else {*view.keys, *view.base_members}
+        taken = {id for id, nonce in keys if (id, nonce) != self._before}
+        others = [
+            one for one in beats if one.member.nonce != own.nonce and one.member.key != self._before
+        ]
         clash = any(
             one.member.id == own.id and (one.stage != READY or one.member.nonce < own.nonce)
             for one in others
@@ -262,6 +276,8 @@ class Driver:
             self._publish(_form=action)
         elif isinstance(action, ev.Enter):
             self._publish(_entered=action.view, is_change_wanted=False, is_broken=False)
+            if self._folder is not None:
+                self._folder.remember(action.view.run, self.state.key)
         elif isinstance(action, ev.Abandon):
             self._abandon(action.number)
         elif isinstance(action, ev.Pend):
@@ -274,6 +290,8 @@ class Driver:
         elif isinstance(action, ev.Refuse):
             self._end("refused", action.reason)
         elif isinstance(action, ev.Drained):
+            if self._folder is not None and self.state.stage != FINISHED:
+                self._folder.note_leaving()
             self._end("drained", "this replica has left")
         elif isinstance(action, ev.Wait):
             self.waiting_for = action.reason

@@ -13,6 +13,7 @@ from .. import _C
 from ..base.store_host import address, open_store
 from .views import View
 
+_SETTINGS = "settings"
 _KEY = re.compile(r"view(\d+)/")
 
 
@@ -30,6 +31,10 @@ class Host:
         self._store = open_store(name, 0)
         self.address = address(self._store)
 
+    def publish(self, settings: str) -> None:
+        """Show what must be equal on all replicas, for a process that is refused."""
+        self._store.set(_SETTINGS, settings)
+
     def forget_before(self, number: int) -> None:
         """Delete the keys of the views before this number."""
         for key in self._store.list_keys():
@@ -37,6 +42,17 @@ class Host:
             if found and int(found[1]) < number:
                 with contextlib.suppress(dist.DistError):
                     self._store.delete_key(key)
+
+
+def settings_at(address: str, timeout_s: float) -> str:
+    """Return what the member at this address has published.
+
+    Raises:
+        torch.distributed.DistError: If the member does not answer.
+    """
+    url = urlsplit(address)
+    assert url.hostname is not None and url.port is not None
+    return str(_C.connect_store(url.hostname, url.port, timeout_s).get(_SETTINGS).decode())
 
 
 def meeting_place(view: View, timeout_s: float, address: str = "") -> dist.Store:

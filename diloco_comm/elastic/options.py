@@ -19,6 +19,7 @@ from . import core
 from .hosting import own_interface
 from .registry import connect
 from .registry.protocol import Registry, RegistryUnavailable, check_run
+from .state_folder import StateFolder
 from .views import Member
 
 if TYPE_CHECKING:
@@ -44,10 +45,16 @@ class Elastic:
     Args:
         registry: Address, ``tcp://host:port`` of ``diloco-comm registry``, ``etcd://host:port``, or
             ``store://host:port``; or a ``torch.distributed.Store``. See ``registry.connect``.
-        run: Name of the training run; several runs may share a registry.
+            Default: the environment variable ``DILOCO_COMM_REGISTRY``, which ``diloco-comm launch``
+            sets; the same for ``run``, ``key`` and ``insecure``.
+        run: Name of the training run ("default"); several runs may share a registry.
         min_replicas: Fewer do not train; they wait for more.
+        total_steps: Inner steps of the run, the same on all replicas. The step that reaches them
+            also shares what is left, as ``flush`` does, and ``DiLoCo.is_done`` is true then; a
+            replica that joins late ends with the others. Default: the loop ends where it likes.
         replica: This replica's number, which no other process may have. Default: the environment
-            variable ``DILOCO_COMM_REPLICA``; without it, the lowest number that is free.
+            variable ``DILOCO_COMM_REPLICA``; without it, under ``diloco-comm launch`` the number
+            of the process before; else the lowest number that is free.
         suspect_after: Seconds without a beat after which the others do not wait for a replica.
         quorum_wait: Seconds to wait for enough replicas, or for an answer of the registry, before a
             SyncError; None: for ever.
@@ -64,9 +71,10 @@ class Elastic:
         ValueError: If an argument is out of range.
     """
 
-    registry: str | dist.Store
-    run: str = "default"
+    registry: str | dist.Store | None = None
+    run: str | None = None
     min_replicas: int = 1
+    total_steps: int | None = None
     replica: int | None = None
     suspect_after: float = 20.0
     quorum_wait: float | None = 3600.0
@@ -74,12 +82,16 @@ class Elastic:
     rollback: bool = False
     host: str | None = None
     key: str | Path | None = None
-    insecure: bool = False
+    insecure: bool | None = None
     on_event: Callable[[Happening], None] | None = None
 
     def __post_init__(self) -> None:
+        self._take_from_environment()
+        assert self.run is not None
         check_run(self.run)
         self.min_replicas = integer("min_replicas", self.min_replicas, 1)
+        if self.total_steps is not None:
+            self.total_steps = integer("total_steps", self.total_steps, 1)
         if self.replica is None:
             self.replica = env.replica()
         if self.replica is not None:
@@ -99,9 +111,22 @@ class Elastic:
                 f"{self.suspect_after:g}"
             )
 
+    def _take_from_environment(self) -> None:
+        if self.registry is None:
+            self.registry = env.registry()
+            if not self.registry:
+                raise ValueError(
+                    "registry is missing: give Elastic the address of diloco-comm registry, or "
+                    "start the script by diloco-comm launch --registry tcp://host:port"
+                )
+        self.run = env.run() if self.run is None else self.run
+        self.key = env.registry_key() if self.key is None else self.key
+        self.insecure = env.is_insecure() if self.insecure is None else self.insecure
+
     def connect(self) -> Registry:
         """Connect to the registry; wait for ``quorum_wait`` until it answers."""
-        registry = connect(self.registry, run=self.run, key=self.key, insecure=self.insecure)
+        assert self.registry is not None and self.run is not None
+        registry = connect(self.registry, run=self.run, key=self.key, insecure=bool(self.insecure))
         log, began = WaitLog(), time.monotonic()
         while True:
             try:
@@ -121,17 +146,36 @@ class Elastic:
         """Return the address at which the other members reach this process."""
         return self.host or own_interface(self.registry)
 
-    def begin(self, registry: Registry, *, address: str, workers: int, shown: Any) -> core.State:
+    def folder(self) -> StateFolder | None:
+        """Return the folder that ``diloco-comm launch`` has given to this replica; None without."""
+        return StateFolder(env.state_dir()) if env.state_dir() else None
+
+    def begin(
+        self,
+        registry: Registry,
+        *,
+        address: str,
+        workers: int,
+        shown: Any,
+        folder: StateFolder | None = None,
+    ) -> core.State:
         """Return the first state of a process that wants to take part.
 
         Args:
             address: Of the store that this process hosts.
             workers: Of this replica.
             shown: What must be equal on all replicas, as JSON types.
+            folder: Of the launcher; it knows the number of the process before.
+
+        Raises:
+            ValueError: If the folder belongs to another run.
         """
         digest = hashlib.blake2b(json.dumps(shown, sort_keys=True).encode(), digest_size=8)
+        assert self.run is not None
+        before = None if folder is None else folder.last_process(self.run)
+        number = self.replica if before is None or self.replica is not None else before[0]
         # The driver takes another number when this one is taken.
-        member = Member(self.replica or 0, uuid.uuid4().hex, address, workers, digest.hexdigest())
+        member = Member(number or 0, uuid.uuid4().hex, address, workers, digest.hexdigest())
         settings = core.Settings(
             self.run,
             self.min_replicas,

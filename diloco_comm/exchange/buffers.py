@@ -12,7 +12,7 @@ from .. import _C
 from ..base.errors import SyncError
 from ..base.memory import CPU, Payload
 from ..ops.residuals import Residuals
-from ..ops.wire import ELEMENT_WIRES, Layout, WireFormat
+from ..ops.wire import WIRES, Layout, WireFormat
 from ..ops.wire_options import check_options
 from .headers import Header, to_native
 from .round import Round, Standing, Terms
@@ -72,10 +72,11 @@ class ExchangeBuffers:
         if num_elements < 1:
             raise ValueError(f"buffers need at least one element, got {num_elements}")
         check_options(wire, error_feedback=error_feedback)
-        if not wire.has_element_codes and device.type != "cpu":
+        if wire.is_gathered and device.type != "cpu":
+            known = ", ".join(name for name in WIRES if not WireFormat(name).is_gathered)
             raise ValueError(
-                f"wire {wire.name} has kernels for tensors in host memory alone, got a fragment on "
-                f"{device}: take one of the wires {', '.join(ELEMENT_WIRES)}"
+                f"wire {wire.name} sends all payloads to all replicas, which takes fragments in "
+                f"host memory alone, got a fragment on {device}: take one of the wires {known}"
             )
         self.num_elements = num_elements
         self.device, self.is_streamed = device, is_streamed

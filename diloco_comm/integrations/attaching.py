@@ -7,7 +7,9 @@ If a checkpoint's model has the local parameters, DiLoCo's state in the checkpoi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from ..replica.sharding import is_sharded, local
 from ..rounds.synced import SyncedFragment
 from ..training.diloco import DiLoCo
 
+_logger = logging.getLogger(__name__)
 Make = Callable[..., DiLoCo]
 
 
@@ -53,6 +56,37 @@ def attach(
         diloco.close()
         raise
     return diloco
+
+
+def with_total_steps(arguments: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
+    """Return arguments whose ``membership`` ends at the trainer's last step, unless it has an end.
+
+    Args:
+        num_steps: Of the trainer; below 1 if the trainer does not know.
+    """
+    membership = arguments.get("membership")
+    if membership is None or membership.total_steps is not None or num_steps < 1:
+        return dict(arguments)
+    return {**arguments, "membership": replace(membership, total_steps=num_steps)}
+
+
+def finish(diloco: DiLoCo) -> None:
+    """Share what is left and close, when the trainer has ended.
+
+    With ``membership=`` the others may train on: a flush needs them all, so this replica leaves.
+    """
+    trains_on = diloco.view >= 0 and not diloco.is_done
+    try:
+        if trains_on:
+            _logger.warning(
+                "the trainer has ended at inner step %d, before the others: what this replica "
+                "learned since its last exchange is lost",
+                diloco.inner_step,
+            )
+        else:
+            diloco.flush()
+    finally:
+        diloco._close(is_finished=not trains_on)
 
 
 def _local_tensors(model: nn.Module) -> list[Tensor]:

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..base.checks import choice
 from ..training.diloco import DiLoCo
-from .attaching import Make, attach, savable, state_with_local
+from .attaching import Make, attach, finish, savable, state_with_local, with_total_steps
 from .counting import TrainerSteps
 from .evaluating import CHOICES, Swap, share_best
 from .wrapping import refuse_if_alone_in_a_job, refuse_if_spans_replicas
@@ -47,6 +47,7 @@ class DiLoCoCallback(TrainerCallback):
     holds the outer parameters.
 
     All replicas end at the same step: the earliest at which a replica's ``max_steps`` or data end.
+    With ``membership=`` all end at its ``total_steps``, by default the trainer's ``max_steps``.
     The means of DiLoCo's figures (see ``log_metrics``) go to the trainer's log as ``diloco/...``
     each time the trainer logs its loss after an exchange. The last exchange comes after the end of
     the trainer's reporters, so its figures go to ``trainer.state.log_history`` only.
@@ -111,7 +112,8 @@ class DiLoCoCallback(TrainerCallback):
         saved = None
         if state.global_step > 0:
             saved = _load(self._folder_to_resume(args, state) / _file_name(args))
-        self.diloco = attach(self._make, model, optimizer, self._arguments, saved)
+        arguments = with_total_steps(self._arguments, state.max_steps)
+        self.diloco = attach(self._make, model, optimizer, arguments, saved)
         self._swap = Swap(self.diloco)
         self._steps = TrainerSteps(self.diloco, state.global_step)
         self._figures = Figures(self.diloco)
@@ -156,6 +158,8 @@ class DiLoCoCallback(TrainerCallback):
 
     def _agree_on_the_end(self, state: TrainerState) -> None:
         assert self.diloco is not None
+        if self._arguments.get("membership") is not None:
+            return
         left = self.diloco.agree_on_steps(max(0, state.max_steps - state.global_step))
         end = state.global_step + left
         if end < state.max_steps:
@@ -205,7 +209,7 @@ class DiLoCoCallback(TrainerCallback):
         self._swap.leave(keep=step is not None)
         try:
             if not (args.load_best_model_at_end and share_best(self.diloco, step)):
-                self.diloco.flush()
+                finish(self.diloco)
         finally:
             self.diloco.close()
         # The trainer's reporters have ended: a further call would begin another file, or run.
@@ -229,6 +233,8 @@ class DiLoCoCallback(TrainerCallback):
         """Count a skipped step; put the outer parameters into the model if they are needed."""
         if self._steps is not None:
             self._steps.follow(state.global_step)
+        if self.diloco is not None and self.diloco.is_done:
+            control.should_training_stop = True
         self._show_outer(control)
 
     def on_epoch_end(

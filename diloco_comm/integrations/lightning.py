@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..base.checks import choice
 from ..rounds.agreement import handshake
 from ..training.diloco import DiLoCo
-from .attaching import Make, attach, state_with_local
+from .attaching import Make, attach, finish, state_with_local, with_total_steps
 from .counting import TrainerSteps
 from .evaluating import CHOICES, Swap
 from .wrapping import refuse_if_spans_replicas
@@ -82,7 +82,10 @@ class DiLoCoCallback(pl.Callback):
         optimizers = trainer.optimizers
         optimizer = optimizers[0] if len(optimizers) == 1 else optimizers
         saved, self._saved = self._saved, None
-        self.diloco = attach(self._make, pl_module, optimizer, self._arguments, saved)
+        # The trainer counts the steps of each of several optimizers.
+        num_steps = trainer.max_steps if len(optimizers) == 1 else -1
+        arguments = with_total_steps(self._arguments, num_steps)
+        self.diloco = attach(self._make, pl_module, optimizer, arguments, saved)
         self._swap = Swap(self.diloco)
         self._steps = None
         if len(optimizers) == 1:
@@ -107,6 +110,9 @@ class DiLoCoCallback(pl.Callback):
     def _agree_on_the_end(self, trainer: pl.Trainer) -> None:
         """Let all replicas end at the step at which the first ends, in Lightning's count."""
         assert self.diloco is not None
+        self._last_step = sys.maxsize
+        if self._arguments.get("membership") is not None:
+            return
         steps: float = trainer.max_steps
         if _data_tell_the_steps(trainer):
             steps = trainer.estimated_stepping_batches
@@ -173,14 +179,16 @@ class DiLoCoCallback(pl.Callback):
         """Count a skipped step, and stop the trainer at the common end."""
         if self._steps is not None:
             self._steps.follow(trainer.global_step)
-        if self.diloco is not None and trainer.global_step >= self._last_step:
+        if self.diloco is not None and (
+            self.diloco.is_done or trainer.global_step >= self._last_step
+        ):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Share what was learned since the last outer step, and leave the group."""
         if self.diloco is not None:
             try:
-                self.diloco.flush()
+                finish(self.diloco)
             finally:
                 self._detach()
 

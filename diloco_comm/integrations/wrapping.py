@@ -52,7 +52,7 @@ def refuse_if_alone_in_a_job(num_processes: int, arguments: Mapping[str, Any], r
     Raises:
         ValueError: The message names the remedy.
     """
-    named = ("group", "mesh", "store", "num_replicas")
+    named = ("group", "mesh", "store", "num_replicas", "membership")
     if any(arguments.get(name) is not None for name in named) or not dist.is_initialized():
         return
     world = dist.get_world_size()
@@ -66,6 +66,9 @@ def refuse_if_alone_in_a_job(num_processes: int, arguments: Mapping[str, Any], r
 
 def _several_replicas(wrapper: Wrapper, arguments: Mapping[str, Any]) -> list[int]:
     """Return the wrapper's ranks that are different replicas; [] if all are one replica."""
+    if arguments.get("membership") is not None:
+        # The processes of one launch are the workers of one replica.
+        return []
     if arguments.get("store") is None:
         names = ("group", "mesh", "store", "num_replicas")
         group = handshake.replica_group(*(arguments.get(name) for name in names))

@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from ..base import env
-from ..base.checks import choice, flag, integer
-from ..ops.wire import ELEMENT_WIRES, WireFormat, parse
-from ..ops.wire_options import check_training
+from ..base.checks import choice, flag, integer, not_negative
+from ..ops.wire import ELEMENT_WIRES, WireFormat
 from ..replica.fragments import FragmentSpec, fragment_spec
 from ..replica.schedule import inner_steps
 from .outer import make_outer
 from .overlap import make_overlap
+from .wires import Wires
 
 
 @dataclass
 class Settings:
-    """See ``DiLoCo`` for the meaning of each; fields hold the checked values."""
+    """See ``DiLoCo`` for the meaning of each; fields hold the checked values.
+
+    Attributes:
+        wire: The ``Wires`` of all parameters.
+    """
 
     sync_every: int
     fragments: FragmentSpec = 1
@@ -33,6 +37,8 @@ class Settings:
     block_size: int | None = None
     rounding: str = "nearest"
     error_feedback: bool = False
+    feedback_decay: float | None = None
+    align_tensors: bool = False
     seed: int = 0
     average_buffers: bool = False
     lanes: int | None = None
@@ -41,8 +47,9 @@ class Settings:
     max_skipped: int | None = 3
 
     def __post_init__(self) -> None:
-        self.wire = parse(self.wire, self.block_size)
-        self.block_size = self.wire.block_size
+        self.wire = Wires.parse(self.wire, self.block_size)
+        if self.wire.single:
+            self.block_size = self.wire.single.block_size
         self.sync_every = integer("sync_every", self.sync_every, 1)
         self.fragments = fragment_spec(self.fragments)
         self.offsets = None if self.offsets is None else inner_steps(self.offsets)
@@ -58,14 +65,28 @@ class Settings:
         self.lanes = integer("lanes", lanes, 1)
         chunk_bytes = env.chunk_bytes() if self.chunk_bytes is None else self.chunk_bytes
         self.chunk_bytes = None if chunk_bytes is None else integer("chunk_bytes", chunk_bytes, 1)
-        for name in ("error_feedback", "average_buffers"):
+        for name in ("error_feedback", "average_buffers", "align_tensors"):
             flag(name, getattr(self, name))
-        check_training(self.wire, rounding=self.rounding, error_feedback=self.error_feedback)
+        self.wire.check(rounding=self.rounding, error_feedback=self.error_feedback)
+        self.feedback_decay = self._checked_decay()
+
+    def _checked_decay(self) -> float | None:
+        if self.feedback_decay is None:
+            return None
+        decay = not_negative("feedback_decay", self.feedback_decay, "a number from 0 to 1")
+        if decay > 1:
+            raise ValueError(f"feedback_decay must be a number from 0 to 1, got {decay!r}")
+        if not self.error_feedback:
+            raise ValueError(
+                f"feedback_decay={decay!r} needs error_feedback=True: without it nothing that an "
+                "encoding lost is kept"
+            )
+        return decay
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings in the form that ``DiLoCo(..., config=...)`` takes."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["wire"] = self.wire.name
+        values["wire"] = self.wire.config()
         values["outer"] = self.outer.config()
         values["overlap"] = self.overlap.config()
         return values

@@ -6,8 +6,6 @@ optimizers take part: frozen weights stay out. A tied weight counts once, under 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +19,6 @@ from ..base.checks import integer
 from ..ops.dispatch import is_served
 from . import sharding
 from .fragment_rules import Named, balanced, by_layers, by_patterns
-from .schedule import Schedule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The prefixes that wrappers put into names: a weight has the same name with and without a wrapper.
@@ -42,6 +39,8 @@ class Fragment:
         names: Names in the model, in the order of the model.
         params: The parameters themselves; virtually concatenated in memory order.
         modules: FSDP modules that may hold gathered copies of the parameters.
+        alignment: Each tensor starts at a multiple of this many elements. What is between two
+            tensors is the *padding*: elements that are zero on all replicas.
         filler: The single zero; None where there is an element.
         memory: How the parameters lay in memory when the fragment was made.
     """
@@ -50,14 +49,28 @@ class Fragment:
     names: tuple[str, ...]
     params: tuple[nn.Parameter, ...]
     modules: tuple[Any, ...] = ()
+    alignment: int = 1
     filler: Tensor | None = field(init=False, default=None)
     memory: tuple[Memory, ...] = field(init=False)
+    gaps: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "gaps", self._make_gaps())
         object.__setattr__(self, "memory", tuple(map(memory_of, self.params)))
         if self._needs_filler():
             device = sharding.local(self.params[0]).device
             object.__setattr__(self, "filler", torch.zeros(1, device=device))
+
+    def _make_gaps(self) -> dict[str, Tensor]:
+        """Return the padding after each tensor but the last, by the tensor's name."""
+        shards = [sharding.local(param) for param in self.params[:-1]]
+        counts = [-shard.numel() % self.alignment for shard in shards]
+        device = sharding.local(self.params[0]).device
+        return {
+            name: torch.zeros(count, device=device)
+            for name, count in zip(self.names[:-1], counts, strict=True)
+            if count
+        }
 
     def _needs_filler(self) -> bool:
         is_empty = not any(sharding.local(param).numel() for param in self.params)
@@ -76,7 +89,28 @@ class Fragment:
     def tensors(self) -> list[Tensor]:
         """Return what is exchanged, detached; writing to the tensors writes to the parameters."""
         filler = [] if self.filler is None else [self.filler]
-        return [*self.named().values(), *filler]
+        return [*(piece for _, piece in self.pieces()), *filler]
+
+    def pieces(self) -> list[tuple[str, Tensor]]:
+        """Return this worker's tensors with their padding, which has the name ""."""
+        return self._padded(self.named())
+
+    def _padded(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+        pieces = []
+        for name, tensor in tensors.items():
+            pieces.append((name, tensor))
+            if name in self.gaps:
+                pieces.append(("", self.gaps[name]))
+        return pieces
+
+    def padding(self) -> list[tuple[int, int]]:
+        """Return the elements [begin, end) that are padding, counted through ``tensors``."""
+        found, offset = [], 0
+        for name, piece in self.pieces():
+            if not name:
+                found.append((offset, offset + piece.numel()))
+            offset += piece.numel()
+        return found
 
     def named(self) -> dict[str, Tensor]:
         """Return this worker's part of each parameter, detached; see ``tensors`` for writing."""
@@ -95,6 +129,7 @@ class Fragment:
             view = flat.as_strided(shard.shape, shard.stride(), offset)
             views[name] = sharding.like(view, param)
             offset += shard.numel()
+            offset += self.gaps[name].numel() if name in self.gaps else 0
         return views
 
     @property
@@ -266,7 +301,33 @@ def _check_parameter(name: str, param: Tensor) -> None:
 
 
 def make_fragments(model: nn.Module, named: Named, spec: FragmentSpec) -> list[Fragment]:
-    """Cut the parameters into fragments.
+    """Cut the parameters into fragments, as ``cut_parameters`` says."""
+    return fragments_of(model, cut_parameters(model, named, spec))
+
+
+def fragments_of(
+    model: nn.Module, parts: Sequence[Named], alignments: Sequence[int] | None = None
+) -> list[Fragment]:
+    """Return a fragment for each part.
+
+    Args:
+        alignments: Each tensor of a part starts at a multiple of this many elements.
+    """
+    modules = sharding.fsdp_modules(model)
+    return [
+        Fragment(
+            index,
+            tuple(name for name, _ in part),
+            tuple(param for _, param in part),
+            modules,
+            1 if alignments is None else alignments[index],
+        )
+        for index, part in enumerate(parts)
+    ]
+
+
+def cut_parameters(model: nn.Module, named: Named, spec: FragmentSpec) -> list[Named]:
+    """Cut the parameters into the parts of the fragments.
 
     Args:
         model: Where layers are looked for.
@@ -282,16 +343,10 @@ def make_fragments(model: nn.Module, named: Named, spec: FragmentSpec) -> list[F
     """
     spec = fragment_spec(spec)
     if isinstance(spec, int):
-        parts = balanced(named, spec)
-    elif isinstance(spec, str):
-        parts = by_layers(unwrap_model(model), named, spec)
-    else:
-        parts = by_patterns(named, spec)
-    modules = sharding.fsdp_modules(model)
-    return [
-        Fragment(index, tuple(name for name, _ in part), tuple(param for _, param in part), modules)
-        for index, part in enumerate(parts)
-    ]
+        return balanced(named, spec)
+    if isinstance(spec, str):
+        return by_layers(unwrap_model(model), named, spec)
+    return by_patterns(named, spec)
 
 
 def fragment_spec(spec: Any) -> FragmentSpec:
@@ -313,42 +368,3 @@ def _is_pattern(entry: Any) -> bool:
     if isinstance(entry, str):
         return True
     return isinstance(entry, Sequence) and all(isinstance(one, str) for one in entry)
-
-
-# ------------------------------------------------------------------------------------- layout
-
-
-def describe_parameters(fragments: Sequence[Fragment], *, whole: bool = False) -> list[str]:
-    """Describe every parameter in one line: fragment, name, shape, strides, dtype.
-
-    Args:
-        whole: Describe DTensors as wholes, however they are sharded, not this worker's shards.
-    """
-    lines = []
-    for fragment in fragments:
-        if fragment.placement and not whole:
-            lines.append(f"fragment {fragment.index} {fragment.placement}")
-        for name, param in zip(fragment.names, fragment.params, strict=True):
-            lines.append(describe(f"{fragment.index} {name}", param, whole=whole))
-    return lines
-
-
-def describe(what: str, tensor: Tensor, *, whole: bool = False) -> str:
-    """Describe a tensor in one line: name, shape, strides, dtype, and which shard."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if whole or not sharding.is_sharded(tensor):
-        return f"{what} {list(tensor.shape)} {list(tensor.stride())} {dtype}"
-    shard = sharding.local(tensor)
-    shape = f"{list(shard.shape)} {list(shard.stride())}"
-    return f"{what} {shape} {dtype}, {sharding.position(tensor)}"
-
-
-def layout_hash(fragments: Sequence[Fragment], schedule: Schedule, *, whole: bool = False) -> int:
-    """Hash names, shapes, dtypes, fragments, H and offsets to 63 bits, alike on all replicas.
-
-    ``whole`` as in ``describe_parameters``: then alike on all shards, too.
-    """
-    lines = describe_parameters(fragments, whole=whole)
-    text = json.dumps([lines, schedule.sync_every, schedule.offsets])
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

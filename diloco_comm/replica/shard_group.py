@@ -58,7 +58,12 @@ class ShardGroup(ReplicaWorkers):
                 "leave it away, their shards are exchanged as they are"
             )
         return SharedFragment(
-            fragment.index, fragment.names, fragment.params, group=self, block_size=block_size
+            fragment.index,
+            fragment.names,
+            fragment.params,
+            alignment=fragment.alignment,
+            group=self,
+            block_size=block_size,
         )
 
     def broadcast(self, tensors: Sequence[Tensor], owner: int) -> None:
@@ -89,7 +94,8 @@ class SharedFragment(Fragment):
 
     @property
     def whole_elements(self) -> int:
-        return sum(param.numel() for param in self.params)
+        gaps = sum(gap.numel() for gap in self.gaps.values())
+        return gaps + sum(param.numel() for param in self.params)
 
     @property
     def placement(self) -> str:
@@ -104,19 +110,22 @@ class SharedFragment(Fragment):
         return begin, min(begin + share, self.whole_elements)
 
     def named(self) -> dict[str, Tensor]:
+        return {name: piece for name, piece in self.pieces() if name}
+
+    def pieces(self) -> list[tuple[str, Tensor]]:
         return self._cut(super().named(), self.group.rank)
 
     def local(self) -> list[Tensor]:
         return list(super().named().values())
 
-    def _cut(self, tensors: Mapping[str, Tensor], worker: int) -> dict[str, Tensor]:
+    def _cut(self, tensors: Mapping[str, Tensor], worker: int) -> list[tuple[str, Tensor]]:
         """Return a worker's pieces of tensors like the parameters, 1-D, in memory order."""
         begin, end = self.range_of(worker)
-        pieces, offset = {}, 0
-        for name, tensor in tensors.items():
+        pieces, offset = [], 0
+        for name, tensor in self._padded(tensors):
             first, last = max(begin - offset, 0), min(end - offset, tensor.numel())
             if first < last:
-                pieces[name] = memory_order(tensor)[first:last]
+                pieces.append((name, memory_order(tensor)[first:last]))
             offset += tensor.numel()
         return pieces
 
@@ -124,7 +133,8 @@ class SharedFragment(Fragment):
         """Give each worker's ranges of the parameters to all; a collective call."""
         whole = super().named()
         for worker in range(self.group.size):
-            self.group.broadcast(list(self._cut(whole, worker).values()), worker)
+            pieces = [piece for name, piece in self._cut(whole, worker) if name]
+            self.group.broadcast(pieces, worker)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Gather all workers' ``flat``, and cut it like the parameters; a collective call."""
@@ -143,7 +153,7 @@ class SharedFragment(Fragment):
             for name, param in zip(self.names, self.params, strict=True)
         }
         offset = 0
-        for piece in self._cut(laid_out, self.group.rank).values():
+        for _, piece in self._cut(laid_out, self.group.rank):
             flat[offset : offset + piece.numel()].copy_(piece)
             offset += piece.numel()
 

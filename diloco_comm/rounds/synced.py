@@ -21,7 +21,6 @@ from ..methods.outer_state import Update
 from ..methods.overlap import Own
 from ..ops.offload import CHUNK_ELEMENTS, slices
 from ..ops.wire import Layout, WireFormat
-from ..replica import sharding
 from ..replica.fragments import Fragment
 from .flights import NormReading, RoundInFlight
 
@@ -190,12 +189,15 @@ class SyncedFragment(SyncedPart):
         error_feedback: bool,
         *,
         carries: bool,
+        feedback_decay: float | None = None,
         loader: _C.ChunkLoader | None = None,
     ) -> None:
         super().__init__(fragment.index, fragment.num_elements)
         self.loader = loader
         self.fragment = fragment
         self.wire, self.error_feedback, self.carries = wire, error_feedback, carries
+        self.feedback_decay = feedback_decay
+        self._padding = fragment.padding()
         self.device = device_of(self.tensors())
         if loader is None:
             pages = persistent((self.num_elements,), torch.float32, self.device)
@@ -228,9 +230,10 @@ class SyncedFragment(SyncedPart):
         if all(is_counted):
             return
         self.counted, begin = [], 0
-        for param, counts in zip(self.fragment.params, is_counted, strict=True):
-            end = begin + sharding.local(param).numel()
-            if counts:
+        counts = dict(zip(self.fragment.names, is_counted, strict=True))
+        for name, piece in self.fragment.pieces():
+            end = begin + piece.numel()
+            if counts.get(name):
                 self.counted.append((begin, end))
             begin = end
 
@@ -260,6 +263,8 @@ class SyncedFragment(SyncedPart):
                 carries=self.carries,
                 device=self.device,
             )
+            if self.feedback_decay is not None:
+                self.buffers.residuals.decay = self.feedback_decay
 
     def apply(
         self, update: Update, *, own: Tensor | None = None, measure: Measure | None = None
@@ -269,9 +274,23 @@ class SyncedFragment(SyncedPart):
             return
         before = self.on_device(copy=True) if measure else None
         self.state.step(update)
+        if self._padding:
+            self._clear_padding()
         if before is not None and measure is not None:
             squared = self._squared_norm(before, [self.on_device()], update.impl)
             self._readings.append(measure(squared))
+
+    def _clear_padding(self) -> None:
+        """Set the padding to zero, to which a rotated wire has added noise."""
+        residuals = None if self.buffers is None else self.buffers.residuals
+        kept = [] if residuals is None else [residuals.value, residuals.new, residuals.owed]
+        for begin, end in self._padding:
+            for flat in (self.outer, *self.state.tensors().values(), *kept):
+                if flat is not None:
+                    flat[begin:end].zero_()
+        for name, piece in self.fragment.pieces():
+            if not name:
+                piece.zero_()
 
     def uncount_step(self) -> None:
         self.state.num_steps -= 1

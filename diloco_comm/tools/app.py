@@ -19,6 +19,9 @@ from .common.exits import fail, misuse
 from .common.printing import announcer
 from .doctor.command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor.command import doctor
+from .launch.command import EXAMPLES as LAUNCH_EXAMPLES
+from .launch.command import SETTINGS as LAUNCH_SETTINGS
+from .launch.command import launch
 from .plan.command import EXAMPLES as PLAN_EXAMPLES
 from .plan.command import plan
 from .profile.command import profile
@@ -66,6 +69,7 @@ def options(
 app.command(epilog=PLAN_EXAMPLES)(plan)
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.command(epilog=MEMBERS_EXAMPLES)(members)
+app.command(epilog=LAUNCH_EXAMPLES, context_settings=LAUNCH_SETTINGS)(launch)
 app.add_typer(profile, name="profile")
 app.add_typer(bench.app, name="bench")
 app.add_typer(serve_app, name="serve")

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
-from ..replica.fragments import describe_parameters
+from ..replica.descriptions import describe_parameters
 from ..replica.workers import ReplicaWorkers
 from ..rounds import joining
 from ..rounds.agreement import handshake, history

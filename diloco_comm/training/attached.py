@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from . import spelling
 from .planning import Plan
 
 if TYPE_CHECKING:
+    from ..elastic.totals import ElasticTotals
     from .views import ElasticTraining
 
 
@@ -107,14 +109,30 @@ class Attached:
 
     @property
     def is_done(self) -> bool:
-        """Whether this replica has left the group by ``leave``: end the training loop."""
-        return self._elastic is not None and self._elastic.group.is_done
+        """Whether to end the training loop, with ``membership=``.
+
+        True when this replica has left the group, and when ``Elastic.total_steps`` are taken and
+        shared; then on all replicas at the same inner step.
+        """
+        return self._elastic is not None and self._elastic.is_done
 
     @property
     def view(self) -> int:
         """Number of the present view with ``membership=``; -1 without."""
         view = None if self._elastic is None else self._elastic.group.view
         return -1 if view is None else view.number
+
+    def elastic_totals(self) -> ElasticTotals:
+        """Return what changes of the group have cost this replica: seconds, views, lost rounds.
+
+        With several workers, worker 0 of a replica knows the seconds of waiting; the others do not.
+
+        Raises:
+            RuntimeError: Without ``membership=``.
+        """
+        if self._elastic is None:
+            raise RuntimeError("elastic_totals() needs membership=")
+        return self._elastic.group.meter.totals(time.monotonic())
 
     @property
     def replica_index(self) -> int:

@@ -62,11 +62,15 @@ class DiLoCo(Saved):
             they hold the same parameters (DDP, ZeRO-1/2): exchange and outer state are split among
             them. ``group``, ``mesh`` or ``store`` then has this worker's peers alone.
         wire, block_size: What travels ("int8"), see ``wire.WIRES``; elements that share a scale
-            (256).
+            (256). A mapping of regular expressions to wires gives groups of parameters their own;
+            the first that is found in a name counts, and the last key may be "rest".
         rounding, seed: "nearest" (default) or "stochastic", and the seed of the latter and of a
             rotated wire's signs (0).
         error_feedback: Add what the last encoding lost to the next one (default: no); a sparse wire
             needs it.
+        feedback_decay: Factor of what an encoding lost, from 0 to 1 (1, and 0.95 on sparse wires).
+        align_tensors: Let no block hold elements of two tensors (default: no), so that the noise
+            of a rotated wire does not reach one tensor from another.
         weight: This replica's weight in the mean, a number or a callable (tokens of the round),
             called once in each step that sends, whatever the number of fragments. When it raises,
             that comes out of the step, and the round fails on the other replicas too.
@@ -129,11 +133,13 @@ class DiLoCo(Saved):
         members: Sequence[int] | None = None,
         name: str = "default",
         shard_group: Any = None,
-        wire: str | WireFormat | None = None,
+        wire: str | WireFormat | Mapping[str, str] | None = None,
         block_size: int | None = None,
         rounding: str | None = None,
         seed: int | None = None,
         error_feedback: bool | None = None,
+        feedback_decay: float | None = None,
+        align_tensors: bool | None = None,
         weight: Weight = 1.0,
         init: str = "broadcast",
         impl: str = "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +14,13 @@ import torch.distributed as dist
 
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError
 from ..elastic.core import events as ev
+from ..elastic.differences import found_difference
 from ..elastic.driver import Driver, Ended
+from ..elastic.exits import LEFT_STAGE, end_with_status
 from ..elastic.happenings import Fenced, Suspected, ViewChanged, Waiting
 from ..elastic.hosting import Host, meeting_place
 from ..elastic.options import PERIOD_S, Elastic
+from ..elastic.totals import Meter
 from ..elastic.views import View
 from ..exchange.waiting import WaitLog
 from ..replica.workers import ReplicaWorkers
@@ -29,6 +33,8 @@ Attempt = Callable[[tuple[int, ...], dist.Store, ev.Form], None]
 # How often the workers of a replica hear from worker 0, which speaks for the replica.
 _HEAR_S = 1.0
 _POLL_S = 0.05
+# Stages of the errors for which this replica waits in vain, by the kind of its driver's end.
+_STAGES = {"waited": "quorum", "failed": "registry"}
 
 
 class ElasticGroup:
@@ -43,6 +49,7 @@ class ElasticGroup:
         replica: This replica's number; -1 before the first view.
         view: In which this replica trains; None before the first.
         is_done: This replica has left the group.
+        meter: Takes the times of this replica.
     """
 
     def __init__(
@@ -53,11 +60,15 @@ class ElasticGroup:
         self.is_done = False
         self.replica = -1
         self._form: ev.Form | None = None
+        self._shown = json.dumps(shown)
+        self.meter = Meter(time.monotonic())
         # At worker 0 of this replica, for what it tells the replica's other workers.
         self._own_store: dist.Store | None = None
         self._driver: Driver | None = None
         self._host: Host | None = None
         failure = ""
+        if elastic.folder() is not None:
+            end_with_status()
         if self._speaks:
             try:
                 self._open(shown, 1 if workers is None else workers.size)
@@ -71,10 +82,16 @@ class ElasticGroup:
     def _open(self, shown: Any, num_workers: int) -> None:
         elastic = self.elastic
         self._host = Host(elastic.interface())
+        self._host.publish(self._shown)
         registry = elastic.connect()
         try:
+            folder = elastic.folder()
             state = elastic.begin(
-                registry, address=self._host.address, workers=num_workers, shown=shown
+                registry,
+                address=self._host.address,
+                workers=num_workers,
+                shown=shown,
+                folder=folder,
             )
         except BaseException:
             registry.close()
@@ -85,6 +102,7 @@ class ElasticGroup:
             period_s=PERIOD_S,
             say=self._say,
             chooses_number=elastic.replica is None,
+            folder=folder,
         )
         self._driver.start()
 
@@ -147,6 +165,10 @@ class ElasticGroup:
     def enter(self, attempt: Attempt) -> None:
         """Come to the group, as a founder or a newcomer."""
         self._attempt_until_done(attempt, time.monotonic())
+        if self.is_done:
+            raise SyncError(
+                "this replica was asked to leave before it had joined its group", stage=LEFT_STAGE
+            )
 
     def go_on(self, attempt: Attempt, error: SyncError | None, began: float) -> None:
         """Go from the present view to the next.
@@ -221,6 +243,8 @@ class ElasticGroup:
             waiting = "" if driver is None else driver.waiting_for
             if order is None and limit is not None and time.monotonic() - began > limit:
                 order = Ended("waited", f"waited {limit:g} s {waiting}")
+            if isinstance(order, Ended) and order.kind == "refused":
+                order = Ended("refused", order.reason + self._found_difference())
             number = -1 if driver is None else driver.state.member.id
             order, waiting, self.replica = self._from_worker_0((order, waiting, number))
             if isinstance(order, Ended):
@@ -231,6 +255,10 @@ class ElasticGroup:
                 return order
             log.tick(lambda waiting=waiting: f"a view, {waiting}" if waiting else "a view")  # type: ignore[misc]
 
+    def _found_difference(self) -> str:
+        view = None if self._driver is None else self._driver.state.recorded
+        return "" if view is None else found_difference(view, self._shown, self._connect_s)
+
     def _ended(self, order: Ended) -> None:
         if order.kind == "drained":
             self.is_done = True
@@ -239,8 +267,10 @@ class ElasticGroup:
             raise LeftBehind(
                 f"{order.reason}: start this replica again, and it joins as a newcomer",
                 stage="view",
-            )
-        raise SyncError(order.reason, stage="quorum" if order.kind == "waited" else "view")
+            ) from None
+        if order.kind == "refused":
+            raise ReplicaMismatch(order.reason, stage="view") from None
+        raise SyncError(order.reason, stage=_STAGES[order.kind]) from None
 
     def _failed(self, form: ev.Form, error: SyncError | None) -> None:
         number = form.view.number
@@ -261,6 +291,7 @@ class ElasticGroup:
 
     def _begun(self, view: View, began: float) -> None:
         self.view = view
+        self.meter.entered(time.monotonic(), time.monotonic() - began)
         self._tell(ev.Started(view.number))
         if self._host is not None:
             self._host.forget_before(view.number)
@@ -339,6 +370,7 @@ class ElasticGroup:
         if isinstance(action, ev.Suspect):
             self._emit(Suspected(action.ids))
         elif isinstance(action, ev.Wait):
+            self.meter.waits(time.monotonic(), bool(action.reason))
             self._emit(Waiting(action.reason))
         elif isinstance(action, ev.Fence):
             self._emit(Fenced(action.reason))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,13 +12,14 @@ from torch import nn
 from .. import _C
 from ..methods.overlap import Overlap
 from ..methods.settings import Settings
+from ..ops.wire import WireFormat
 from ..replica import sharding
+from ..replica.descriptions import describe, describe_parameters, layout_hash
+from ..replica.fragment_rules import Named
 from ..replica.fragments import (
     Fragment,
-    describe,
-    describe_parameters,
-    layout_hash,
-    make_fragments,
+    cut_parameters,
+    fragments_of,
     trainable_parameters,
 )
 from ..replica.schedule import Schedule
@@ -93,13 +95,22 @@ def make_plan(
     """
     named = trainable_parameters(model, optimizers)
     device = sharding.local(named[0][1]).device
-    fragments = make_fragments(model, named, settings.fragments)
-    schedule = Schedule.plan(settings.sync_every, len(fragments), settings.offsets)
+    settings.wire.check_names([name for name, _ in named])
+    cut = cut_parameters(model, named, settings.fragments)
+    offsets = Schedule.plan(settings.sync_every, len(cut), settings.offsets).offsets
+    pieces = _with_one_wire(cut, offsets, settings)
+    blocks = [piece.wire.block_size for piece in pieces]
+    fragments = fragments_of(
+        model, [piece.named for piece in pieces], blocks if settings.align_tensors else None
+    )
+    schedule = Schedule(settings.sync_every, tuple(piece.offset for piece in pieces))
     worker = sharding.worker([param for _, param in named])
     if shard_group is not None:
-        fragments = [shard_group.share(one, settings.wire.block_size) for one in fragments]
+        shares = zip(fragments, blocks, strict=True)
+        fragments = [shard_group.share(one, block) for one, block in shares]
         worker = shard_group.worker
-    parts: list[SyncedPart] = [*_parameter_parts(fragments, settings, _loader(device, offload))]
+    wires, loader = [piece.wire for piece in pieces], _loader(device, offload)
+    parts: list[SyncedPart] = [*_parameter_parts(fragments, wires, settings, loader)]
     description = describe_parameters(fragments)
     layout = layout_hash(fragments, schedule)
     saved_layout = layout_hash(fragments, schedule, whole=True)
@@ -123,6 +134,27 @@ def make_plan(
     )
 
 
+class _Piece(NamedTuple):
+    """Parameters of one fragment that have one wire."""
+
+    named: Named
+    wire: WireFormat
+    offset: int
+
+
+def _with_one_wire(
+    cut: Sequence[Named], offsets: Sequence[int], settings: Settings
+) -> list[_Piece]:
+    """Divide each fragment by the wires of its parameters; its pieces are sent at one time."""
+    pieces = []
+    for named, offset in zip(cut, offsets, strict=True):
+        for index, (_, wire) in enumerate(settings.wire.groups):
+            of_group = [pair for pair in named if settings.wire.group_of(pair[0]) == index]
+            if of_group:
+                pieces.append(_Piece(of_group, wire, offset))
+    return pieces
+
+
 def _loader(device: torch.device, offload: str | None) -> _C.ChunkLoader | None:
     if offload is None:
         return None
@@ -132,16 +164,20 @@ def _loader(device: torch.device, offload: str | None) -> _C.ChunkLoader | None:
 
 
 def _parameter_parts(
-    fragments: Sequence[Fragment], settings: Settings, loader: _C.ChunkLoader | None
+    fragments: Sequence[Fragment],
+    wires: Sequence[WireFormat],
+    settings: Settings,
+    loader: _C.ChunkLoader | None,
 ) -> list[SyncedFragment]:
     return [
         SyncedFragment(
             fragment,
             settings.outer,
-            settings.wire,
+            wire,
             settings.error_feedback,
+            feedback_decay=settings.feedback_decay,
             carries=settings.overlap.rounds > 0,
             loader=loader,
         )
-        for fragment in fragments
+        for fragment, wire in zip(fragments, wires, strict=True)
     ]

@@ -26,7 +26,7 @@ def describe(
         f"sync_every={settings.sync_every}",
         f"overlap={_call(settings.overlap.config())}",
         f"outer={_call(settings.outer.config())}",
-        f"wire={settings.wire.name}",
+        f"wire={settings.wire.config()}",
         f"{num_fragments} fragment{'s'[: num_fragments > 1]}",
         f"inner step {inner_step}",
         f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}",

@@ -20,7 +20,9 @@ from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement.handshake import gather_json
 from ..rounds.runner import RoundRunner
+from ..rounds.synced import SyncedPart
 from .elastic_group import ElasticGroup, is_about_group
+from .leasing import Leasing
 from .planning import Plan
 
 _GIVEN_BY_VIEWS = ("group", "mesh", "store", "replica", "num_replicas", "members")
@@ -76,8 +78,20 @@ class ElasticTraining:
         timeout_s: float,
     ) -> None:
         shown = {"model": plan.description, "settings": _alike(settings), "of": plan.num_fragments}
+        shown["total_steps"] = elastic.total_steps
+        self._total_steps = elastic.total_steps
+        self.leasing = Leasing(workers)
         self.group = ElasticGroup(elastic, shown, workers, connect_s=min(timeout_s, 10.0))
         self._may_be_boundary = self._is_flushing = self._must_flush = False
+        # Part and number of the round that broke off.
+        self._failed: list[tuple[SyncedPart, int]] = []
+        # All steps are taken and shared.
+        self._is_finished = self._others_flush = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this replica has left the group, or has taken and shared all steps."""
+        return self.group.is_done or self._is_finished
 
     def enter(
         self,
@@ -89,6 +103,7 @@ class ElasticTraining:
         try:
             self.group.enter(partial(self._begin, diloco, begin, arguments))
             self._flush_with_others(diloco)
+            self._end_after_last_step(diloco)
         except BaseException:
             self.group.close(is_finished=False)
             raise
@@ -111,6 +126,7 @@ class ElasticTraining:
         begin({**arguments, **places, **more})
         if form.role == "join":
             self._ask_for_flush(diloco)
+            self.leasing.change(diloco.exchange, diloco._rounds.parts, -1)
 
     def refuse_to_load(self) -> None:
         """Raise RuntimeError where a saved state would set this replica apart from the others."""
@@ -142,6 +158,21 @@ class ElasticTraining:
             if not is_about_group(error):
                 raise
             self._go_on(diloco, error, began)
+        self._end_after_last_step(diloco)
+
+    def _end_after_last_step(self, diloco: Trained) -> None:
+        """Let newcomers in a last time and share what is left, if all steps are taken."""
+        if self.is_done or not self._has_all_steps(diloco):
+            return
+        if self._may_be_boundary and self.group.is_boundary(diloco._rounds):
+            self._go_on(diloco, None)
+        if not self.is_done:
+            self.flush(diloco, diloco._flush)
+            # Where the flush broke off, all go on from the step of the slowest replica.
+            self._is_finished = self._has_all_steps(diloco) and not self.group.is_done
+
+    def _has_all_steps(self, diloco: Trained) -> bool:
+        return self._total_steps is not None and diloco.inner_step >= self._total_steps
 
     def flush(self, diloco: Trained, flush: Callable[[], None]) -> None:
         """Flush; in the next view again, where the present one ends before all is shared."""
@@ -158,6 +189,9 @@ class ElasticTraining:
 
     def _go_on(self, diloco: Trained, error: SyncError | None, began: float | None = None) -> None:
         began = time.monotonic() if began is None else began
+        if error is not None and error.round >= 0:
+            parts = [part for part in diloco._rounds.parts if part.index == error.fragment]
+            self._failed = [(part, error.round) for part in parts]
         self.group.go_on(partial(self._change, diloco), error, began)
         self._flush_with_others(diloco)
 
@@ -171,8 +205,15 @@ class ElasticTraining:
             )
         rounds = diloco._rounds
         rounds.is_change_due = rounds.announces_change = self._may_be_boundary = False
+        sent = [(part, flight.number) for part in rounds.parts for flight in part.in_flight]
+        sent += self._failed
+        before = diloco.inner_step
         diloco._change_group(members, store)
+        # A round that counts was applied by now.
+        self.group.meter.discarded(len({(part.index, n) for part, n in sent if n >= part.round}))
+        self._failed = []
         self._ask_for_flush(diloco)
+        self.leasing.change(diloco.exchange, diloco._rounds.parts, before)
 
     def _ask_for_flush(self, diloco: Trained) -> None:
         """Find out whether a flush broke off before all was shared; every member asks.
@@ -183,11 +224,16 @@ class ElasticTraining:
         views = gather_json(diloco.exchange, own)
         is_flushing, has_unsent = (any(values) for values in zip(*views, strict=True))
         self._must_flush = is_flushing and has_unsent
+        self._others_flush = is_flushing
 
     def _flush_with_others(self, diloco: Trained) -> None:
         while self._must_flush and not self.group.is_done:
             self._must_flush = False
             self.flush(diloco, diloco._flush)
+        # A member whose last flush broke off has ended it here, together with all others.
+        if self._others_flush and self._has_all_steps(diloco) and not self.group.is_done:
+            self._is_finished = True
+        self._others_flush = False
 
 
 def _alike(settings: Settings) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from benchmark_runs import ROOT, run_benchmark
 from workers import Pool
 
+from benchmarks.support import common
 from diloco_comm.ops import reference
 from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
@@ -229,6 +230,38 @@ def test_bars_of_the_floors_want_little_more_than_the_floor(
     assert by_bar[22:] == [(16, None, "skipped")] * 2
 
 
+def test_bars_of_the_wires_below_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import bars
+    from benchmarks.exchange import netns
+
+    def run_on_link(world: int, rate: str, *options: object) -> Any:
+        assert (rate, options[options.index("--wire") + 1]) == ("100mbit", "int2r,int1r,sub8")
+        wires = ("int2r", "int1r", "sub8")
+        return [{"wire": w, "impl": "avx2", "size": 1, "vs_reference": 20.0} for w in wires]
+
+    monkeypatch.setattr(bars, "run_on_link", run_on_link)
+    monkeypatch.setattr(netns, "missing", lambda: None)
+    found = [(f.bar, f.must, f.verdict) for f in bars.block_wires_on_link()]
+    assert found[:3] == [(22, 13.0, "ok"), (22, 24.0, "FAIL"), (22, 100.0, "FAIL")]
+    # The ideal of two phases is 32 bits over the wire's; three gathered payloads replace 1.5.
+    ideals = [32 / 2.0625, 32 / 1.0625, 0.5 * 32 / 0.140625]
+    assert [must for _, must, _ in found[3:]] == pytest.approx([0.85 * ideal for ideal in ideals])
+
+
+def test_block_bars_have_a_figure_for_each_limit() -> None:
+    from benchmarks import bars
+    from benchmarks.operators import roofline
+
+    threads = torch.get_num_threads()
+    figures, seconds = roofline.measure_block_bars(1 << 18, rounds=7)
+    torch.set_num_threads(threads)
+    assert [figure["bar"] for figure in figures] == [19, 19, 20, 21, 21, 21]
+    rows = [bars.Figure(**figure) for figure in figures]
+    assert all(row.value is not None and 0 < row.value for row in rows)
+    floor, times = seconds["floor read2"], seconds["encode int2r"]
+    assert figures[0]["value"] == pytest.approx(100 * common.median_ratio(floor, times))
+
+
 def test_bars_verdicts() -> None:
     from benchmarks import bars
 
@@ -250,7 +283,7 @@ def test_bars_verdicts() -> None:
 def test_bars_cover_the_list() -> None:
     from benchmarks import bars
 
-    assert sorted(bar for group in bars.GROUPS for bar in group) == [*range(1, 19)]
+    assert sorted(bar for group in bars.GROUPS for bar in group) == [*range(1, 23)]
     assert bars.parse_only("9,10") == {9, 10}
     with pytest.raises(Exception, match="bars among"):
         bars.parse_only("99")
@@ -260,7 +293,5 @@ def test_bars_cover_the_list() -> None:
     ("text", "size"), [("4096", 4096), ("64K", 65536), ("1M", 1 << 20), ("0.5G", 1 << 29)]
 )
 def test_sizes(text: str, size: int) -> None:
-    from benchmarks.support import common
-
     assert common.parse_size(text) == size
     assert common.parse_size(common.format_size(size)) == size

@@ -42,8 +42,16 @@ class EmulatedLanes {
         }
     }
     template <class At>
-    void swap(At&& at) const {
-        for (int lane = 0; lane < kLanes; lane += 2) std::swap(at(lane), at(lane + 1));
+    void sum_over(At&& at) const {
+        uint32_t sum = 0;
+        for (int lane = 0; lane < kLanes; ++lane) sum += at(lane);
+        for (int lane = 0; lane < kLanes; ++lane) at(lane) = sum;
+    }
+    template <class At>
+    void swap(int n, At&& at) const {
+        for (int lane = 0; lane < kLanes; ++lane) {
+            if ((lane & n) == 0) std::swap(at(lane), at(lane + n));
+        }
     }
     template <class At>
     void add_upper(int n, At&& at) const {

@@ -196,7 +196,7 @@ def test_a_process_with_other_settings_is_refused() -> None:
     process = Process(start(Settings("run"), member(2, settings="other")), record)
     (refuse,) = process.poll()
     assert isinstance(refuse, Refuse)
-    assert "replica 2 has 1 workers and settings other" in refuse.reason
+    assert "replica 2 has another model or other settings" in refuse.reason
 
 
 def test_founders_take_the_state_of_one_of_them_and_train() -> None:

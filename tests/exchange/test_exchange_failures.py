@@ -129,9 +129,10 @@ def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh) -> None:
     results = pool.collect()
     for rank in (0, 2):
         assert results[rank].missing == (1,), str(results[rank])
-        assert results[rank].seconds >= HANG_TIMEOUT
         assert "(replica 1: timed out): replica 1 did not report within" in str(results[rank])
         assert "gloo" in results[rank].raw
+    # The survivor that gives up first tells the other one, which then need not wait to its end.
+    assert max(results[rank].seconds for rank in (0, 2)) >= HANG_TIMEOUT
 
 
 def _late(rank: int, world: int, address: Address) -> Any:

@@ -195,8 +195,18 @@ def test_a_repeated_round_repeats_its_bytes(workers: Workers) -> None:
     assert workers(2).run(_repeated_round) == [(True, False)] * 2
 
 
-def test_a_fragment_on_a_device_is_refused() -> None:
+@pytest.mark.parametrize("wire", ["sub8", "topk64"])
+def test_a_gathered_wire_of_a_fragment_on_a_device_is_refused(wire: str) -> None:
     from diloco_comm.exchange.buffers import ExchangeBuffers
 
-    with pytest.raises(ValueError, match="wire int1r has kernels for tensors in host memory alone"):
-        ExchangeBuffers(10, WireFormat("int1r"), device=torch.device("cuda:0"))
+    form, device = WireFormat(wire), torch.device("cuda:0")
+    with pytest.raises(ValueError, match=f"wire {wire} sends all payloads.*, int2r, int1r$"):
+        ExchangeBuffers(10, form, error_feedback=form.is_sparse, device=device)
+
+
+@pytest.mark.parametrize("wire", ["int2r", "int1r"])
+def test_a_wire_with_two_phases_takes_a_fragment_on_a_device(wire: str) -> None:
+    from diloco_comm.exchange.buffers import ExchangeBuffers
+
+    buffers = ExchangeBuffers(10, WireFormat(wire), device=torch.device("cuda:0"))
+    assert buffers.wire.name == wire

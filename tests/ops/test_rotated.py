@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import device_ops
+from typing import Any
+
+import device_ops as ops
 import emulated
 import pytest
 import torch
 from codec_cases import (
     CPU_IMPLS,
+    IMPLS,
     KINDS,
     Fragment,
     assert_same,
@@ -23,12 +26,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco_comm import ops
 from diloco_comm.kernels.checks import check_layout
 from diloco_comm.ops.wire import ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
 
-every_impl = pytest.mark.parametrize("impl", CPU_IMPLS)
-every_wire = pytest.mark.parametrize("wire", [*ROTATED_WIRES, *SPARSE_WIRES])
+REFERENCE = pytest.param("reference", id="reference")
+
+
+def pairs(impls: list[Any]) -> pytest.MarkDecorator:
+    """Every implementation with the wires that it knows: CUDA's kernels know no sparse wire."""
+    known = {True: [*ROTATED_WIRES, *SPARSE_WIRES], False: list(ROTATED_WIRES)}
+    on_host = [REFERENCE, *CPU_IMPLS]
+    rows = [
+        pytest.param(*impl.values, wire, marks=impl.marks, id=f"{impl.id}-{wire}")
+        for impl in impls
+        for wire in known[impl in on_host]
+    ]
+    return pytest.mark.parametrize(("impl", "wire"), rows)
+
+
+every_pair = pairs(IMPLS)
+every_impl = pytest.mark.parametrize("impl", IMPLS)
+sparse_wires = pytest.mark.parametrize("wire", SPARSE_WIRES)
 rotated_wires = pytest.mark.parametrize("wire", ROTATED_WIRES)
 OPTIMIZERS = ("sgd", "heavy_ball", "nesterov", "adam", "delayed")
 
@@ -59,8 +77,7 @@ def check(case: Fragment, impl: str, **options) -> None:
     assert results[0][3] == results[1][3]
 
 
-@every_impl
-@every_wire
+@every_pair
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_values(impl: str, wire: str, kind: str) -> None:
     for num_elements in (1, 256, 1025, 5000):
@@ -71,8 +88,7 @@ def test_kinds_of_values(impl: str, wire: str, kind: str) -> None:
         check(case, impl, rng_key=-num_elements, residual=residual.bfloat16())
 
 
-@every_impl
-@every_wire
+@every_pair
 @given(data=st.data())
 def test_any_fragment(impl: str, wire: str, data: st.DataObject) -> None:
     num_elements, seed = data.draw(sizes), data.draw(seeds)
@@ -91,8 +107,7 @@ def test_any_fragment(impl: str, wire: str, data: st.DataObject) -> None:
     check(case, impl, **options)
 
 
-@every_impl
-@every_wire
+@every_pair
 def test_ranges_add_up_to_the_whole(impl: str, wire: str) -> None:
     size = 30_000 if wire.startswith("topk") else 9000
     case = fragment(size, WireFormat(wire), "good", 3, num_runs=7)
@@ -115,8 +130,7 @@ def several(wire: str, num_elements: int, num_payloads: int) -> tuple[Layout, li
     return layout, payloads
 
 
-@every_impl
-@every_wire
+@every_pair
 @pytest.mark.parametrize("num_payloads", [1, 2, 3, 5])
 def test_reduce(impl: str, wire: str, num_payloads: int) -> None:
     for num_elements in (700, 2048):
@@ -141,8 +155,7 @@ def test_reduce(impl: str, wire: str, num_payloads: int) -> None:
                 assert_same(a, b, impl)
 
 
-@every_impl
-@every_wire
+@every_pair
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_outer_steps(impl: str, wire: str, optimizer: str) -> None:
     layout, payloads = several(wire, 3000, 3)
@@ -190,8 +203,7 @@ def test_largest_magnitude(impl: str, wire: str) -> None:
         check(case, impl, rng_key=5)
 
 
-@pytest.mark.parametrize("impl", [pytest.param("reference", id="reference"), *CPU_IMPLS])
-@every_wire
+@pairs([REFERENCE, *IMPLS])
 def test_a_scale_that_no_encoder_makes_decodes_to_nan(impl: str, wire: str) -> None:
     size = 2 * WireFormat(wire).block_size
     layout, (payload,) = several(wire, size, 1)
@@ -215,17 +227,22 @@ def test_a_scale_that_no_encoder_makes_decodes_to_nan(impl: str, wire: str) -> N
 
 
 @emulated.needs_library
-@every_wire
+@sparse_wires
 def test_cuda_kernels_refuse_what_they_do_not_know(wire: str) -> None:
     case = fragment(100, WireFormat(wire), "normal", 1)
     with pytest.raises(ValueError, match=f"wire {wire} has no CUDA kernels"):
-        device_ops.encode(
-            case.outer, case.params, case.payload(), 0, 100, *case.form, impl="emulated"
-        )
+        ops.encode(case.outer, case.params, case.payload(), 0, 100, *case.form, impl="emulated")
 
 
-@every_wire
+@sparse_wires
 def test_triton_kernels_refuse_what_they_do_not_know(wire: str) -> None:
     size = WireFormat(wire).block_size
     with pytest.raises(ValueError, match=f"wire must be one of fp32, .*, got '{wire}'"):
         check_layout(wire, size, size)
+
+
+@rotated_wires
+def test_triton_kernels_refuse_another_block_size(wire: str) -> None:
+    size = WireFormat(wire).block_size
+    with pytest.raises(ValueError, match=f"wire {wire} has blocks of {size}, got block_size=512"):
+        check_layout(wire, 512, 512)

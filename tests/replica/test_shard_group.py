@@ -17,10 +17,18 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco_comm import CO2, SGD, DiLoCo, HeavyBall, Nesterov, NonFiniteError, Streaming, SyncError
+from diloco_comm.ops.wire import WireFormat
 
 WIDTH = 25
 # The last fragment has fewer blocks than there are workers.
 FRAGMENTS = ["layers.*", "norm.*", "head.*"]
+# Tensors start at whole blocks, and the shares of the workers end within tensors and padding.
+ALIGNED = {
+    "wire": {"norm|bias": "int8", "rest": "int2r"},
+    "align_tensors": True,
+    "fragments": 1,
+    "outer": Nesterov(0.5),
+}
 
 
 def make_mesh(world: int, num_replicas: int = 2) -> DeviceMesh:
@@ -108,12 +116,25 @@ def test_the_run_is_that_of_one_worker_a_replica(
     variants: list[dict[str, Any]] = {
         (2, 2): [*POLICIES[::2], {"ddp": True}, {"ddp": True, "zero": True}],
         (2, 3): [*POLICIES[1::2], {"wire": "int8"}],
-        (3, 2): [{"wire": "int8", "error_feedback": True, **POLICIES[5]}],
+        (3, 2): [
+            {"wire": "int8", "error_feedback": True, **POLICIES[5]},
+        ],
     }[num_replicas, num_workers]
     world = num_replicas * num_workers
     for results in workers(world).run(equals_unsharded, num_replicas, variants):
         assert [matches for matches, _ in results] == [True] * len(variants)
         assert all(abs(share - 1 / num_workers) < 0.05 for _, share in results)
+
+
+def test_large_blocks_are_cut_at_the_same_elements(workers) -> None:
+    """Few blocks: the workers' shares of this small model are uneven, and one may have none."""
+    variants = [
+        ALIGNED,
+        {"wire": WireFormat("int1r"), "block_size": None, "fragments": 1},
+        {"wire": WireFormat("topk256"), "block_size": None, "error_feedback": True},
+    ]
+    for results in workers(6).run(equals_unsharded, 3, variants):
+        assert [matches for matches, _ in results] == [True] * len(variants)
 
 
 def meet_on_a_store(rank: int, world: int, address: tuple[str, int]) -> bool:

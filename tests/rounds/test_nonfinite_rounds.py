@@ -17,7 +17,7 @@ from workers import Pool
 
 from diloco_comm import Blocking, Delayed, Eager, Nesterov, NonFiniteError, Streaming
 from diloco_comm.ops import reference
-from diloco_comm.ops.wire import Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 H, ROUNDS, VICTIM, BLOCK = 4, 50, 1, 32
 LR, MU = 0.7, 0.9
@@ -34,7 +34,7 @@ def spoil(model: nn.Module) -> None:
 
 def one_nan(rank: int, world: int, arguments: dict[str, Any]) -> tuple[list[Tensor], list[Any]]:
     """Train 50 rounds with a NaN at inner step 7; what there is after each step that applies."""
-    outer = {"outer": Nesterov(LR, MU), "block_size": BLOCK}
+    outer = {"outer": Nesterov(LR, MU)}
     model, optimizer, diloco = attach(rank, **RESET, **outer, **arguments)
     seen = []
     with diloco:
@@ -72,11 +72,12 @@ def one_nan_alone(
             for rank in range(world):
                 if weights[rank] == 0.0:
                     reference.merge(outer, tensors[rank])
-            residuals = lost.arguments() if lost else {}
+            residuals: dict[str, Any] = lost.arguments() if lost else {}
             outers = [outer] * world
+            residuals["round"] = step // H - 1
             terms = reference.all_reduce(tensors, layout, weights, outers=outers, **residuals)
             if lost:
-                lost.turn(weights)
+                lost.turn(weights, wire.feedback_decay)
         if step > overlap.steps() and (step - overlap.steps()) % H == 0:
             payloads, shares = zip(*terms, strict=True)
             reference.outer_step(
@@ -100,24 +101,33 @@ class _Lost:
         reduction = {"reduce_residual": self.reduction, "new_reduce_residual": self.new_reduction}
         return {"residuals": self.old, "new_residuals": self.new, **reduction}
 
-    def turn(self, weights: list[float]) -> None:
+    def turn(self, weights: list[float], decay: float) -> None:
         for old, new, weight in zip(self.old, self.new, weights, strict=True):
             if weight:
-                old.copy_(new)
+                old.copy_(new * decay)
         self.reduction.copy_(self.new_reduction)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("overlap", [Blocking(), Streaming(2, 0.5)], ids=["blocking", "streaming"])
 @pytest.mark.parametrize(
-    ("wire", "error_feedback"), [("fp32", False), ("int8", False), ("int4", False), ("int4", True)]
+    ("wire", "error_feedback"),
+    [
+        ("fp32", False),
+        ("int8", False),
+        ("int4", False),
+        ("int4", True),
+        ("int2r", True),
+        ("sub8", False),
+        ("topk64", True),
+    ],
 )
 def test_one_nan_costs_one_replica_one_round(
     workers: Callable[[int], Pool], world: int, overlap: Any, wire: str, error_feedback: bool
 ) -> None:
-    alone = (world, overlap, WireFormat(wire, BLOCK), error_feedback)
-    (expected,) = workers(1).run(one_nan_alone, *alone)
-    arguments = {"overlap": overlap, "wire": wire, "error_feedback": error_feedback}
+    form = WireFormat(wire, BLOCK) if wire in ELEMENT_WIRES else WireFormat(wire)
+    (expected,) = workers(1).run(one_nan_alone, world, overlap, form, error_feedback)
+    arguments = {"overlap": overlap, "wire": form, "error_feedback": error_feedback}
     for rank, (seen, applied) in enumerate(workers(world).run(one_nan, arguments)):
         assert equal(seen, expected[rank]), rank
         healthy = (True, False, ())

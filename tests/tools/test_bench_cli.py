@@ -18,7 +18,9 @@ from workers import Crew, Pool
 from zygote import Zygote
 
 from diloco_comm import DiLoCo
+from diloco_comm.ops.wire import WIRES, Layout, WireFormat
 from diloco_comm.tools.bench import exchange as bench_exchange
+from diloco_comm.tools.bench import methods
 from diloco_comm.tools.bench import outer_step as bench_outer_step
 from diloco_comm.tools.bench import tune as bench_tune
 from diloco_comm.tools.common import reports, workers
@@ -93,7 +95,8 @@ def keys_documented(what: str) -> set[str]:
 def test_exchange(world: int, launcher: str, ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     pool, path = ranks(world), tmp_path / "results.json"
     words = ["exchange", "-b", "64K", "-e", "128K", "-n", "2", "-w", "1", "-c", "1"]
-    words += ["--wire", "int8,int4", "--json", str(path), "--min-gbps", "1e-9"]
+    wires = ["int8", "int4", "int2r", "sub8", "topk64"]
+    words += ["--wire", ",".join(wires), "--json", str(path), "--min-gbps", "1e-9"]
     results = pool.run(run_rank, workers.free_port(), words, launcher)
     assert [status for status, _ in results] == [None] * world
     output = results[0][1]
@@ -102,7 +105,7 @@ def test_exchange(world: int, launcher: str, ranks: Callable[[int], Pool], tmp_p
     assert document["workers"] == world
     rows = document["results"]
     assert [(row["size"], row["wire"]) for row in rows] == [
-        (size, wire) for size in (65536, 131072) for wire in ("fp32", "int8", "int4")
+        (size, wire) for size in (65536, 131072) for wire in ("fp32", *wires)
     ]
     for row in rows:
         assert row.keys() == keys_documented("exchange") - row["in_place"].keys() - {
@@ -139,7 +142,7 @@ MISUSES = [
     (["exchange", "-g", "2", "--emulate-link", "fast"], "--emulate-link must be GBPS"),
     (["exchange", "-g", "2", "--backend", "mpi"], "--backend must be one of gloo"),
     (["exchange", "-g", "2", "-f", "1"], "--stepfactor must be at least 2"),
-    (["ops", "--size", "1"], "--size must be at least 16384"),
+    (["ops", "--size", "1"], "--size must be at least 65536"),
     (["ops", "--impl", "avx9"], "avx9"),
     (["outer-step", "-g", "2", "--policy", "fast"], "--policy must be one of blocking"),
     (["outer-step", "-g", "2", "--fragments", "99"], "--fragments must be at most --layers 12"),
@@ -218,6 +221,7 @@ def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"encode", "decode", "reduce of 4", "outer_step", "norms", "digest"} <= {
         row["operator"] for row in rows
     }
+    assert {row["wire"] for row in rows} == {"", *WIRES}
     inner = {"p10", "p50", "p90", "samples"}
     for row in rows:
         assert row.keys() == keys_documented("ops") - inner
@@ -277,6 +281,22 @@ def test_tune_writes_a_config_that_diloco_reads(
 
 def choice(wire: str, seconds: float) -> dict[str, Any]:
     return {"config": {"wire": wire}, "seconds": seconds}
+
+
+def test_tune_ranks_every_wire_and_gives_sparse_ones_error_feedback() -> None:
+    assert set(bench_tune._by_precision(WIRES)) == set(WIRES)
+    assert bench_tune._by_precision(("sub8", "int2r", "int4")) == ["int4", "int2r", "sub8"]
+    config = bench_tune.Candidate("topk64").config()
+    assert config["error_feedback"] is True
+    assert "error_feedback" not in bench_tune.Candidate("sub8").config()
+
+
+def test_a_mean_is_compared_with_the_reference_of_its_own_round() -> None:
+    sources = [methods.source_of(rank, 5000, torch.float32) for rank in range(3)]
+    layout = Layout.plan(5000, 3, wire=WireFormat("int2r"))
+    first, second = (methods.defined_mean(sources, layout, round) for round in (0, 1))
+    assert not torch.equal(first, second)
+    assert methods.relative_l2(first, methods.exact_mean(3, 5000, torch.float32)) < 0.6
 
 
 def test_a_budget_chooses_the_most_precise_wire_that_fits() -> None:

@@ -52,6 +52,17 @@ SCHEMA: dict[str, Any] = {
     "bytes_per_round": float,
     "bytes_per_day": float,
     "extra_memory_bytes": float,
+    "wires": [
+        {
+            "wire": str,
+            "bits_per_param": float,
+            "bytes_per_round": float,
+            "extra_memory_bytes": float,
+            "loss_over_fp32": (float, None),
+            "utilisation": (float, None),
+        }
+    ],
+    "auto": (str, None),
     "link": (
         {
             "gbps": float,
@@ -95,6 +106,7 @@ def test_json_has_the_documented_schema(method: str) -> None:
     check_schema(plan, SCHEMA)
     assert len(plan["curve"]["gbps"]) == len(plan["curve"]["step"]) == 50
     keys = [*SCHEMA, *SCHEMA["request"], *SCHEMA["link"][0], *SCHEMA["curve"]]
+    keys += SCHEMA["wires"][0]
     check_documented(keys, "reference/plan.md")
 
 
@@ -293,6 +305,9 @@ def test_size_comes_from_a_model_config(
         ([*SMALL, "--replicas", 1], "--replicas must be at least 2, got 1"),
         ([*SMALL, "--method", "gossip"], "--method must be one of dp, diloco"),
         ([*SMALL, "--wire", "int3"], "--wire must be one of fp32"),
+        ([*SMALL, "--wire", "auto"], "--wire auto needs --gbps"),
+        ([*SMALL, "--wire", "auto", "--bits", 2, "--gbps", 1], "--wire auto and --bits exclude"),
+        ([*SMALL, "--wire", "auto", "--method", "eager", "--gbps", 1], "for --method diloco and s"),
         ([*SMALL, "--block-size", 100], "--block-size must be one of"),
         ([*SMALL, "--wire", "sub8", "--block-size", 64], "wire sub8 has blocks of 1024"),
         ([*SMALL, "--sync-every", 0], "--sync-every must be at least 1, got 0"),

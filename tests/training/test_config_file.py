@@ -46,7 +46,7 @@ def test_a_file_is_as_good_as_the_arguments(
         with attach(config=saved, wire="int4") as diloco:
             assert diloco.config()["block_size"] == (64 if wire == "int8" else 256)
     with attach(config={"sync_every": 3}) as diloco:
-        assert diloco.settings.wire.name == "int8"
+        assert diloco.settings.wire.config() == "int8"
 
 
 @pytest.mark.parametrize(

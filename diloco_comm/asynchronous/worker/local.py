@@ -13,9 +13,9 @@ from ... import ops
 from ...base.memory import empty_pages, memory_order
 from ...ops.residuals import Residuals
 from ...ops.wire import STAGE_ENCODE, Layout, WireFormat, rng_key
+from ...replica.descriptions import describe_parameters
 from ...replica.fragments import (
     FragmentSpec,
-    describe_parameters,
     make_fragments,
     trainable_parameters,
 )

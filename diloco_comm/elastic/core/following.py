@@ -95,10 +95,12 @@ def _follow_ready(turn: Turn, view: View) -> None:
     state = turn.state
     mine, theirs = state.member, view.members[0]
     if (mine.workers, mine.settings) != (theirs.workers, theirs.settings):
+        cause = "has another model or other settings"
+        if mine.workers != theirs.workers:
+            cause = f"has {mine.workers} workers and not {theirs.workers}"
         turn.refuse(
-            f"replica {mine.id} has {mine.workers} workers and settings {mine.settings}, and the "
-            f"members of run {view.run!r} have {theirs.workers} and {theirs.settings}: start it "
-            f"with the same model and settings"
+            f"replica {mine.id} cannot join run {view.run!r}, as replica {mine.id} {cause}: start "
+            f"replica {mine.id} with the model, settings and number of workers of the members"
         )
         return
     _form_if_asked(turn, view)

@@ -16,6 +16,7 @@ from ..views import (
     MAX_RECORD_BYTES,
     NO_VIEW,
     OPEN,
+    Key,
     View,
     encoded_bytes,
     record_hash,
@@ -51,12 +52,25 @@ def plan_of(state: State, roster: Roster) -> Plan | None:
     if state.key not in base and (standing.here or standing.busy):
         if state.stage in IN_ATTEMPT:
             return None
-        return Plan(reason="until the members let this replica in")
+        return Plan(reason=_why_outside(state, roster, base))
     if standing.busy:
         return Plan(reason=f"until replicas {standing.busy} have stopped in view {number}")
     if standing.here:
         return _continue(state, standing, view, base_ids=[id for id, _ in base])
     return _found(state, standing, roster, view)
+
+
+def _why_outside(state: State, roster: Roster, base: Sequence[Key]) -> str:
+    own = state.member.id
+    for key in base:
+        if key[0] == own and roster.may_live(key):
+            beat = roster.beats.get(key)
+            place = "" if beat is None else f" at {beat.member.address}"
+            return (
+                f"until the other process{place} with replica number {own} has gone; if it is to "
+                "train on, give this one another number"
+            )
+    return "until the members let this replica in"
 
 
 def _has_failed(view: View, roster: Roster) -> bool:

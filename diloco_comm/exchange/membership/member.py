@@ -201,12 +201,15 @@ class Member:
         if self._logged_epoch == self.epoch or not self._engine.is_store_lost:
             return
         self._logged_epoch = self.epoch
+        remedy = "all replicas call change_group(members, store=...) with another store"
+        if self.admission is not None:
+            remedy = "the next view, which has another store"
         _log.warning(
             "this replica's connection to the store at %s has broken, and the store is not asked "
             "again: rounds go on without a store, but this replica cannot agree with others on who "
-            "has failed, and nobody can join, until all replicas call change_group(members, "
-            "store=...) with another store",
+            "has failed, and nobody can join, until %s",
             describe_store(self.store),
+            remedy,
         )
 
     # --------------------------------------------------------------------------- small messages

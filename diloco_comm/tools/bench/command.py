@@ -160,7 +160,7 @@ def ops(
     reports.check_output("--json", json_path)
     size_bytes = parse_size(size)
     for name, value, least in (
-        ("--size", size_bytes, 16384),
+        ("--size", size_bytes, 65536),
         ("--rounds", rounds, 1),
         ("--threads", threads, 1),
     ):
@@ -261,6 +261,7 @@ def tune(
     """
     from ..common import reports
     from . import exchange as bench_exchange
+    from . import methods as bench_methods
     from . import tune as bench
 
     if not lanes.replace(",", "").isdigit():
@@ -282,7 +283,11 @@ def tune(
         return
     report = _report("tune", wire=f"{wire}, block {block_size}", size=size, settings=settings)
     found = bench.run(report, settings)
-    config = {**found["config"], "block_size": block_size}
+    chosen = found["config"]
+    config = {
+        **chosen,
+        "block_size": bench_methods.format_of(chosen["wire"], block_size).block_size,
+    }
     are_saved = [_write_config(report, out, config)]
     rows = found["results"]
     more = {"config": found["config"], "speedup": found["speedup"]}

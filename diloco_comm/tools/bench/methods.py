@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ... import ops
+from ... import ops, reference
 from ...exchange.exchange import Exchange
 from ...exchange.headers import Header
 from ...exchange.work import Mean
-from ...ops.wire import WireFormat
+from ...ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 # Half a quantisation step beside a value x, as (factor of |x|, factor of the block's scale).
 # For e3m0 the step between 2^k and 2^(k+1) is widest relative to 1.5 * 2^k.
@@ -31,6 +31,11 @@ _HALF_STEP = {
 _QMAX = {"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "e3m0": 16.0}
 # fp32 arithmetic of encode, sum and decode: a few roundings of 2^-24 each.
 _FP32_SLACK = 2.0**-21
+
+
+def format_of(wire: str, block_size: int) -> WireFormat:
+    """Return the format of a wire; ``block_size`` is for the wires whose blocks have no size."""
+    return WireFormat(wire, block_size) if wire in ELEMENT_WIRES else WireFormat(wire)
 
 
 class GlooAllReduce:
@@ -84,7 +89,7 @@ class DilocoAllReduce:
     ) -> None:
         self.exchange = exchange
         self.device = device
-        self.format = WireFormat(wire, block_size)
+        self.format = format_of(wire, block_size)
         self.wire = wire
         self.dtype = dtype
         # The fastest implementation is the last of the list, and the default.
@@ -140,6 +145,22 @@ def exact_mean(world: int, num_elements: int, dtype: torch.dtype) -> Tensor:
     for rank in range(world):
         total += source_of(rank, num_elements, dtype)
     return total / world
+
+
+def defined_mean(sources: Sequence[Tensor], layout: Layout, round: int) -> Tensor:
+    """Return the mean that the wire's definition prescribes, fp32, by the plain reference.
+
+    Args:
+        sources: What the ranks send, fp32 [num_elements] each.
+        layout: The layout of the exchange that is compared.
+        round: The number of the exchange, on which random signs depend.
+    """
+    terms = reference.all_reduce([[source] for source in sources], layout, round=round)
+    mean = torch.empty_like(sources[0])
+    payloads, coefficients = zip(*terms, strict=True)
+    form = (layout.run_elements, layout.wire.name, layout.wire.block_size)
+    reference.decode(payloads, coefficients, [mean], 0, layout.num_elements, *form)
+    return mean
 
 
 def relative_l2(result: Tensor, exact: Tensor) -> float:

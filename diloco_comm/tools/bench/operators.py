@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...ops.wire import ELEMENT_WIRES, Layout, WireFormat
+from ...ops.wire import ELEMENT_WIRES, ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
 from ..common import measuring, reports
 
 Run = Callable[[], object]
 Seconds = dict[str, list[float]]
 
 NUM_RUNS = 4  # the shards that `reduce` sums
-BLOCK = 256
+BLOCK = 256  # elements that share a scale, in the wires where this can be chosen
+# Wires with a code for a block as a whole; 4096 elements are whole blocks of all of them.
+BLOCK_WIRES = (*ROTATED_WIRES, *SPARSE_WIRES)
+_WHOLE_BLOCKS = 4096
 PATTERN = 1 << 20  # elements after which the random data repeat
 # Buffers exactly 2^29 bytes apart were read at two thirds of the speed on one processor, and
 # encoded at half the speed. Tensors of a model do not have such distances.
@@ -48,7 +51,8 @@ class Data:
     """
 
     def __init__(self, size_bytes: int, impl: str) -> None:
-        self.num_elements = n = size_bytes // 4 // (NUM_RUNS * 1024) * NUM_RUNS * 1024
+        multiple = NUM_RUNS * _WHOLE_BLOCKS
+        self.num_elements = n = size_bytes // 4 // multiple * multiple
         self.impl = impl
         names = ("outer", "params", "momentum", "residual", "rest")
         self.fp32 = {name: buffer(n, torch.float32) for name in names}
@@ -59,10 +63,12 @@ class Data:
                 part.copy_(pattern[: part.numel()])
         self.bf16 = buffer(n, torch.bfloat16)
         self.codes = buffer(n, torch.int8)
-        self.layouts = {w: Layout.plan(n, NUM_RUNS, 1, WireFormat(w, BLOCK)) for w in ELEMENT_WIRES}
+        formats = [WireFormat(wire, BLOCK) for wire in ELEMENT_WIRES]
+        formats += [WireFormat(wire) for wire in BLOCK_WIRES]
+        self.layouts = {wire.name: Layout.plan(n, NUM_RUNS, 1, wire) for wire in formats}
         largest = self.layouts["fp32"].payload_bytes
         self.scratch = buffer(largest, torch.uint8)
-        self.payloads = {w: self._payload(w) for w in ("int8", "int4", "fp8_e4m3")}
+        self.payloads = {w: self._payload(w) for w in ("int8", "int4", "fp8_e4m3", *BLOCK_WIRES)}
         self.norms = torch.zeros(2, dtype=torch.float64)
         self.sums = torch.zeros(2, dtype=torch.int64)
 
@@ -72,7 +78,8 @@ class Data:
         return payload
 
     def form(self, wire: str) -> tuple[int, str, int]:
-        return self.layouts[wire].run_elements, wire, BLOCK
+        layout = self.layouts[wire]
+        return layout.run_elements, wire, layout.wire.block_size
 
     def __getattr__(self, name: str) -> Tensor:
         try:
@@ -143,6 +150,29 @@ def reduce(data: Data, wire: str) -> Run:
     return lambda: ops.reduce(*args, impl=data.impl)
 
 
+def block_rows(data: Data, *, bars_only: bool) -> list[Row]:
+    """List the operators on wires with a code for a block; the bars need some of them."""
+    feedback = {"residual": data.residual, "new_residual": data.rest}
+    found = []
+    for wire, layout in data.layouts.items():
+        if wire not in BLOCK_WIRES:
+            continue
+        coded = layout.wire.bits_per_element / 8
+        steps = Row("outer_step", wire, outer_step(data, wire), 20 + coded, "outer_step")
+        if wire in SPARSE_WIRES:
+            run = encode(data, wire, **feedback)
+            found.append(Row("encode +feedback", wire, run, 16 + coded, "feedback"))
+        else:
+            found += [Row("encode", wire, encode(data, wire), 8 + coded, "read2"), steps]
+        if not bars_only:
+            found.append(Row("decode", wire, decode(data, wire), 4 + coded))
+            if not layout.wire.is_gathered:
+                traffic = coded + coded / NUM_RUNS
+                found.append(Row("reduce of 4", wire, reduce(data, wire), traffic))
+    barred = {"int2r", "int1r", "sub8", "topk64"}
+    return [row for row in found if not bars_only or row.wire in barred]
+
+
 def rows(data: Data, *, bars_only: bool) -> list[Row]:
     """List the operators to time; the first ones are those of the bars."""
     feedback = {"residual": data.residual, "new_residual": data.rest}
@@ -186,6 +216,7 @@ def rows(data: Data, *, bars_only: bool) -> list[Row]:
             "norms", "", lambda: ops.norms(data.outer, [data.params], data.norms, impl=data.impl), 8
         ),
         Row("digest", "", lambda: ops.digest(data.outer, data.sums, impl=data.impl), 4),
+        *block_rows(data, bars_only=False),
     ]
 
 
@@ -213,17 +244,20 @@ def best_floor(seconds: Seconds, start: str) -> list[float]:
     return min(variants, key=lambda times: measuring.summary(times)["median"])
 
 
+# Bytes that a floor moves for each element.
+FLOOR_BYTES = {
+    "memcpy": 8,
+    "read2": 8,
+    "encode": 9,
+    "feedback": 17,
+    "outer_step": 21,
+    "arrival": 17,
+}
+
+
 def floor_rows(seconds: Seconds) -> list[Row]:
-    traffic_bytes = {
-        "memcpy": 8,
-        "read2": 8,
-        "encode": 9,
-        "feedback": 17,
-        "outer_step": 21,
-        "arrival": 17,
-    }
     return [
-        Row(name, "", lambda: None, next(b for k, b in traffic_bytes.items() if k in name))
+        Row(name, "", lambda: None, next(b for k, b in FLOOR_BYTES.items() if k in name))
         for name in seconds
         if name.startswith("floor")
     ]

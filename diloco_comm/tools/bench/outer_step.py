@@ -16,6 +16,7 @@ from torch import nn
 
 from ... import CO2, Blocking, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Overlap, Streaming
 from ..common import measuring, reports
+from .methods import format_of
 
 POLICIES = ("blocking", "streaming", "delayed", "eager", "co2")
 
@@ -89,6 +90,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Layers(settings.num_params, settings.num_layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wire = format_of(settings.wire, settings.block_size)
     outer = HeavyBall(1.0, 0.5) if settings.policy == "co2" else Nesterov(0.7, 0.9)
     with DiLoCo(
         model,
@@ -97,8 +99,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         fragments=settings.fragments,
         overlap=settings.overlap(),
         outer=outer,
-        wire=settings.wire,
-        block_size=settings.block_size,
+        wire=wire,
+        error_feedback=wire.is_sparse,
         lanes=settings.lanes,
         chunk_bytes=settings.chunk_bytes,
         timeout=600,

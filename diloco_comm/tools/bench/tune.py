@@ -7,21 +7,25 @@ turns. A candidate is chosen only if it is faster than the default in this secon
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...exchange.exchange import Exchange
-from ...ops.wire import ELEMENT_WIRES
+from ...ops.wire import WIRES, WireFormat
 from ..common import measuring, reports
 from ..common.sizes import format_size
 from . import exchange as bench_exchange
 from . import methods
 
-# Wire formats, from the most precise to the coarsest.
-_PRECISION = ("fp32", "fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "e3m0")
+# Wire formats, from the most precise to the coarsest. Sparse ones are late rather than imprecise:
+# docs/explanation/bits.md has what they cost in training.
+_PRECISION = (
+    "fp32", "fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "e3m0", "int2r", "int1r",
+    "sub2", "sub4", "sub8", "sub16", "topk256", "topk128", "topk64", "topk32",
+)  # fmt: skip
 CHUNKS = (None, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20)
 LANES = (1, 2, 4)
 _NUM_FINALISTS = 3
@@ -39,7 +43,8 @@ class Candidate:
 
     def config(self) -> dict[str, Any]:
         """Return arguments of ``DiLoCo``."""
-        return {"wire": self.wire, "lanes": self.lanes, "chunk_bytes": self.chunk_bytes}
+        config = {"wire": self.wire, "lanes": self.lanes, "chunk_bytes": self.chunk_bytes}
+        return config | ({"error_feedback": True} if WireFormat(self.wire).is_sparse else {})
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for wire in self.wires:
-            if wire not in ELEMENT_WIRES:
-                raise ValueError(f"--wire must be of {', '.join(ELEMENT_WIRES)}, got {wire!r}")
+            if wire not in WIRES:
+                raise ValueError(f"--wire must be of {', '.join(WIRES)}, got {wire!r}")
         if self.size_bytes < 4:
             raise ValueError(f"--size must be at least 4 bytes, got {self.size_bytes}")
         if self.iters < 3:
@@ -123,7 +128,7 @@ def _choose(report: reports.Report, bench: _Bench, wire: str) -> dict[str, Any]:
     for candidate, times in zip(finalists, seconds, strict=True):
         rows.append(
             {
-                **candidate.config(),
+                **asdict(candidate),
                 "size": settings.size_bytes,
                 "time": statistics.median(times) * 1e6,
                 "vs_default": measuring.median_ratio(seconds[0], times),

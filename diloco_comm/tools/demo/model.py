@@ -14,12 +14,16 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the transformer; the defaults give 0.4 million parameters."""
+    """Shape of the transformer; the defaults give 0.4 million parameters.
+
+    ``deviation`` is the standard deviation of the initial weights.
+    """
 
     context: int = 64
     width: int = 128
     num_layers: int = 2
     num_heads: int = 4
+    deviation: float = 0.02
 
 
 class Attention(nn.Module):
@@ -70,8 +74,8 @@ class ByteTransformer(nn.Module):
                 if parameter.dim() == 2:
                     # Residual branches start small: GPT-2's initialisation.
                     branch = name.endswith(("out.weight", "down.weight"))
-                    deviation = 0.02 / math.sqrt(2 * config.num_layers) if branch else 0.02
-                    parameter.normal_(0.0, deviation, generator=generator)
+                    factor = 1.0 / math.sqrt(2 * config.num_layers) if branch else 1.0
+                    parameter.normal_(0.0, factor * config.deviation, generator=generator)
                 elif name.endswith("bias"):
                     parameter.zero_()
 

@@ -23,6 +23,7 @@ diloco-comm plan --params 1B --layers 24 --step-time 0.1
 diloco-comm plan --params 100e9 --layers 108 --step-time 4.9 --method streaming --bits 13.4 --json
 diloco-comm plan --params 7B --layers 32 --step-time 2 --gbps 1 --rtt-ms 50 --plot plan.png
 diloco-comm plan --params 350M --layers 24 --step-time 0.5 --gbps 1 --write diloco.json
+diloco-comm plan --params 1B --layers 24 --step-time 0.5 --gbps 0.02 --wire auto --wires
 diloco-comm plan --published
 diloco-comm plan --failures --chips 20000 --replicas 4
 """
@@ -58,7 +59,8 @@ def plan(
     delay: Annotated[int, typer.Option(help="Steps from send to apply, of streaming.")] = 1,
     rounds: Annotated[int, typer.Option(help="Sends to apply, of delayed, eager, co2.")] = 1,
     wire: Annotated[
-        str | None, typer.Option(help="Wire format; int8, or fp32 for dp, by default.")
+        str | None,
+        typer.Option(help="Wire format (int8, or fp32 for dp); auto chooses one for --gbps."),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Elements that share a scale.")] = 256,
     bits: Annotated[
@@ -69,6 +71,9 @@ def plan(
     target: Annotated[
         float, typer.Option(help="Utilisation that settings for the link must reach.")
     ] = 0.95,
+    all_wires: Annotated[
+        bool, typer.Option("--wires", help="Print bytes, memory and loss of all wires, too.")
+    ] = False,
     published: Annotated[
         bool, typer.Option("--published", help="Compare with the papers' tables instead.")
     ] = False,
@@ -137,7 +142,7 @@ def plan(
         made = make_plan(request, gbps, target)
     except ValueError as error:
         misuse(in_options(str(error), ("block_size",)))
-    _show(made, plot, as_json)
+    _show(made, plot, as_json, all_wires=all_wires)
     if write is not None:
         _write(made["link"], write, as_json)
 
@@ -155,7 +160,7 @@ def _write(link: dict[str, Any], path: Path, as_json: bool) -> None:
         print(f"\n{path} holds the same: DiLoCo(model, optimizer, config={str(path)!r})")
 
 
-def _show(made: dict[str, Any], plot: Path | None, as_json: bool) -> None:
+def _show(made: dict[str, Any], plot: Path | None, as_json: bool, *, all_wires: bool) -> None:
     from rich.console import Console
 
     from .report import plot_plan, print_plan
@@ -163,7 +168,7 @@ def _show(made: dict[str, Any], plot: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(made, indent=1), flush=True)
     else:
-        print_plan(Console(soft_wrap=True), made)
+        print_plan(Console(soft_wrap=True), made, all_wires=all_wires)
     if plot is not None:
         save_plot(plot, functools.partial(plot_plan, made), as_json=as_json)
 

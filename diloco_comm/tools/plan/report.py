@@ -29,8 +29,8 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.3g} {_UNITS[exponent]}"
 
 
-def print_plan(console: Console, plan: dict[str, Any]) -> None:
-    """Print the tables of ``plan.make_plan``."""
+def print_plan(console: Console, plan: dict[str, Any], *, all_wires: bool = False) -> None:
+    """Print the tables of ``plan.make_plan``; ``all_wires`` adds the one that compares wires."""
     request = plan["request"]
     console.print(_headline(plan), highlight=False)
     print_whole(console, _bandwidths(plan))
@@ -40,6 +40,10 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
         f"{format_bytes(plan['extra_memory_bytes'])} beside model, gradients and inner optimizer.",
         highlight=False,
     )
+    if all_wires:
+        print_whole(console, _wires(plan))
+    if plan["auto"]:
+        console.print(f"\nWire {plan['auto']}", highlight=False)
     if link := plan["link"]:
         console.print(
             f"\nOn {link['gbps']:g} Gbit/s, {link['rtt_ms']:g} ms round trip: utilisation "
@@ -84,6 +88,26 @@ def _bandwidths(plan: dict[str, Any]) -> Table:
     for name, needed in rows:
         cells = (needed[f"{target:g}"] for target in TARGETS)
         table.add_row(name, *map(_bandwidth, cells))
+    return table
+
+
+def _wires(plan: dict[str, Any]) -> Table:
+    title = "All wires with these replicas, most bits first"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("wire")
+    heads = ("bits a parameter", "bytes a round", "extra memory", "loss over fp32", "utilisation")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in plan["wires"]:
+        lost, share = row["loss_over_fp32"], row["utilisation"]
+        table.add_row(
+            row["wire"],
+            f"{row['bits_per_param']:.4g}",
+            format_bytes(row["bytes_per_round"]),
+            format_bytes(row["extra_memory_bytes"]),
+            "-" if lost is None else f"{lost:+.3f}",
+            "-" if share is None else f"{share:.1%}",
+        )
     return table
 
 

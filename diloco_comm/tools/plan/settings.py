@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...methods.overlap import Overlap, Streaming
+from ...ops.wire import ELEMENT_WIRES
 
 # A choice goes through the wires in this order, and through the ways of each wire. Eager updates
 # are never chosen, because their loss is higher.
@@ -54,7 +55,7 @@ def as_arguments(setting: Setting, block_size: int) -> dict[str, Any]:
     if setting.method == "streaming":
         arguments["fragments"] = f"layers:{setting.fragment_layers}"
         arguments["overlap"] = Streaming(setting.delay)
-    if block_size != _DEFAULT_BLOCK_SIZE:
+    if block_size != _DEFAULT_BLOCK_SIZE and setting.wire in ELEMENT_WIRES:
         arguments["block_size"] = block_size
     written = ", ".join(f"{name}={_literal(value)}" for name, value in arguments.items())
     config = {k: v.config() if isinstance(v, Overlap) else v for k, v in arguments.items()}

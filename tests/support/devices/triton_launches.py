@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco_comm.kernels import operators
 from diloco_comm.kernels.checks import check_layout
-from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, ROTATED_WIRES, Layout, WireFormat
 
 N = 1 << 16
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -58,10 +58,10 @@ def _parameters(*dtypes: torch.dtype) -> list[Tensor]:
 class Cases:
     """Calls of every operator with one wire and block size."""
 
-    def __init__(self, wire: str, block_size: int) -> None:
+    def __init__(self, wire: str, block_size: int | None = None) -> None:
         layout = Layout.plan(N, 1, 1, WireFormat(wire, block_size))
-        self.name = f"{wire}/{block_size}"
-        self.form = (check_layout(wire, block_size, layout.run_elements),)
+        self.name = f"{wire}/{layout.wire.block_size}"
+        self.form = (check_layout(wire, layout.wire.block_size, layout.run_elements),)
         self.payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
         self.outer, self.momentum, self.second = torch.zeros(3, N)
         self.count = torch.zeros(1, dtype=torch.int64)
@@ -171,6 +171,11 @@ def representative() -> Iterator[Launch]:
     yield from Cases("fp8_e4m3", 1024).encode(residual=BF16)
     yield from Cases("fp16", 64).step("heavy_ball", FP16)
     yield from Cases("fp8_e5m2", 128).reduce(9)
+    for wire in ("int2r", "sub8"):
+        yield from Cases(wire).encode(residual=FP32)
+        yield from Cases(wire).step("nesterov", terms=2)
+    yield from Cases("int2r").reduce(4)
+    yield from Cases("sub2").decode()
 
 
 def everything() -> Iterator[Launch]:
@@ -191,6 +196,16 @@ def everything() -> Iterator[Launch]:
         yield from case.step("adam", BF16)
         yield from case.decode()
         yield from case.delayed(False, False)
+        yield from case.delayed(False, True)
+    for wire in ROTATED_WIRES:
+        case = Cases(wire)
+        yield from case.encode()
+        yield from case.encode(FP32, BF16, FP16, residual=FP32)
+        for ranks, max_blocks in ((4, 0), (4, 1), (9, 0)):
+            yield from case.reduce(ranks, residual=BF16, max_blocks=max_blocks)
+        yield from case.step("nesterov", FP32, BF16, FP16, terms=3, alpha=0.5)
+        yield from case.step("adam", BF16)
+        yield from case.decode()
         yield from case.delayed(False, True)
     yield from _all_dtypes(Cases("int8", 256))
     for max_blocks in (0, 1):

@@ -1,0 +1,203 @@
+"""How many bits a pseudo-gradient needs: the loss on every wire, and on SparseLoCo's own scheme.
+
+    python -m benchmarks.convergence.wires                        # the missing runs, then the table
+    python -m benchmarks.convergence.wires --cells 0,1 --limit-s 200
+    python -m benchmarks.convergence.wires --report               # table and plot of present runs
+
+A byte-level transformer on the standard library's sources, equal tokens for all wires of a cell.
+The outer optimizer is SGD. Its learning rate is searched for each wire with a seed of its own, on
+one half of the held-out text; the table has the loss of the other half. The replicas live in one
+process (wire_means.py). Every run is one line of the result file, and a run that is there is not
+repeated. docs/explanation/bits.md explains the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.convergence.tasks import Size, Text
+from benchmarks.convergence.wire_means import BySparseLoCo, Mean, OnWire
+from benchmarks.convergence.wires_report import draw, write_report
+from benchmarks.support import common
+from benchmarks.support.run_file import RunFile
+from benchmarks.support.tuning import choose, next_rate
+from diloco_comm.ops.wire import WireFormat
+from diloco_comm.tools.demo.model import ModelConfig
+
+BATCH_SIZE, NUM_WINDOWS, INNER_LR = 8, 512, 3e-3
+TUNING_SEED, SEEDS = 1000, (0, 1, 2)
+LADDER = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+START_LR = 1.0
+SPARSE_LOCO = "SparseLoCo"
+# int4 has error feedback, as the documents advise; int2r has it not, as it has no need of it.
+WITH_FEEDBACK = {"int4"}
+WIRES = (
+    "fp32", "int4", "int2r", "int1r", "sub2", "sub4", "sub8", "sub16",
+    "topk256", "topk128", "topk64", "topk32", SPARSE_LOCO,
+)  # fmt: skip
+MODELS = {
+    "118k": ModelConfig(context=48, width=64, deviation=0.08),
+    "118k, initial 0.02": ModelConfig(context=48, width=64),
+    "1.4M": ModelConfig(context=48, width=192, num_layers=3, deviation=0.08),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the wires of one table have in common, and the wires that are tried."""
+
+    model: str = "118k"
+    num_replicas: int = 4
+    sync_every: int = 10
+    rounds: int = 30
+    wires: tuple[str, ...] = WIRES
+    seeds: tuple[int, ...] = SEEDS
+
+    def keys(self) -> dict[str, Any]:
+        """Return the values that identify the cell in the file."""
+        found = asdict(self)
+        del found["wires"], found["seeds"]
+        return found
+
+
+_FEW = ("fp32", "int2r", "int1r", "sub8", "topk64")
+# The most important first.
+CELLS = (
+    Cell(),
+    Cell("118k, initial 0.02", wires=("fp32", "int1r", "sub8")),
+    Cell(sync_every=30, rounds=10, wires=_FEW),
+    Cell(num_replicas=2, wires=_FEW),
+    Cell(num_replicas=8, wires=_FEW),
+    Cell(sync_every=100, rounds=6, wires=_FEW),
+    Cell(rounds=150, wires=("fp32", "int1r", "sub8", "topk64"), seeds=(0, 1)),
+    Cell("1.4M", wires=("fp32", "int1r", "sub8", "topk64"), seeds=(0,)),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run; ``lr`` is the outer optimizer's."""
+
+    wire: str
+    seed: int
+    lr: float
+    model: str
+    num_replicas: int
+    sync_every: int
+    rounds: int
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train to the end; returns one line of the file."""
+    begin = time.process_time()
+    steps = run.rounds * run.sync_every
+    size = Size(steps, run.sync_every, BATCH_SIZE, INNER_LR, min(60, steps // 5))
+    config, world = MODELS[run.model], run.num_replicas
+    tasks = [Text(run.seed, i, world, BATCH_SIZE, config, NUM_WINDOWS) for i in range(world)]
+    params = [list(task.model.parameters()) for task in tasks]
+    optimizers = [
+        torch.optim.AdamW(own, INNER_LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        for own in params
+    ]
+    outer = torch.cat([p.detach().flatten() for p in params[0]])
+    means = _means(run, params[0])
+    for step in range(steps):
+        for task, optimizer in zip(tasks, optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = size.lr_at(step)
+            task.loss(task.model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % run.sync_every == 0:
+            outer -= run.lr * means.mean(outer, params, step // run.sync_every)
+            _write(outer, params)
+    return {
+        **asdict(run),
+        "bits": means.bits(),
+        "tuning_loss": tasks[0].validate(0)[0],
+        "loss": tasks[0].validate(1)[0],
+        "cpu_s": time.process_time() - begin,
+    }
+
+
+def _means(run: Run, params: list[torch.nn.Parameter]) -> Mean:
+    if run.wire == SPARSE_LOCO:
+        return BySparseLoCo(params, run.num_replicas)
+    wire = WireFormat(run.wire)
+    feedback = wire.is_sparse or run.wire in WITH_FEEDBACK
+    return OnWire(wire, params, run.num_replicas, feedback, run.seed)
+
+
+@torch.no_grad()
+def _write(outer: torch.Tensor, replicas: list[list[torch.nn.Parameter]]) -> None:
+    for params in replicas:
+        for p, value in zip(params, outer.split([p.numel() for p in params]), strict=True):
+            p.copy_(value.view_as(p))
+
+
+class Wires:
+    """Makes the runs that the file lacks, until the time is up."""
+
+    def __init__(self, runs: RunFile, limit_s: float) -> None:
+        self.runs, self._end = runs, time.monotonic() + limit_s
+
+    def make(self, cell: Cell) -> None:
+        """Search the learning rate of each wire, then train with the seeds of the table.
+
+        Raises:
+            TimeoutError: If the time is up; the runs that were made are in the file.
+        """
+        best = {wire: self._tune(cell, wire) for wire in cell.wires}
+        for seed in cell.seeds:
+            for wire, lr in best.items():
+                self._run(cell, wire, seed, lr)
+
+    def _tune(self, cell: Cell, wire: str) -> float:
+        while True:
+            found = self.runs.find({**cell.keys(), "wire": wire, "seed": TUNING_SEED})
+            losses = {row["lr"]: row["tuning_loss"] for row in found}
+            lr = next_rate(losses, START_LR, LADDER)
+            if lr is None:
+                return choose(losses).lr
+            self._run(cell, wire, TUNING_SEED, lr)
+
+    def _run(self, cell: Cell, wire: str, seed: int, lr: float) -> None:
+        run = Run(wire=wire, seed=seed, lr=lr, **cell.keys())
+        if self.runs.find(asdict(run)):
+            return
+        if time.monotonic() > self._end:
+            raise TimeoutError
+        row = train(run)
+        self.runs.add(row)
+        print(f"{row['cpu_s']:6.1f} s  {row['loss']:.4f}  {run}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    default = common.RESULTS / "convergence" / "wires.jsonl"
+    common.add_output(parser, "--out", default=default, help="file of the runs")
+    add("--report", action="store_true", help="train nothing")
+    add("--cells", type=lambda t: [int(n) for n in t.split(",")], default=list(range(len(CELLS))))
+    add("--limit-s", type=float, default=float("inf"), help="begin no run after this many seconds")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = RunFile(args.out, "python -m benchmarks.convergence.wires")
+    wires = Wires(runs, args.limit_s)
+    try:
+        for number in [] if args.report else args.cells:
+            wires.make(CELLS[number])
+    except TimeoutError:
+        print("# the time is up: the same command goes on with the missing runs")
+    table = write_report(runs.rows)
+    args.out.with_suffix(".txt").write_text("\n".join(table) + "\n")
+    draw(runs.rows, args.out.with_suffix(".png"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,128 @@
+"""Table and plot of wires.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.support.tuning import choose
+from diloco_comm.tools.common import plots
+
+Row = dict[str, Any]
+CELL = ("model", "num_replicas", "sync_every", "rounds")
+BASE = "fp32"
+# Seeds from here on choose the learning rate, and are in no table.
+FIRST_TUNING_SEED = 1000
+FAMILIES = {
+    "int": ("two phases, rotated or integer", plots.BLUE, "o-"),
+    "sub": ("sub2 to sub16", plots.GREEN, "s-"),
+    "topk": ("topk", plots.VERMILION, "^-"),
+    "SparseLoCo": ("SparseLoCo's scheme", plots.PURPLE, "D"),
+}
+
+
+def cells(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
+    """Return the runs of each cell by wire, at the learning rate that was chosen.
+
+    In the order of the seeds, and most bits first.
+    """
+    tried: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for row in rows:
+        wires = tried.setdefault(tuple(row[key] for key in CELL), {})
+        wires.setdefault(row["wire"], []).append(row)
+    found = {}
+    for cell, wires in tried.items():
+        runs = {wire: kept for wire, own in wires.items() if (kept := _at_best_rate(own))}
+        if runs:
+            found[cell] = dict(sorted(runs.items(), key=lambda item: -item[1][0]["bits"]))
+    return found
+
+
+def _at_best_rate(runs: list[Row]) -> list[Row]:
+    tuning = {run["lr"]: run["tuning_loss"] for run in runs if run["seed"] >= FIRST_TUNING_SEED}
+    lr = choose(tuning).lr
+    kept = [run for run in runs if run["seed"] < FIRST_TUNING_SEED and run["lr"] == lr]
+    return sorted(kept, key=lambda run: run["seed"])
+
+
+def over_base(wires: dict[str, list[Row]], wire: str) -> list[float]:
+    """Return the loss of a wire less that of fp32, seed by seed."""
+    base = {row["seed"]: row["loss"] for row in wires.get(BASE, [])}
+    return [row["loss"] - base[row["seed"]] for row in wires[wire] if row["seed"] in base]
+
+
+def write_report(rows: list[Row]) -> list[str]:
+    """Return the table's lines, and print them."""
+    lines = list(_lines(rows))
+    print("\n".join(lines))
+    return lines
+
+
+def _lines(rows: list[Row]) -> Iterator[str]:
+    yield "# loss: outer parameters after the last round, held-out text, mean of the seeds"
+    yield "# over fp32: mean and sample deviation of the differences, seed by seed"
+    yield "# bits: of one payload an element, with scales and without padding"
+    for (model, num_replicas, sync_every, rounds), wires in cells(rows).items():
+        yield ""
+        yield f"# {model}, {num_replicas} replicas, {rounds} rounds of {sync_every} steps"
+        names = f"#{'wire':>11}{'bits':>9}{'lr':>7}{'loss':>9}{'spread':>9}"
+        yield f"{names}{'over fp32':>19}{'seeds':>7}"
+        for wire, runs in wires.items():
+            over = over_base(wires, wire)
+            difference = f"{fmean(over):+.4f} ± {_spread(over):.4f}" if over else "-"
+            losses = [run["loss"] for run in runs]
+            yield (
+                f" {wire:>11}{runs[0]['bits']:>9.4g}{runs[0]['lr']:>7g}{fmean(losses):>9.4f}"
+                f"{_spread(losses):>9.4f}{difference:>19}{len(runs):>7}"
+            )
+
+
+def _spread(values: list[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def _family(wire: str) -> str:
+    return next(name for name in FAMILIES if wire.startswith(name))
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draw the loss over that of fp32 against the bits, one panel a cell, two panels a row."""
+    found = {cell: wires for cell, wires in cells(rows).items() if len(wires) > 1 and BASE in wires}
+    if not found:
+        return
+    num_columns = min(2, len(found))
+    num_rows = -(-len(found) // num_columns)
+    figure, panels = plots.new_panels(num_rows, num_columns, 5.2, 3.6)
+    for axes, (cell, wires) in zip(panels.flat, found.items(), strict=False):
+        _draw_cell(axes, cell, wires)
+    for axes in panels.flat[len(found) :]:
+        axes.set_visible(False)
+    plots.save(figure, path)
+
+
+def _draw_cell(axes: Any, cell: tuple[Any, ...], wires: dict[str, list[Row]]) -> None:
+    model, num_replicas, sync_every, rounds = cell
+    for family, (label, colour, style) in FAMILIES.items():
+        names = [wire for wire in wires if wire != BASE and _family(wire) == family]
+        names = [wire for wire in names if over_base(wires, wire)]
+        if not names:
+            continue
+        bits = [wires[wire][0]["bits"] for wire in names]
+        over = [fmean(over_base(wires, wire)) for wire in names]
+        axes.plot(bits, over, style, color=colour, label=label, markersize=5)
+        for wire, x, y in zip(names, bits, over, strict=True):
+            seeds = over_base(wires, wire)
+            axes.plot([x] * len(seeds), seeds, ".", color=colour, markersize=3, alpha=0.6)
+            axes.annotate(
+                wire, (x, y), xytext=(3, 4), textcoords="offset points", fontsize="x-small"
+            )
+    axes.axhline(0.0, color=plots.BLACK, linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_title(
+        f"{model}, {num_replicas} replicas, {rounds} rounds of {sync_every}", fontsize="medium"
+    )
+    axes.set_xlabel("bits an element of one payload")
+    axes.set_ylabel("loss over fp32 (nats a byte)")
+    plots.legend(axes, fontsize="small")

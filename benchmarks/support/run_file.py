@@ -1,0 +1,46 @@
+"""A file of runs, one line each: a run that the file holds is not repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from . import common
+
+
+class RunFile:
+    """The runs of a JSON Lines file.
+
+    Args:
+        path: The file. Its first line names the machine, the versions and the command; every other
+            line is one run.
+        command: The command that makes the runs.
+
+    Attributes:
+        rows: The runs, in the order of the file.
+    """
+
+    def __init__(self, path: Path, command: str) -> None:
+        self.path, self.command = path, command
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def find(self, wanted: dict[str, Any]) -> list[dict[str, Any]]:
+        """List the runs with these values."""
+        return [row for row in self.rows if all(row[key] == wanted[key] for key in wanted)]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a run, and have it on disk when this returns."""
+        if not self.path.exists():
+            about = {"machine": common.machine(), "versions": common.versions()}
+            self._append({**about, "command": self.command})
+        self.rows.append(row)
+        self._append(row)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        # One write a line: an interrupt leaves no half a line.
+        with open(self.path, "ab", buffering=0) as file:
+            file.write((json.dumps(row) + "\n").encode())
+            os.fsync(file.fileno())

@@ -1,0 +1,1 @@
+"""``diloco-comm launch``: start one replica, and start it again when it ends early."""

@@ -1,0 +1,84 @@
+"""The sub-command ``diloco-comm launch``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..common.exits import fail, in_options, misuse
+
+# The paragraphs behind \b keep their line breaks.
+EXAMPLES = """Examples:
+
+\b
+diloco-comm launch --registry tcp://127.0.0.1:29400 --run llama-1b train.py
+diloco-comm launch --registry tcp://10.0.0.5:29400 --run llama-1b --nproc-per-node 8 train.py --lr 1
+"""
+SETTINGS = {"allow_interspersed_args": False}
+
+
+def launch(
+    context: typer.Context,
+    registry: Annotated[str, typer.Option(help="Address of the registry, tcp://host:port.")],
+    run: Annotated[str, typer.Option(help="Name of the run.")],
+    script: Annotated[Path, typer.Argument(help="Python script of each worker.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
+    ] = None,
+    nproc_per_node: Annotated[
+        int, typer.Option(min=1, help="Workers of this replica, each a process.")
+    ] = 1,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps the replica's number; default: diloco-RUN."),
+    ] = None,
+    replica: Annotated[
+        int | None, typer.Option(min=0, help="Number of the replica; default: a free one.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Restarts in a row, each soon after the one before.")
+    ] = 10,
+    key: Annotated[
+        Path | None, typer.Option(help="Folder of CURVE keys, or a file NAME.key_secret in it.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Use another machine's registry without keys.")
+    ] = False,
+) -> None:
+    """Start one replica of an elastic run, and start it again when it ends early.
+
+    The script trains with membership=Elastic(), which finds registry and run by itself. SIGTERM or
+    Ctrl-C let the replica leave at its next boundary, a second signal ends it at once. Exit status:
+    0 all steps are taken, 69 too few replicas or no registry, 75 too many restarts, 78 other model
+    or settings than the run's, 143 the replica has left.
+    """
+    from ...elastic.registry import connect
+    from .run import Launch, Launcher
+
+    try:
+        # The address is tried by the replica, which waits for the registry; here only its form.
+        connect(registry, run=run, key=key, insecure=insecure).close()
+        if not script.is_file():
+            misuse(f"there is no script {script}")
+        folder = Path(f"diloco-{run}") if state_dir is None else state_dir
+        launcher = Launcher(
+            Launch(
+                registry=registry,
+                run=run,
+                command=[str(script), *(arguments or [])],
+                num_workers=nproc_per_node,
+                folder=folder.absolute(),
+                replica=replica,
+                max_restarts=max_restarts,
+                key=None if key is None else key.absolute(),
+                is_insecure=insecure,
+            )
+        )
+    except ValueError as error:
+        misuse(in_options(str(error), context.params))
+    except OSError as error:
+        fail(f"cannot use {error.filename}: {error.strerror or os.strerror(error.errno or 0)}")
+    raise typer.Exit(launcher.run())

@@ -1,0 +1,192 @@
+"""Start a replica by torchrun, and again when it ends early."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from ...base.env import PREFIX
+from ...elastic import exits
+from ...elastic.state_folder import StateFolder
+from ..common.exits import FAILED, note
+
+# Seconds before the first restart; the pause doubles up to the longest, times 0.5 to 1.5.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+# A replica that ran so long has not failed in a row.
+_STEADY_S = 300.0
+# Statuses after which the replica is not started again.
+_FINAL = (exits.MISFIT, exits.UNAVAILABLE, exits.LEFT)
+# Seconds for which torchrun waits for workers that it has told to end.
+_SHUTDOWN_S = 10
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start.
+
+    Attributes:
+        registry, run, replica, key, is_insecure: As in ``Elastic``.
+        command: A Python script and its arguments.
+        num_workers: Processes of this replica.
+        folder: Of the replica's state.
+        max_restarts: In a row.
+    """
+
+    registry: str
+    run: str
+    command: list[str]
+    num_workers: int
+    folder: Path
+    replica: int | None = None
+    max_restarts: int = 10
+    key: Path | None = None
+    is_insecure: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables by which ``Elastic()`` finds its arguments."""
+        values = {
+            "REGISTRY": self.registry,
+            "RUN": self.run,
+            "STATE_DIR": str(self.folder),
+            "INSECURE": str(int(self.is_insecure)),
+        }
+        if self.key is not None:
+            values["KEY"] = str(self.key)
+        if self.replica is not None:
+            values["REPLICA"] = str(self.replica)
+        return {PREFIX + name: value for name, value in values.items()}
+
+
+class Launcher:
+    """Run one replica until its training has ended.
+
+    Raises:
+        ValueError: If another launcher uses the folder, or the folder belongs to another run.
+        OSError: If the folder cannot be made.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._folder = StateFolder(launch.folder)
+        self._lock = _lock(launch.folder)
+        self._folder.last_process(launch.run)
+        self._signals: list[str] = []
+        self._wakes = threading.Event()
+
+    def run(self) -> int:
+        """Start the replica as often as needed; return the exit status of the launcher."""
+        os.environ.update(self._launch.variables())
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_S))
+        # torchrun says that it handles no signals, as it runs on a thread here.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        self._folder.prepare()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        num_restarts = 0
+        while True:
+            began = time.monotonic()
+            status = outcome(self._run_once(), self._folder.has_left, bool(self._signals))
+            if status in (exits.DONE, *_FINAL) or self._signals:
+                return status
+            if time.monotonic() - began > _STEADY_S:
+                num_restarts = 0
+            if num_restarts >= self._launch.max_restarts:
+                note(f"the replica has ended with status {status}, after {num_restarts} restarts")
+                return status
+            num_restarts += 1
+            pause = pause_s(num_restarts)
+            note(
+                f"the replica has ended with status {status} and starts again in {pause:.1f} s "
+                f"(restart {num_restarts} of {self._launch.max_restarts})"
+            )
+            if self._wakes.wait(pause):
+                return exits.LEFT
+
+    def _run_once(self) -> tuple[int, ...]:
+        """Run the workers; return the exit statuses of those that have failed."""
+        failed: list[tuple[int, ...]] = []
+        # On a thread torchrun leaves the signals to this launcher.
+        thread = threading.Thread(target=lambda: failed.append(self._torchrun()))
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+        return failed[0] if failed else (FAILED,)
+
+    def _torchrun(self) -> tuple[int, ...]:
+        options = ["--standalone", "--nproc-per-node", str(self._launch.num_workers)]
+        options += ["--max-restarts", "0", "--monitor-interval", "0.2"]
+        try:
+            torchrun.run(torchrun.parse_args([*options, *self._launch.command]))
+        except ChildFailedError as error:
+            return tuple(failure.exitcode for failure in error.failures.values())
+        return ()
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        name = signal.Signals(number).name
+        self._signals.append(name)
+        self._folder.ask_to_leave()
+        self._wakes.set()
+        if len(self._signals) == 1:
+            note(f"{name}: the replica leaves at its next boundary; a second signal ends it now")
+            return
+        for pid in _children():
+            try:
+                # Each worker leads a session of its own.
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def outcome(failed: Collection[int], has_left: bool, is_asked: bool) -> int:
+    """Return the exit status of a replica.
+
+    Args:
+        failed: Exit statuses of the workers that have failed, negative for a signal.
+        has_left: The replica has left its group, as it was asked to.
+        is_asked: The launcher has asked for that.
+    """
+    for status in _FINAL:
+        if status in failed:
+            return status
+    if not failed:
+        return exits.LEFT if has_left or is_asked else exits.DONE
+    # A worker that was lost takes its workmates along.
+    return FAILED if is_asked else exits.RESTART
+
+
+def pause_s(num_restarts: int) -> float:
+    """Return the seconds before a restart: jittered, and longer with each restart in a row."""
+    longest = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (num_restarts - 1))
+    return longest * random.uniform(0.5, 1.5)
+
+
+def _lock(folder: Path) -> Any:
+    """Return the open file that keeps other launchers out of a folder."""
+    file = (folder / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(
+            f"another launcher uses the state folder {folder}: give each replica of a host its own "
+            "--state-dir"
+        ) from None
+    return file
+
+
+def _children() -> list[int]:
+    """Return the processes that this one has started."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for one in lists for pid in one.read_text().split()]

@@ -1,0 +1,105 @@
+"""All wires beside each other, and the choice of one of them for a link (``--wire auto``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ...ops.wire import WIRES, WireFormat
+from .request import Request
+
+# Loss beyond that of fp32 (nats a byte) after 30 rounds of 10 inner steps: a model of 118,000
+# parameters, 4 replicas, SGD as outer optimizer (benchmarks/results/convergence/wires.txt).
+LOSS_OVER_FP32: dict[str, float] = {
+    "fp32": 0.0,
+    "int4": 0.0,
+    "int2r": -0.002,
+    "int1r": 0.004,
+    "sub2": 0.002,
+    "topk256": 0.019,
+    "sub4": 0.018,
+    "topk128": 0.059,
+    "topk64": 0.09,
+    "sub8": 0.036,
+    "topk32": 0.13,
+    "sub16": 0.068,
+}
+# From the most precise to the coarsest, without those that cost more and gain nothing. Sparse wires
+# are left out: at equal bits their loss is higher than that of sub2 to sub16.
+_CANDIDATES = ("int8", "int4", "int2r", "int1r", "sub2", "sub4", "sub8", "sub16")
+
+
+def compare(request: Request, gbps: float | None) -> list[dict[str, Any]]:
+    """Return a row for each wire, most bits first, as JSON types.
+
+    Each row has the wire's name, bits a parameter and bytes a round that a replica sends, extra
+    memory in bytes, the measured loss over fp32 (None: not measured), and the utilisation on a link
+    of ``gbps`` Gbit/s (None without a link).
+    """
+    rows = []
+    for wire in WIRES:
+        one = _with_wire(request, wire)
+        rows.append(
+            {
+                "wire": wire,
+                "bits_per_param": one.bits_per_param,
+                "bytes_per_round": one.bytes_per_round,
+                "extra_memory_bytes": one.extra_memory_bytes,
+                "loss_over_fp32": LOSS_OVER_FP32.get(wire),
+                "utilisation": None if gbps is None else _utilisation(one, gbps),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["bits_per_param"])
+
+
+def choose_wire(request: Request, gbps: float, target: float) -> tuple[Request, str]:
+    """Return the request with the first wire that reaches the target, and why it is that one.
+
+    The wires are tried from the most precise to the coarsest. One that sends no fewer bytes than
+    the wire before it is passed over. Where none reaches the target, the one with the fewest bytes
+    is taken.
+    """
+    refused: list[str] = []
+    best, least_bits = request, float("inf")
+    for wire in _CANDIDATES:
+        one = _with_wire(request, wire)
+        if one.bits_per_param >= least_bits:
+            refused.append(
+                f"{wire} sends no fewer bytes than {best.wire} with {one.workers} replicas"
+            )
+            continue
+        best, least_bits = one, one.bits_per_param
+        share = _utilisation(one, gbps)
+        if share >= target:
+            return one, _reason(one, share, target, refused)
+        refused.append(f"{wire} reaches {share:.1%}")
+    share = _utilisation(best, gbps)
+    refused.append(f"no wire reaches {target:.0%}, and {best.wire} sends the fewest bytes")
+    return best, _reason(best, share, target, refused)
+
+
+def _reason(request: Request, share: float, target: float, refused: list[str]) -> str:
+    wire = request.wire
+    words = f"{wire}: {request.bits_per_param:.4g} bits a parameter, utilisation {share:.1%}"
+    words += f" (wanted: {target:.0%})"
+    if refused:
+        words += f"; {', '.join(refused)}"
+    if WireFormat(wire).has_element_codes:
+        return f"{words}."
+    lost = LOSS_OVER_FP32[wire]
+    return (
+        f"{words}. Its loss was {lost:+.3f} nats over that of fp32 in runs of a model of 118,000 "
+        "parameters: compare with int8 on your own task."
+    )
+
+
+def _with_wire(request: Request, wire: str) -> Request:
+    has_choice = WireFormat(wire).has_element_codes
+    block_size = request.block_size if has_choice else WireFormat().block_size
+    return replace(request, wire=wire, bits=None, block_size=block_size)
+
+
+def _utilisation(request: Request, gbps: float) -> float:
+    return float(request.utilisation(np.array([gbps]), "step")[0])

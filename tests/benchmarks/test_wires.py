@@ -1,0 +1,156 @@
+"""Losses on every wire: the replicas in one process are the library's; SparseLoCo's scheme."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmark_runs import run_benchmark
+from problems import Regression, train_step
+from torch import Tensor, nn
+
+from benchmarks.convergence import sparse_loco, wires, wires_report
+from benchmarks.convergence.wire_means import OnWire
+from benchmarks.operators import equal_bytes
+from diloco_comm import SGD, DiLoCo
+from diloco_comm.ops import dispatch
+from diloco_comm.ops.wire import WireFormat
+
+SYNC_EVERY, NUM_STEPS, LR, SEED = 2, 8, 0.7, 5
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Regression()
+    return model, torch.optim.SGD(model.parameters(), lr=0.02)
+
+
+def with_the_library(rank: int, world: int, wire: str, error_feedback: bool) -> Tensor:
+    model, optimizer = make()
+    with DiLoCo(
+        model,
+        optimizer,
+        sync_every=SYNC_EVERY,
+        outer=SGD(LR),
+        wire=wire,
+        error_feedback=error_feedback,
+        seed=SEED,
+    ) as diloco:
+        for step in range(NUM_STEPS):
+            train_step(model, optimizer, rank, step)
+        return diloco.parts[0].outer.clone()
+
+
+def in_one_process(_rank: int, _world: int, world: int, wire: str, error_feedback: bool) -> Tensor:
+    replicas = [make() for _ in range(world)]
+    params = [[p.detach() for p in model.parameters()] for model, _ in replicas]
+    outer = torch.cat([p.flatten() for p in params[0]])
+    means = OnWire(WireFormat(wire), params[0], world, error_feedback, SEED)
+    for step in range(NUM_STEPS):
+        for rank, (model, optimizer) in enumerate(replicas):
+            train_step(model, optimizer, rank, step)
+        if (step + 1) % SYNC_EVERY == 0:
+            outer -= LR * means.mean(outer, params, step // SYNC_EVERY)
+            wires._write(outer, params)  # type: ignore[arg-type]
+    return outer
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_mean_is_that_of_the_library(world: int, workers) -> None:
+    for wire, feedback in (("int4", True), ("int2r", False), ("sub8", False), ("topk64", True)):
+        (expected,) = workers(1).run(in_one_process, world, wire, feedback)
+        for outer in workers(world).run(with_the_library, wire, feedback):
+            assert torch.equal(outer, expected), wire
+
+
+def test_sparse_loco_keeps_the_largest_of_each_chunk() -> None:
+    x = torch.randn(128, 192, generator=torch.Generator().manual_seed(1))
+    sent, count = sparse_loco.compress(x)
+    assert count == 6 * 64 and int(sent.count_nonzero()) <= count
+    for rows, sent_rows in zip(x.split(64), sent.split(64), strict=True):
+        for tile, kept in zip(rows.split(64, 1), sent_rows.split(64, 1), strict=True):
+            threshold = tile.abs().flatten().topk(64).values[-1]
+            assert torch.equal(kept != 0, tile.abs() >= threshold)
+    # A table of four: a value and its copies are decoded alike.
+    assert len(sent[sent != 0].unique()) <= 4
+    assert (sent[sent != 0].sign() == x[sent != 0].sign()).all()
+
+
+def test_sparse_loco_loses_nothing_but_the_decay() -> None:
+    x = torch.randn(300, generator=torch.Generator().manual_seed(2))
+    compression = sparse_loco.SparseLoCo([x])
+    (sent,) = compression.encode([x])
+    (again,) = compression.encode([torch.zeros_like(x)])
+    rest = compression._residuals[0]
+    torch.testing.assert_close(0.95 * (x - sent) - again, rest)
+    # Twice 64 values and a table.
+    assert compression.sent_bits == 2 * (64 * 14 + 128)
+
+
+def test_runs_are_made_once_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[wires.Run] = []
+
+    def train(run: wires.Run) -> dict[str, Any]:
+        made.append(run)
+        loss = 2.0 + abs(run.lr - 1.4) + 0.1 * (run.wire == "sub8") + 0.01 * run.seed
+        bits = WireFormat(run.wire).bits_per_element
+        return {**vars(run), "bits": bits, "tuning_loss": loss, "loss": loss, "cpu_s": 0.0}
+
+    monkeypatch.setattr(wires, "train", train)
+    cell = wires.Cell(rounds=3, wires=("fp32", "sub8"))
+    path = tmp_path / "wires.jsonl"
+    for _ in range(2):
+        runs = wires.RunFile(path, "a test")
+        wires.Wires(runs, 60.0).make(cell)
+    # 1, 0.7, 1.4 and 2 are tried for each wire; then 1.4 is trained with three seeds.
+    assert len(made) == 2 * (4 + 3)
+    lines = wires_report.write_report(runs.rows)
+    rows = [line.split() for line in lines if line.startswith(" ")]
+    assert [row[:3] for row in rows] == [["fp32", "32", "1.4"], ["sub8", "0.1406", "1.4"]]
+    assert rows[1][5] == "+0.1000"
+    wires_report.draw(runs.rows, tmp_path / "wires.png")
+    assert (tmp_path / "wires.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(TimeoutError):
+        wires.Wires(runs, 0.0).make(wires.Cell(rounds=4, wires=("fp32",)))
+
+
+def test_one_tiny_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wires, "NUM_WINDOWS", 16)
+    run = wires.Run(wires.SPARSE_LOCO, 0, 1.0, "118k", num_replicas=2, sync_every=1, rounds=2)
+    row = wires.train(run)
+    assert 4 < row["loss"] < 7 and 0 < row["bits"] < 2
+
+
+def test_the_recorded_table_is_that_of_the_recorded_runs() -> None:
+    folder = wires.common.RESULTS / "convergence"
+    rows = [json.loads(line) for line in (folder / "wires.jsonl").read_text().splitlines()[1:]]
+    assert (folder / "wires.txt").read_text().splitlines() == wires_report.write_report(rows)
+
+
+def test_a_difference_between_implementations_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--elements", "9000", "--slice", "5000", "--wires", "int2r,topk64"]
+    done = run_benchmark("operators.equal_bytes", *words, "--out", tmp_path / "equal.jsonl")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert [(row[0], row[1], row[3]) for row in rows] == [
+        ("int2r", "9000", "0"),
+        ("topk64", "9000", "0"),
+    ]
+    assert all(int(row[2]) > 0 for row in rows)
+    if len(dispatch.available_impls("cpu")) < 3:
+        pytest.skip("this processor has one implementation alone")
+    results = equal_bytes.results
+
+    def changed(x: Tensor, wire: WireFormat, key: int, impl: str) -> Any:
+        for name, tensor in results(x, wire, key, impl):
+            if (impl, name) == ("avx2", "payload"):
+                tensor[40] ^= 1
+            yield name, tensor
+
+    monkeypatch.setattr(equal_bytes, "results", changed)
+    row = equal_bytes.compare("sub8", 0, 5000)
+    assert row["differing_bytes"] == {"avx2 payload": 1}

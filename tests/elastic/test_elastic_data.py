@@ -1,0 +1,151 @@
+"""Samples, the last step and the sums of replicas that come and go."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_replicas import PACE_S, SUSPECT_AFTER_S
+from elastic_replicas import registry as registry
+from fault_replicas import BLOCK, connect, make_model, make_optimizer, take_inner_step
+from registries import Host
+from torch.utils.data import DataLoader
+from workers import Pool
+
+from diloco_comm import DiLoCo, Elastic, ElasticSampler, ReplicaMismatch, SyncError
+from diloco_comm.elastic.totals import ElasticTotals
+
+NUM_SAMPLES, BATCH, LAST_STEP = 1 << 20, 3, 400
+
+
+@dataclass
+class End:
+    samples: list[int]
+    inner_step: int
+    outer: str
+    totals: ElasticTotals
+    again: list[int]
+
+
+def attach(registry: str, replica: int, **options: Any) -> tuple[DiLoCo, Any, Any]:
+    os.environ["DILOCO_COMM_REPORT_S"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    model = make_model()
+    optimizer = make_optimizer(model)
+    choices = {"total_steps": LAST_STEP, "suspect_after": SUSPECT_AFTER_S, "quorum_wait": 25}
+    membership = Elastic(registry, run="test", replica=replica, **{**choices, **options})
+    diloco = DiLoCo(
+        model,
+        optimizer,
+        membership=membership,
+        sync_every=4,
+        block_size=BLOCK,
+        chunk_bytes=512,
+        timeout=40.0,
+    )
+    return diloco, model, optimizer
+
+
+def live(
+    rank: int, world: int, store: tuple[str, int], registry: str, num_loaders: int, folder: str
+) -> End:
+    """Replicas 0 and 1 begin, 2 joins; replica 1 dies between two outer steps."""
+    signs = connect(store)
+    if rank == 2:
+        signs.wait(["start 2"])
+    diloco, model, optimizer = attach(registry, rank, founding_wait=2.0)
+    sampler = ElasticSampler(NUM_SAMPLES, diloco, batch_size=BATCH, seed=3)
+    data = range(NUM_SAMPLES)
+    loader: Any = DataLoader(
+        data,  # type: ignore[arg-type]
+        BATCH,
+        sampler=sampler,
+        num_workers=num_loaders,
+        multiprocessing_context="fork" if num_loaders else None,
+    )
+    samples: list[int] = []
+    written = Path(folder, f"samples-{rank}").open("w")
+    for batch in loader:
+        samples += batch.tolist()
+        print(*batch.tolist(), file=written, flush=True)
+        if diloco.inner_step >= 20:
+            signs.set("start 2", "now")
+        if rank == 1 and diloco.inner_step % 4 == 2 and len(diloco.members) == 3:
+            os._exit(1)
+        take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
+        time.sleep(PACE_S)
+        if diloco.is_done:
+            break
+    assert diloco.is_done
+    outer = diloco.outer_hash()
+    totals = diloco.elastic_totals()
+    state = sampler.state_dict()
+    diloco.flush()
+    diloco.close()
+    return End(samples, diloco.inner_step, outer, totals, state["again"])
+
+
+@pytest.mark.parametrize("num_loaders", [0, 1])
+def test_no_two_replicas_take_the_same_sample(
+    fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path, num_loaders: int
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    ends = pool.run(
+        live,
+        pool.store,
+        registry.address,
+        num_loaders,
+        str(tmp_path),
+        timeout=60,
+        expect_exit={1},
+    )
+    first, _, joined = ends
+    assert first.inner_step == joined.inner_step == LAST_STEP
+    assert first.outer == joined.outer
+    mine, theirs = set(first.samples), set(joined.samples)
+    assert len(mine) == len(first.samples) == BATCH * LAST_STEP
+    assert len(theirs) == len(joined.samples) and not mine & theirs
+    # The lost replica's last samples, which it never shared, are given out again.
+    lines = (tmp_path / "samples-1").read_text().splitlines()
+    lost = [[int(one) for one in line.split()] for line in lines]
+    assert set(lost[-3]) | set(lost[-2]) <= mine | theirs
+    assert not {one for batch in lost[:-4] for one in batch} & (mine | theirs)
+    assert first.totals.num_views == 3 and joined.totals.num_views == 2
+    assert first.totals.forming_s > 0 and 0 < first.totals.goodput < 1
+    assert joined.totals.joining_s > 0
+
+
+def differ(rank: int, world: int, store: tuple[str, int], registry: str) -> str:
+    """Replica 1 comes with another setting, and replica 2 with a number that is taken."""
+    signs = connect(store)
+    if rank == 0:
+        diloco, model, optimizer = attach(registry, 0, founding_wait=0.0, total_steps=10**6)
+        signs.set("begun", "now")
+        while not signs.check(["refused 1", "refused 2"]):
+            take_inner_step(model, optimizer, 0, diloco.inner_step + 1)
+        diloco.close()
+        return ""
+    signs.wait(["begun"])
+    steps, number = (10, 1) if rank == 1 else (10**6, 0)
+    error = ""
+    try:
+        attach(registry, number, total_steps=steps, quorum_wait=2.0)
+    except SyncError as refused:
+        error = f"{type(refused).__name__}: {refused}"
+    signs.set(f"refused {rank}", "now")
+    return error
+
+
+def test_a_newcomer_hears_what_does_not_fit(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    _, other, taken = pool.run(differ, pool.store, registry.address, timeout=60)
+    assert other.startswith(ReplicaMismatch.__name__)
+    assert "total_steps is 10 here and 1000000 there, on replica 0" in other
+    assert "until the other process at tcp://" in taken and "replica number 0 has gone" in taken

@@ -1,0 +1,184 @@
+"""``diloco-comm launch``: replicas that are started again, that leave, and that end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_helpers import check_arguments, check_misuse, help_examples, run_cli
+from registries import Host
+from support_paths import FOLDERS
+from zygote import Job, Zygote
+
+from diloco_comm import LeftBehind, ReplicaMismatch, SyncError
+from diloco_comm.elastic import exits
+from diloco_comm.elastic.state_folder import StateFolder
+from diloco_comm.tools.launch.run import outcome, pause_s
+
+CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "launch"]
+
+# Worker 0 of replica 1 dies once, in the middle of the run.
+SCRIPT = f"""
+import os, sys, time
+sys.path[:0] = {FOLDERS!r}
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from fault_replicas import make_model, make_optimizer, take_inner_step
+from diloco_comm import DiLoCo, Elastic
+
+folder, sync_every = Path(sys.argv[1]), int(sys.argv[2])
+model = make_model()
+optimizer = make_optimizer(model)
+membership = Elastic(
+    total_steps=int(sys.argv[3]), min_replicas=2, suspect_after=6, quorum_wait=60
+)
+diloco = DiLoCo(model, optimizer, sync_every=sync_every, membership=membership)
+mine = folder / f"replica-{{diloco.members[diloco.replica_index]}}"
+with mine.open("a") as file:
+    print(diloco.view, diloco.inner_step, file=file)
+while not diloco.is_done:
+    take_inner_step(model, optimizer, diloco.replica_index, diloco.inner_step + 1)
+    time.sleep(0.01)
+    if diloco.inner_step == 20 and (folder / "die").exists() and diloco.replica_index == 1:
+        (folder / "die").unlink()
+        os._exit(9)
+(folder / f"hash-{{diloco.members[diloco.replica_index]}}").write_text(
+    f"{{diloco.outer_hash()}} {{diloco.inner_step}}"
+)
+diloco.close()
+"""
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Host]:
+    host = Host(journal=tmp_path / "journal")
+    yield host
+    host.kill()
+
+
+def start(registry: Host, folder: Path, name: str, *arguments: object) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    options = ["--registry", registry.address, "--run", "r", "--state-dir", str(folder / name)]
+    return subprocess.Popen(
+        [*CLI, *options, str(folder / "train.py"), str(folder), *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_dead_replica_comes_again_and_all_end_at_one_step(registry: Host, tmp_path: Path) -> None:
+    (tmp_path / "die").touch()
+    launchers = [start(registry, tmp_path, name, 4, 400) for name in "ab"]
+    errors = [launcher.communicate(timeout=100)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], errors
+    assert "ended with status 75 and starts again in" in "".join(errors)
+    ends = {(tmp_path / f"hash-{replica}").read_text() for replica in (0, 1)}
+    assert len(ends) == 1 and ends.pop().endswith(" 400")
+    starts = [(tmp_path / f"replica-{replica}").read_text().split("\n") for replica in (0, 1)]
+    # The second process of replica 1 has the number of the first one.
+    assert [len(lines) - 1 for lines in starts] == [1, 2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_replica_leave(
+    registry: Host, tmp_path: Path, number: signal.Signals
+) -> None:
+    launchers = [start(registry, tmp_path, name, 4, 10**6) for name in "ab"]
+    while not all((tmp_path / f"replica-{replica}").exists() for replica in (0, 1)):
+        assert all(launcher.poll() is None for launcher in launchers)
+        time.sleep(0.05)
+    for launcher in launchers:
+        launcher.send_signal(number)
+    errors = [launcher.communicate(timeout=60)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [exits.LEFT, exits.LEFT], errors
+    assert all("leaves at its next boundary" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        ("ReplicaMismatch('x')", exits.MISFIT),
+        ("LeftBehind('x')", exits.RESTART),
+        ("SyncError('x', stage='vote')", exits.RESTART),
+        ("SyncError('x', stage='quorum')", exits.UNAVAILABLE),
+        ("SyncError('x', stage='left')", exits.LEFT),
+        ("ValueError('x')", 1),
+    ],
+)
+def test_an_error_ends_the_process_with_its_status(zygote: Zygote, error: str, status: int) -> None:
+    names = (LeftBehind, ReplicaMismatch, SyncError)
+    script = f"""
+        from diloco_comm import {", ".join(name.__name__ for name in names)}
+        from diloco_comm.elastic.exits import end_with_status
+        end_with_status()
+        end_with_status()
+        raise {error}
+    """
+    ended, text = Job(zygote, script).finish()
+    assert ended == status
+    assert text.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("failed", "has_left", "is_asked", "status"),
+    [
+        ((), False, False, exits.DONE),
+        ((), True, False, exits.LEFT),
+        ((), False, True, exits.LEFT),
+        ((-9, -15), False, False, exits.RESTART),
+        ((1,), False, False, exits.RESTART),
+        ((75,), False, False, exits.RESTART),
+        ((-15, 78), False, False, exits.MISFIT),
+        ((69,), False, False, exits.UNAVAILABLE),
+        ((-15, 143), False, False, exits.LEFT),
+        ((1,), False, True, 1),
+    ],
+)
+def test_the_status_of_a_replica(
+    failed: tuple[int, ...], has_left: bool, is_asked: bool, status: int
+) -> None:
+    assert outcome(failed, has_left, is_asked) == status
+
+
+def test_pauses_grow_up_to_a_limit() -> None:
+    for number, longest in ((1, 1.0), (3, 4.0), (40, 60.0)):
+        pauses = [pause_s(number) for _ in range(50)]
+        assert len(set(pauses)) > 1
+        assert all(0.5 * longest <= pause <= 1.5 * longest for pause in pauses)
+
+
+def test_a_folder_is_of_one_run_and_one_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    options = ["launch", "--registry", "tcp://127.0.0.1:1", "--state-dir", tmp_path / "state"]
+    StateFolder(tmp_path / "state").remember("other", (3, "nonce"))
+    check_misuse(run_cli(*options, "--run", "r", script), "'other'", "'r'")
+    (tmp_path / "state" / "replica.json").write_text(json.dumps([1]))
+    check_misuse(run_cli(*options, "--run", "r", script), "replica.json is damaged")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--registry", "10.0.0.5:29400", "--run", "r", "x.py"], "a registry must be"),
+        (["--registry", "tcp://127.0.0.1:1", "--run", "a b", "x.py"], "--run"),
+        (["--registry", "tcp://127.0.0.1:1", "--run", "r", "missing.py"], "missing.py"),
+        (["--run", "r", "x.py"], "--registry"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(arguments: list[str], named: str) -> None:
+    check_misuse(run_cli("launch", *arguments), named)
+
+
+def test_the_examples_of_the_help_are_accepted() -> None:
+    for line in help_examples("launch")["launch"]:
+        check_arguments(line.split()[1:], line)

@@ -1,0 +1,78 @@
+"""``diloco-comm plan --wire auto`` and ``--wires``: a wire is chosen, and all are compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from cli_helpers import run_cli
+
+from benchmarks.support.common import RESULTS
+from diloco_comm.ops.wire import WIRES
+from diloco_comm.tools.plan import wires as plan_wires
+
+SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
+
+
+def plan_json(*arguments: object) -> dict[str, Any]:
+    ended = run_cli("plan", *arguments, "--json")
+    assert (ended.status, ended.err) == (0, "")
+    return json.loads(ended.out)
+
+
+AUTO = [
+    # A fast link needs nothing below eight bits; a slow one takes the first that is fast enough.
+    (2, 10.0, "int8", "8.062 bits a parameter"),
+    (2, 0.12, "int4", "int8 reaches"),
+    (2, 0.02, "int1r", "int2r reaches"),
+    (2, 0.005, "sub4", "sub2 reaches"),
+    # With many replicas a gathered wire is dearer than one with two phases.
+    (16, 0.03, "sub16", "sub8 sends no fewer bytes than int1r with 16 replicas"),
+]
+
+
+@pytest.mark.parametrize(("replicas", "gbps", "wire", "reason"), AUTO)
+def test_auto_takes_the_most_precise_wire_that_is_fast_enough(
+    replicas: int, gbps: float, wire: str, reason: str, tmp_path: Path
+) -> None:
+    words = ["--params", 1e9, "--layers", 24, "--step-time", 1, "--sync-every", 500]
+    words += ["--replicas", replicas, "--gbps", gbps, "--wire", "auto", "--target", 0.9]
+    path = tmp_path / "diloco.json"
+    plan = plan_json(*words, "--write", path)
+    assert (plan["request"]["wire"], plan["link"]["utilisation"] >= 0.9) == (wire, True)
+    assert plan["auto"].startswith(f"{wire}: ") and reason in plan["auto"]
+    assert json.loads(path.read_text()) == {"sync_every": 500, "wire": wire}
+    assert ("model of 118,000 parameters" in plan["auto"]) == (wire not in ("int8", "int4"))
+
+
+def test_auto_says_when_no_wire_is_enough(tmp_path: Path) -> None:
+    words = [*SMALL, "--gbps", 0.0001, "--wire", "auto"]
+    assert "no wire reaches 95%, and sub16 sends the fewest bytes" in plan_json(*words)["auto"]
+    ended = run_cli("plan", *words, "--write", tmp_path / "diloco.json")
+    assert ended.status == 1 and "reaches --target" in ended.err
+
+
+def test_the_losses_are_those_that_were_measured() -> None:
+    from benchmarks.convergence import wires_report
+
+    rows = (RESULTS / "convergence" / "wires.jsonl").read_text().splitlines()[1:]
+    cells = wires_report.cells([json.loads(row) for row in rows])
+    measured = cells["118k", 4, 10, 30]
+    losses = {
+        wire: round(fmean(wires_report.over_base(measured, wire)), 3)
+        for wire in measured
+        if wire in WIRES
+    }
+    assert losses == plan_wires.LOSS_OVER_FP32
+
+
+def test_all_wires_are_compared() -> None:
+    ended = run_cli("plan", *SMALL, "--wires", "--replicas", 4)
+    table = ended.out.split("All wires")[1]
+    assert all(f" {wire} " in table for wire in WIRES)
+    rows = {row["wire"]: row for row in plan_json(*SMALL, "--replicas", 4)["wires"]}
+    assert rows["int8"]["bits_per_param"] == 1.5 * 8.0625
+    assert rows["sub8"]["bits_per_param"] == 3 * 0.140625
