@@ -60,9 +60,16 @@ def test_plain_products(impl: str, num_elements: int, count: int, runs: int) -> 
     whole = gram(payloads, layout, 0, num_elements, impl)
     exact = (rows @ rows.T).flatten()
     torch.testing.assert_close(whole, exact, rtol=1e-12, atol=1e-18)
-    cut = min(layout.run_elements, num_elements)
+    # A range begins at a run: a fragment of one run has an empty first part.
+    cut = layout.run_elements if num_elements > layout.run_elements else 0
     parts = [gram(payloads, layout, *span, impl) for span in ((0, cut), (cut, num_elements))]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-18)
+
+
+@pytest.mark.parametrize("impl", [*CPU_IMPLS, "reference"])
+def test_an_empty_range_has_zero_products(impl: str) -> None:
+    payloads, layout = payloads_of(2, 40, WireFormat("int8", 32))
+    assert gram(payloads, layout, 0, 0, impl).tolist() == [0.0] * 4
 
 
 @every_impl
@@ -99,6 +106,8 @@ def test_refusals() -> None:
         ops.gram([], torch.zeros(0, dtype=torch.float64), 0, 40, *form)
     with pytest.raises(ValueError, match="must be whole runs"):
         ops.gram(payloads, torch.zeros(4, dtype=torch.float64), 0, 39, *form)
+    with pytest.raises(ValueError, match="must be whole runs"):
+        ops.gram(payloads, torch.zeros(4, dtype=torch.float64), 40, 40, *form)
     elsewhere = torch.zeros(4, dtype=torch.float64, device="meta")
     with pytest.raises(ValueError, match=r"gram runs on CPU tensors alone.*got a tensor on meta"):
         ops.gram(payloads, elsewhere, 0, 40, *form)

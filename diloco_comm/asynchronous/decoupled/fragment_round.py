@@ -171,7 +171,7 @@ class FragmentRound:
     def merge(self, now: float) -> Merge | None:
         """Return the reports to merge once the grace window is over, else None.
 
-        End with ``commit``.
+        End with ``commit``, or with ``reopen`` if the merge failed.
         """
         if self.phase is not Phase.GRACE or self.deadline is None or now < self.deadline:
             return None
@@ -187,3 +187,9 @@ class FragmentRound:
         self._reports.clear()
         self.version += 1
         self.phase = Phase.IDLE
+
+    def reopen(self, now: float) -> None:
+        """Undo ``merge`` after a failure: the reports stay, and their merge is due at once."""
+        if self.phase is not Phase.MERGING:
+            raise ValueError(f"only a merge can be undone, got phase {self.phase.value}")
+        self.phase, self.deadline = Phase.GRACE, now

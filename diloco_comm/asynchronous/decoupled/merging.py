@@ -93,6 +93,11 @@ def merge_coefficients(
     """
     if merge == "mean":
         return normalised(weights)
+    return direction_coefficients(gram_of(payloads, layout, impl), weights)
+
+
+def gram_of(payloads: Sequence[Tensor], layout: Layout, impl: str = "") -> Tensor:
+    """Return the Gram matrix of M whole payloads, fp64 [M * M]."""
     out = torch.zeros(len(payloads) ** 2, dtype=torch.float64)
     wire = layout.wire
     ops.gram(
@@ -106,4 +111,4 @@ def merge_coefficients(
         wire.block_size,
         impl=impl,
     )
-    return direction_coefficients(out, weights)
+    return out

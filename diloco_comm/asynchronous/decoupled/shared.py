@@ -13,7 +13,7 @@ from ...methods.outer import OuterOptimizer, make_outer
 from ...ops.wire import WireFormat
 from ..model.rules import fused_numbers
 from ..model.shared import layout_of
-from .merging import merge_coefficients
+from .merging import gram_of, merge_coefficients
 from .pieces import Piece
 
 
@@ -62,6 +62,23 @@ class SharedFragment:
         """Return copies of the shared parameters, for the learners."""
         return [values.clone() for values in self.values]
 
+    def refusal(self, payloads: Sequence[Tensor]) -> str:
+        """Return why a report with these payloads, one of each piece, is refused, or ""."""
+        if len(payloads) != len(self.pieces):
+            return (
+                f"a report has one payload for each piece: {len(self.pieces)}, not {len(payloads)}"
+            )
+        for index, (payload, layout) in enumerate(zip(payloads, self.layouts, strict=True)):
+            if payload.numel() != layout.payload_bytes:
+                return (
+                    f"the payload of piece {index} must have {layout.payload_bytes} bytes, got "
+                    f"{payload.numel()}"
+                )
+            # A dot product in fp64 is finite where all the fp32 values are.
+            if not gram_of([payload], layout, self.impl).isfinite().all():
+                return f"the payload of piece {index} holds NaN or Inf"
+        return ""
+
     def merge(
         self, payloads: Sequence[Sequence[Tensor]], weights: Sequence[float]
     ) -> list[list[float]]:
@@ -76,7 +93,7 @@ class SharedFragment:
 
         Raises:
             ValueError: If a payload holds NaN or Inf where directions are needed. Then nothing is
-                changed.
+                changed. A mean does not look at the values: ask ``refusal`` before.
         """
         by_piece = list(zip(*payloads, strict=True))
         factors = [

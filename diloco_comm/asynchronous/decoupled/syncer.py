@@ -78,6 +78,7 @@ class Syncer:
         # The steps of each learner when a fragment was called last, by fragment.
         self._called: list[dict[str, int]] = [{} for _ in self.fragments]
         self._payloads: list[dict[str, list[Tensor]]] = [{} for _ in self.fragments]
+        self._unsent: list[Call | Commit] = []
 
     @property
     def learners(self) -> frozenset[str]:
@@ -118,28 +119,41 @@ class Syncer:
             self._steps[learner], self._step_s[learner] = steps, seconds
 
     def report(self, fragment: int, report: Report, payloads: list[Tensor], now: float) -> str:
-        """Take a report with the payload of each piece; return why it is refused, or ""."""
-        refusal = self.rounds[fragment].report(report, now, self.step_s, self.sync_s)
+        """Take a report with the payload of each piece; return why it is refused, or "".
+
+        Payloads of another size, or with NaN or Inf, are refused, and change nothing.
+        """
+        refusal = self.fragments[fragment].refusal(payloads)
+        refusal = refusal or self.rounds[fragment].report(report, now, self.step_s, self.sync_s)
         if not refusal:
             self._payloads[fragment][report.learner] = payloads
         return refusal
 
     def advance(self, now: float) -> list[Call | Commit]:
-        """Merge and call what is due, and return the messages to all learners, in order."""
-        messages: list[Call | Commit] = []
+        """Merge and call what is due, and return the messages to all learners, in order.
+
+        If a merge raises, the fragment's reports and the messages made before stay: the next
+        ``advance`` merges these reports, and returns these messages too.
+        """
+        messages = self._unsent
         for index, each in enumerate(self.rounds):
             merge = each.merge(now)
             if merge is not None:
-                messages.append(self._commit(index, merge))
+                messages.append(self._commit(index, merge, now))
             if self._is_due(index):
                 each.call(now)
                 self._called[index].update(self._steps)
                 messages.append(Call(index, each.version))
+        self._unsent = []
         return messages
 
-    def _commit(self, index: int, merge: Merge) -> Commit:
+    def _commit(self, index: int, merge: Merge, now: float) -> Commit:
         held, fragment = self._payloads[index], self.fragments[index]
-        factors = fragment.merge([held[r.learner] for r in merge.reports], merge.weights)
+        try:
+            factors = fragment.merge([held[r.learner] for r in merge.reports], merge.weights)
+        except BaseException:
+            self.rounds[index].reopen(now)
+            raise
         self.rounds[index].commit()
         held.clear()
         merged = {report.learner: report.seq for report in merge.reports}
