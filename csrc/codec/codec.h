@@ -91,12 +91,22 @@ struct NormsArgs {
     Fragment params;
 };
 
+struct GramArgs {
+    const Kernels* kernels;
+    RunLayout layout;
+    const uint8_t* const* term_payloads;
+    int num_terms;  // at most kMaxGramTerms
+};
+
 struct Norms {
     double squared;
     int64_t nonfinite;
 };
 
 constexpr int kMaxTerms = 1024;
+constexpr int kMaxGramTerms = 64;
+// Pairs (i, j) with j <= i: the numbers of a symmetric matrix.
+constexpr int num_pairs(int num_terms) { return num_terms * (num_terms + 1) / 2; }
 // Block of the operators that know no wire.
 constexpr int kPlainBlock = 256;
 
@@ -107,6 +117,9 @@ void outer_step(const StepArgs& args, int64_t begin, int64_t end);
 void merge(const MergeArgs& args, int64_t begin, int64_t end);
 // One chunk: begin is a multiple of kNormChunk, end at most begin + kNormChunk.
 Norms norms(const NormsArgs& args, int64_t begin, int64_t end);
+// The dot products of all pairs of payloads over one chunk, (0, 0), (1, 0), (1, 1), (2, 0) and so on
+// in `products`: begin is a multiple of the block size, end at most begin + kNormChunk.
+void gram(const GramArgs& args, int64_t begin, int64_t end, double* products);
 
 // The implementation called `name` ("": the fastest that this machine runs), or null when it is
 // unknown or cannot run.

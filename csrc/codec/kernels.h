@@ -112,6 +112,14 @@ struct NormsSpan {
     double* lanes;
 };
 
+// Adds the products a * b, in fp64 and so exact, to 16 lanes: element i goes to lane i mod 16.
+struct DotSpan {
+    int64_t num_elements;  // a multiple of 32
+    const float* a;
+    const float* b;
+    double* lanes;
+};
+
 // Sums of squares are taken over chunks of this many elements and added in order.
 constexpr int64_t kNormChunk = 65536;
 // Partial sums of a chunk; element i is added to sum i % kNormLanes.
@@ -138,6 +146,7 @@ struct Kernels {
     void (*outer_step)(const StepSpan&);
     void (*merge)(const MergeSpan&);
     int64_t (*norms)(const NormsSpan&);  // returns the number of bad elements
+    void (*dot)(const DotSpan&);
     void (*digest)(const DigestSpan&);
 };
 

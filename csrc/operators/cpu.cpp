@@ -255,6 +255,45 @@ void norms_cpu(const OptionalTensor& outer, TensorList params, const Tensor& out
     out.data_ptr<double>()[1] = static_cast<double>(total.nonfinite);
 }
 
+// The products of the chunks are added in order, whatever the number of threads.
+void gram_cpu(TensorList payloads, const Tensor& out, int64_t begin, int64_t end,
+              int64_t num_elements, int64_t run_elements, c10::string_view wire, int64_t block_size,
+              c10::string_view impl) {
+    codec::GramArgs args{};
+    args.kernels = parse_impl(impl);
+    args.layout = parse_layout(wire, block_size, run_elements);
+    check_range(args.layout, begin, end, num_elements);
+    TORCH_CHECK_VALUE(!payloads.empty() && payloads.size() <= codec::kMaxGramTerms,
+                      "payloads must hold 1 to ", codec::kMaxGramTerms, " tensors, got ",
+                      payloads.size());
+    const std::array<double, codec::kMaxGramTerms> ones{};
+    const TermList& terms = check_terms(c10::kCPU, payloads, {ones.data(), payloads.size()},
+                                        args.layout, end);
+    args.term_payloads = terms.payloads.data();
+    args.num_terms = terms.count;
+    check_flat(c10::kCPU, "out", out, at::kDouble);
+    TORCH_CHECK_VALUE(out.numel() == terms.count * terms.count, "out must have ",
+                      terms.count * terms.count, " elements for ", terms.count,
+                      " payloads, got ", out.numel());
+    const int pairs = codec::num_pairs(terms.count);
+    const int64_t num_chunks = (end - begin + codec::kNormChunk - 1) / codec::kNormChunk;
+    std::vector<double> chunks(static_cast<size_t>(num_chunks * pairs));
+    parallel(begin, end, codec::kNormChunk, [&](int64_t first, int64_t last) {
+        for (int64_t at = first; at < last; at += codec::kNormChunk) {
+            double* products = chunks.data() + (at - begin) / codec::kNormChunk * pairs;
+            codec::gram(args, at, std::min(at + codec::kNormChunk, last), products);
+        }
+    });
+    auto* matrix = out.data_ptr<double>();
+    for (int i = 0, pair = 0; i < terms.count; ++i) {
+        for (int j = 0; j <= i; ++j, ++pair) {
+            double total = 0.0;
+            for (int64_t k = 0; k < num_chunks; ++k) total += chunks[k * pairs + pair];
+            matrix[i * terms.count + j] = matrix[j * terms.count + i] = total;
+        }
+    }
+}
+
 // Sums mod 2^64 come out the same whatever the number of threads.
 void digest_cpu(const Tensor& tensor, const Tensor& sums, int64_t first_word, int64_t max_blocks,
                 c10::string_view impl) {
@@ -330,6 +369,7 @@ struct Fake<void (*)(Args...)> {
 TORCH_LIBRARY(diloco_comm, m) {
     m.set_python_module("diloco_comm.ops");
     for (const char* schema : diloco::kSchemas) m.def(schema);
+    for (const char* schema : diloco::kCpuSchemas) m.def(schema);
     m.def("_floor(str kind, Tensor(a!)[] buffers) -> ()");
     m.def("_cpu_impls() -> str[]", &diloco::cpu_impls);
     m.def("_floors() -> str[]", &diloco::codec::floor_names);
@@ -344,6 +384,7 @@ TORCH_LIBRARY_IMPL(diloco_comm, CPU, m) {
     m.impl("decode", &diloco::decode_cpu);
     m.impl("merge", &diloco::merge_cpu);
     m.impl("norms", &diloco::norms_cpu);
+    m.impl("gram", &diloco::gram_cpu);
     m.impl("digest", &diloco::digest_cpu);
     m.impl("_floor", &diloco::floor_cpu);
 }
@@ -357,5 +398,6 @@ TORCH_LIBRARY_IMPL(diloco_comm, Meta, m) {
     m.impl("decode", &diloco::Fake<decltype(&diloco::decode_cpu)>::run);
     m.impl("merge", &diloco::Fake<decltype(&diloco::merge_cpu)>::run);
     m.impl("norms", &diloco::Fake<decltype(&diloco::norms_cpu)>::run);
+    m.impl("gram", &diloco::Fake<decltype(&diloco::gram_cpu)>::run);
     m.impl("digest", &diloco::Fake<decltype(&diloco::digest_cpu)>::run);
 }

@@ -33,5 +33,11 @@ constexpr const char* kSchemas[] = {
     "digest(Tensor tensor, Tensor(a!) sums, int first_word=0, int max_blocks=0, str impl='') -> ()",
 };
 
+// The operators that run on CPU tensors alone.
+constexpr const char* kCpuSchemas[] = {
+    "gram(Tensor[] payloads, Tensor(a!) out, int begin, int end, int num_elements, int "
+    "run_elements, str wire, int block_size, str impl='') -> ()",
+};
+
 }  // namespace
 }  // namespace diloco

@@ -30,6 +30,7 @@ __all__ = [
     "digest",
     "encode",
     "finish_digest",
+    "gram",
     "merge",
     "norms",
     "outer_step",
@@ -253,6 +254,34 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor, *, impl: 
     counted and left out of the norm. The order of summation is fixed, whatever the threads.
     """
     run("norms", [out], locals())
+
+
+def gram(
+    payloads: Sequence[Tensor],
+    out: Tensor,
+    begin: int,
+    end: int,
+    num_elements: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+    *,
+    impl: str = "",
+) -> None:
+    """Write to ``out`` (fp64 [M * M]) the dot products of the payloads' elements [begin, end).
+
+    Element i * M + j is the sum of decode(payload_i) * decode(payload_j): the Gram matrix, row by
+    row. Products of fp32 values are exact in fp64. The order of summation is fixed, whatever the
+    threads; it is that of ``norms``, with tiles counted from ``begin``.
+
+    Args:
+        payloads: 1 to 64 whole payloads of the fragment, on the CPU.
+        num_elements: Elements of the fragment (N).
+
+    The other arguments and the errors are those of ``encode``. A tensor that is not on the CPU
+    raises ValueError.
+    """
+    run("gram", [out, *payloads], locals())
 
 
 def digest(

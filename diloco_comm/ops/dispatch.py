@@ -49,6 +49,8 @@ DEFAULT_ON_CUDA = {
     "digest": "cuda",
 }
 OPERATORS = tuple(DEFAULT_ON_CUDA)
+# The operators that have no kernels for CUDA tensors.
+CPU_ONLY = ("gram",)
 
 
 def run(operator: str, like: Sequence[Tensor], arguments: dict[str, Any]) -> None:
@@ -67,6 +69,9 @@ def run(operator: str, like: Sequence[Tensor], arguments: dict[str, Any]) -> Non
     for position in _lists(operator):
         values[position] = list(values[position])
     device = like[0].device.type if like else "cpu"
+    if operator in CPU_ONLY and (device != "cpu" or impl == "triton"):
+        given = f"impl={impl!r}" if device == "cpu" else f"a tensor on {device}"
+        raise ValueError(f"{operator} runs on CPU tensors alone, without Triton; got {given}")
     # Triton's kernels know whether they are interpreted, and then take CPU tensors too.
     if impl != "triton" or device != "cpu":
         impl = resolve_impl(impl, device, operator)

@@ -5,7 +5,8 @@ the same bytes. All arithmetic is IEEE fp32, one rounding for each operation, su
 ``all_reduce`` is what a whole exchange must leave behind, computed in one process.
 
 Imports torch, the sizes of ``wire.py``, the bits of ``reference_runs.py``, the digest of
-``reference_digest.py`` and the access to tensors of ``reference_fragment.py``, nothing else.
+``reference_digest.py``, the sums of ``reference_sums.py`` and the access to tensors of
+``reference_fragment.py``, nothing else.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from .reference_codec import HUGE, SMALLEST_SCALE
 from .reference_digest import digest as digest
 from .reference_fragment import fp32, gather, runs_of, scatter, total_elements
 from .reference_runs import decode_run, encode_run
+from .reference_sums import NORM_LANES as NORM_LANES
+from .reference_sums import NORM_TILE as NORM_TILE
+from .reference_sums import ordered_sum
 from .wire import Layout, WireFormat, encoding_keys
-
-NORM_TILE = 65536
-NORM_LANES = 16
 
 _F = TypeVar("_F", bound=Callable)
 
@@ -300,19 +301,30 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
         x = outer - x
     bad = ~(x.abs() <= HUGE)
     square = torch.where(bad, 0.0, x).double() ** 2
-    tiles = torch.nn.functional.pad(square, (0, -square.numel() % NORM_TILE))
-    tiles = tiles.view(-1, NORM_TILE // NORM_LANES, NORM_LANES)
-    lanes = torch.zeros(tiles.shape[0], NORM_LANES, dtype=torch.float64)
-    for row in range(tiles.shape[1]):
-        lanes = lanes + tiles[:, row]
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    total = 0.0
-    for tile in lanes.flatten().tolist():
-        total += tile
-    out[0] = total
+    out[0] = ordered_sum(square)
     out[1] = float(bad.sum())
+
+
+@_exact
+def gram(
+    payloads: Sequence[Tensor],
+    out: Tensor,
+    begin: int,
+    end: int,
+    num_elements: int,
+    run_elements: int,
+    wire: str,
+    block_size: int,
+) -> None:
+    """Write the dot products of all pairs of decoded payloads, in fp64, in the order of norms."""
+    decoded = [torch.zeros(end - begin) for _ in payloads]
+    form = WireFormat(wire, block_size)
+    for run_idx, first, last in runs_of(begin, end, run_elements):
+        for payload, flat in zip(payloads, decoded, strict=True):
+            values = _combine([payload], [1.0], run_idx, run_elements, form, last - first)
+            flat[first - begin : last - begin] = values
+    rows = [[ordered_sum(a.double() * b.double()) for b in decoded] for a in decoded]
+    out.copy_(torch.tensor(rows, dtype=torch.float64).flatten())
 
 
 def normalised(weights: Sequence[float]) -> list[float]:

@@ -55,6 +55,10 @@ def calls(n: int = 600) -> dict[str, tuple[tuple, dict]]:
         "decode": (([payload], [1.0], case.params, 0, n, *form), {}),
         "merge": ((case.outer, case.params), {"alpha": 0.25}),
         "norms": ((case.outer, case.params, torch.zeros(2, dtype=torch.float64)), {}),
+        "gram": (
+            ([payload] * 2, torch.zeros(4, dtype=torch.float64), 0, n, n, *form),
+            {},
+        ),
         "digest": ((payload, counted(2)), {"first_word": 5, "max_blocks": 3}),
     }  # fmt: skip
 

@@ -295,6 +295,12 @@ int64_t norms(const NormsSpan& span) {
     return num_bad;
 }
 
+void dot(const DotSpan& span) {
+    for (int64_t i = 0; i < span.num_elements; ++i) {
+        span.lanes[i % kNormLanes] += static_cast<double>(span.a[i]) * span.b[i];
+    }
+}
+
 void digest(const DigestSpan& span) {
     DigestSums sums = *span.sums;
     uint64_t key = wire::digest_key(span.first_word);
@@ -369,6 +375,6 @@ void outer_step(const StepSpan& span) { by_format<Step>(span); }
 
 }  // namespace
 
-const Kernels kScalarKernels{"scalar", encode, decode, outer_step, merge, norms, digest};
+const Kernels kScalarKernels{"scalar", encode, decode, outer_step, merge, norms, dot, digest};
 
 }  // namespace diloco::codec

@@ -4,6 +4,6 @@
 
 namespace diloco::codec {
 
-const Kernels kAvx2Kernels{"avx2", encode, decode, outer_step, merge, norms, digest};
+const Kernels kAvx2Kernels{"avx2", encode, decode, outer_step, merge, norms, dot, digest};
 
 }  // namespace diloco::codec

@@ -4,6 +4,6 @@
 
 namespace diloco::codec {
 
-const Kernels kAvx512Kernels{"avx512", encode, decode, outer_step, merge, norms, digest};
+const Kernels kAvx512Kernels{"avx512", encode, decode, outer_step, merge, norms, dot, digest};
 
 }  // namespace diloco::codec

@@ -1,4 +1,4 @@
-// Outer optimizers, merge and norms over a Vec (vec_avx2.h or vec_avx512.h, included before).
+// Outer optimizers, merge, norms and dot products over a Vec (vec_avx2.h or vec_avx512.h, included before).
 #pragma once
 
 #include "codec/simd/decode.h"
@@ -194,6 +194,23 @@ int64_t norms_params(const NormsSpan& argument) {
     }
     for (int k = 0; k < 2 * kVectors; ++k) Vec::store(span.lanes + k * kHalf, sums[k]);
     return num_bad;
+}
+
+// The lanes are those of norms_params.
+void dot(const DotSpan& argument) {
+    const DotSpan span = argument;
+    constexpr int kVectors = kNormLanes / Vec::kWidth, kHalf = Vec::kWidth / 2;
+    Vec::D sums[2 * kVectors];
+    for (int k = 0; k < 2 * kVectors; ++k) sums[k] = Vec::load(span.lanes + k * kHalf);
+    for (int64_t i = 0; i < span.num_elements; i += kNormLanes) {
+        for (int k = 0; k < kVectors; ++k) {
+            const int64_t at = i + k * Vec::kWidth;
+            const Vec::F a = Vec::load(span.a + at), b = Vec::load(span.b + at);
+            sums[2 * k] = Vec::add(sums[2 * k], Vec::mul(Vec::low(a), Vec::low(b)));
+            sums[2 * k + 1] = Vec::add(sums[2 * k + 1], Vec::mul(Vec::high(a), Vec::high(b)));
+        }
+    }
+    for (int k = 0; k < 2 * kVectors; ++k) Vec::store(span.lanes + k * kHalf, sums[k]);
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ class Buffered(ServerRule):
         return self.period
 
     def make_state(self, outer: Tensor) -> RuleState:
-        numbers = _fused_numbers(self.outer)
+        numbers = fused_numbers(self.outer)
         if numbers is None:
             return PlainState(outer, self.period, self.outer)
         return FusedState(outer, self.period, self.outer, *numbers)
@@ -157,7 +157,7 @@ def _check_period(period: int) -> None:
         raise ValueError(f"period must be an integer of at least 1, got {period!r}")
 
 
-def _fused_numbers(outer: OuterOptimizer) -> tuple[float | None, float, float, float] | None:
+def fused_numbers(outer: OuterOptimizer) -> tuple[float | None, float, float, float] | None:
     """Return (mu, direct, ahead, behind) of ``ops.outer_step_delayed``, or None."""
     if isinstance(outer, SGD):
         return None, 1.0, 0.0, 0.0

@@ -25,6 +25,7 @@ diloco-comm plan --params 7B --layers 32 --step-time 2 --gbps 1 --rtt-ms 50 --pl
 diloco-comm plan --params 350M --layers 24 --step-time 0.5 --gbps 1 --write diloco.json
 diloco-comm plan --params 1B --layers 24 --step-time 0.5 --gbps 0.02 --wire auto --wires
 diloco-comm plan --published
+diloco-comm plan --failures --chips 20000 --replicas 4
 """
 
 
@@ -76,6 +77,20 @@ def plan(
     published: Annotated[
         bool, typer.Option("--published", help="Compare with the papers' tables instead.")
     ] = False,
+    failures: Annotated[
+        bool,
+        typer.Option("--failures", help="Predict goodput under failures; see --chips."),
+    ] = False,
+    chips: Annotated[
+        str | None,
+        typer.Option(help="Chips of all replicas, for --failures; the papers' table without."),
+    ] = None,
+    lost_seconds: Annotated[
+        float, typer.Option(help="Seconds a replica loses at a failure, for --failures.")
+    ] = 22.0,
+    failures_per_year: Annotated[
+        float, typer.Option(help="Failures of one chip a year, for --failures.")
+    ] = 1.0,
     write: Annotated[
         Path | None,
         typer.Option(help="Write the settings chosen for --gbps into this JSON file."),
@@ -89,6 +104,11 @@ def plan(
     if published:
         _print_published(as_json)
         return
+    if failures:
+        _print_failures(chips, replicas, lost_seconds, failures_per_year, as_json)
+        return
+    if chips is not None:
+        misuse("--chips needs --failures")
     size = _size(params, layers, model_config, safetensors)
     if workers is not None:
         note("--workers is deprecated: its name is --replicas")
@@ -184,6 +204,28 @@ def _size(
         counted.num_params if num_params is None else num_params,
         counted.num_layers if layers is None else layers,
     )
+
+
+def _print_failures(
+    chips: str | None, replicas: int, lost_s: float, failures_a_year: float, as_json: bool
+) -> None:
+    from rich.console import Console
+
+    from .failures import make_report, print_failures
+
+    try:
+        count = None if chips is None else parse_count("--chips", chips)
+        report = make_report(count, replicas, lost_s, failures_a_year)
+    except ValueError as error:
+        options = {"lost_s": "--lost-seconds", "failures_a_year": "--failures-per-year"}
+        sentence = str(error)
+        for name, option in options.items():
+            sentence = sentence.replace(name, option)
+        misuse(sentence)
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        print_failures(Console(soft_wrap=True), report)
 
 
 def _print_published(as_json: bool) -> None:

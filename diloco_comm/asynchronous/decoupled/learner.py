@@ -1,0 +1,284 @@
+"""A learner: encodes its progress when it is called, and takes commits without ever waiting.
+
+All methods are called between two inner steps, so the parameters change nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...base.memory import empty_pages
+from ...ops.residuals import Residuals
+from ...ops.wire import STAGE_ENCODE, WireFormat, rng_key
+from ..model.shared import layout_of
+from .fragment_round import Report
+from .ledger import Ledger
+from .pieces import Piece
+from .shared import flatten
+from .syncer import Commit
+
+RECEIPTS = ("overwrite", "carry", "blend")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What a learner does with its own progress when a commit arrives.
+
+    * ``overwrite``: the parameters become the shared ones. Progress that is in no merged report is
+      lost.
+    * ``carry``: the progress since the merged report, or since the last commit where the own report
+      was not merged, is added to the shared parameters.
+    * ``blend``: alpha * local + (1 - alpha) * shared, as in Streaming DiLoCo.
+
+    Args:
+        mode: One of ``RECEIPTS``.
+        alpha: Weight of the local parameters, in [0, 1], for ``blend`` alone.
+    """
+
+    mode: str = "overwrite"
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.mode not in RECEIPTS:
+            raise ValueError(f"receipt must be one of {', '.join(RECEIPTS)}, got {self.mode!r}")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must lie in [0, 1], got {self.alpha!r}")
+
+
+class LearnerPiece:
+    """The learner's side of one piece: where its progress starts, and what a report holds."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor], piece: Piece, wire: WireFormat, error_feedback: bool
+    ) -> None:
+        self.tensors = [tensors[i] for i in piece.indices]
+        self.base = flatten(tensors, piece)
+        self.layout = layout_of(piece.num_elements, wire)
+        self.payload = empty_pages((self.layout.payload_bytes,), torch.uint8)
+        self.residuals = Residuals(
+            piece.num_elements,
+            error_feedback=error_feedback,
+            dtype=torch.float32,
+            carries=False,
+            decay=wire.feedback_decay,
+        )
+
+    def encode(self, key: int, is_stochastic: bool, impl: str) -> bool:
+        """Encode base - parameters; return False if a value is not finite or too large."""
+        bad = torch.zeros(1, dtype=torch.int64)
+        layout = self.layout
+        ops.encode(
+            self.base,
+            self.tensors,
+            self.payload,
+            0,
+            layout.num_elements,
+            layout.run_elements,
+            layout.wire.name,
+            layout.wire.block_size,
+            stochastic=is_stochastic,
+            rng_key=key,
+            residual=self.residuals.value,
+            new_residual=self.residuals.new,
+            nonfinite=bad,
+            impl=impl,
+        )
+        self.residuals.encoded()
+        return not bad.item()
+
+    def snapshot(self, impl: str) -> Tensor:
+        """Return the parameters that the report was made of, less what rounding lost.
+
+        With s the decoded report and e, e' the residuals before and after the encoding, they are
+        base - s - e' + e. No copy of them is needed.
+        """
+        layout = self.layout
+        sent = torch.empty_like(self.base)
+        ops.decode(
+            [self.payload],
+            [1.0],
+            [sent],
+            0,
+            layout.num_elements,
+            layout.run_elements,
+            layout.wire.name,
+            layout.wire.block_size,
+            impl=impl,
+        )
+        then = self.base - sent
+        if self.residuals.new is not None and self.residuals.value is not None:
+            then = then - self.residuals.new / self.residuals.decay + self.residuals.value
+        return then
+
+    def values(self) -> Tensor:
+        """Return the present parameters, fp32 [num_elements]."""
+        return flatten(self.tensors, Piece(tuple(range(len(self.tensors))), 0, "mean"))
+
+
+@dataclass
+class LearnerFragment:
+    """One fragment of a learner.
+
+    Attributes:
+        version: The version from which the progress is measured.
+        seq: Reports made so far; the last one has this number.
+        is_under_way: A report is made, and no commit has answered yet.
+        is_called: The syncer waits for a report, and none was made yet.
+    """
+
+    pieces: list[LearnerPiece]
+    version: int = 0
+    seq: int = 0
+    is_under_way: bool = False
+    is_called: bool = False
+    steps: Ledger = field(default_factory=Ledger)
+    tokens: Ledger = field(default_factory=Ledger)
+
+    @property
+    def ledgers(self) -> tuple[Ledger, Ledger]:
+        return self.steps, self.tokens
+
+
+class Learner:
+    """The fragments of a learner.
+
+    Args:
+        name: Another name for each learner.
+        fragments: The tensors of each fragment, with the shared model's first values.
+        pieces: The pieces of each fragment, as the syncer has them.
+        wire: Format of the payloads.
+        receipt: What happens to the own progress when a commit arrives.
+        error_feedback: Add the rounding errors of a merged report to the next one.
+        is_stochastic, seed: Stochastic rounding, and its seed.
+        impl: Force an implementation of the operators.
+
+    Attributes:
+        num_steps: Inner steps taken.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fragments: Sequence[Sequence[Tensor]],
+        pieces: Sequence[Sequence[Piece]],
+        *,
+        wire: WireFormat,
+        receipt: Receipt,
+        error_feedback: bool = False,
+        is_stochastic: bool = False,
+        seed: int = 0,
+        impl: str = "",
+    ) -> None:
+        self.name, self.receipt, self.impl = name, receipt, ops.resolve_impl(impl)
+        self.fragments = [
+            LearnerFragment([LearnerPiece(tensors, p, wire, error_feedback) for p in each])
+            for tensors, each in zip(fragments, pieces, strict=True)
+        ]
+        self.num_steps = 0
+        self._is_stochastic, self._seed = is_stochastic, seed
+        digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+        self._number = int.from_bytes(digest, "little")
+
+    def stepped(self, tokens: int) -> None:
+        """Note an inner step on ``tokens`` tokens."""
+        self.num_steps += 1
+        for part in self.fragments:
+            part.steps.learn(1)
+            part.tokens.learn(tokens)
+
+    def call(self, index: int, version: int) -> None:
+        """Note that the syncer wants a report; ``reports`` makes it."""
+        part = self.fragments[index]
+        part.is_called = version == part.version and not part.is_under_way
+
+    def reports(self) -> list[tuple[int, Report, list[Tensor]]]:
+        """Make the reports that are called for, if there is progress to report.
+
+        Returns:
+            The fragment, the report, and copies of the payloads of its pieces.
+
+        Raises:
+            ValueError: If the progress is not finite.
+        """
+        made = []
+        for index, part in enumerate(self.fragments):
+            if part.is_called and part.steps.kept:
+                made.append(
+                    (index, self._report(index, part), [p.payload.clone() for p in part.pieces])
+                )
+        return made
+
+    def _report(self, index: int, part: LearnerFragment) -> Report:
+        part.seq += 1
+        # Every piece draws its own random numbers: pieces count through all fragments.
+        first = sum(len(each.pieces) for each in self.fragments[:index])
+        for offset, piece in enumerate(part.pieces):
+            key = rng_key(self._seed, self._number, STAGE_ENCODE, part.seq, first + offset)
+            if not piece.encode(key, self._is_stochastic, self.impl):
+                raise ValueError(
+                    f"learner {self.name!r} cannot report on fragment {index}: a value is not "
+                    "finite, or larger than the wire takes"
+                )
+        report = Report(self.name, part.seq, part.version, part.steps.kept, part.tokens.kept)
+        part.is_called, part.is_under_way = False, True
+        for ledger in part.ledgers:
+            ledger.send()
+        return report
+
+    def receive(self, commit: Commit) -> None:
+        """Take a commit: the parameters change as the receipt says.
+
+        Raises:
+            ValueError: If the commit does not follow the learner's version.
+        """
+        part = self.fragments[commit.fragment]
+        if commit.version != part.version + 1:
+            raise ValueError(
+                f"learner {self.name!r} has version {part.version} of fragment {commit.fragment} "
+                f"and got version {commit.version}, not the next one"
+            )
+        is_merged = part.is_under_way and commit.merged.get(self.name) == part.seq
+        for ledger in part.ledgers:
+            ledger.apply() if is_merged else ledger.give_back()
+        for piece, values in zip(part.pieces, commit.values, strict=True):
+            self._write(piece, values, is_merged, part.steps.kept > 0)
+            piece.base.copy_(values)
+            if is_merged:
+                piece.residuals.turn(0)
+        part.version, part.is_under_way, part.is_called = commit.version, False, False
+        if self.receipt.mode == "overwrite":
+            for ledger in part.ledgers:
+                ledger.lose()
+
+    def _write(self, piece: LearnerPiece, values: Tensor, is_merged: bool, has_more: bool) -> None:
+        """Set the parameters of a piece; ``has_more``: there is progress beside the merged one."""
+        alpha = self.receipt.alpha if self.receipt.mode == "blend" else 0.0
+        if self.receipt.mode == "carry" and has_more:
+            start = piece.snapshot(self.impl) if is_merged else piece.base
+            values = values + (piece.values() - start)
+        ops.merge(values, piece.tensors, alpha, impl=self.impl)
+
+    def restart(self, versions: Sequence[int], values: Sequence[Sequence[Tensor]]) -> None:
+        """Take the whole shared model after a failure; what was not applied is lost.
+
+        Args:
+            versions: The version of each fragment.
+            values: fp32 values of each fragment's pieces.
+        """
+        for part, version, each in zip(self.fragments, versions, values, strict=True):
+            for ledger in part.ledgers:
+                ledger.give_back()
+                ledger.lose()
+            for piece, flat in zip(part.pieces, each, strict=True):
+                piece.base.copy_(flat)
+                ops.merge(flat, piece.tensors, impl=self.impl)
+                for residual in (piece.residuals.value, piece.residuals.new):
+                    if residual is not None:
+                        residual.zero_()
+            part.version, part.is_under_way, part.is_called = version, False, False

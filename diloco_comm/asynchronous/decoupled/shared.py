@@ -1,0 +1,138 @@
+"""A fragment of the shared model: its outer parameters, and the outer step on a merge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...base.memory import memory_order
+from ...methods.outer import OuterOptimizer, make_outer
+from ...ops.wire import WireFormat
+from ..model.rules import fused_numbers
+from ..model.shared import layout_of
+from .merging import gram_of, merge_coefficients
+from .pieces import Piece
+
+
+class SharedFragment:
+    """The shared parameters of one fragment, by piece.
+
+    Args:
+        tensors: The fragment's tensors with their first values, fp32, bf16 or fp16, on the CPU.
+        pieces: How the fragment is divided, from ``pieces_of``.
+        wire: Format of the payloads.
+        outer: SGD, HeavyBall or Nesterov, or such a name.
+        impl: Force an implementation of the operators.
+
+    Attributes:
+        values: The shared parameters, fp32 [num_elements] for each piece.
+        num_merges: Outer steps taken.
+
+    Raises:
+        ValueError: If the outer optimizer is another.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        pieces: Sequence[Piece],
+        wire: WireFormat,
+        outer: OuterOptimizer,
+        impl: str = "",
+    ) -> None:
+        self.pieces, self.impl = tuple(pieces), ops.resolve_impl(impl)
+        self.outer = make_outer(outer)
+        numbers = fused_numbers(self.outer)
+        if numbers is None:
+            raise ValueError(
+                "a decoupled merge takes SGD, HeavyBall or Nesterov as the outer optimizer, got "
+                f"{type(self.outer).__name__}"
+            )
+        self._mu, self._direct, self._ahead, self._behind = numbers
+        self.layouts = [layout_of(piece.num_elements, wire) for piece in self.pieces]
+        self.values = [flatten(tensors, piece) for piece in self.pieces]
+        has_momentum = self._mu is not None
+        self.momenta = [torch.zeros_like(each) if has_momentum else None for each in self.values]
+        self.num_merges = 0
+
+    def copy_values(self) -> list[Tensor]:
+        """Return copies of the shared parameters, for the learners."""
+        return [values.clone() for values in self.values]
+
+    def refusal(self, payloads: Sequence[Tensor]) -> str:
+        """Return why a report with these payloads, one of each piece, is refused, or ""."""
+        if len(payloads) != len(self.pieces):
+            return (
+                f"a report has one payload for each piece: {len(self.pieces)}, not {len(payloads)}"
+            )
+        for index, (payload, layout) in enumerate(zip(payloads, self.layouts, strict=True)):
+            if payload.numel() != layout.payload_bytes:
+                return (
+                    f"the payload of piece {index} must have {layout.payload_bytes} bytes, got "
+                    f"{payload.numel()}"
+                )
+            # A dot product in fp64 is finite where all the fp32 values are.
+            if not gram_of([payload], layout, self.impl).isfinite().all():
+                return f"the payload of piece {index} holds NaN or Inf"
+        return ""
+
+    def merge(
+        self, payloads: Sequence[Sequence[Tensor]], weights: Sequence[float]
+    ) -> list[list[float]]:
+        """Take an outer step on the merged pseudo-gradients.
+
+        Args:
+            payloads: For each report, the payload of each piece.
+            weights: One positive number for each report.
+
+        Returns:
+            The factors of the reports in each piece.
+
+        Raises:
+            ValueError: If a payload holds NaN or Inf where directions are needed. Then nothing is
+                changed. A mean does not look at the values: ask ``refusal`` before.
+        """
+        by_piece = list(zip(*payloads, strict=True))
+        factors = [
+            merge_coefficients(piece.merge, each, layout, weights, self.impl)
+            for piece, each, layout in zip(self.pieces, by_piece, self.layouts, strict=True)
+        ]
+        lr = self.outer.lr
+        rate = float(lr(self.num_merges) if callable(lr) else lr)
+        for index, each in enumerate(by_piece):
+            self._step(index, each, factors[index], rate)
+        self.num_merges += 1
+        return factors
+
+    def _step(
+        self, index: int, payloads: Sequence[Tensor], factors: Sequence[float], lr: float
+    ) -> None:
+        layout = self.layouts[index]
+        ops.outer_step_delayed(
+            self.values[index],
+            self.momenta[index],
+            None,
+            payloads,
+            factors,
+            0,
+            layout.num_elements,
+            layout.run_elements,
+            layout.wire.name,
+            layout.wire.block_size,
+            lr,
+            mu=self._mu or 0.0,
+            direct=self._direct,
+            ahead=self._ahead,
+            behind=self._behind,
+            first=True,
+            last=True,
+            impl=self.impl,
+        )
+
+
+def flatten(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
+    """Return a copy of the piece's elements in memory order, fp32 [num_elements]."""
+    return torch.cat([memory_order(tensors[i].detach()).float() for i in piece.indices]).clone()

@@ -1,0 +1,168 @@
+"""The syncer: calls for reports, merges what a quorum reports, commits to all learners.
+
+The syncer reads no clock and knows no connection: times are arguments, and ``advance`` returns the
+messages that every learner is to get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...replica.schedule import Schedule
+from .fragment_round import FragmentRound, Merge, Phase, QuorumRule, Report
+from .shared import SharedFragment
+
+
+@dataclass(frozen=True)
+class Call:
+    """Asks all learners to report on a fragment from a version."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Brings a new version of a fragment to all learners.
+
+    Attributes:
+        version: The new version.
+        merged: For each learner whose report was merged, the report's number.
+        values: The shared parameters, fp32 [num_elements] for each piece.
+        merge: The reports and their weights.
+        factors: The factors of the reports in each piece.
+    """
+
+    fragment: int
+    version: int
+    merged: dict[str, int]
+    values: list[Tensor]
+    merge: Merge
+    factors: list[list[float]]
+
+
+class Syncer:
+    """Decides when the fragments are called and merged, and merges them.
+
+    A fragment is called when a quorum of learners has taken ``sync_every`` inner steps since its
+    last call. So the fastest K learners set the pace; the others report what they have.
+
+    Args:
+        fragments: The shared model.
+        rule: Quorum and grace window, the same for all fragments.
+        sync_every: Inner steps between two calls of a fragment (H).
+        offsets: The inner step of each fragment's first call, as in ``DiLoCo``.
+        sync_s: Seconds that a commit takes to the learners, for the slack of the grace window.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[SharedFragment],
+        rule: QuorumRule,
+        *,
+        sync_every: int,
+        offsets: Sequence[int] | None = None,
+        sync_s: float = 0.0,
+    ) -> None:
+        if not fragments:
+            raise ValueError("a syncer needs at least one fragment, got none")
+        schedule = Schedule.plan(sync_every, len(fragments), offsets)
+        self.sync_every, self.offsets = schedule.sync_every, schedule.offsets
+        self.fragments, self.rule, self.sync_s = list(fragments), rule, sync_s
+        self.rounds = [FragmentRound(rule) for _ in self.fragments]
+        self._steps: dict[str, int] = {}
+        self._step_s: dict[str, float] = {}
+        # The steps of each learner when a fragment was called last, by fragment.
+        self._called: list[dict[str, int]] = [{} for _ in self.fragments]
+        self._payloads: list[dict[str, list[Tensor]]] = [{} for _ in self.fragments]
+        self._unsent: list[Call | Commit] = []
+
+    @property
+    def learners(self) -> frozenset[str]:
+        """The learners that take part."""
+        return frozenset(self._steps)
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of an inner step over the learners; 0 as long as none is known."""
+        return sum(self._step_s.values()) / len(self._step_s) if self._step_s else 0.0
+
+    @property
+    def deadline(self) -> float | None:
+        """The end of the next grace window, in seconds; None if none is open."""
+        return min((r.deadline for r in self.rounds if r.deadline is not None), default=None)
+
+    def join(self, learner: str, steps: int = 0) -> None:
+        """Let a learner take part that has taken ``steps`` inner steps."""
+        self._steps[learner] = steps
+        for index, each in enumerate(self.rounds):
+            each.join(learner)
+            is_first = each.version == 0 and each.phase is Phase.IDLE and steps == 0
+            ahead = self.sync_every - self.offsets[index] if is_first else 0
+            self._called[index][learner] = steps - ahead
+
+    def leave(self, learner: str, now: float) -> None:
+        """Forget a learner that is gone."""
+        self._steps.pop(learner, None)
+        self._step_s.pop(learner, None)
+        for called in self._called:
+            called.pop(learner, None)
+        for each in self.rounds:
+            each.leave(learner, now, self.step_s, self.sync_s)
+
+    def stepped(self, learner: str, steps: int, seconds: float) -> None:
+        """Note how many inner steps a learner has taken, and the seconds of the last one."""
+        if learner in self._steps:
+            self._steps[learner], self._step_s[learner] = steps, seconds
+
+    def report(self, fragment: int, report: Report, payloads: list[Tensor], now: float) -> str:
+        """Take a report with the payload of each piece; return why it is refused, or "".
+
+        Payloads of another size, or with NaN or Inf, are refused, and change nothing.
+        """
+        refusal = self.fragments[fragment].refusal(payloads)
+        refusal = refusal or self.rounds[fragment].report(report, now, self.step_s, self.sync_s)
+        if not refusal:
+            self._payloads[fragment][report.learner] = payloads
+        return refusal
+
+    def advance(self, now: float) -> list[Call | Commit]:
+        """Merge and call what is due, and return the messages to all learners, in order.
+
+        If a merge raises, the fragment's reports and the messages made before stay: the next
+        ``advance`` merges these reports, and returns these messages too.
+        """
+        messages = self._unsent
+        for index, each in enumerate(self.rounds):
+            merge = each.merge(now)
+            if merge is not None:
+                messages.append(self._commit(index, merge, now))
+            if self._is_due(index):
+                each.call(now)
+                self._called[index].update(self._steps)
+                messages.append(Call(index, each.version))
+        self._unsent = []
+        return messages
+
+    def _commit(self, index: int, merge: Merge, now: float) -> Commit:
+        held, fragment = self._payloads[index], self.fragments[index]
+        try:
+            factors = fragment.merge([held[r.learner] for r in merge.reports], merge.weights)
+        except BaseException:
+            self.rounds[index].reopen(now)
+            raise
+        self.rounds[index].commit()
+        held.clear()
+        merged = {report.learner: report.seq for report in merge.reports}
+        values, version = fragment.copy_values(), self.rounds[index].version
+        return Commit(index, version, merged, values, merge, factors)
+
+    def _is_due(self, index: int) -> bool:
+        if self.rounds[index].phase is not Phase.IDLE or not self._steps:
+            return False
+        called = self._called[index]
+        ready = [n for n, steps in self._steps.items() if steps - called[n] >= self.sync_every]
+        return len(ready) >= min(self.rule.quorum, len(self._steps))

@@ -1,0 +1,151 @@
+"""Goodput under failures: the share of the time that a run trains, and the published table.
+
+A learner stops for L seconds at each failure of one of its chips. With N chips in M learners that
+do not wait for each other, and f failures of a chip a year,
+
+    goodput = 1 / (1 + L * f * N / (M * seconds of a year))
+
+Two values of L reproduce the table of arXiv 2604.21428 within five points: 22 s where training
+goes on with the chips that are left, 76 s where data-parallel training restarts as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..common.printing import print_whole
+
+YEAR_S = 365.25 * 86400
+ELASTIC_S, RIGID_S = 22.0, 76.0
+CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the published table: goodput in % for each of ``CHIPS``."""
+
+    name: str
+    learners: int
+    lost_s: float
+    percent: tuple[int, ...]
+
+
+PUBLISHED = (
+    Row("data parallel, rigid", 1, RIGID_S, (72, 57, 38, 27, 18)),
+    Row("data parallel, elastic", 1, ELASTIC_S, (88, 80, 69, 58, 40)),
+    Row("2 learners", 2, ELASTIC_S, (94, 88, 80, 70, 54)),
+    Row("4 learners", 4, ELASTIC_S, (96, 93, 89, 82, 73)),
+    Row("8 learners", 8, ELASTIC_S, (98, 96, 94, 88, 80)),
+    Row("16 learners", 16, ELASTIC_S, (99, 98, 96, 93, 86)),
+)
+
+
+def goodput(chips: float, learners: int, lost_s: float, failures_a_year: float = 1.0) -> float:
+    """Return the share of the time in which a learner trains, in (0, 1].
+
+    Args:
+        chips: Chips of all learners together (N).
+        learners: Learners that do not wait for each other (M); 1 is data parallel.
+        lost_s: Seconds that a learner loses at a failure (L).
+        failures_a_year: Failures of one chip a year (f).
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
+    if not chips >= learners >= 1:
+        raise ValueError(
+            f"there must be at least one learner and one chip for each, got {learners} learners "
+            f"and {chips:g} chips"
+        )
+    for name, value in (("lost_s", lost_s), ("failures_a_year", failures_a_year)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+    return 1.0 / (1.0 + lost_s * failures_a_year * chips / (learners * YEAR_S))
+
+
+def compare() -> list[dict[str, Any]]:
+    """Put published and predicted goodput side by side, one entry a row and number of chips."""
+    return [
+        {
+            "row": row.name,
+            "chips": chips,
+            "published_percent": published,
+            "percent": round(100 * goodput(chips, row.learners, row.lost_s), 1),
+        }
+        for row in PUBLISHED
+        for chips, published in zip(CHIPS, row.percent, strict=True)
+    ]
+
+
+def make_report(
+    chips: float | None, learners: int, lost_s: float, failures_a_year: float
+) -> dict[str, Any]:
+    """Return what ``plan --failures`` prints: the published table, or the user's own run.
+
+    Args:
+        chips: Chips of the user's run; None for the table.
+        learners, lost_s, failures_a_year: As in ``goodput``.
+
+    Raises:
+        ValueError: As ``goodput``.
+    """
+    if chips is None:
+        return {"schema": 1, "published_failures": compare()}
+    counts = sorted({1, 2, 4, 8, 16, learners})
+    own = {
+        "chips": chips,
+        "failures_a_year": failures_a_year,
+        "lost_s": lost_s,
+        "learners": learners,
+        "goodput": goodput(chips, learners, lost_s, failures_a_year),
+        "by_learners": [
+            {"learners": m, "goodput": goodput(chips, m, lost_s, failures_a_year)}
+            for m in counts
+            if m <= chips
+        ],
+    }
+    return {"schema": 1, "failures": own}
+
+
+def print_failures(console: Console, report: dict[str, Any]) -> None:
+    """Print the report of ``make_report``."""
+    if "failures" in report:
+        _print_own(console, report["failures"])
+        return
+    title = "Goodput in %, one failure of a chip a year (arXiv 2604.21428)"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("chips")
+    for chips in CHIPS:
+        table.add_column(f"{chips:,}", justify="right")
+    entries = report["published_failures"]
+    for row in PUBLISHED:
+        # The entries are rounded to 0.1 points: rounded again, 73.46 would become 74.
+        ours = (100 * goodput(chips, row.learners, row.lost_s) for chips in CHIPS)
+        pairs = zip(row.percent, ours, strict=True)
+        table.add_row(row.name, *(f"{published}/{own:.0f}" for published, own in pairs))
+    print_whole(console, table)
+    worst = max(abs(e["percent"] - e["published_percent"]) for e in entries)
+    console.print(
+        f"published/ours. {len(entries)} numbers, the largest difference is {worst:.1f} points. "
+        f"{ELASTIC_S:g} s lost at a failure; {RIGID_S:g} s where data parallel is rigid: where it "
+        "restarts as a whole.",
+        highlight=False,
+    )
+
+
+def _print_own(console: Console, own: dict[str, Any]) -> None:
+    title = (
+        f"{own['chips']:,.0f} chips, {own['failures_a_year']:g} failures of a chip a year, "
+        f"{own['lost_s']:g} s lost at a failure"
+    )
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("learners", justify="right")
+    table.add_column("goodput", justify="right")
+    for entry in own["by_learners"]:
+        table.add_row(str(entry["learners"]), f"{entry['goodput']:.1%}")
+    print_whole(console, table)

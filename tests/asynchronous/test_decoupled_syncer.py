@@ -1,0 +1,93 @@
+"""The syncer: hostile payloads are refused, and a merge that fails can be repeated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco_comm.asynchronous.decoupled.fragment_round import Phase, QuorumRule, Report
+from diloco_comm.asynchronous.decoupled.pieces import Piece
+from diloco_comm.asynchronous.decoupled.shared import SharedFragment
+from diloco_comm.asynchronous.decoupled.syncer import Call, Commit, Syncer
+from diloco_comm.methods.outer import SGD
+from diloco_comm.ops.wire import WireFormat
+
+SIZE = 4
+
+
+def called_syncer(merge: str, num_fragments: int = 1, lr: object = 1.0) -> Syncer:
+    """Return a syncer of learners a and b whose fragments are called; the last one has ``lr``."""
+    fragments = [
+        SharedFragment(
+            [torch.zeros(SIZE)],
+            [Piece((0,), SIZE, merge)],
+            WireFormat("fp32"),
+            SGD(lr if index == num_fragments - 1 else 1.0),  # type: ignore[arg-type]
+        )
+        for index in range(num_fragments)
+    ]
+    rule = QuorumRule(quorum=2, grace=0.0)
+    syncer = Syncer(fragments, rule, sync_every=1, offsets=[1] * num_fragments)
+    for name in "ab":
+        syncer.join(name)
+        syncer.stepped(name, 1, 1.0)
+    assert len(syncer.advance(0.0)) == num_fragments
+    return syncer
+
+
+def payload_of(syncer: Syncer, *values: float) -> list[Tensor]:
+    """Return an fp32 payload: its elements, then padding of zeros."""
+    payload = torch.zeros(syncer.fragments[0].layouts[0].payload_bytes, dtype=torch.uint8)
+    payload[: 4 * SIZE] = torch.tensor(values).view(torch.uint8)
+    return [payload]
+
+
+def send(syncer: Syncer, name: str, payloads: list[Tensor], fragment: int = 0) -> str:
+    return syncer.report(fragment, Report(name, 1, 0, 1, 10), payloads, 1.0)
+
+
+@pytest.mark.parametrize("merge", ["mean", "rda"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_payloads_that_are_not_finite_are_refused(merge: str, bad: float) -> None:
+    syncer = called_syncer(merge)
+    good = payload_of(syncer, 1.0, 2.0, 3.0, 4.0)
+    assert send(syncer, "a", good) == ""
+    hostile = payload_of(syncer, 1.0, bad, 3.0, 4.0)
+    assert send(syncer, "b", hostile) == "the payload of piece 0 holds NaN or Inf"
+    assert syncer.advance(9.0) == [] and syncer.rounds[0].reported == {"a"}
+    assert send(syncer, "b", good) == ""
+    (commit,) = syncer.advance(9.0)
+    assert isinstance(commit, Commit) and commit.merged == {"a": 1, "b": 1}
+    assert commit.values[0].tolist() == pytest.approx([-1.0, -2.0, -3.0, -4.0])
+
+
+def test_payloads_of_another_size_are_refused() -> None:
+    syncer = called_syncer("mean")
+    good = payload_of(syncer, 1.0, 2.0, 3.0, 4.0)
+    assert "one payload for each piece: 1, not 2" in send(syncer, "a", [*good, *good])
+    assert f"must have {good[0].numel()} bytes, got 3" in send(syncer, "a", [good[0][:3]])
+    assert not syncer.rounds[0].reported
+
+
+def test_a_merge_that_fails_is_repeated() -> None:
+    """The commit of another fragment, made in the same call, is not lost."""
+    failures = ["the rate is not known yet"]
+
+    def lr(step: int) -> float:
+        if failures:
+            raise RuntimeError(failures.pop())
+        return 0.5
+
+    syncer = called_syncer("mean", num_fragments=2, lr=lr)
+    good = payload_of(syncer, 1.0, 2.0, 3.0, 4.0)
+    assert not any(send(syncer, name, good, index) for name in "ab" for index in (0, 1))
+    with pytest.raises(RuntimeError, match="not known yet"):
+        syncer.advance(2.0)
+    assert syncer.rounds[1].phase is Phase.GRACE and syncer.deadline == 2.0
+    assert syncer.fragments[1].values[0].tolist() == [0.0] * SIZE
+    commits = [each for each in syncer.advance(3.0) if not isinstance(each, Call)]
+    assert [(each.fragment, each.version) for each in commits] == [(0, 1), (1, 1)]
+    assert commits[1].values[0].tolist() == [-0.5, -1.0, -1.5, -2.0]
+    with pytest.raises(ValueError, match="only a merge can be undone, got phase idle"):
+        syncer.rounds[1].reopen(3.0)
