@@ -45,7 +45,7 @@ WRITERS: dict[tuple[str, str], list[str]] = {
     ("serve", "--snapshot"): ["serve", "--address", "tcp://127.0.0.1:0"],
 }
 # A folder has to be there for them, or the option is followed by more words.
-OTHERS = {("bench tune", "--out"), ("profile run", "--out")}
+OTHERS = {("bench tune", "--out"), ("launch", "--state-dir"), ("profile run", "--out")}
 READ = {"--data", "--model-config", "--safetensors", "--key", "--keys"}
 
 
@@ -107,6 +107,10 @@ def test_other_options_of_a_place_that_cannot_be_written(blocked: Path, tmp_path
     assert not Path("ran").exists()
     ended = run_cli("bench", "tune", "-g", "2", "--out", tmp_path)
     check_misuse(ended, f"cannot write --out {tmp_path}: Is a directory")
+    Path("train.py").touch()
+    registry = ["--registry", "tcp://127.0.0.1:1", "--run", "r"]
+    ended = run_cli("launch", *registry, "--state-dir", blocked, "train.py")
+    check_misuse(ended, f"cannot write --state-dir {blocked}: Not a directory")
     ended = run_cli("serve", "keygen", blocked)
     check_misuse(ended, f"cannot write FOLDER {blocked}: Not a directory")
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..common.exits import fail, in_options, misuse
+from ..common.outputs import check_folder
 
 # The paragraphs behind \b keep their line breaks.
 EXAMPLES = """Examples:
@@ -64,6 +65,7 @@ def launch(
         if not script.is_file():
             misuse(f"there is no script {script}")
         folder = Path(f"diloco-{run}") if state_dir is None else state_dir
+        check_folder("--state-dir", folder, may_be_full=True)
         launcher = Launcher(
             Launch(
                 registry=registry,
