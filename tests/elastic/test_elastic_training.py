@@ -126,7 +126,7 @@ def test_the_registry_is_away_for_a_while(
 ) -> None:
     """Training goes on; who comes meanwhile waits."""
     pool = fresh_workers(3, init_group=False)
-    run = Run(2, 400, joins={2: 40})
+    run = Run(2, 1200, joins={2: 40})
     pool.submit(live, pool.store, registry.address, run)
     signs = connect(pool.store)
     signs.wait(["start 2"])
