@@ -390,8 +390,8 @@ struct GramScratch {
 void decode_stretch(const GramArgs& args, int term, int64_t begin, int64_t end, float* values) {
     constexpr float kOne = 1.0f;
     Segment segment{values, DType::kFp32, begin, end - begin};
-    DecodeArgs own{args.kernels, false, args.layout,        args.term_payloads + term, &kOne,
-                   1,            {&segment, 1, end}};
+    DecodeArgs own{args.kernels, false, args.layout,       args.term_payloads + term,
+                   &kOne,        1,     {&segment, 1, end}};
     decode(own, begin, end);
     std::fill(values + (end - begin), values + kGramStretch, 0.0f);
 }

@@ -267,14 +267,14 @@ void gram_cpu(TensorList payloads, const Tensor& out, int64_t begin, int64_t end
                       "payloads must hold 1 to ", codec::kMaxGramTerms, " tensors, got ",
                       payloads.size());
     const std::array<double, codec::kMaxGramTerms> ones{};
-    const TermList& terms = check_terms(c10::kCPU, payloads, {ones.data(), payloads.size()},
-                                        args.layout, end);
+    const TermList& terms =
+        check_terms(c10::kCPU, payloads, {ones.data(), payloads.size()}, args.layout, end);
     args.term_payloads = terms.payloads.data();
     args.num_terms = terms.count;
     check_flat(c10::kCPU, "out", out, at::kDouble);
     TORCH_CHECK_VALUE(out.numel() == terms.count * terms.count, "out must have ",
-                      terms.count * terms.count, " elements for ", terms.count,
-                      " payloads, got ", out.numel());
+                      terms.count * terms.count, " elements for ", terms.count, " payloads, got ",
+                      out.numel());
     const int pairs = codec::num_pairs(terms.count);
     const int64_t num_chunks = (end - begin + codec::kNormChunk - 1) / codec::kNormChunk;
     std::vector<double> chunks(static_cast<size_t>(num_chunks * pairs));

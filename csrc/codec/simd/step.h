@@ -1,4 +1,5 @@
-// Outer optimizers, merge, norms and dot products over a Vec (vec_avx2.h or vec_avx512.h, included before).
+// Outer optimizers, merge, norms and dot products over a Vec (vec_avx2.h or vec_avx512.h, included
+// before).
 #pragma once
 
 #include "codec/simd/decode.h"
