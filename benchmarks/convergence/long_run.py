@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.convergence.in_one_process import Replica, Replicas
-from benchmarks.convergence.long_run_report import draw, write_report
+from benchmarks.convergence.long_run_report import draw, report_lines
 from benchmarks.convergence.tasks import Size, Text
 from benchmarks.support import common
 from benchmarks.support.run_file import RunFile
@@ -174,9 +174,7 @@ def main() -> int:
     runs = Runs(args.out)
     if not args.report:
         make_all(runs, args)
-    table = write_report(runs.rows)
-    args.out.with_suffix(".txt").write_text("\n".join(table) + "\n")
-    draw(runs.rows, args.out.with_suffix(".png"))
+    runs.write_report(report_lines(runs.rows), draw)
     return 0
 
 

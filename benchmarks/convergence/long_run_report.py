@@ -44,14 +44,8 @@ def cells(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
     return found
 
 
-def write_report(rows: list[Row]) -> list[str]:
-    """Return the table's lines, and print them."""
-    lines = list(_lines(rows))
-    print("\n".join(lines))
-    return lines
-
-
-def _lines(rows: list[Row]) -> Iterator[str]:
+def report_lines(rows: list[Row]) -> Iterator[str]:
+    """Return the table's lines."""
     yield "# loss: mean of the outer parameters over the replicas after flush(), held-out text"
     yield "# over Blocking: mean and sample deviation of the differences, seed by seed"
     for (model, momentum, num_replicas, rounds), methods in cells(rows).items():

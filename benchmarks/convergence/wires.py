@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.convergence.tasks import Size, Text
 from benchmarks.convergence.wire_means import BySparseLoCo, Mean, OnWire
-from benchmarks.convergence.wires_report import draw, write_report
+from benchmarks.convergence.wires_report import draw, report_lines
 from benchmarks.support import common
 from benchmarks.support.run_file import RunFile
 from benchmarks.support.tuning import choose, next_rate
@@ -193,9 +193,7 @@ def main() -> int:
             wires.make(CELLS[number])
     except TimeoutError:
         print("# the time is up: the same command goes on with the missing runs")
-    table = write_report(runs.rows)
-    args.out.with_suffix(".txt").write_text("\n".join(table) + "\n")
-    draw(runs.rows, args.out.with_suffix(".png"))
+    runs.write_report(report_lines(runs.rows), draw)
     return 0
 
 

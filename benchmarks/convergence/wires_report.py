@@ -53,14 +53,8 @@ def over_base(wires: dict[str, list[Row]], wire: str) -> list[float]:
     return [row["loss"] - base[row["seed"]] for row in wires[wire] if row["seed"] in base]
 
 
-def write_report(rows: list[Row]) -> list[str]:
-    """Return the table's lines, and print them."""
-    lines = list(_lines(rows))
-    print("\n".join(lines))
-    return lines
-
-
-def _lines(rows: list[Row]) -> Iterator[str]:
+def report_lines(rows: list[Row]) -> Iterator[str]:
+    """Return the table's lines."""
     yield "# loss: outer parameters after the last round, held-out text, mean of the seeds"
     yield "# over fp32: mean and sample deviation of the differences, seed by seed"
     yield "# bits: of one payload an element, with scales and without padding"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ class RunFile:
             self._append({**about, "command": self.command})
         self.rows.append(row)
         self._append(row)
+
+    def write_report(
+        self, lines: Iterable[str], draw: Callable[[list[dict[str, Any]], Path], None]
+    ) -> None:
+        """Print a table's lines, write them beside the file as .txt, and draw the runs as .png."""
+        table = "\n".join(lines)
+        print(table)
+        self.path.with_suffix(".txt").write_text(table + "\n")
+        draw(self.rows, self.path.with_suffix(".png"))
 
     def _append(self, row: dict[str, Any]) -> None:
         # One write a line: an interrupt leaves no half a line.

@@ -125,6 +125,14 @@ constexpr int64_t kNormChunk = 65536;
 // Partial sums of a chunk; element i is added to sum i % kNormLanes.
 constexpr int kNormLanes = 16;
 
+// Adds the upper half of the lanes to the lower half until one is left.
+inline double sum_lanes(double* lanes) {
+    for (int half = kNormLanes / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
+}
+
 // The two sums of a digest, mod 2^64 (wire/digest.h).
 struct DigestSums {
     uint64_t product = 0;

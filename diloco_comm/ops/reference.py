@@ -23,8 +23,6 @@ from .reference_codec import HUGE, SMALLEST_SCALE
 from .reference_digest import digest as digest
 from .reference_fragment import fp32, gather, runs_of, scatter, total_elements
 from .reference_runs import decode_run, encode_run
-from .reference_sums import NORM_LANES as NORM_LANES
-from .reference_sums import NORM_TILE as NORM_TILE
 from .reference_sums import ordered_sum
 from .wire import Layout, WireFormat, encoding_keys
 

@@ -27,7 +27,7 @@ from codec_cases import (
 from test_ops_bounds import test_misaligned_tensors_between_guards as check_guards
 
 from diloco_comm import ops
-from diloco_comm.ops import reference
+from diloco_comm.ops import reference, reference_sums
 from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, Layout, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -191,7 +191,7 @@ def test_norms(impl: str, num_elements: int, monkeypatch: pytest.MonkeyPatch) ->
     """
     from diloco_comm.kernels import launching, norms
 
-    monkeypatch.setattr(reference, "NORM_TILE", 128)
+    monkeypatch.setattr(reference_sums, "NORM_TILE", 128)
     monkeypatch.setitem(launching.PROGRAMS, "norms", (128, 1))
     monkeypatch.setattr(norms, "ROWS", 4)
     monkeypatch.setattr(norms, "BATCH", 4)
@@ -210,8 +210,9 @@ def test_the_tile_of_norms_is_the_reference_s() -> None:
     from diloco_comm.kernels import launching
     from diloco_comm.kernels.norms import LANES, ROWS
 
-    assert (launching.PROGRAMS["norms"][0], LANES) == (reference.NORM_TILE, reference.NORM_LANES)
-    assert reference.NORM_TILE % (ROWS * LANES) == 0
+    tile = reference_sums.NORM_TILE
+    assert (launching.PROGRAMS["norms"][0], LANES) == (tile, reference_sums.NORM_LANES)
+    assert tile % (ROWS * LANES) == 0
 
 
 # More elements than 32 bits can count where there is a GPU to hold them.
