@@ -309,7 +309,11 @@ def test_size_comes_from_a_model_config(
         ([*SMALL, "--wire", "auto", "--bits", 2, "--gbps", 1], "--wire auto and --bits exclude"),
         ([*SMALL, "--wire", "auto", "--method", "eager", "--gbps", 1], "for --method diloco and s"),
         ([*SMALL, "--block-size", 100], "--block-size must be one of"),
-        ([*SMALL, "--wire", "sub8", "--block-size", 64], "wire sub8 has blocks of 1024"),
+        (
+            [*SMALL, "--wire", "sub8", "--block-size", 64],
+            "wire sub8 has blocks of 1024, got --block-size 64",
+        ),
+        ([*SMALL, "--sync-every", 10**9], "--sync-every must be at most 1000000"),
         ([*SMALL, "--sync-every", 0], "--sync-every must be at least 1, got 0"),
         ([*SMALL, "--fragment-layers", 25], "--fragment-layers must be between 0 and --layers 24"),
         ([*SMALL, "--method", "streaming", "--delay", 100], "below --sync-every 100, got 100"),

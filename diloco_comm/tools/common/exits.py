@@ -41,5 +41,7 @@ def in_options(sentence: str, names: Iterable[str]) -> str:
     for name in names:
         forms = [rf"^(the |outer )?{name}(?= (must|is)\b)", rf"\b{name}=(True)?"]
         forms += [rf"\b{name}\b"] * ("_" in name)
-        sentence = re.sub("|".join(forms), f"--{name.replace('_', '-')}", sentence)
+        option = f"--{name.replace('_', '-')}"
+        sentence = re.sub(rf"\b{name}=(?!True)(?=\w)", f"{option} ", sentence)
+        sentence = re.sub("|".join(forms), option, sentence)
     return sentence

@@ -19,6 +19,7 @@ DAY_S = 86400.0
 # The methods that apply a result when its fragment is sent again.
 ROUND_LATE = ("delayed", "eager", "co2")
 AUTO = "auto"
+MOST_SYNC_EVERY = 1_000_000  # each inner step of a round is simulated
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class Request:
         ):
             if value < least:
                 raise ValueError(f"--{name} must be at least {least}, got {value}")
+        if self.sync_every > MOST_SYNC_EVERY:
+            raise ValueError(
+                f"--sync-every must be at most {MOST_SYNC_EVERY}, got {self.sync_every}"
+            )
         for name in ("params", "step-time", "bits"):
             value = getattr(self, name.replace("-", "_"))
             if value is not None and not 0 < value < float("inf"):
