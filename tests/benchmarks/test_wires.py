@@ -106,7 +106,7 @@ def test_runs_are_made_once_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
         wires.Wires(runs, 60.0).make(cell)
     # 1, 0.7, 1.4 and 2 are tried for each wire; then 1.4 is trained with three seeds.
     assert len(made) == 2 * (4 + 3)
-    lines = wires_report.write_report(runs.rows)
+    lines = list(wires_report.report_lines(runs.rows))
     rows = [line.split() for line in lines if line.startswith(" ")]
     assert [row[:3] for row in rows] == [["fp32", "32", "1.4"], ["sub8", "0.1406", "1.4"]]
     assert rows[1][5] == "+0.1000"
@@ -126,7 +126,8 @@ def test_one_tiny_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_recorded_table_is_that_of_the_recorded_runs() -> None:
     folder = wires.common.RESULTS / "convergence"
     rows = [json.loads(line) for line in (folder / "wires.jsonl").read_text().splitlines()[1:]]
-    assert (folder / "wires.txt").read_text().splitlines() == wires_report.write_report(rows)
+    lines = list(wires_report.report_lines(rows))
+    assert (folder / "wires.txt").read_text().splitlines() == lines
 
 
 def test_a_difference_between_implementations_is_counted(
