@@ -12,7 +12,6 @@ import torch
 from cli_helpers import check_documented, check_misuse, check_schema, examples, run_cli
 
 import diloco_comm
-from diloco_comm.tools.common.sizes import parse_count
 from diloco_comm.tools.plan import command as plan_command
 from diloco_comm.tools.plan import model as plan_model
 from diloco_comm.tools.plan.settings import Setting, choose
@@ -367,35 +366,3 @@ def test_foreign_config_is_one_sentence(tmp_path: Path, content: str, named: str
     path = tmp_path / "config.json"
     path.write_text(content)
     check_misuse(run_cli("plan", "--model-config", path, "--step-time", 1), named)
-
-
-# ------------------------------------------------------------------------ counts
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("7B", 7e9),
-        ("1.5T", 1.5e12),
-        ("350m", 350e6),
-        ("10K", 1e4),
-        ("25e6", 25e6),
-        ("1.001k", 1001),
-    ],
-)
-def test_counts_are_written_as_people_say_them(text: str, count: float) -> None:
-    assert parse_count("--params", text) == count
-    ended = run_cli("plan", "--params", text, "--layers", 24, "--step-time", 0.1, "--json")
-    assert json.loads(ended.out)["request"]["params"] == count
-
-
-@pytest.mark.parametrize("text", ["", "B", "7X", "7BB", "seven", "1e3K"])
-def test_what_is_no_count_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"must be a number such as 25e6, 350M, 7B or 1\.5T"):
-        parse_count("--params", text)
-
-
-@pytest.mark.parametrize("text", ["0", "-1B", "nan", "inf"])
-def test_a_count_is_positive(text: str) -> None:
-    with pytest.raises(ValueError, match="--params must be a positive number, got"):
-        parse_count("--params", text)
