@@ -9,15 +9,22 @@ same lease, without any message.
 When the view changes, the members say how many leases they have taken. The next view begins behind
 all of them. What a member left out, because another one was ahead, is given out again; so are the
 leases that a lost replica had taken and that no outer step holds.
+
+A change may break off on some members when others have ended it already. So a member first prepares
+the next account and keeps the present one. If a single member has gone on with the next account,
+then all members had prepared it, and those that are left go on with it too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 REPEAT, SKIP = "repeat", "skip"
+
+# In place of a view's number: no plan at all, and the plan with which a run begins.
+NO_PLAN, FIRST_PLAN = -1, 0
 
 
 @dataclass(frozen=True)
@@ -51,16 +58,17 @@ class Held:
     Attributes:
         drawn: Leases that this member has taken in that view.
         unapplied: The leases that this member has taken and that no outer step holds, in order.
-        start: Inner step before the one for which the first of ``unapplied`` was, or will be used.
+        sent: For each fragment the inner step up to which an outer step holds what this member
+            learned, as the next view counts steps; () for a newcomer.
     """
 
     drawn: int = 0
     unapplied: tuple[int, ...] = ()
-    start: int = 0
+    sent: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Held:
-        return cls(values["drawn"], tuple(values["unapplied"]), values["start"])
+        return cls(values["drawn"], tuple(values["unapplied"]), tuple(values["sent"]))
 
 
 def next_plan(
@@ -84,94 +92,176 @@ def next_plan(
     return Plan(tuple(members), plan.first + max(0, end - len(plan.again)), tuple(again))
 
 
-@dataclass
+@dataclass(frozen=True)
+class Account:
+    """What one replica knows of the leases of one view. Only ``taken`` and ``set_back`` change.
+
+    Attributes:
+        view: Number of the view whose members have agreed on ``plan``, or FIRST_PLAN.
+        step: Inner step at which the view began.
+        known: What every member said at that step.
+        taken: By this replica, in order, from the first one that no outer step held at that step.
+        num_old: How many of ``taken`` this replica had taken before the view.
+        used: How many of ``taken`` had been used for an inner step when the view began.
+        set_back: Inner steps by which changes that broke off have set this replica back.
+    """
+
+    view: int
+    plan: Plan
+    step: int
+    known: Mapping[int, Held] = field(default_factory=dict)
+    taken: list[int] = field(default_factory=list)
+    num_old: int = 0
+    used: int = 0
+    set_back: int = 0
+
+    @property
+    def drawn(self) -> int:
+        """How many leases this replica has taken in the view."""
+        return len(self.taken) - self.num_old
+
+    def num_used(self, inner_step: int) -> int:
+        """Return how many of ``taken`` were used for an inner step by now."""
+        return min(len(self.taken), self.used + inner_step + self.set_back - self.step)
+
+    def held(self, inner_step: int, sent: Sequence[int]) -> Held:
+        """Return what this replica says of itself when the view ends.
+
+        Args:
+            inner_step: With which the next view begins.
+            sent: For each fragment the inner step up to which outer steps hold what was learned.
+        """
+        used = self.num_used(inner_step)
+        # Before the first of ``taken`` there is nothing of this replica that could be unapplied.
+        sent = tuple(max(one, inner_step - used) for one in sent)
+        unapplied = max(0, inner_step - min(sent, default=inner_step))
+        return Held(self.drawn, tuple(self.taken[used - unapplied :]), sent)
+
+    def num_applied(self, replica: int, sent: Sequence[int]) -> int:
+        """Return how many leases of another member outer steps hold, since the view began.
+
+        Only what all members know counts, so that they all find the same number.
+
+        Args:
+            replica: A member that is gone.
+            sent: As for ``held``.
+        """
+        begun = self.begun(replica).sent or (self.step,) * len(sent)
+        # A fragment that was sent in this view was sent at one step by all members.
+        now = [
+            one + self.set_back if one + self.set_back > self.step else old
+            for old, one in zip(begun, sent, strict=True)
+        ]
+        return min(now, default=0) - min(begun, default=0)
+
+    def begun(self, replica: int) -> Held:
+        """Return what a member said when the view began."""
+        return self.known.get(replica, Held())
+
+
 class Book:
     """The leases of all replicas, as one replica keeps account of them.
 
     Args:
         replica: Number of this replica.
         lost: "repeat" to give the unapplied leases of lost replicas out again, "skip" to drop them.
-        plan: Of the present view.
-        step: Inner step at which the present view began.
+        account: To begin with.
+
+    Attributes:
+        account: Of the present view.
+        prepared: Of the view of the last change, as long as this replica has not seen its end.
     """
 
-    replica: int
-    lost: str
-    plan: Plan
-    step: int
-    drawn: int = 0
-    # Taken by this replica, in order, from the first one that no outer step holds.
-    taken: list[int] = field(default_factory=list)
-    # How many of ``taken`` had been used for an inner step when the view began.
-    used: int = 0
-    # What every member of the present view said at its beginning.
-    known: dict[int, Held] = field(default_factory=dict)
+    def __init__(self, replica: int, lost: str, account: Account) -> None:
+        self.replica, self.lost = replica, lost
+        self.account = account
+        self.prepared: Account | None = None
 
     def draw(self) -> int:
         """Take the next lease."""
-        lease = self.plan.lease(self.replica, self.drawn)
-        self.drawn += 1
-        self.taken.append(lease)
+        account = self.account
+        lease = account.plan.lease(self.replica, account.drawn)
+        account.taken.append(lease)
         return lease
 
-    def num_used(self, inner_step: int) -> int:
-        """Return how many of ``taken`` were used for an inner step by now."""
-        return min(len(self.taken), self.used + inner_step - self.step)
+    def set_back(self, steps: int) -> None:
+        """Note that this replica's inner step has become lower by so many steps."""
+        if self.prepared is not None:
+            self.prepared = replace(self.prepared, set_back=self.prepared.set_back + steps)
+        self.account = replace(self.account, set_back=self.account.set_back + steps)
 
-    def held(self, inner_step: int, applied_step: int, agreed_step: int) -> Held:
-        """Return what this replica says of itself when the present view ends.
+    def held(self, inner_step: int, sent: Sequence[int]) -> dict[int, Held]:
+        """Return what this replica says of itself, for each account that it may go on from.
 
         Args:
-            inner_step: Of this replica.
-            applied_step: Up to which outer steps hold what was learned.
-            agreed_step: With which the next view begins.
+            inner_step, sent: See ``Account.held``.
         """
-        used = self.num_used(inner_step)
-        unapplied = min(used, max(0, inner_step - applied_step))
-        kept = used - unapplied
-        return Held(self.drawn, tuple(self.taken[kept:]), agreed_step - unapplied)
+        accounts = [self.account] if self.prepared is None else [self.account, self.prepared]
+        return {one.view: one.held(inner_step, sent) for one in accounts}
 
-    def lost_leases(self, held: Mapping[int, Held], applied_step: int) -> list[int]:
+    def prepare(
+        self,
+        view: int,
+        held: Mapping[int, Held],
+        members: Sequence[int],
+        inner_step: int,
+        sent: Sequence[int],
+    ) -> Plan:
+        """Prepare the account of the next view; return its plan, equal on all members with a book.
+
+        Args:
+            view: Number of the next view.
+            held: What the members that are still there say of the present account.
+            members: Of the next view.
+            inner_step, sent: See ``Account.held``.
+        """
+        old, own = self.account, held[self.replica]
+        plan = next_plan(old.plan, held, members, self._lost_leases(held, sent))
+        num_dropped = len(old.taken) - len(own.unapplied)
+        self.prepared = Account(
+            view,
+            plan,
+            inner_step,
+            known_of(held, members),
+            list(own.unapplied),
+            len(own.unapplied),
+            max(0, old.num_used(inner_step) - num_dropped),
+        )
+        return plan
+
+    def _lost_leases(self, held: Mapping[int, Held], sent: Sequence[int]) -> list[int]:
         """Return what replicas that are gone had taken and no outer step holds."""
         if self.lost == SKIP:
             return []
+        account = self.account
         most = max([one.drawn for one in held.values()], default=0)
         found: list[int] = []
-        for replica in set(self.plan.members) - held.keys():
-            begun = self.known.get(replica, Held(start=self.step))
-            mine = [self.plan.lease(replica, number) for number in range(most)]
-            found += [*begun.unapplied, *mine][max(0, applied_step - begun.start) :]
+        for replica in set(account.plan.members) - held.keys():
+            mine = [account.plan.lease(replica, number) for number in range(most)]
+            all_mine = [*account.begun(replica).unapplied, *mine]
+            found += all_mine[account.num_applied(replica, sent) :]
         return found
 
-    def next(self, held: Mapping[int, Held], members: Sequence[int], applied_step: int) -> Plan:
-        """Return the plan of the next view, equal on all members that keep a book.
-
-        Args:
-            held: What the members that are still there say, by number.
-        """
-        return next_plan(self.plan, held, members, self.lost_leases(held, applied_step))
-
-    def turn(self, plan: Plan, held: Mapping[int, Held], inner_step: int, agreed_step: int) -> None:
-        """Go on in the next view.
-
-        Args:
-            held: As for ``next``.
-            inner_step: Of this replica, before the change.
-        """
-        own = held[self.replica]
-        used = self.num_used(inner_step)
-        dropped = len(self.taken) - len(own.unapplied)
-        self.taken, self.used = list(own.unapplied), max(0, used - dropped)
-        self.plan, self.step, self.drawn = plan, agreed_step, 0
-        self.known = {
-            replica: held.get(replica, Held(start=agreed_step)) for replica in plan.members
-        }
+    def go_on(self, view: int) -> None:
+        """Go on with the account of this view; do nothing if that is the present one."""
+        if self.account.view != view:
+            assert self.prepared is not None and self.prepared.view == view
+            # Whatever breaks in, the book has one of the two accounts.
+            self.account = self.prepared
+        self.prepared = None
 
     def saved(self, inner_step: int) -> Plan:
         """Return the plan for a training that goes on from this inner step.
 
         All members are taken to have used as many leases as this one.
         """
-        unused = len(self.taken) - self.num_used(inner_step)
-        used = Held(drawn=max(0, self.drawn - unused))
-        return next_plan(self.plan, dict.fromkeys(self.plan.members, used), self.plan.members, ())
+        account = self.account
+        unused = len(account.taken) - account.num_used(inner_step)
+        used = Held(drawn=max(0, account.drawn - unused))
+        plan = account.plan
+        return next_plan(plan, dict.fromkeys(plan.members, used), plan.members, ())
+
+
+def known_of(held: Mapping[int, Held], members: Sequence[int]) -> dict[int, Held]:
+    """Return what is known of each member of a view when the view begins."""
+    return {replica: held.get(replica, Held()) for replica in members}

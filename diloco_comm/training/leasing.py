@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 from ..base.errors import ReplicaMismatch
-from ..elastic.leases import Book, Held, Plan
+from ..elastic.leases import FIRST_PLAN, NO_PLAN, Account, Book, Held, Plan, known_of
 from ..exchange.exchange import Exchange
 from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement.handshake import gather_json
@@ -20,68 +21,96 @@ class Leasing:
     Attributes:
         book: None while there is no sampler here.
         shape: What must be equal on all samplers, as JSON types; of the others before there is one.
-        plan: Of the others, for a newcomer whose sampler is not there yet.
+        account: With which the book of a later sampler begins; None before another one has a book.
     """
 
     def __init__(self, workers: ReplicaWorkers | None) -> None:
         self._workers = workers
         self.book: Book | None = None
         self.shape: Any = None
-        self.plan: Plan | None = None
-        # What the members of the present view said at its beginning, and its first inner step.
-        self._known: dict[int, Held] = {}
-        self._step = -1
+        self.account: Account | None = None
 
-    def change(self, exchange: Exchange, parts: Sequence[SyncedPart], before: int) -> None:
+    @property
+    def _present(self) -> Account | None:
+        return self.account if self.book is None else self.book.account
+
+    def set_back(self, steps: int) -> None:
+        """Note that the inner step of this replica has become lower by so many steps."""
+        if self.book is not None:
+            self.book.set_back(steps)
+
+    def change(self, exchange: Exchange, parts: Sequence[SyncedPart], view: int) -> None:
         """Agree on the next plan, when the members have met; every member calls this.
 
+        After an error this replica has its present account, and the next one if all members had
+        told each other what they hold. The next change finds out which of the two counts.
+
         Args:
-            before: Inner step of this replica before the change; -1 for a newcomer.
+            view: Number of the next view.
 
         Raises:
             ReplicaMismatch: If samplers differ.
             SyncError: If the group fails.
         """
-        agreed = exchange.agreed_step
-        # Relative to the slowest replica; see ``RoundRunner.settle``.
-        applied = before - agreed + min([part.last_sent for part in parts], default=agreed)
-        own = self._own(before, applied, agreed)
-        reports = gather_json(exchange, None if own is None else asdict(own))
+        step = exchange.agreed_step
+        sent = [part.last_sent for part in parts]
+        self._agree_in_replica()
+        with self._all_workers():
+            plan, held = self._prepare(exchange, step, sent, view)
+        with self._all_workers():
+            found = self._agreed_plan(exchange, plan)
+        if found is not None:
+            self.shape, plan = found
+        if self.book is not None:
+            self.book.go_on(view)
+        elif plan is not None:
+            self.account = Account(view, plan, step, known_of(held, exchange.members))
+
+    def _all_workers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._workers is None else self._workers.all_workers()
+
+    def _agree_in_replica(self) -> None:
+        """Let all workers of this replica have the same account, and as many leases."""
+        if self._workers is None:
+            return
+        own = self._present
+        counts = [NO_PLAN, 0] if own is None else [own.view, own.drawn]
+        view, drawn = max(self._workers.gather(counts))
+        if self.book is not None:
+            self.book.go_on(view)
+            while self.book.account.drawn < drawn:
+                self.book.draw()
+
+    def _prepare(
+        self, exchange: Exchange, step: int, sent: Sequence[int], view: int
+    ) -> tuple[Plan | None, dict[int, Held]]:
+        """Hear what all members hold; return the plan of the next view, as this replica sees it."""
+        own = NO_PLAN if self._present is None else self._present.view
+        holds = {} if self.book is None else self.book.held(step, sent)
+        report = [own, {number: asdict(one) for number, one in holds.items()}]
+        reports = dict(zip(exchange.members, gather_json(exchange, report), strict=True))
+        # A member has gone on with this account, so all members had prepared it.
+        newest = max(number for number, _ in reports.values())
         held = {
-            replica: Held.from_json(report)
-            for replica, report in zip(exchange.members, reports, strict=True)
-            if report is not None
+            replica: Held.from_json(all_held[str(newest)])
+            for replica, (_, all_held) in reports.items()
+            if str(newest) in all_held
         }
-        plan = None
         if self.book is not None:
-            plan = self.book.next(held, exchange.members, applied)
-        elif self.plan is not None:
-            plan = Plan(exchange.members, self.plan.first, self.plan.again)
-        self._take(exchange, plan)
-        if self.book is not None:
-            assert self.plan is not None
-            self.book.turn(self.plan, held, before, agreed)
-        self._known = {r: held.get(r, Held(start=agreed)) for r in exchange.members}
-        self._step = agreed
+            self.book.go_on(newest)
+            return self.book.prepare(view, held, exchange.members, step, sent), held
+        if self.account is None:
+            return None, held
+        plan = self.account.plan
+        return Plan(exchange.members, plan.first, plan.again), held
 
-    def _own(self, before: int, applied: int, agreed: int) -> Held | None:
-        """Return what this replica says; all its workers say the same."""
-        own = None if self.book is None else self.book.held(before, applied, agreed)
-        if self._workers is None or self.book is None or own is None:
-            return own
-        drawn = max(self._workers.gather(own.drawn))
-        while self.book.drawn < drawn:
-            self.book.draw()
-        return self.book.held(before, applied, agreed)
-
-    def _take(self, exchange: Exchange, plan: Plan | None) -> None:
-        """Take the plan of the lowest replica that has a book; refuse others that differ."""
+    def _agreed_plan(self, exchange: Exchange, plan: Plan | None) -> tuple[Any, Plan] | None:
+        """Return shape and plan of the replicas that have a book; None if there are none."""
         own = None if plan is None else [self.shape, plan.first, list(plan.again)]
         views = gather_json(exchange, own if self.book is not None else None)
         known = [(r, v) for r, v in zip(exchange.members, views, strict=True) if v is not None]
         if not known:
-            self.plan = plan
-            return
+            return None
         lowest, (shape, first, again) = known[0]
         for replica, other in known:
             if other != known[0][1]:
@@ -91,8 +120,7 @@ class Leasing:
                     "arguments, and the same saved state or none",
                     stage="view",
                 )
-        self.shape = shape
-        self.plan = Plan(exchange.members, first, tuple(again))
+        return shape, Plan(exchange.members, first, tuple(again))
 
     def begin(self, shape: Any, replica: int, members: tuple[int, ...], step: int) -> Book:
         """Open the book of a sampler.
@@ -103,16 +131,15 @@ class Leasing:
         """
         if self.book is not None:
             raise RuntimeError("this DiLoCo has an ElasticSampler already: use that one")
-        if self.plan is not None and self.shape is not None and self.shape != shape:
+        if self.account is not None and self.shape is not None and self.shape != shape:
             raise ReplicaMismatch(
                 f"the ElasticSampler of replica {replica} is {shape}, and those of the others are "
                 f"{self.shape}: give all replicas the same arguments",
                 stage="view",
             )
         self.shape = shape
-        plan = Plan(members) if self.plan is None else self.plan
-        begun = step if self._step < 0 else self._step
-        self.book = Book(replica, shape["lost"], plan, begun, known=dict(self._known))
+        account = self.account or Account(FIRST_PLAN, Plan(members), step)
+        self.book = Book(replica, shape["lost"], account)
         return self.book
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from ..base.checks import choice, flag, integer
-from ..elastic.leases import REPEAT, SKIP, Plan
+from ..elastic.leases import REPEAT, SKIP, Account, Plan
 
 if TYPE_CHECKING:
     from .diloco import DiLoCo
@@ -133,8 +133,8 @@ class ElasticSampler(Sampler[int]):
                 f"the saved state is of an ElasticSampler with {other}, and this one has "
                 f"{self._shape}: give it the same arguments"
             )
-        if self._book.drawn or self._book.taken:
+        if self._book.account.taken:
             raise RuntimeError("load_state_dict must come before the first sample is taken")
         first, again = int(state["first"]), tuple(int(one) for one in state["again"])
-        self._book.plan = Plan(self._diloco.members, first, again)
-        self._book.step = self._diloco.inner_step
+        plan, step = Plan(self._diloco.members, first, again), self._diloco.inner_step
+        self._book.account = Account(self._book.account.view, plan, step)

@@ -153,7 +153,7 @@ class ElasticTraining:
             diloco._rounds.log = self.transfer.log
         if form.role == "join":
             self._ask_for_flush(diloco)
-            self.leasing.change(diloco.exchange, diloco._rounds.parts, -1)
+            self.leasing.change(diloco.exchange, diloco._rounds.parts, view.number)
 
     def refuse_to_load(self) -> None:
         """Raise RuntimeError where a saved state would set this replica apart from the others."""
@@ -235,13 +235,17 @@ class ElasticTraining:
         sent = [(part, flight.number) for part in rounds.parts for flight in part.in_flight]
         sent += self._failed
         before = diloco.inner_step
-        diloco._change_group(members, store)
+        try:
+            diloco._change_group(members, store)
+        finally:
+            # All members go on from the step of the slowest, also if this attempt fails later on.
+            self.leasing.set_back(before - diloco.inner_step)
         # A round that counts was applied by now.
         self.group.meter.discarded(len({(part.index, n) for part, n in sent if n >= part.round}))
         self._failed = []
         self.group.copied_bytes = diloco._agreement.copied_bytes
         self._ask_for_flush(diloco)
-        self.leasing.change(diloco.exchange, diloco._rounds.parts, before)
+        self.leasing.change(diloco.exchange, diloco._rounds.parts, form.view.number)
 
     def _ask_for_flush(self, diloco: Trained) -> None:
         """Find out whether a flush broke off before all was shared; every member asks.

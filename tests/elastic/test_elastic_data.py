@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, ElasticSampler, ReplicaMismatch, SyncError
 from diloco_comm.elastic.totals import ElasticTotals
+from diloco_comm.rounds.agreement.handshake import gather_json
+from diloco_comm.training import leasing
 
 NUM_SAMPLES, BATCH, LAST_STEP = 1 << 20, 3, 400
 
@@ -29,7 +32,7 @@ class End:
     inner_step: int
     outer: str
     totals: ElasticTotals
-    again: list[int]
+    passed: set[int]
 
 
 def attach(registry: str, replica: int, **options: Any) -> tuple[DiLoCo, Any, Any]:
@@ -51,11 +54,32 @@ def attach(registry: str, replica: int, **options: Any) -> tuple[DiLoCo, Any, An
     return diloco, model, optimizer
 
 
+def break_off_once(number: int) -> None:
+    """Let the ``number``-th message about leases fail here, when it has come to all others."""
+    numbers = itertools.count(1)
+
+    def gather(*arguments: Any) -> list[Any]:
+        values = gather_json(*arguments)
+        if next(numbers) == number:
+            raise SyncError("a link broke", stage="view")
+        return values
+
+    leasing.gather_json = gather  # type: ignore[attr-defined]
+
+
 def live(
-    rank: int, world: int, store: tuple[str, int], registry: str, num_loaders: int, folder: str
+    rank: int,
+    world: int,
+    store: tuple[str, int],
+    registry: str,
+    num_loaders: int,
+    folder: str,
+    broken: int = 0,
 ) -> End:
     """Replicas 0 and 1 begin, 2 joins; replica 1 dies between two outer steps."""
     signs = connect(store)
+    if broken and rank == 0:
+        break_off_once(broken)
     if rank == 2:
         signs.wait(["start 2"])
     diloco, model, optimizer = attach(registry, rank, founding_wait=2.0)
@@ -75,7 +99,7 @@ def live(
         print(*batch.tolist(), file=written, flush=True)
         if diloco.inner_step >= 20:
             signs.set("start 2", "now")
-        if rank == 1 and diloco.inner_step % 4 == 2 and len(diloco.members) == 3:
+        if rank == 1 and diloco.inner_step % 4 == 2 and len(diloco.members) == 3 and not broken:
             os._exit(1)
         take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
         time.sleep(PACE_S)
@@ -85,9 +109,27 @@ def live(
     outer = diloco.outer_hash()
     totals = diloco.elastic_totals()
     state = sampler.state_dict()
+    leases = set(range(state["first"])) - set(state["again"])
+    passed = {sampler._sample(BATCH * one + place) for one in leases for place in range(BATCH)}
     diloco.flush()
     diloco.close()
-    return End(samples, diloco.inner_step, outer, totals, state["again"])
+    return End(samples, diloco.inner_step, outer, totals, passed)
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_turn_of_the_book_that_breaks_off(
+    fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path, broken: int
+) -> None:
+    """Replica 0 does not see the end of the change; the others have gone on with the next plan."""
+    pool = fresh_workers(3, init_group=False)
+    ends = pool.run(live, pool.store, registry.address, 0, str(tmp_path), broken, timeout=60)
+    assert len({(end.outer, end.inner_step) for end in ends}) == 1
+    samples = [one for end in ends for one in end.samples]
+    assert len(set(samples)) == len(samples)
+    # Nothing is left out: what was passed was taken, or waits to be given out again.
+    print([(len(end.samples), len(end.passed), len(end.passed - set(samples)), len(set(samples) - end.passed), end.totals.num_views) for end in ends])
+    assert all(end.passed == set(samples) for end in ends)
+    assert ends[0].totals.num_views == 3
 
 
 @pytest.mark.parametrize("num_loaders", [0, 1])
