@@ -88,6 +88,38 @@ def test_a_dead_replica_comes_again_and_all_end_at_one_step(registry: Host, tmp_
     assert [len(lines) - 1 for lines in starts] == [1, 2]
 
 
+def children(pid: int) -> set[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return {int(child) for one in lists for child in one.read_text().split()}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_workers_end_with_a_launcher_that_is_killed(registry: Host, tmp_path: Path) -> None:
+    launchers = {name: start(registry, tmp_path, name, 4, 800) for name in "ab"}
+    while not all((tmp_path / f"replica-{replica}").exists() for replica in (0, 1)):
+        assert all(launcher.poll() is None for launcher in launchers.values())
+        time.sleep(0.05)
+    workers = children(launchers["a"].pid)
+    assert workers
+    launchers["a"].kill()
+    launchers["a"].communicate()
+    while any(is_alive(worker) for worker in workers):
+        time.sleep(0.05)
+    # The same folder, and so the same number.
+    launchers["a"] = start(registry, tmp_path, "a", 4, 800)
+    errors = [launcher.communicate(timeout=100)[1] for launcher in launchers.values()]
+    assert [one.returncode for one in launchers.values()] == [0, 0], errors
+    ends = {(tmp_path / f"hash-{replica}").read_text() for replica in (0, 1)}
+    assert len(ends) == 1 and ends.pop().endswith(" 800")
+    assert not (tmp_path / "replica-2").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_replica_leave(
     registry: Host, tmp_path: Path, number: signal.Signals

@@ -22,6 +22,7 @@ from ...base.env import PREFIX
 from ...elastic import exits
 from ...elastic.state_folder import StateFolder
 from ..common.exits import FAILED, note
+from . import child
 
 # Seconds before the first restart; the pause doubles up to the longest, times 0.5 to 1.5.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -135,8 +136,9 @@ class Launcher:
     def _torchrun(self) -> tuple[int, ...]:
         options = ["--standalone", "--nproc-per-node", str(self._launch.num_workers)]
         options += ["--max-restarts", "0", "--monitor-interval", "0.2"]
+        command = [child.__file__, str(os.getpid()), *self._launch.command]
         try:
-            torchrun.run(torchrun.parse_args([*options, *self._launch.command]))
+            torchrun.run(torchrun.parse_args([*options, *command]))
         except ChildFailedError as error:
             return tuple(failure.exitcode for failure in error.failures.values())
         return ()
