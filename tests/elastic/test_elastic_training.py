@@ -38,10 +38,12 @@ def run_all(
     ends = pool.run(live, pool.store, registry.address, run, timeout=60, expect_exit=dead)
     check_one_line(ends)
     living = [end for end in ends if end is not None and not end.is_done]
-    assert len({(end.local, end.inner_step, end.members) for end in living}) == 1, living
+    assert len({(end.inner_step, end.members) for end in living}) == 1, living
     for worker in range(run.num_workers):
         mates = [one for one in ends[worker :: run.num_workers] if one in living]
-        assert len({one.outer for one in mates}) == 1, mates
+        assert len({(one.outer, one.local) for one in mates}) == 1, mates
+    if not run.is_sharded:
+        assert len({end.local for end in living}) == 1, living
     assert living[0].inner_step == run.last_step
     return ends
 
@@ -92,6 +94,19 @@ def test_a_replica_of_two_workers_dies_and_another_joins(
     run = Run(2, 240, joins={2: 8}, faults=faults, num_workers=2)
     ends = run_all(fresh_workers, registry, run, 6, {2, 3})
     assert ends[0].members == ends[4].members == (0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["shard_group", "fsdp2"])
+def test_a_replica_of_two_workers_is_lost_and_regained(
+    fresh_workers: Callable[..., Pool], registry: Host, is_sharded: bool
+) -> None:
+    """All workers of a replica die by SIGKILL; a new one comes when the other trains alone."""
+    faults = (Fault(1, 20, "kill", "vote"),)
+    run = Run(2, 200, joins={2: 40}, faults=faults, num_workers=2, is_sharded=is_sharded)
+    ends = run_all(fresh_workers, registry, run, 6, {2, 3})
+    assert ends[0].members == ends[4].members == (0, 2)
+    assert [view.members for view in ends[0].views] == [(0, 1), (0,), (0, 2)]
 
 
 @pytest.mark.parametrize("name", ["blocking", "delayed", "eager"])

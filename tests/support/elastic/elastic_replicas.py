@@ -14,6 +14,10 @@ import torch.distributed as dist
 from fault_replicas import BLOCK, LR, MOMENTUM, connect, hash_of, make_model, make_optimizer
 from fault_replicas import take_inner_step as train
 from registries import Host
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from diloco_comm import DiLoCo, LeftBehind, Nesterov
 from diloco_comm.elastic.happenings import JoinProgress, ViewChanged
@@ -55,6 +59,7 @@ class Run:
     Attributes:
         founders: Replicas 0 to founders - 1 begin; the others join.
         num_workers: Of each replica, which share its outer state.
+        is_sharded: The workers of a replica share its parameters too, by FSDP2.
         pace_s: Seconds for which a replica rests after each inner step.
         membership: Further arguments of ``Elastic``.
         checkpoint: File into which replica 0 saves at inner step ``saved_step``, and from which the
@@ -69,6 +74,7 @@ class Run:
     min_replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     num_workers: int = 1
+    is_sharded: bool = False
     pace_s: float = PACE_S
     membership: dict[str, Any] = field(default_factory=dict)
     checkpoint: str = ""
@@ -105,6 +111,12 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         dist.init_process_group("gloo", store=own, rank=worker, world_size=run.num_workers)
         group = dist.group.WORLD
     model = make_model()
+    if run.is_sharded:
+        mesh = init_device_mesh("cpu", (run.num_workers,))
+        for module in [*model, model]:
+            fully_shard(module, mesh=mesh)
+        # The parameters themselves say which workers share them.
+        group = None
     optimizer = make_optimizer(model)
     views: list[ViewChanged] = []
     progress: list[JoinProgress] = []
@@ -149,7 +161,7 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         error = str(left)
     end = End(
         diloco.outer_hash(),
-        hash_of(list(model.parameters())),
+        hash_of([local_part(one) for one in model.parameters()]),
         diloco.inner_step,
         diloco.members,
         views,
@@ -161,6 +173,10 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
     )
     diloco.close()
     return end
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def train_to_the_end(

@@ -9,6 +9,7 @@ The store stays within everybody's reach. Nothing of the host's network is touch
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 
@@ -62,3 +63,9 @@ class Site(Namespaces):
             return
         for here, there in ((a, b), (b, a))[: 1 if how == "one way" else 2]:
             call("ip", "-n", self.names[here], "route", "add", "blackhole", address(there))
+
+    def heal(self, a: int, b: int) -> None:
+        """Undo the cuts "both ways" and "one way" between two of them."""
+        for here, there in ((a, b), (b, a)):
+            with contextlib.suppress(RuntimeError):
+                call("ip", "-n", self.names[here], "route", "del", "blackhole", address(there))
