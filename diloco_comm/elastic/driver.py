@@ -12,12 +12,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from . import core
-from .beats import FINISHED, GONE, PULLING, READY, TRAINING, Beat
+from .beats import FINISHED, GONE, READY, TRAINING, Beat
 from .core import events as ev
+from .numbers import NumberChoice
 from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
 from .state_folder import StateFolder
 from .views import View, from_bytes
@@ -80,8 +81,9 @@ class Driver:
     ) -> None:
         self._registry, self._period_s, self._say = registry, period_s, say
         self.state = state
-        self._chooses_number, self._folder = chooses_number, folder
-        self._before = None if folder is None else folder.last_process(state.settings.run)
+        self._folder = folder
+        before = None if folder is None else folder.last_process(state.settings.run)
+        self._choice = NumberChoice(before) if chooses_number else None
         self.is_change_wanted = self.is_broken = self.is_registry_lost = False
         self.inner_step = 0
         self.waiting_for = ""
@@ -235,7 +237,7 @@ class Driver:
             logger.warning("the registry answers again")
         found = [Beat.from_bytes(text) for text in texts.values()]
         beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
-        if self._chooses_number and self._take_free_number(beats, record):
+        if self._choice is not None and self._take_free_number(beats, record):
             return
         self._step(ev.Polled(record, tuple(beats), is_late))
         self.beats = beats
@@ -261,32 +263,21 @@ class Driver:
 
     def _take_free_number(self, beats: Sequence[Beat], record: bytes) -> bool:
         """Take another number where an earlier process has this one; return whether it did."""
-        state = self.state
-        if state.stage != READY:
-            self._chooses_number = False
+        assert self._choice is not None
+        own = self.state.member
+        if self.state.stage != READY:
+            self._choice = None
             return False
-        own = state.member
-        view = from_bytes(record, state.settings.run) if record else None
-        if view is not None and view.is_member(*own.key):
+        free = self._choice.instead_of(own, beats, self._view_in(record))
+        if free is None:
             return False
-        # The process before this one of the same replica has ended, so that its number is free.
-        keys = set() if view is None else {*view.keys, *view.base_members}
-        taken = {id for id, nonce in keys if (id, nonce) != self._before}
-        others = [
-            one for one in beats if one.member.nonce != own.nonce and one.member.key != self._before
-        ]
-        clash = any(
-            one.member.id == own.id
-            and (one.stage not in (READY, PULLING) or one.member.nonce < own.nonce)
-            for one in others
-        )
-        if not clash and own.id not in taken:
-            return False
-        free = lowest_free({*taken, *(one.member.id for one in others)})
         with contextlib.suppress(RegistryUnavailable):
             self._registry.beat(name_of(own.id, own.nonce), b"")
-        self.state = replace(state, member=replace(own, id=free))
+        self.state = replace(self.state, member=replace(own, id=free))
         return True
+
+    def _view_in(self, record: bytes) -> View | None:
+        return from_bytes(record, self.state.settings.run) if record else None
 
     def _note_loss(self, error: Exception) -> None:
         if not self.is_registry_lost:
@@ -384,11 +375,6 @@ class Driver:
 def _close_all() -> None:
     for driver in list(_open):
         driver.close()
-
-
-def lowest_free(taken: Set[int]) -> int:
-    """Return the lowest number that is not taken."""
-    return next(number for number in range(len(taken) + 1) if number not in taken)
 
 
 def name_of(id: int, nonce: str) -> str:

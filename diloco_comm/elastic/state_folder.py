@@ -45,7 +45,7 @@ class StateFolder:
                 f"the state folder {self.path} belongs to a replica of run {values['run']!r}, and "
                 f"this replica is of run {run!r}: give each run its own folder"
             )
-        return int(values["replica"]), str(values["nonce"])
+        return values["replica"], values["nonce"]
 
     def remember(self, run: str, key: Key) -> None:
         """Note the number and the nonce of this process, which is in a view."""
@@ -78,11 +78,11 @@ class StateFolder:
     def _read(self) -> dict[str, Any]:
         try:
             values = json.loads((self.path / REPLICA_FILE).read_text())
-            if {"run", "replica", "nonce"} <= values.keys():
+            if _is_sound(values):
                 return dict(values)
         except FileNotFoundError:
             return {}
-        except (ValueError, AttributeError):
+        except (ValueError, RecursionError):
             pass
         raise ValueError(
             f"{self.path / REPLICA_FILE} is damaged: delete the file, and the replica gets a number"
@@ -96,3 +96,11 @@ class StateFolder:
         finally:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
+
+
+def _is_sound(values: Any) -> bool:
+    """Whether these are the values that ``StateFolder`` writes."""
+    if not isinstance(values, dict):
+        return False
+    number, texts = values.get("replica"), (values.get("run"), values.get("nonce"))
+    return type(number) is int and number >= 0 and all(type(one) is str for one in texts)

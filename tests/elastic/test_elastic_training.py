@@ -87,6 +87,17 @@ def test_two_of_three_die_and_one_trains_on(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", ["seal", "connect", "open"])
+def test_another_one_dies_in_the_change(
+    fresh_workers: Callable[..., Pool], registry: Host, stage: str
+) -> None:
+    faults = (Fault(2, 20, "kill", "vote", num_peers=1), Fault(1, 20, "kill in change", stage))
+    run = Run(4, 40, faults=faults, min_replicas=2)
+    ends = run_all(fresh_workers, registry, run, 4, {1, 2})
+    assert ends[0].members == (0, 3)
+
+
+@pytest.mark.slow
 def test_a_replica_of_two_workers_dies_and_another_joins(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:

@@ -77,8 +77,9 @@ class Launcher:
     """Run one replica until its training has ended.
 
     Raises:
-        ValueError: If another launcher uses the folder, or the folder belongs to another run.
-        OSError: If the folder cannot be made.
+        ValueError: If another launcher uses the folder, or the folder belongs to another run or is
+            damaged.
+        OSError: If the folder cannot be made or changed.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -86,6 +87,7 @@ class Launcher:
         self._folder = StateFolder(launch.folder)
         self._lock = _lock(launch.folder)
         self._folder.last_process(launch.run)
+        self._folder.prepare()
         self._signals: list[str] = []
         self._num_heeded = 0
 
@@ -95,15 +97,15 @@ class Launcher:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_S))
         # torchrun says that it handles no signals, as it runs on a thread here.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        self._folder.prepare()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         num_restarts = 0
         while True:
             began = time.monotonic()
             failed = self._run_once()
-            status = outcome(failed, self._folder.has_left, bool(self._signals))
-            if status in (exits.DONE, *_FINAL) or self._signals or self._folder.has_left:
+            has_left = self._has_left()
+            status = outcome(failed, has_left, bool(self._signals))
+            if status in (exits.DONE, *_FINAL) or self._signals or has_left:
                 return status
             if time.monotonic() - began > _STEADY_S:
                 num_restarts = 0
@@ -132,6 +134,13 @@ class Launcher:
             thread.join(_LOOK_S)
             self._heed_signals()
         return failed[0] if failed else (FAILED,)
+
+    def _has_left(self) -> bool:
+        try:
+            return self._folder.has_left
+        except (OSError, ValueError) as error:
+            note(str(error))
+            return False
 
     def _torchrun(self) -> tuple[int, ...]:
         options = ["--standalone", "--nproc-per-node", str(self._launch.num_workers)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from diloco_comm import DiLoCo, LeftBehind, Nesterov
 from diloco_comm.elastic.happenings import JoinProgress, ViewChanged
 from diloco_comm.elastic.options import Elastic
+from diloco_comm.exchange.membership import regroup, sealing
+from diloco_comm.training.elastic_group import ElasticGroup
 
 # Long enough for a process on a loaded machine to beat meanwhile.
 SUSPECT_AFTER_S = 6.0
@@ -34,7 +37,8 @@ class Fault:
 
     Attributes:
         num_members: The replica waits for so many members.
-        action: "kill" or "stop", at a stage of the next exchange; "leave" at once.
+        action: "kill" or "stop", at a stage of the next exchange; "kill in change", at a stage of
+            the next change of the group: "seal", "connect" or "open"; "leave" at once.
         is_donor: The replica waits until it has sent some of its state to a newcomer.
     """
 
@@ -207,10 +211,31 @@ def transfer_of(diloco: DiLoCo) -> Any:
 def act(diloco: DiLoCo, fault: Fault) -> None:
     if fault.action == "leave":
         diloco.leave()
+    elif fault.action == "kill in change":
+        die_in_change(fault.stage)
     else:
         diloco.exchange.inject_fault(
             action=fault.action, stage=fault.stage, num_peers=fault.num_peers
         )
+
+
+def die_in_change(stage: str) -> None:
+    """Let SIGKILL end this process in its next change of the group.
+
+    Args:
+        stage: "seal": it has sealed, and has not said so; "connect": it has said so; "open": it
+            has met the others, and waits for the view to be open.
+    """
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    places: dict[str, tuple[Any, str]] = {
+        "seal": (sealing, "ack_of"),
+        "connect": (regroup, "connect"),
+        "open": (ElasticGroup, "admit"),
+    }
+    setattr(*places[stage], die)
 
 
 def check_one_line(ends: Sequence[End | None]) -> None:
