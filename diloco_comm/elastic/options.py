@@ -73,8 +73,9 @@ class Elastic:
         join_bandwidth: Most bytes a second that this replica asks for while it joins; None: no
             limit.
         key, insecure: Of the connection to the registry; see ``registry.connect``.
-        on_event: Called with each ``Happening``, on the training thread or on the one that beats;
-            must return soon, and must not call DiLoCo.
+        on_event: Called with each ``Happening``: ``ViewChanged`` and ``JoinProgress`` on the thread
+            that trains or constructs DiLoCo, the others on the one that beats. Must return soon,
+            and must not call DiLoCo; its errors are logged.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -20,7 +20,7 @@ from zygote import Job, Zygote
 from diloco_comm import LeftBehind, ReplicaMismatch, SyncError
 from diloco_comm.elastic import exits
 from diloco_comm.elastic.state_folder import StateFolder
-from diloco_comm.tools.launch.run import outcome, pause_s
+from diloco_comm.tools.launch.run import Launch, Launcher, outcome, pause_s
 
 CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "launch"]
 
@@ -88,9 +88,11 @@ def test_a_dead_replica_comes_again_and_all_end_at_one_step(registry: Host, tmp_
     assert [len(lines) - 1 for lines in starts] == [1, 2]
 
 
-def children(pid: int) -> set[int]:
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return {int(child) for one in lists for child in one.read_text().split()}
+SLEEPER = """
+import os, sys, time
+open(f"{sys.argv[1]}/pid-{os.environ['RANK']}", "w").write(f"{os.getpid()}\\n")
+time.sleep(600)
+"""
 
 
 def is_alive(pid: int) -> bool:
@@ -100,24 +102,23 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_workers_end_with_a_launcher_that_is_killed(registry: Host, tmp_path: Path) -> None:
-    launchers = {name: start(registry, tmp_path, name, 4, 800) for name in "ab"}
-    while not all((tmp_path / f"replica-{replica}").exists() for replica in (0, 1)):
-        assert all(launcher.poll() is None for launcher in launchers.values())
-        time.sleep(0.05)
-    workers = children(launchers["a"].pid)
-    assert workers
-    launchers["a"].kill()
-    launchers["a"].communicate()
+def test_all_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    script, state = tmp_path / "sleep.py", tmp_path / "state"
+    script.write_text(SLEEPER)
+    options = ["--registry", "tcp://127.0.0.1:1", "--run", "r", "--state-dir", str(state)]
+    files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    command = [*CLI, *options, "--nproc-per-node", "2", str(script), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as launcher:
+        while not all(one.exists() and one.read_text().endswith("\n") for one in files):
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        workers = [int(one.read_text()) for one in files]
+        assert all(is_alive(worker) for worker in workers)
+        launcher.kill()
     while any(is_alive(worker) for worker in workers):
         time.sleep(0.05)
-    # The same folder, and so the same number.
-    launchers["a"] = start(registry, tmp_path, "a", 4, 800)
-    errors = [launcher.communicate(timeout=100)[1] for launcher in launchers.values()]
-    assert [one.returncode for one in launchers.values()] == [0, 0], errors
-    ends = {(tmp_path / f"hash-{replica}").read_text() for replica in (0, 1)}
-    assert len(ends) == 1 and ends.pop().endswith(" 800")
-    assert not (tmp_path / "replica-2").exists()
+    # Another launcher may use the folder.
+    Launcher(Launch("tcp://127.0.0.1:1", "r", [str(script)], 2, state))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
