@@ -95,10 +95,10 @@ class ElasticTraining:
         self._total_steps = elastic.total_steps
         self.leasing = Leasing(workers)
         self.transfer = _transfer(elastic, plan, settings, workers)
+        # Nobody waits longer than that for a replica, whatever is cut.
+        connect_s = min(timeout_s, elastic.suspect_after, 10.0)
         try:
-            self.group = ElasticGroup(
-                elastic, shown, workers, min(timeout_s, 10.0), transfer=self.transfer
-            )
+            self.group = ElasticGroup(elastic, shown, workers, connect_s, transfer=self.transfer)
         except BaseException:
             if self.transfer is not None:
                 self.transfer.close()

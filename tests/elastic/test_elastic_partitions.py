@@ -75,7 +75,7 @@ class Life:
             run="test",
             replica=self.rank,
             suspect_after=SUSPECT_AFTER_S,
-            founding_wait=3.0,
+            founding_wait=1.0,
             quorum_wait=40,
             insecure=True,
             on_event=lambda one: self.views.append(one) if isinstance(one, ViewChanged) else None,
