@@ -94,7 +94,7 @@ def next_plan(
 
 @dataclass(frozen=True)
 class Account:
-    """What one replica knows of the leases of one view. Only ``taken`` and ``set_back`` change.
+    """What one replica knows of the leases of one view; ``taken`` grows with each lease.
 
     Attributes:
         view: Number of the view whose members have agreed on ``plan``, or FIRST_PLAN.
@@ -225,7 +225,7 @@ class Book:
             known_of(held, members),
             list(own.unapplied),
             len(own.unapplied),
-            max(0, old.num_used(inner_step) - num_dropped),
+            old.num_used(inner_step) - num_dropped,
         )
         return plan
 
