@@ -203,12 +203,12 @@ def check_flat(name: str, samples: Sequence[Resources], rss_mib: float) -> list[
     later = samples[third:]
     for size in {one.num_members for one in later}:
         same = [one for one in later if one.num_members == size]
-        if len(same) < 4:
+        quarter = len(same) // 4
+        if not quarter:
             continue
-        half = len(same) // 2
         for what, margin in (("descriptors", 4), ("threads", 2), ("rss_mib", rss_mib)):
-            early = max(getattr(one, what) for one in same[:half])
-            late = min(getattr(one, what) for one in same[half:])
+            early = max(getattr(one, what) for one in same[:quarter])
+            late = min(getattr(one, what) for one in same[-quarter:])
             if late > early + margin:
                 wrong.append(f"I7: {what} of {name} grew from {early} to {late} ({size} members)")
     return wrong

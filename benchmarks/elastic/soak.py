@@ -46,12 +46,16 @@ _OUTAGES_S = (1.0, 6.0)
 
 @dataclass
 class Event:
-    """What happened, and how long it took until a round of the view after it was applied."""
+    """What happened.
+
+    Attributes:
+        settled_s: Seconds until it had its effect, and a round of the newest view was applied.
+    """
 
     at: float
     kind: str
     replica: int
-    recovery_s: float | None = None
+    settled_s: float = 0.0
     note: str = ""
 
 
@@ -121,23 +125,12 @@ class Soak:
         event = Event(at - self.began, kind, number)
         self.events.append(event)
         getattr(self, f"_{kind}")(number, event)
-        self._note_recovery(event, at)
+        view = self._number_of_view()
+        self._until(lambda: self._is_applied_in(view), f"a round after the event {event}")
+        event.settled_s = time.monotonic() - at
 
-    def _note_recovery(self, event: Event, at: float) -> None:
-        """Wait for a round of the newest view, and note how long after the event it came."""
-        number = self._number_of_view()
-
-        def is_applied() -> bool:
-            return self._last_applied is not None and self._last_applied.view >= number
-
-        self._until(is_applied, f"a round after the event {event}")
-        first = min(
-            one.at
-            for life in self.lives.values()
-            for one in life.applied
-            if one.view >= number and one.at > at
-        )
-        event.recovery_s = first - at
+    def _is_applied_in(self, view: int) -> bool:
+        return self._last_applied is not None and self._last_applied.view >= view
 
     def _kill(self, number: int, event: Event) -> None:
         self._expected.add(self.crew.replicas[number].place.process)
@@ -184,6 +177,7 @@ class Soak:
         self.crew.start_registry()
         num_rounds = self.num_rounds
         self._until(lambda: self.num_rounds > num_rounds, "training goes on after an outage")
+        event.settled_s = time.monotonic() - at
 
     def _finish(self) -> None:
         """Let all members end at one inner step."""

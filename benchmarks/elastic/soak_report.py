@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -13,15 +14,16 @@ from benchmarks.elastic.checks import Life, Resources
 from benchmarks.elastic.ledger_replica import RUN
 from benchmarks.support import common
 
-# MiB by which a process may grow between the halves of the soak.
+# MiB by which a process may grow from the first quarter to the last, after a third of the soak.
 _RSS_MIB = 24.0
 
 
 class Event(Protocol):
     """See ``soak.Event``."""
 
+    at: float
     kind: str
-    recovery_s: float | None
+    settled_s: float
 
 
 class Soak(Protocol):
@@ -57,10 +59,9 @@ def results_of(soak: Soak) -> dict[str, Any]:
     lives = soak.lives.values()
     step_s = statistics.median(gap for life in lives for gap in life.step_s)
     seconds = sum(life.seconds for life in lives)
-    recoveries: dict[str, list[float]] = {}
+    stalls: dict[str, list[float]] = {}
     for event in soak.events:
-        if event.recovery_s is not None:
-            recoveries.setdefault(event.kind, []).append(event.recovery_s)
+        stalls.setdefault(event.kind, []).append(stall_s(soak, event))
     views = {one.view for life in lives for one in life.entered}
     return {
         "seconds": round(time.monotonic() - soak.began, 1),
@@ -71,14 +72,29 @@ def results_of(soak: Soak) -> dict[str, Any]:
         "rounds": soak.num_rounds,
         "inner_steps": {"taken": sum(life.count for life in lives), "kept": sum(learned.values())},
         "goodput": round(sum(learned.values()) * step_s / seconds, 4),
-        "recovery_s": {
+        "stall_s": {
             kind: {"median": round(statistics.median(found), 2), "worst": round(max(found), 2)}
-            for kind, found in sorted(recoveries.items())
+            for kind, found in sorted(stalls.items())
         },
         "replica_that_stays": [vars(one) for one in soak.samples],
         "violations": violations(soak),
         "log": [vars(event) for event in soak.events],
     }
+
+
+def stall_s(soak: Soak, event: Event) -> float:
+    """Return the longest time without an outer step of any replica while an event took effect."""
+    begin = soak.began + event.at
+    end = begin + event.settled_s
+    firsts: dict[int, float] = {}
+    for life in soak.lives.values():
+        for one in life.applied:
+            firsts[one.round] = min(one.at, firsts.get(one.round, one.at))
+    times = sorted(firsts.values())
+    inside = [at for at in times if begin < at <= end]
+    before = max((at for at in times if at <= begin), default=begin)
+    after = min((at for at in times if at > end), default=end)
+    return max(b - a for a, b in itertools.pairwise([before, *inside, after]))
 
 
 def print_results(report: common.Report, results: dict[str, Any]) -> None:
@@ -92,8 +108,10 @@ def print_results(report: common.Report, results: dict[str, Any]) -> None:
     report.print(f"# inner steps: {steps['taken']} taken, {lost} of them in no committed round")
     report.print(f"# goodput {results['goodput']:.3f}")
     report.print("#")
-    report.print(f"# {'event':>10} {'median':>10} {'worst':>10}   seconds to the next outer step")
-    for kind, found in results["recovery_s"].items():
+    report.print(
+        f"# {'event':>10} {'median':>10} {'worst':>10}   longest time without an outer step, s"
+    )
+    for kind, found in results["stall_s"].items():
         report.print(f"  {kind:>10} {found['median']:>10.2f} {found['worst']:>10.2f}")
     for line in _stays(results["replica_that_stays"]):
         report.print(line)
