@@ -21,7 +21,7 @@ from diloco_comm import DiLoCo, Elastic
 from diloco_comm.elastic.happenings import Happening, ViewChanged
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-parser.add_argument("--steps", type=int, default=1500)
+parser.add_argument("--steps", type=int, default=20_000)
 parser.add_argument("--sync-every", type=int, default=25)
 parser.add_argument("--pause", type=float, default=0.05)  # seconds that each step takes longer
 parser.add_argument("--pid-file", type=Path)  # for the kill of the tutorial
@@ -53,8 +53,9 @@ while not diloco.is_done:
     loss_of(torch.randn(32, 8, generator=data)).backward()
     optimizer.step()  # sends, waits, applies, and changes the group
     optimizer.zero_grad()
+    if diloco.inner_step % (4 * options.sync_every) == 0:
+        # Just after an outer step, where all replicas hold the same parameters.
+        loss = loss_of(x_held_out).item()
+        print(f"step {diloco.inner_step}: loss {loss:.5f}, hash {diloco.outer_hash()}", flush=True)
     time.sleep(options.pause)
-
-loss = loss_of(x_held_out).item()
-print(f"replica {own}: loss {loss:.5f}, hash {diloco.outer_hash()}", flush=True)
 diloco.close()

@@ -10,7 +10,7 @@ import time
 
 from diloco_comm.tools.common.workers import die_with_launcher
 
-# How long the lighthouse waits for a live replica that has not asked for the quorum yet; this is the
+# How long the lighthouse waits for a live replica that has not asked for the quorum yet: the
 # default of its command. With less, a replica that is a moment late is given the state anew.
 _JOIN_TIMEOUT_MS = 60_000
 
