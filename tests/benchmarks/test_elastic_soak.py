@@ -18,6 +18,7 @@ from diloco_comm.tools.demo.chaos.messages import DONE, Entered
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_invariants_hold_for_some_seconds(tmp_path: Path) -> None:
     # The seed draws a death, an outage of the registry, a newcomer and one that leaves.
     soak = run(seconds=8.0, num_replicas=4, every_s=2.0, seed=SEED, folder=tmp_path)

@@ -35,6 +35,7 @@ PAGE = "tutorials/demo.md"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_all_events_have_their_effect(tmp_path: Path) -> None:
     text = Console(file=(tmp_path / "text").open("w"), force_terminal=False, width=100)
     results = run(TINY, tmp_path, text)
@@ -54,6 +55,7 @@ def test_all_events_have_their_effect(tmp_path: Path) -> None:
     assert "replica 3 is killed" in printed and "\x1b[" not in printed
 
 
+@pytest.mark.timeout(300)
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diloco_comm.tools.cli", "demo", "--chaos"]
     process = subprocess.Popen(
@@ -96,6 +98,12 @@ def test_options_of_the_comparison_are_refused(option: str, tmp_path: Path) -> N
 )
 def test_wrong_options_are_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
     check_misuse(run_cli("demo", "--chaos", "--out", tmp_path, *arguments), message)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = run_cli("demo", "--chaos", "--out", tmp_path / "file" / "demo")
+    check_misuse(ended, "cannot write --out")
 
 
 def replica(number: int, process: int) -> Replica:
