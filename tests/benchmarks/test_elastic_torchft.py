@@ -43,7 +43,7 @@ def test_steps_stay_with_a_replica_until_a_round_counts(tmp_path: Path) -> None:
 
 
 def test_figures_count_from_the_logs(tmp_path: Path) -> None:
-    args = argparse.Namespace(calm=10.0, outage=5.0, limit=60.0)
+    args = argparse.Namespace(calm=10.0, limit=60.0)
     side = Side("diloco", args, tmp_path)
     begins: list[Line] = [(0.0, "begins", {"parameters": 7})]
     # Ten steps and a commit in each second of half a minute, but for the second after the kill.
@@ -70,6 +70,7 @@ def test_figures_count_from_the_logs(tmp_path: Path) -> None:
     assert figures["start_to_commit_s"] == [2.99]
     assert figures["join_bytes"] == 56 and figures["final_loss"] == 2.0
     assert figures["coordinator"]["commits_while_away"] == 3 * 5
+    assert figures["coordinator"]["return_to_commit_s"] == pytest.approx(0.99)
     assert figures["coordinator"]["longest_gap_s"] == pytest.approx(1.0)
 
 
