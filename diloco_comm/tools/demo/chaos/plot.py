@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common import plots
-from .messages import DONE, LEFT_BEHIND
+from .messages import DONE
 from .record import STARTING, STOPPED, TRAINING, WAITING, Band, Record, Track
 from .results import Results
 
@@ -17,6 +19,7 @@ COLOURS = (plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE, plots.SKY)
 _RED = plots.VERMILION
 # Seconds over which a point of a curve is a mean.
 _SPAN_S = 2.0
+_EVERY_S = 0.25
 _LABELS = {
     "kill": "killed",
     "registry down": "registry\nkilled",
@@ -61,8 +64,8 @@ def _draw_loss(axes: Axes, results: Results) -> None:
         points = [(at, loss) for at, _, loss in track.steps if at > 0]
         if points:
             x, y = zip(*points, strict=True)
-            axes.plot(x, y, ",", color=COLOURS[track.number], alpha=0.8)
-    x, y = zip(*record.mean_loss(_SPAN_S, 0.25), strict=True)
+            axes.plot(x, y, ".", color=COLOURS[track.number], alpha=0.3, markersize=2.5)
+    x, y = zip(*_with_gaps(record.mean_loss(_SPAN_S, _EVERY_S)), strict=True)
     axes.plot(x, y, color=plots.BLACK, linewidth=1.6, label="mean of all replicas")
     axes.axhline(results.unigram_entropy, color="0.6", linewidth=1)
     axes.annotate(
@@ -90,6 +93,16 @@ def _draw_loss(axes: Axes, results: Results) -> None:
                 fontsize="small",
                 color="0.25",
             )
+
+
+def _with_gaps(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points, and one without a value where nobody took a step: no line goes there."""
+    found = points[:1]
+    for before, after in itertools.pairwise(points):
+        if after[0] - before[0] > 1.5 * _EVERY_S:
+            found.append((before[0], math.nan))
+        found.append(after)
+    return found
 
 
 def _draw_bands(axes: Axes, record: Record) -> None:
@@ -128,9 +141,7 @@ def _draw_band(axes: Axes, number: int, band: Band) -> None:
 
 def _draw_end(axes: Axes, track: Track) -> None:
     if track.ended is not None and track.how != DONE:
-        is_left_behind = track.how == LEFT_BEHIND
-        marker = "4" if is_left_behind else "x"
-        axes.plot([track.ended], [track.number], marker, color=_RED, markersize=9, mew=2)
+        axes.plot([track.ended], [track.number], "x", color=_RED, markersize=9, mew=2)
 
 
 def _draw_registry(axes: Axes, record: Record, row: int) -> None:
