@@ -79,7 +79,7 @@ def _draw_loss(axes: Axes, results: Results) -> None:
         fontsize="small",
     )
     axes.set_ylabel("training loss\n(nats a byte)")
-    plots.legend(axes, loc="upper right")
+    plots.legend(axes, loc="lower left")
     height = axes.get_ylim()[1]
     for event in record.events:
         if event.kind in _LABELS:

@@ -11,6 +11,8 @@ from .messages import LEFT_BEHIND, Copying, Ended, Entered, Message, Stepped
 
 # What a replica does, as the bands of the figure show it.
 STARTING, TRAINING, WAITING, STOPPED = "starting or copying", "training", "waiting", "stopped"
+# Of fewer steps a mean says little.
+_LEAST_STEPS = 5
 
 
 @dataclass
@@ -181,14 +183,17 @@ class Record:
         return [Band(begin, end, WAITING)] if is_change or is_last else []
 
     def mean_loss(self, window_s: float, every_s: float) -> list[tuple[float, float]]:
-        """Return times, and the mean loss of all steps in the window before each of them."""
+        """Return times, and the mean loss of all steps in the window before each of them.
+
+        Times with fewer than five steps are left out.
+        """
         steps = sorted((at, loss) for track in self.tracks for at, _, loss in track.steps)
         times = [at for at, _ in steps]
         points = []
         for i in range(1, int(self.duration / every_s) + 1):
             end = i * every_s
             chosen = steps[bisect.bisect(times, end - window_s) : bisect.bisect(times, end)]
-            if chosen:
+            if len(chosen) >= _LEAST_STEPS:
                 points.append((end, sum(loss for _, loss in chosen) / len(chosen)))
         return points
 
