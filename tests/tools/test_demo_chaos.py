@@ -13,6 +13,7 @@ import psutil
 import pytest
 from cli_helpers import check_documented, check_misuse, run_cli
 from rich.console import Console
+from support_paths import FOLDERS
 from test_demo import heed_control_c, wait_for_line
 
 from diloco_comm.tools.demo.chaos.command import run
@@ -79,6 +80,41 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         process.communicate()
     assert process.returncode == 130
     assert "interrupted" in errors and "Traceback" not in errors
+    assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+IDLE = f"""
+import sys
+sys.path[:0] = {FOLDERS!r}
+from pathlib import Path
+from idle_replica import idle
+from diloco_comm.tools.demo.chaos.crew import Crew
+if __name__ == "__main__":
+    with Crew(idle, None, Path(sys.argv[1]), []) as crew:
+        for number in (0, 1):
+            crew.start(number)
+        while not all(replica.pipe.poll() for replica in crew.replicas.values()):
+            pass
+        crew.stop(1)
+        print("ready", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_all_end_when_the_parent_is_killed_also_one_that_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text(IDLE)
+    command = [sys.executable, str(tmp_path / "idle.py"), str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        wait_for_line(process.stdout.readline, "ready")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len([child for child in children if child.ppid() != process.pid]) == 3
+    finally:
+        process.kill()
+        process.communicate()
     assert not psutil.wait_procs(children, timeout=20)[1]
 
 
