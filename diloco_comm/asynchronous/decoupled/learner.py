@@ -145,6 +145,11 @@ class LearnerFragment:
     tokens: Ledger = field(default_factory=Ledger)
 
     @property
+    def is_busy(self) -> bool:
+        """A report is under way or called for."""
+        return self.is_under_way or self.is_called
+
+    @property
     def ledgers(self) -> tuple[Ledger, Ledger]:
         return self.steps, self.tokens
 

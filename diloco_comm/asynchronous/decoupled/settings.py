@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatch
@@ -18,6 +19,7 @@ from .learner import Receipt
 from .merging import MERGES
 from .pieces import Piece, pieces_of
 
+FP32 = WireFormat("fp32")
 # Messages name a fragment, and each of its pieces, in two bytes and in 64 KiB of JSON.
 MAX_FRAGMENTS = 1024
 # Settings that may change when a syncer is started again with its snapshot folder.
@@ -41,6 +43,8 @@ class DecoupledSettings:
             stays at the syncer and is part of the next difference.
         receipt, alpha: What a learner does with a commit, see ``Receipt``.
         error_feedback: Learners add the rounding errors of a merged report to the next one.
+        shard: "i/S": the syncer has the fragments i, i + S, i + 2S, ... and S - 1 other syncers
+            have the rest.
 
     Raises:
         ValueError, TypeError: If a value is out of its range.
@@ -59,6 +63,7 @@ class DecoupledSettings:
     receipt: str = "overwrite"
     alpha: float = 0.5
     error_feedback: bool = False
+    shard: str = "0/1"
 
     def __post_init__(self) -> None:
         fragment_spec(self.fragments)
@@ -66,7 +71,7 @@ class DecoupledSettings:
         choice("merge", self.merge, MERGES)
         object.__setattr__(self, "by_mean", tuple(self.by_mean))
         flag("error_feedback", self.error_feedback)
-        _ = self.rule, self.how_received
+        _ = self.rule, self.how_received, self.place
         check_training(self.up, rounding="nearest", error_feedback=self.error_feedback)
         try:
             # What a difference lacks is part of the next one: error feedback.
@@ -76,6 +81,14 @@ class DecoupledSettings:
                 f"wire_down must be a wire that keeps its rounding errors, got {self.wire_down!r}: "
                 "the differences of rotated wires below 2 bits would pile up; take 'int2r' or more"
             ) from None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of this syncer, and number of all syncers."""
+        found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", str(self.shard))
+        if found is None or not int(found[1]) < int(found[2]):
+            raise ValueError(f"shard must be i/S with 0 <= i < S, got {self.shard!r}")
+        return int(found[1]), int(found[2])
 
     @property
     def up(self) -> WireFormat:

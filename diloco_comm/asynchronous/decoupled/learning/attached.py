@@ -8,29 +8,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ....base import env
 from ....base.checks import choice, integer
 from ....base.errors import NonFiniteError
-from ....ops.wire import Layout
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
 from ....replica.hooks import StepHooks, hookable
-from ...model.shared import layout_of
-from ...protocol.messages import Kind, Message
-from ...worker.link import Link
-from ...worker.local import layout_hash
 from ..fragment_round import Merge
 from ..learner import Learner
 from ..ledger import Ledger
-from ..pieces import Piece
-from ..serving.model import FP32
-from ..settings import DecoupledSettings
 from ..syncer import Commit
 from .courier import Courier
+from .joining import Shard, addresses_of, check_shards, describe, open_shard, parameters_of
 from .postbox import Arrival
 
 logger = logging.getLogger(__name__)
@@ -74,7 +68,8 @@ class DecoupledDiLoCo:
 
     Args:
         model, optimizer: As in ``DiLoCo``; parameters are written in place.
-        server: ``tcp://host:port`` of a ``diloco-comm serve --decoupled`` or a ``DecoupledServer``.
+        server: ``tcp://host:port`` of a ``diloco-comm serve --decoupled`` or a ``DecoupledServer``;
+            of a sharded syncer the addresses of all shards.
         name: Name of this learner, unique; as in ``AsyncDiLoCo``.
         tokens: Tokens of an inner step, or a function that returns those of the step just taken.
             Reports count by tokens^2 / steps.
@@ -102,7 +97,7 @@ class DecoupledDiLoCo:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        server: str,
+        server: str | Sequence[str],
         name: str | None = None,
         tokens: int | Callable[[], int] = 1,
         rounding: str = "nearest",
@@ -123,67 +118,53 @@ class DecoupledDiLoCo:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
         optimizers = hookable(optimizer, attach=attach)
         named = trainable_parameters(model, list(optimizers))
-        self._link = Link(server, name, [1], 0, timeout=seconds, keys=keys, key_name=key_name)
+        self._timeout = seconds
         self._hooks: StepHooks | None = None
-        self._courier: Courier | None = None
+        self._shards: list[Shard] = []
         try:
-            self.settings = self._ask_settings()
+            for address in addresses_of(server):
+                shard = open_shard(address, name, timeout=seconds, keys=keys, key_name=key_name)
+                self._shards.append(shard)
+            self._shards = check_shards(self._shards)
+            self.settings = self._shards[0].settings
             self._check(fragments=fragments, wire=wire, sync_every=sync_every)
             spec = self.settings.fragments
             self._fragments = [f for f in make_fragments(model, named, spec) if f.num_elements]
-            self._pieces = self._plan()
             self._learner = self._make_learner(rounding, seed, impl)
             self._reports = self._merged = self._refused = self._commits = 0
             self._hook_s, self._ended_at = 0.0, time.monotonic()
-            self._attach(impl, seconds)
+            self._attach(impl)
         except BaseException:
-            if self._courier is not None:
-                self._courier.close()
-            self._link.close()
+            for shard in self._shards:
+                shard.close()
             raise
         if attach:
             self._hooks = StepHooks(optimizers, self.step)
 
     # ----------------------------------------------------------------------------------- attach
 
-    def _ask_settings(self) -> DecoupledSettings:
-        question = Message(Kind.SETTINGS)
-        for message in self._link.converse(lambda: self._link.ask(question), "settings"):
-            if message.kind == Kind.SET:
-                return DecoupledSettings.from_json(message.meta["settings"])
-        raise AssertionError
-
     def _check(self, **given: object) -> None:
         for name, value in given.items():
             served = getattr(self.settings, name)
             if value is not None and value != served:
                 raise ValueError(
-                    f"the server {self._link.address} has {name}={served!r}, this learner was "
-                    f"given {name}={value!r}: leave it out, or start the server with it"
+                    f"the server {self._shards[0].link.address} has {name}={served!r}, this "
+                    f"learner was given {name}={value!r}: leave it out, or start the server with it"
                 )
 
-    def _plan(self) -> list[list[Piece]]:
-        """Divide the fragments into pieces, and describe them in the first message."""
+    def _make_learner(self, rounding: str, seed: int, impl: str) -> Learner:
         parts = [fragment.pieces() for fragment in self._fragments]
         pieces = self.settings.pieces(
             [[name for name, _ in each] for each in parts],
             [[tensor.shape for _, tensor in each] for each in parts],
         )
-        identity = self._link.identity
-        identity.greeting = Kind.JOIN
-        identity.model = {
-            "layout": layout_hash(self._fragments),
-            "sizes": [piece.num_elements for each in pieces for piece in each],
-            "pieces": [len(each) for each in pieces],
-            "alone": [sum(piece.merge == "rda" for piece in each) for each in pieces],
-        }
-        return pieces
-
-    def _make_learner(self, rounding: str, seed: int, impl: str) -> Learner:
+        for shard in self._shards:
+            describe(shard, self._fragments, pieces)
+        self._pieces = pieces
         return Learner(
-            self._link.worker,
+            self.name,
             [fragment.tensors() for fragment in self._fragments],
-            self._pieces,
+            pieces,
             wire=self.settings.up,
             receipt=self.settings.how_received,
             error_feedback=self.settings.error_feedback,
@@ -192,34 +173,25 @@ class DecoupledDiLoCo:
             impl=impl,
         )
 
-    def _attach(self, impl: str, timeout: float) -> None:
+    def _attach(self, impl: str) -> None:
         """Join, and take the shared model."""
-        self._courier = courier = Courier(
-            self._link, self.settings, self._pieces, self._start, impl
-        )
-        while not courier.is_complete:
-            courier.wait(_LOOK_S)
-            courier.raise_error()
+        for shard in self._shards:
+            pieces = [self._pieces[p] for p in shard.fragments]
+            parts = [self._learner.fragments[p] for p in shard.fragments]
+            start = partial(parameters_of, parts)
+            shard.courier = Courier(shard.link, shard.settings, pieces, start, impl)
+        for shard in self._shards:
+            while not shard.carrier.is_complete:
+                shard.carrier.wait(_LOOK_S)
+                shard.carrier.raise_error()
         self._take()
-
-    def _start(self) -> tuple[list[Tensor], list[Layout]]:
-        """Return the parameters in fp32, for a server that has none."""
-        payloads, layouts = [], []
-        for part in self._learner.fragments:
-            for piece in part.pieces:
-                layout = layout_of(piece.layout.num_elements, FP32)
-                payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
-                payload.view(torch.float32)[: layout.num_elements] = piece.base
-                payloads.append(payload)
-                layouts.append(layout)
-        return payloads, layouts
 
     # ---------------------------------------------------------------------------------- training
 
     @property
     def name(self) -> str:
         """The learner's name; a default name changes if another learner takes it."""
-        return self._link.worker
+        return self._shards[0].link.worker
 
     def step(self) -> None:
         """Count one inner step, take what has arrived, and report what the syncer called for.
@@ -229,14 +201,14 @@ class DecoupledDiLoCo:
                 goes on trying.
             NonFiniteError: This learner's values are not finite; nothing was sent.
         """
-        assert self._courier is not None
         begin = time.monotonic()
         tokens = self._tokens() if callable(self._tokens) else self._tokens
         self._learner.stepped(tokens)
         try:
             self._exchange()
         finally:
-            self._courier.stepped(self._learner.num_steps, begin - self._ended_at)
+            for shard in self._shards:
+                shard.carrier.stepped(self._learner.num_steps, begin - self._ended_at)
             self._ended_at = time.monotonic()
             self._hook_s += self._ended_at - begin
 
@@ -248,27 +220,29 @@ class DecoupledDiLoCo:
         self._exchange()
 
     def _exchange(self) -> None:
-        assert self._courier is not None
-        self._courier.raise_error()
+        for shard in self._shards:
+            shard.carrier.raise_error()
         self._take()
         self._answer_calls()
 
     def _take(self) -> None:
         """Write the versions that have arrived into the model."""
-        assert self._courier is not None
-        for fragment, seq, reason in self._courier.refusals():
-            if self._learner.fragments[fragment].seq == seq:
-                logger.debug("report %d on fragment %d was refused: %s", seq, fragment, reason)
-                self._learner.withdraw(fragment)
-                self._refused += 1
-        for arrival in self._courier.arrivals():
-            self._fragments[arrival.fragment].refuse_changes()
-            self._write(arrival)
-            self._commits += 1
-            self._courier.taken(arrival)
+        for shard in self._shards:
+            for fragment, seq, reason in shard.carrier.refusals():
+                index = shard.fragments[fragment]
+                if self._learner.fragments[index].seq == seq:
+                    logger.debug("report %d on fragment %d was refused: %s", seq, index, reason)
+                    self._learner.withdraw(index)
+                    self._refused += 1
+            for arrival in shard.carrier.arrivals():
+                index = shard.fragments[arrival.fragment]
+                self._fragments[index].refuse_changes()
+                self._write(index, arrival)
+                self._commits += 1
+                shard.carrier.taken(arrival)
 
-    def _write(self, arrival: Arrival) -> None:
-        index, part = arrival.fragment, self._learner.fragments[arrival.fragment]
+    def _write(self, index: int, arrival: Arrival) -> None:
+        part = self._learner.fragments[index]
         if arrival.is_reset:
             self._learner.reset(index, arrival.version, arrival.values)
             part.seq = max(part.seq, arrival.seq)
@@ -283,13 +257,15 @@ class DecoupledDiLoCo:
         self._learner.receive(commit, may_skip=True)
 
     def _answer_calls(self) -> None:
-        assert self._courier is not None
-        for index, version in self._courier.calls():
-            part = self._learner.fragments[index]
-            if version == part.version and not part.is_under_way:
-                self._learner.call(index, version)
-            if version < part.version or part.is_called:
-                self._courier.answered(index, version)
+        owners: dict[int, tuple[Courier, int]] = {}
+        for shard in self._shards:
+            owners |= {index: (shard.carrier, p) for p, index in enumerate(shard.fragments)}
+            for p, version in shard.carrier.calls():
+                part = self._learner.fragments[shard.fragments[p]]
+                if version == part.version and not part.is_under_way:
+                    self._learner.call(shard.fragments[p], version)
+                if version < part.version or part.is_called:
+                    shard.carrier.answered(p, version)
         if not any(part.is_called for part in self._learner.fragments):
             return
         for fragment in self._fragments:
@@ -300,7 +276,8 @@ class DecoupledDiLoCo:
             raise NonFiniteError(f"{error}; nothing was sent") from None
         for index, report, payloads in reports:
             self._reports += 1
-            self._courier.report(index, report, payloads)
+            courier, p = owners[index]
+            courier.report(p, report, payloads)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the syncer counts all steps and every report is merged or refused.
@@ -313,17 +290,19 @@ class DecoupledDiLoCo:
         Returns:
             False if the time was over.
         """
-        assert self._courier is not None
-        end = time.monotonic() + (self._link.timeout if timeout is None else timeout)
-        token = self._courier.note()
+        end = time.monotonic() + (self._timeout if timeout is None else timeout)
+        tokens = [shard.carrier.note() for shard in self._shards]
         while True:
             self._exchange()
-            is_waiting = any(p.is_under_way or p.is_called for p in self._learner.fragments)
-            if self._courier.is_noted(token) and self._courier.is_settled and not is_waiting:
+            pairs = zip(self._shards, tokens, strict=True)
+            late = [s for s, token in pairs if not s.carrier.is_settled_after(token)]
+            waiting = [i for i, p in enumerate(self._learner.fragments) if p.is_busy]
+            late += [s for s in self._shards if set(s.fragments) & set(waiting)]
+            if not late:
                 return True
             if time.monotonic() >= end:
                 return False
-            self._courier.wait(min(_LOOK_S, max(0.0, end - time.monotonic())))
+            late[0].carrier.wait(min(_LOOK_S, max(0.0, end - time.monotonic())))
 
     # ------------------------------------------------------------------------------- the figures
 
@@ -341,14 +320,15 @@ class DecoupledDiLoCo:
             tuple(Ledger(**vars(part.steps)) for part in parts),
             tuple(Ledger(**vars(part.tokens)) for part in parts),
             self._hook_s,
-            self._link.sent_bytes,
-            self._link.received_bytes,
+            sum(shard.link.sent_bytes for shard in self._shards),
+            sum(shard.link.received_bytes for shard in self._shards),
         )
 
     def __repr__(self) -> str:
         versions = [part.version for part in self._learner.fragments]
+        servers = ", ".join(shard.link.address for shard in self._shards)
         return (
-            f"DecoupledDiLoCo({self.name!r}, server={self._link.address!r}, "
+            f"DecoupledDiLoCo({self.name!r}, server={servers!r}, "
             f"steps={self._learner.num_steps}, versions={versions})"
         )
 
@@ -374,8 +354,8 @@ class DecoupledDiLoCo:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
-        if self._courier is not None:
-            self._courier.close()
+        for shard in self._shards:
+            shard.close()
 
     def __enter__(self) -> DecoupledDiLoCo:
         return self

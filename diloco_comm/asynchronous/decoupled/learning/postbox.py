@@ -14,8 +14,7 @@ from ...model.shared import layout_of
 from ...worker.link import ServerLost
 from ..fragment_round import Report
 from ..pieces import Piece
-from ..serving.model import FP32
-from ..settings import DecoupledSettings
+from ..settings import FP32, DecoupledSettings
 
 
 @dataclass(frozen=True)
@@ -154,22 +153,16 @@ class Postbox:
         self._ring()
         return token
 
-    def is_noted(self, token: int) -> bool:
-        """Whether the server has answered ``note``."""
-        with self._lock:
-            return self._noted >= token
-
     @property
     def is_complete(self) -> bool:
         """Every fragment has a version here."""
         with self._lock:
             return all(part.have >= 0 for part in self._parts)
 
-    @property
-    def is_settled(self) -> bool:
-        """No version is on its way or waits for the training thread."""
+    def is_settled_after(self, token: int) -> bool:
+        """Whether the server has answered ``note``, and no version is on its way from it."""
         with self._lock:
-            return all(
+            return self._noted >= token and all(
                 part.arrival is None and part.told is not None and part.told[0] == part.have
                 for part in self._parts
             )

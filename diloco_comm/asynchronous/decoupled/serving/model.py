@@ -13,14 +13,14 @@ from torch import Tensor
 from .... import ops
 from ....base.memory import empty_pages
 from ....methods.outer import OuterOptimizer
-from ....ops.wire import STAGE_ENCODE, Layout, WireFormat, rng_key
+from ....ops.wire import STAGE_ENCODE, Layout, rng_key
+from ....replica.schedule import Schedule
 from ...model.shared import decode, layout_of
 from ..pieces import Piece
-from ..settings import DecoupledSettings
+from ..settings import FP32, DecoupledSettings
 from ..shared import SharedFragment
 from ..syncer import Commit, Syncer
 
-FP32 = WireFormat("fp32")
 # Versions of a fragment that are kept beside the newest because a learner reads them.
 MAX_OLDER = 2
 # Models that a server keeps: the values, the momentum, the newest version, and older ones.
@@ -51,6 +51,7 @@ class ServedModel:
         flats: The parameters at version 0, fp32 [num_elements] for each piece of each fragment.
         settings: The settings of the run.
         outer: The outer optimizer.
+        total: Fragments of the whole model, of which other syncers may have some.
 
     Attributes:
         syncer: Decides and merges.
@@ -65,15 +66,19 @@ class ServedModel:
         flats: Sequence[Sequence[Tensor]],
         settings: DecoupledSettings,
         outer: OuterOptimizer,
+        total: int,
         impl: str = "",
     ) -> None:
+        self.total = total
         self.settings, self.impl = settings, ops.resolve_impl(impl)
         self.pieces = [_renumbered(each) for each in pieces]
         shared = [
             SharedFragment(flat, each, settings.up, outer, impl)
             for flat, each in zip(flats, self.pieces, strict=True)
         ]
-        self.syncer = Syncer(shared, settings.rule, sync_every=settings.sync_every)
+        index, count = settings.place
+        offsets = Schedule.plan(settings.sync_every, total).offsets[index::count]
+        self.syncer = Syncer(shared, settings.rule, sync_every=settings.sync_every, offsets=offsets)
         counts = [len(each) for each in self.pieces]
         self.places = [(p, i) for p, count in enumerate(counts) for i in range(count)]
         self.first = [sum(counts[:p]) for p in range(len(counts))]
@@ -150,6 +155,7 @@ class ServedModel:
         """Return what a snapshot needs beside the tensors, as JSON types."""
         return {
             "pieces": [[[p.num_elements, p.merge] for p in each] for each in self.pieces],
+            "total": self.total,
             "versions": [each.version for each in self.published],
             "merged": [each.merged for each in self.published],
         }
@@ -190,7 +196,7 @@ class ServedModel:
         """Return a model whose buffers a snapshot is to fill."""
         pieces = [[Piece((), n, merge) for n, merge in each] for each in header["pieces"]]
         flats = [[empty_pages((p.num_elements,), torch.float32) for p in each] for each in pieces]
-        return cls(pieces, flats, settings, outer, impl)
+        return cls(pieces, flats, settings, outer, header["total"], impl)
 
 
 def _renumbered(pieces: Sequence[Piece]) -> list[Piece]:

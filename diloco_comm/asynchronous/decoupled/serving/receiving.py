@@ -17,7 +17,7 @@ from ...server.sessions import Session
 from ...server.transfer.receiving import STALL_S, Send
 from ...server.uploads import Upload
 from ..fragment_round import Report
-from .model import FP32
+from ..settings import FP32
 from .state import SyncerState
 
 # The upload of parameters to start from, in place of a fragment.

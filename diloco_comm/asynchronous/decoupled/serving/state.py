@@ -91,7 +91,7 @@ class SyncerState:
         self.seqs: dict[tuple[str, int], int] = {}
         self.is_news = False
         self._instances: dict[str, int] = {}
-        self._shapes: dict[bytes, tuple[list[int], list[int]]] = {}
+        self._shapes: dict[bytes, tuple[list[int], list[int], int]] = {}
         self._unsaved: deque[Commit] = deque()
 
     # ------------------------------------------------------------------------------- the model
@@ -107,11 +107,12 @@ class SyncerState:
 
     def start(self, session: Session, flats: Sequence[Tensor]) -> None:
         """Take a learner's parameters, fp32 [num_elements] for each piece, as version 0."""
-        pieces = pieces_from(session.sizes, *self.shape_of(session))
+        counts, alone, total = self._shapes[session.peer]
+        pieces = pieces_from(session.sizes, counts, alone)
         rest = iter(flats)
         model = ServedModel(
             pieces, [[next(rest) for _ in each] for each in pieces],
-            self.settings, self.outer, self.impl,
+            self.settings, self.outer, total, self.impl,
         )  # fmt: skip
         self.layout, self.run = session.layout, secrets.randbelow(MAX_NUMBER)
         self._take_model(model)
@@ -126,10 +127,6 @@ class SyncerState:
         spare = int((self._model_sizes - KEPT_MODELS) * 4 * model.num_elements)
         self.memory.budget_bytes = max(SMALL_BYTES, spare)
 
-    def shape_of(self, session: Session) -> tuple[list[int], list[int]]:
-        """Return the pieces of each fragment of a learner, and how many of them merge by RDA."""
-        return self._shapes[session.peer]
-
     # ----------------------------------------------------------------------------- the learners
 
     def check_model(self, meta: dict[str, Any]) -> None:
@@ -141,6 +138,11 @@ class SyncerState:
             pieces = pieces_from(sizes, counts, alone)
         except ValueError as error:
             raise ProtocolError(str(error)) from None
+        index, count = self.settings.place
+        if len(range(index, meta["total"], count)) != len(counts):
+            raise ProtocolError(
+                f"shard {index}/{count} of {meta['total']} fragments does not have {len(counts)}"
+            )
         if self.model is None:
             return
         mine = [[(p.num_elements, p.merge) for p in each] for each in self.model.pieces]
@@ -163,7 +165,8 @@ class SyncerState:
     def welcome(self, session: Session, message: Message) -> Message:
         """Let a learner take part, and return the answer to its JOIN."""
         meta: dict[str, Any] = {"history": self.history, "run": self.run, "seqs": []}
-        self._shapes[session.peer] = (message.meta["pieces"], message.meta["alone"])
+        told = message.meta
+        self._shapes[session.peer] = (told["pieces"], told["alone"], told["total"])
         self.told[session.peer] = Told.nothing(len(message.meta["pieces"]))
         if self.model is not None:
             name, syncer = session.worker, self.model.syncer

@@ -74,6 +74,40 @@ def _fresh(header: dict[str, Any]) -> dict[str, Tensor]:
     return {name: torch.empty(int(count)) for name, count in header["tensors"].items()}
 
 
+def read_snapshot(
+    path: Path, make: Callable[[dict[str, Any]], dict[str, Tensor]] = _fresh
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a snapshot and return its header and tensors; see ``Storage.load``."""
+    with path.open("rb") as file:
+        found = _read_header(file) if file.read(len(_MAGIC)) == _MAGIC else None
+        if found is None:
+            raise ValueError(f"{path} is not a snapshot of this version of diloco_comm")
+        header, _ = found
+        tensors = make(header)
+        if {name: tensor.numel() for name, tensor in tensors.items()} != header["tensors"]:
+            raise ValueError(f"{path} holds other tensors than its rule keeps")
+        for name in header["tensors"]:
+            if file.readinto(_view(tensors[name])) < tensors[name].nbytes:
+                raise ValueError(f"{path} is cut short")
+    return header, tensors
+
+
+def read_journal(path: Path) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
+    """Yield the whole records of a journal.
+
+    Payloads stay in the file, and are valid until the next record is yielded.
+    """
+    length = path.stat().st_size
+    with path.open("rb") as file:
+        while (found := _read_header(file)) is not None:
+            header, size = found
+            begin = file.tell()
+            if begin + size > length:
+                break
+            yield header, PayloadFile(file, begin, size)
+            file.seek(begin + size)
+
+
 class Storage:
     """A folder with one snapshot and one journal, for one server at a time.
 
@@ -180,18 +214,7 @@ class Storage:
         Args:
             make: Called with the header; returns the fp32 tensors to fill, by name.
         """
-        with self._path.open("rb") as file:
-            found = _read_header(file) if file.read(len(_MAGIC)) == _MAGIC else None
-            if found is None:
-                raise ValueError(f"{self._path} is not a snapshot of this version of diloco_comm")
-            header, _ = found
-            tensors = make(header)
-            if {name: tensor.numel() for name, tensor in tensors.items()} != header["tensors"]:
-                raise ValueError(f"{self._path} holds other tensors than its rule keeps")
-            for name in header["tensors"]:
-                if file.readinto(_view(tensors[name])) < tensors[name].nbytes:
-                    raise ValueError(f"{self._path} is cut short")
-        return header, tensors
+        return read_snapshot(self._path, make)
 
     def append(
         self, header: dict[str, Any], payloads: Sequence[Payload], *, is_durable: bool = False
@@ -238,17 +261,10 @@ class Storage:
         """
         path = self._journal_path(version)
         self._whole = 0
-        if not path.exists():
-            return
-        length = path.stat().st_size
-        with path.open("rb") as file:
-            while (found := _read_header(file)) is not None:
-                header, size = found
-                begin = file.tell()
-                if begin + size > length:
-                    break
-                yield header, PayloadFile(file, begin, size)
-                self._whole = file.seek(begin + size)
+        if path.exists():
+            for header, body in read_journal(path):
+                yield header, body
+                self._whole = body.end
 
     def continue_journal(self, version: int) -> None:
         """Append to the journal that was replayed.
