@@ -136,12 +136,9 @@ def serve(
             timeout=timeout,
         )
         return
-    if decoupled or (used := _given(context, DECOUPLED_OPTIONS)) is None:
-        used = _given(context, ASYNCHRONOUS_OPTIONS) if decoupled else None
+    used = _given(context, ASYNCHRONOUS_OPTIONS if decoupled else DECOUPLED_OPTIONS)
     if used is not None:
-        misuse(
-            f"{used} is not for --decoupled" if decoupled else f"{used} is for --decoupled alone"
-        )
+        misuse(f"{used} does not go with --decoupled" if decoupled else f"{used} needs --decoupled")
     rule_options = {
         "lr": lr,
         "momentum": momentum,
