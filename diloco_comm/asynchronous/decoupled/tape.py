@@ -43,7 +43,10 @@ class Replayed:
     is_compared: bool | None
 
 
-def replay(folder: Path, on_merge: Callable[[dict[str, Any]], None] = lambda record: None):  # type: ignore[no-untyped-def]
+OnMerge = Callable[[dict[str, Any], ServedModel], None]
+
+
+def replay(folder: Path, on_merge: OnMerge = lambda record, model: None) -> Replayed:
     """Repeat the merges on a tape, and compare each with the tape to the bit.
 
     The tape begins with the folder's first snapshot if the syncer kept it (``keep_tape``), else
@@ -51,10 +54,7 @@ def replay(folder: Path, on_merge: Callable[[dict[str, Any]], None] = lambda rec
 
     Args:
         folder: The syncer's snapshot folder.
-        on_merge: Called with the record of each merge that was repeated.
-
-    Returns:
-        What was repeated, a ``Replayed``.
+        on_merge: Called after each merge with the tape's record and the model.
 
     Raises:
         ValueError: If there is no tape, or a merge gives other bits.
@@ -66,7 +66,8 @@ def replay(folder: Path, on_merge: Callable[[dict[str, Any]], None] = lambda rec
     begin = first if first.exists() else newest
     model = _load(begin)
     number = began = model.num_commits
-    reports, learners, is_same = 0, set(), None
+    reports, is_same = 0, None
+    learners: set[str] = set()
     wanted = _load(newest) if begin == first else None
     while True:
         if wanted is not None and number == wanted.num_commits:
@@ -74,7 +75,7 @@ def replay(folder: Path, on_merge: Callable[[dict[str, Any]], None] = lambda rec
         path, before = folder / f"journal-{number}", number
         for record, body in read_journal(path) if path.exists() else ():
             repeat(model, record, body)
-            on_merge(record)
+            on_merge(record, model)
             reports += len(record["reports"])
             learners |= {row[0] for row in record["reports"]}
             number += 1

@@ -31,7 +31,7 @@ def replay(
     """
     from ...asynchronous.decoupled.tape import replay as repeat
 
-    def show(record: dict[str, Any]) -> None:
+    def show(record: dict[str, Any], model: object) -> None:
         if as_json:
             print(json.dumps(record))
             return
@@ -43,7 +43,7 @@ def replay(
         print(f"fragment {record['fragment']} version {record['version']}: {reports}")
 
     try:
-        done = repeat(tape, show if every else lambda record: None)
+        done = repeat(tape, show if every else lambda record, model: None)
     except (ValueError, OSError) as error:
         fail(str(error))
     if as_json:

@@ -89,8 +89,7 @@ class ReportReceiver:
             if not refusal and not self._admit(session, report, p):
                 refusal = "the server has no room for a report beyond the quorum"
             if refusal:
-                self._refused[name, p] = (seq, refusal)
-                self.state.status.count_refusal("report")
+                self._note_refusal(p, report, refusal)
         if refusal is not None and (name, p) not in self._offers:
             self._answer(session, p, seq, refusal)
 
@@ -185,9 +184,14 @@ class ReportReceiver:
             payloads = [payload for payload in upload.payloads if isinstance(payload, Tensor)]
             refusal = self.state.report(p, offer.report, payloads, time.monotonic())
         if refusal:
-            self._refused[session.worker, p] = (upload.seq, refusal)
+            self._note_refusal(p, offer.report, refusal)
             self.state.memory.give_back(upload.payloads)
         self._answer(session, p, upload.seq, refusal)
+
+    def _note_refusal(self, p: int, report: Report, refusal: str) -> None:
+        self._refused[report.learner, p] = (report.seq, refusal)
+        self.state.status.count_refusal("report")
+        self.state.refused(p, report)
 
     def _answer(self, session: Session, p: int, seq: int, refusal: str) -> None:
         message = Message(Kind.VERDICT, seq, 0, p, meta={"refusal": refusal[:1024]})

@@ -136,8 +136,7 @@ class DecoupledServer(Service):
         if self.state.model is None:
             self._send(session.peer, Message(Kind.UNKNOWN))
             return
-        syncer = self.state.model.syncer
-        syncer.stepped(session.worker, message.number, message.version / 1e6)
+        self.state.stepped(session, message.number, message.version / 1e6)
         if message.run:
             self._after_messages()
             self._send(session.peer, Message(Kind.NOTED, run=message.run))

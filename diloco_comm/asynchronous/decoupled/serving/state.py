@@ -90,6 +90,8 @@ class SyncerState:
         self.held: dict[tuple[int, str, int], list[Tensor]] = {}
         self.seqs: dict[tuple[str, int], int] = {}
         self.is_news = False
+        # Inner steps at which a learner is called again, whose report was refused.
+        self._again: dict[tuple[str, int], int] = {}
         self._instances: dict[str, int] = {}
         self._shapes: dict[bytes, tuple[list[int], list[int], int]] = {}
         self._unsaved: deque[Commit] = deque()
@@ -195,6 +197,8 @@ class SyncerState:
     def leave(self, worker: str) -> None:
         """Do without a learner that has no connection."""
         self._instances.pop(worker, None)
+        for key in [key for key in self._again if key[0] == worker]:
+            del self._again[key]
         if self.model is not None:
             self.model.syncer.leave(worker, time.monotonic())
 
@@ -204,11 +208,32 @@ class SyncerState:
         """Take a complete report; return why it is refused, or ""."""
         assert self.model is not None
         refusal = self.model.syncer.report(fragment, report, payloads, now)
-        if refusal:
-            self.status.count_refusal("report")
-        else:
+        if not refusal:
             self.held[fragment, report.learner, report.seq] = payloads
         return refusal
+
+    def refused(self, fragment: int, report: Report) -> None:
+        """Call a learner again after H more steps if its report was refused in an open round.
+
+        Without this call a round could wait for the learner for ever.
+        """
+        assert self.model is not None
+        here, syncer = self.model.syncer.rounds[fragment], self.model.syncer
+        if here.is_open and here.version == report.base and report.learner in syncer.learners:
+            at = syncer.steps_of(report.learner) + syncer.sync_every
+            self._again[report.learner, fragment] = at
+
+    def stepped(self, session: Session, steps: int, seconds: float) -> None:
+        """Note the inner steps of a learner, and the seconds of the last one."""
+        assert self.model is not None
+        self.model.syncer.stepped(session.worker, steps, seconds)
+        told = self.told.get(session.peer)
+        for key in [key for key, at in self._again.items() if key[0] == session.worker]:
+            if steps >= self._again[key]:
+                del self._again[key]
+                if told is not None:
+                    told.calls[key[1]] = -1
+                    self.is_news = True
 
     @property
     def due_at(self) -> float | None:
