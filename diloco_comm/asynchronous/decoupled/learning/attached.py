@@ -67,7 +67,7 @@ class DecoupledDiLoCo:
     an optimizer step alone.
 
     Args:
-        model, optimizer: As in ``DiLoCo``; parameters are written in place.
+        model, optimizer: As in ``DiLoCo``; parameters are written in place, in host memory.
         server: ``tcp://host:port`` of a ``diloco-comm serve --decoupled`` or a ``DecoupledServer``;
             of a sharded syncer the addresses of all shards.
         name: Name of this learner, unique; as in ``AsyncDiLoCo``.
@@ -118,6 +118,11 @@ class DecoupledDiLoCo:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
         optimizers = hookable(optimizer, attach=attach)
         named = trainable_parameters(model, list(optimizers))
+        if named[0][1].device.type != "cpu":
+            raise TypeError(
+                f"decoupled training takes parameters in host memory, got {named[0][0]!r} on "
+                f"{named[0][1].device}"
+            )
         self._timeout = seconds
         self._hooks: StepHooks | None = None
         self._shards: list[Shard] = []
