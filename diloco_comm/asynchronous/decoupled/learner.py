@@ -146,8 +146,8 @@ class LearnerFragment:
 
     @property
     def is_busy(self) -> bool:
-        """A report is under way or called for."""
-        return self.is_under_way or self.is_called
+        """A report is under way, or called for while there is progress to report."""
+        return self.is_under_way or (self.is_called and self.steps.kept > 0)
 
     @property
     def ledgers(self) -> tuple[Ledger, Ledger]:
