@@ -14,6 +14,7 @@ from decoupled_processes import SIZE, attach, make_server
 
 from diloco_comm import HeavyBall
 from diloco_comm.asynchronous.decoupled.tape import replay
+from diloco_comm.asynchronous.server.storage.snapshots import read_snapshot
 
 SETTINGS = {"wire": "int4", "wire_down": "int4", "merge": "rda", "receipt": "carry"}
 
@@ -81,8 +82,9 @@ def test_a_changed_payload_or_weight_is_found(tmp_path: Path) -> None:
     other = tmp_path / "start"
     shutil.copytree(folder, other)
     data = bytearray((folder / "first").read_bytes())
-    # A value of the first parameters: the first merge on them gives other bits.
-    data[-SIZE] ^= 0x10
+    # The first value of the first parameters: the first merge on them gives other bits.
+    _, tensors = read_snapshot(folder / "first")
+    data[-sum(tensor.nbytes for tensor in tensors.values()) + 3] ^= 0x40
     (other / "first").unlink()
     (other / "first").write_bytes(data)
     with pytest.raises(ValueError, match="gives other bits than the merge on the tape"):
