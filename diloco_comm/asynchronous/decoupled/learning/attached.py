@@ -196,6 +196,8 @@ class DecoupledDiLoCo:
             while not shard.carrier.is_complete:
                 shard.carrier.wait(_LOOK_S)
                 shard.carrier.raise_error()
+        # The syncer may have asked for another name.
+        self._learner.rename(self.name)
         self._take()
 
     # ---------------------------------------------------------------------------------- training
