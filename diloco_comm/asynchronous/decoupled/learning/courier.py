@@ -185,7 +185,8 @@ class Courier(Postbox):
             is_named = message.number == NAME_TAKEN
             if not (is_named and self._link.goes_by_another_name(message)):
                 raise self._link.refusal(message, "decoupled", 0.0)
-        elif kind == Kind.UNKNOWN:
+        elif kind == Kind.UNKNOWN and self._is_admitted:
+            # Further messages that were on their way get the same answer: join once.
             self._is_admitted, self._joined_at = False, 0.0
         elif kind == Kind.ADMITTED and self._link.identity.is_answer(message):
             self._admitted(message)
