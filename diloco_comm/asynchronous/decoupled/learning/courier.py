@@ -75,6 +75,8 @@ class Courier(Postbox):
             return
         self._ring()
         self._is_over = True
+        if self._thread is threading.current_thread():
+            return  # The garbage collector runs in any thread; this one ends by itself.
         self._thread.join()
         os.close(self._bell)
         os.close(self._ringer)
