@@ -76,7 +76,7 @@ def arm_worker(stage: str, name: str = "") -> None:
 
     death.before(Link, "send", "send", kind)
     death.after(Link, "send", "sent", lambda link, message, sent: kind(link, message))
-    death.after(Link, "_next", "hear", lambda link, seconds, heard: kind(link, heard))
+    death.after(Link, "next_message", "hear", lambda link, seconds, heard: kind(link, heard))
 
 
 def arm_server(stage: str) -> None:

@@ -204,7 +204,7 @@ def test_a_worker_that_was_stopped_asks_again(monkeypatch: pytest.MonkeyPatch) -
     """The worker is stopped for longer than its timeout, and has no message when it wakes."""
     with serving() as server:
         model, worker = attach(server.address, "a", timeout=1.5)
-        hear, stopped = worker._link._next, []
+        hear, stopped = worker._link.next_message, []
 
         def stop_once(seconds: float) -> Message | None:
             if not stopped:
@@ -212,7 +212,7 @@ def test_a_worker_that_was_stopped_asks_again(monkeypatch: pytest.MonkeyPatch) -
                 return None
             return hear(seconds)
 
-        monkeypatch.setattr(worker._link, "_next", stop_once)
+        monkeypatch.setattr(worker._link, "next_message", stop_once)
         model.descend(torch.ones(7))
         worker.step()
         assert stopped and worker.seq == 1
