@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import devices
+import programs
 import pytest
 import torch
 from workers import Crew, Pool
@@ -51,6 +53,16 @@ def zygote() -> Iterator[Zygote]:
     process = Zygote()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="module")
+def forked_programs(zygote: Zygote) -> Iterator[None]:
+    """Fork the Python programs that tests start by ``subprocess``; see programs.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs.Popen, "line", zygote.line, raising=False)
+        patch.setattr(programs.Popen, "owner", os.getpid(), raising=False)
+        patch.setattr(subprocess, "Popen", programs.Popen)
+        yield
 
 
 @pytest.fixture(scope="session")
