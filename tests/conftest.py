@@ -38,6 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    programs.Popen.is_forking = item.get_closest_marker("fresh_interpreter") is None
+
+
 def pytest_collection_finish() -> None:
     """Take what lives as long as the tests from the garbage collector, which they call often."""
     gc.collect()

@@ -186,7 +186,7 @@ class Job:
         self.zygote = zygote
         words = ["-c", textwrap.dedent(script), *map(str, arguments)]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-        program = programs.Program(words, str(SUPPORT), environment, path=FOLDERS)
+        program = programs.Program(words, str(SUPPORT), environment, path=FOLDERS, is_thorough=True)
         self.pid, self.stream = zygote.fork("program", program)
         self.output = self.stream.makefile("r")
 
