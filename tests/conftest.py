@@ -106,17 +106,23 @@ def replicas(zygote: Zygote) -> Iterator[Callable[[int], Pool]]:
     crew.close()
 
 
-@pytest.fixture(scope="module")
-def trainer_replicas() -> Iterator[Callable[[int], Pool]]:
-    """``trainer_replicas(n)``: processes without a process group that have imported trainers."""
+@pytest.fixture(scope="session")
+def trainer_zygote() -> Iterator[Zygote]:
+    """A process that has imported trainers, which takes several seconds."""
     from trainers import is_installed
 
     libraries = ("transformers.trainer", "accelerate", "lightning.pytorch", "peft")
     process = Zygote([library for library in libraries if is_installed(library)])
-    crew = Crew(process)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def trainer_replicas(trainer_zygote: Zygote) -> Iterator[Callable[[int], Pool]]:
+    """``trainer_replicas(n)``: processes without a process group that have imported trainers."""
+    crew = Crew(trainer_zygote)
     yield lambda world: crew.pool(world, init_group=False)
     crew.close()
-    process.close()
 
 
 @pytest.fixture
