@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import devices
+import programs
 import pytest
 import torch
 from workers import Crew, Pool
@@ -36,6 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    programs.Popen.is_forking = item.get_closest_marker("fresh_interpreter") is None
+
+
 def pytest_collection_finish() -> None:
     """Take what lives as long as the tests from the garbage collector, which they call often."""
     gc.collect()
@@ -51,6 +57,16 @@ def zygote() -> Iterator[Zygote]:
     process = Zygote()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="module")
+def forked_programs(zygote: Zygote) -> Iterator[None]:
+    """Fork the Python programs that tests start by ``subprocess``; see programs.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs.Popen, "line", zygote.line, raising=False)
+        patch.setattr(programs.Popen, "owner", os.getpid(), raising=False)
+        patch.setattr(subprocess, "Popen", programs.Popen)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -90,17 +106,23 @@ def replicas(zygote: Zygote) -> Iterator[Callable[[int], Pool]]:
     crew.close()
 
 
-@pytest.fixture(scope="module")
-def trainer_replicas() -> Iterator[Callable[[int], Pool]]:
-    """``trainer_replicas(n)``: processes without a process group that have imported trainers."""
+@pytest.fixture(scope="session")
+def trainer_zygote() -> Iterator[Zygote]:
+    """A process that has imported trainers, which takes several seconds."""
     from trainers import is_installed
 
     libraries = ("transformers.trainer", "accelerate", "lightning.pytorch", "peft")
     process = Zygote([library for library in libraries if is_installed(library)])
-    crew = Crew(process)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def trainer_replicas(trainer_zygote: Zygote) -> Iterator[Callable[[int], Pool]]:
+    """``trainer_replicas(n)``: processes without a process group that have imported trainers."""
+    crew = Crew(trainer_zygote)
     yield lambda world: crew.pool(world, init_group=False)
     crew.close()
-    process.close()
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from cli_helpers import run_cli
 from diloco_comm.asynchronous.model.rules import Buffered
 from diloco_comm.asynchronous.server.server import AsyncServer
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 UPDATE_BYTES = 4 * SIZE
 
 

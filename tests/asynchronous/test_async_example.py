@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from async_helpers import serving
 
 from diloco_comm.asynchronous.model.rules import DelayedNesterov
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_async.py"
 

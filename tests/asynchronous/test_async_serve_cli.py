@@ -17,6 +17,8 @@ import torch
 from async_helpers import attach
 from cli_helpers import check_documented, check_misuse, run_cli
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "serve"]
 
 
@@ -35,6 +37,7 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.wait()
 
 
+@pytest.mark.fresh_interpreter
 def test_train_look_stop_and_go_on(tmp_path: Path) -> None:
     options = (
         "--rule", "delayed", "--period", "2", "--lr", "0.5", "--sync-every", "1",

@@ -22,6 +22,8 @@ from benchmarks.support import common
 from diloco_comm.ops import reference
 from diloco_comm.ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 Run = Callable[..., tuple[list[str], dict[str, Any]]]
 
 
@@ -97,6 +99,7 @@ def test_flat_baseline_follows_the_equations(run: Run) -> None:
     assert "# out of bounds values: 0" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.fresh_interpreter
 def test_namespaces_carry_the_exchange_and_are_removed(run: Run) -> None:
     from benchmarks.exchange import netns
 

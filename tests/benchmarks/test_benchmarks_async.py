@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from benchmark_runs import run_benchmark
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 def search(best: float, start: float) -> list[float]:
     """Return the rates that are tried when the loss is least at ``best``."""

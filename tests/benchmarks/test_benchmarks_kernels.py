@@ -14,6 +14,8 @@ from benchmark_runs import run_benchmark
 from diloco_comm import ops
 from diloco_comm.ops import dispatch as impls
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 IMPLS = [impl for impl in ops.available_impls() if impl != "reference"][-2:]
 
 

@@ -18,6 +18,8 @@ import torch
 from benchmark_runs import ROOT, run_benchmark
 from workers import Pool
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 def run_script(name: str, *arguments: object, status: int = 0) -> list[str]:
     done = run_benchmark(name, *arguments)

@@ -16,6 +16,8 @@ from benchmarks.convergence.in_one_process import Replica, Replicas
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.methods.overlap import Blocking, Delayed, Eager, Overlap
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 SYNC_EVERY, NUM_STEPS = 3, 15
 POLICIES = [Blocking(), Delayed(), Delayed(rounds=2), Eager(), Eager(first="sync"), Eager(rounds=2)]
 

@@ -19,6 +19,8 @@ from diloco_comm import SGD, DiLoCo
 from diloco_comm.ops import dispatch
 from diloco_comm.ops.wire import WireFormat
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 SYNC_EVERY, NUM_STEPS, LR, SEED = 2, 8, 0.7, 5
 
 

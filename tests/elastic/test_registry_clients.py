@@ -27,6 +27,8 @@ from diloco_comm.elastic.registry.messages import (
 )
 from diloco_comm.elastic.registry.server import RegistryServer
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context]:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from benchmark_runs import run_benchmark
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -163,6 +165,7 @@ def test_one(device, number):
 """
 
 
+@pytest.mark.fresh_interpreter
 def test_shares_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every marked test runs once in all; one that fails is shown."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from benchmark_runs import run_benchmark
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 SOURCE = """
 from __future__ import annotations

@@ -15,6 +15,8 @@ from launching import torchrun
 from diloco_comm.base import launch
 from diloco_comm.base.launch import Launch
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 SRUN = {
     "SLURM_PROCID": "5",
     "SLURM_NTASKS": "8",
@@ -85,6 +87,7 @@ with open(f"device-{os.environ['CUDA_VISIBLE_DEVICES']}", "w") as file:
 """
 
 
+@pytest.mark.fresh_interpreter
 def test_each_process_of_torchrun_is_a_replica(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -150,6 +153,7 @@ def test_it_comes_first(workers) -> None:
     assert workers(2).run(too_late) == [{}, {}]
 
 
+@pytest.mark.fresh_interpreter
 def test_importing_the_package_imports_no_trainer() -> None:
     code = (
         "import sys, diloco_comm, diloco_comm.integrations, diloco_comm.base.launch\n"

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from trainers import LEARNING_RATE, Rows, WithLoss, flat, needs
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 SPANS = (
     "DistributedDataParallel averages gradients over ranks [0, 1] at every step, but these are "
     "different replicas, which DiLoCo averages every sync_every steps: write `replicas = "
@@ -48,6 +50,7 @@ dist.destroy_process_group()
 
 
 @needs("transformers")
+@pytest.mark.fresh_interpreter
 def test_hugging_face_under_torchrun(tmp_path: Path) -> None:
     first, second = torchrun(HUGGING_FACE, tmp_path)
     for told in (first, second):
@@ -118,6 +121,7 @@ dist.destroy_process_group()
 
 
 @needs("lightning")
+@pytest.mark.fresh_interpreter
 def test_lightning_under_torchrun(tmp_path: Path) -> None:
     first, second = torchrun(LIGHTNING, tmp_path)
     for told in (first, second):
@@ -152,6 +156,7 @@ dist.destroy_process_group()
 
 
 @needs("accelerate")
+@pytest.mark.fresh_interpreter
 def test_accelerate_under_torchrun(tmp_path: Path) -> None:
     for told in torchrun(ACCELERATE, tmp_path):
         assert told["alone"] == 1

@@ -12,6 +12,8 @@ from problems import attach
 
 from diloco_comm.base import launch
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 FORGOTTEN = """
 import torch, torch.distributed as dist
 from problems import attach, train_step

@@ -25,6 +25,8 @@ from diloco_comm.tools.bench import outer_step as bench_outer_step
 from diloco_comm.tools.bench import tune as bench_tune
 from diloco_comm.tools.common import reports, workers
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TOP = {"date", "commit", "machine", "versions", "command", "results", "output"}
 

@@ -21,6 +21,8 @@ from zygote import Job, Zygote
 
 from diloco_comm import SGD, DiLoCo, __version__
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 CLI = [sys.executable, "-m", "diloco_comm.tools.cli"]
 
 
@@ -59,6 +61,7 @@ def train_one_round(rank: int, world: int, address: str) -> list[float]:
     return model.weight.flatten().tolist()
 
 
+@pytest.mark.fresh_interpreter
 def test_replicas_meet_at_the_store(
     store: tuple[subprocess.Popen[str], str], fresh_workers: Callable[..., Pool]
 ) -> None:
@@ -136,6 +139,7 @@ def test_missing_extra_is_one_sentence(module: str) -> None:
     assert len(ended.stderr.splitlines()) == 1
 
 
+@pytest.mark.fresh_interpreter
 def test_help_lists_the_sub_commands_and_loads_none() -> None:
     code = (
         "import sys; from diloco_comm.tools.app import app; "

@@ -22,6 +22,8 @@ from diloco_comm.tools.demo.data import Batches, load_corpus, validation_windows
 from diloco_comm.tools.demo.methods import overlap_of
 from diloco_comm.tools.demo.settings import ROWS, STREAMING, Settings
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 DEMO = [sys.executable, "-m", "diloco_comm.tools.cli", "demo"]
 NUM_REPLICAS = 3
 NUM_STEPS = 20

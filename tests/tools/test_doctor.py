@@ -23,6 +23,8 @@ from diloco_comm.tools.doctor import job as doctor_job
 from diloco_comm.tools.doctor import selftest as doctor_selftest
 from diloco_comm.tools.doctor.facts import Finding
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 FINDING = {"level": str, "what": str, "remedy": str}
 SCHEMA: dict[str, Any] = {
     "schema": int,
@@ -85,6 +87,7 @@ def facts_with(**changes: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------ the command
 
 
+@pytest.mark.fresh_interpreter
 def test_first_example_passes_its_own_test() -> None:
     first, _ = examples(doctor_command.EXAMPLES)
     ended = run_cli(*first, "--json")

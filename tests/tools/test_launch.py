@@ -22,6 +22,8 @@ from diloco_comm.elastic import exits
 from diloco_comm.elastic.state_folder import StateFolder
 from diloco_comm.tools.launch.run import Launch, Launcher, outcome, pause_s
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 CLI = [sys.executable, "-m", "diloco_comm.tools.cli", "launch"]
 
 # Worker 0 of replica 1 dies once, in the middle of the run.
@@ -75,6 +77,7 @@ def start(registry: Host, folder: Path, name: str, *arguments: object) -> subpro
     )
 
 
+@pytest.mark.fresh_interpreter
 def test_a_dead_replica_comes_again_and_all_end_at_one_step(registry: Host, tmp_path: Path) -> None:
     (tmp_path / "die").touch()
     launchers = [start(registry, tmp_path, name, 4, 400) for name in "ab"]

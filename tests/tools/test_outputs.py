@@ -27,6 +27,8 @@ from diloco_comm.tools.app import app
 from diloco_comm.tools.common import outputs
 from diloco_comm.tools.profile.record import Recorder
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PLAN = ["plan", "--params", "1B", "--layers", "12", "--step-time", "1"]
 KERNELS = [launch(0, 1), kernel(NCCL, 5, 20, 7, 1), launch(1, 2), kernel(GEMM, 15, 20, 20, 2)]
 EXCHANGE = ["bench", "exchange", "-g", "2", "-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]
@@ -369,6 +371,7 @@ def test_option_type_of_the_benchmarks(tmp_path: Path, monkeypatch: pytest.Monke
     assert parser.parse_args(["--json", str(tmp_path / "x")]).json == tmp_path / "x"
 
 
+@pytest.mark.fresh_interpreter
 def test_a_full_standard_output_is_one_sentence() -> None:
     command = [sys.executable, "-m", "diloco_comm.tools.cli", "plan", "--params", "7B"]
     with open("/dev/full", "w") as full:

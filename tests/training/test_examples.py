@@ -12,6 +12,8 @@ import pytest
 from diloco_comm.tools.common import ranks
 from diloco_comm.tools.common.workers import run_workers
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -22,6 +24,7 @@ def run(command: list[str], cwd: Path) -> str:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.fresh_interpreter
 def test_train_plain_learns(num_replicas: int, tmp_path: Path) -> None:
     """Two replicas have torchrun's variables; test_integrations_launch.py runs torchrun itself."""
     script = [str(EXAMPLES / "train_plain.py"), "--steps", "12", "--sync-every", "5"]

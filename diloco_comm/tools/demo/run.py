@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Protocol
 
+from ..common.ranks import WITH_OPTIMIZER
 from ..common.store import open_store
 from .data import load_corpus
 from .events import Failed
@@ -71,9 +72,9 @@ class _Replica:
 def _replicas(settings: Settings) -> Iterator[list[_Replica]]:
     """Start the worker processes, and at the end kill those that still run."""
     store = open_store("127.0.0.1", 0)
-    # A fresh process imports torch once and forks the replicas.
+    # A fresh process imports torch and what an optimizer needs once, and forks the replicas.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([worker_main.__module__])
+    context.set_forkserver_preload([worker_main.__module__, *WITH_OPTIMIZER])
     replicas: list[_Replica] = []
     try:
         for index in range(settings.num_replicas):

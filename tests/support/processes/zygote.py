@@ -9,6 +9,7 @@ A program's interpreter begins in a fork, and ends as any other does.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -20,11 +21,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
+import programs
 from support_paths import FOLDERS, SUPPORT
 
 PRELOAD = (
@@ -56,48 +58,68 @@ def look_up_names_in_files_only() -> None:
         configure(b"hosts", b"files")
 
 
-def serve(fd: int, preload: Sequence[str]) -> str | None:
-    """Import torch once, then fork at every request; returns in a child that is a program."""
+def serve(fd: int, preload: Sequence[str], path: list[str]) -> list[str] | None:
+    """Import torch once, then fork at every request; returns in a child that is a program.
+
+    Args:
+        fd: Of the connection to the test process, with which the zygote ends.
+        path: ``sys.path`` of an interpreter, without the folder of its script.
+
+    Returns:
+        The words of the program, or None.
+    """
     die_with_parent()
     look_up_names_in_files_only()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    environment = dict(os.environ)  # before the modules change it
     for name in (*PRELOAD, *preload):
         importlib.import_module(name)
     # A collection in a worker would look at a million objects of torch's, and copy their pages.
     gc.collect()
     gc.freeze()
-    control = Connection(fd)
+    # The test process, then the programs, which may start others.
+    clients = [Connection(fd)]
     while True:
-        try:
-            request, argument = control.recv()
-        except EOFError:
-            return None
-        if request == "exit_code":
-            _, status = os.waitpid(argument, 0)
-            control.send(os.waitstatus_to_exitcode(status))
-            continue
-        handle = recv_handle(control)
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            if request == "program":
-                return _begin(handle, *argument)
-            importlib.import_module("workers").worker_main(Connection(handle), argument)
-        os.close(handle)
-        control.send(pid)
+        for client in wait(clients):
+            assert isinstance(client, Connection)
+            try:
+                request, argument, num_fds = client.recv()
+                fds = [recv_handle(client) for _ in range(num_fds)]
+            except (EOFError, OSError):
+                if client is clients[0]:
+                    return None
+                clients.remove(client)
+                client.close()
+                continue
+            if request == "exit_code":
+                _, status = os.waitpid(argument, 0)
+                answer = os.waitstatus_to_exitcode(status)
+            else:
+                ours, theirs = socket.socketpair()
+                answer = os.fork()
+                if answer == 0:
+                    for other in (ours, *clients):
+                        other.close()
+                    line = programs.Line(Connection(theirs.detach()), environment)
+                    return _begin(request, argument, fds, line, path)
+                theirs.close()
+                clients.append(Connection(ours.detach()))
+                for handle in fds:
+                    os.close(handle)
+            with contextlib.suppress(BrokenPipeError):
+                client.send(answer)
 
 
-def _begin(handle: int, script: str, arguments: list[str]) -> str:
+def _begin(
+    request: str, argument: Any, fds: list[int], line: programs.Line, path: list[str]
+) -> list[str]:
+    """Go on as a worker, or return the words of a program."""
     die_with_parent()
-    gc.unfreeze()  # the end of the interpreter is that of any other
-    for stream in (0, 1, 2):
-        os.dup2(handle, stream)
-    os.close(handle)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(SUPPORT)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    sys.argv = ["-c", *arguments]
-    return script
+    if request == "worker":
+        line.control.close()
+        importlib.import_module("workers").worker_main(Connection(fds[0]), argument)
+    programs.begin(argument, fds, line, path)
+    return argument.words
 
 
 # ---------------------------------------------------------------------------- in the test process
@@ -117,26 +139,24 @@ class Zygote:
             start_new_session=True,
         )
         theirs.close()
-        self.control = Connection(ours.detach())
+        self.line = programs.Line(Connection(ours.detach()), dict(os.environ))
         atexit.register(self.close)
 
     def fork(self, request: str, argument: Any) -> tuple[int, socket.socket]:
         """Fork a "worker" or a "program"; its process and our end of what it was given."""
         ours, theirs = socket.socketpair()
-        self.control.send((request, argument))
-        send_handle(self.control, theirs.fileno(), self.process.pid)
-        theirs.close()
-        return self.control.recv(), ours
+        with theirs:
+            num_fds = 1 if request == "worker" else 3
+            return self.line.fork(request, argument, [theirs.fileno()] * num_fds), ours
 
     def exit_code(self, pid: int) -> int:
-        self.control.send(("exit_code", pid))
-        return self.control.recv()
+        return self.line.exit_code(pid)
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        self.control.close()
+        self.line.control.close()
 
 
 def wait_until_stopped(pid: int, timeout: float = 60.0) -> None:
@@ -164,7 +184,9 @@ class Job:
 
     def __init__(self, zygote: Zygote, script: str, *arguments: Any) -> None:
         self.zygote = zygote
-        program = (textwrap.dedent(script), [str(argument) for argument in arguments])
+        words = ["-c", textwrap.dedent(script), *map(str, arguments)]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+        program = programs.Program(words, str(SUPPORT), environment, path=FOLDERS, is_thorough=True)
         self.pid, self.stream = zygote.fork("program", program)
         self.output = self.stream.makefile("r")
 
@@ -189,8 +211,9 @@ class Job:
 
 
 if __name__ == "__main__":
+    path = sys.path[1:]
     # Functions are pickled under their modules' real names.
     sys.path[:0] = FOLDERS
-    program = importlib.import_module("zygote").serve(int(sys.argv[1]), sys.argv[2:])
-    if program is not None:
-        exec(compile(program, "<program>", "exec"))
+    words = importlib.import_module("zygote").serve(int(sys.argv[1]), sys.argv[2:], path)
+    if words is not None:
+        programs.run_as_main(words)
