@@ -24,6 +24,10 @@ struct Vec {
     static F load_fp16(const uint16_t* p) { return _mm256_cvtph_ps(load128(p)); }
     static I load_u16(const uint16_t* p) { return _mm256_cvtepu16_epi32(load128(p)); }
     static I load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(load64(p)); }
+    // Four numbers in lanes of 64 bits.
+    static I load_u16_as_64(const uint16_t* p) {
+        return _mm256_cvtepu16_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
     // Eight 4-bit codes: each byte goes to 64 bits, its high nibble is moved to the upper half.
     static I load_nibbles(const uint8_t* p) {
         int32_t packed;
@@ -166,6 +170,8 @@ struct Vec {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     }
     static I lane_numbers() { return _mm256_setr_epi64x(0, 1, 2, 3); }
+    // 1 << n in lanes of 64 bits; 0 where n, without a sign, is above 63.
+    static I bit64(I n) { return _mm256_sllv_epi64(set64(1), n); }
     static I add64(I a, I b) { return _mm256_add_epi64(a, b); }
     static I multiply64(I a, I b) {
         const I cross = add64(multiply_low(a, high_half(b)), multiply_low(high_half(a), b));
