@@ -259,6 +259,17 @@ struct Vec {
     static void store_mask(uint8_t* bits, M mask) {
         *bits = static_cast<uint8_t>(_mm256_movemask_ps(as_float(mask)));
     }
+    // The bits of so many masks, or signs, are stored at once.
+    static constexpr int kMaskVectors = 4;
+    static void store_signs(uint8_t* bits, const I* v) {
+        // The packs work in 128-bit halves: afterwards every word holds four lanes of one vector.
+        const I words =
+            _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+        const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        const int mask = _mm256_movemask_epi8(_mm256_permutevar8x32_epi32(words, order));
+        __builtin_memcpy(bits, &mask, sizeof(mask));
+    }
+    static void store_masks(uint8_t* bits, const M* mask) { store_signs(bits, mask); }
     static M is_negative(I v) { return _mm256_srai_epi32(v, 31); }
     static I negate_where(M m, I v) { return sub(xor_(v, m), m); }
     static I add_where(M m, I a, I b) { return add(a, and_(m, b)); }

@@ -229,6 +229,10 @@ struct Vec {
         const auto word = static_cast<uint16_t>(mask);
         __builtin_memcpy(bits, &word, sizeof(word));
     }
+    // The bits of so many masks, or signs, are stored at once.
+    static constexpr int kMaskVectors = 1;
+    static void store_signs(uint8_t* bits, const I* v) { store_mask(bits, is_negative(*v)); }
+    static void store_masks(uint8_t* bits, const M* mask) { store_mask(bits, *mask); }
     static M is_negative(I v) { return _mm512_movepi32_mask(v); }
     static I negate_where(M m, I v) { return _mm512_mask_sub_epi32(v, m, set(0), v); }
     static I add_where(M m, I a, I b) { return _mm512_mask_add_epi32(a, m, a, b); }
