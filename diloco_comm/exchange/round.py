@@ -159,8 +159,11 @@ class Round:
         own = self.own.tensor
         if self.result is None:
             return [(own, 1.0)]
-        payloads = self.received
-        if len(weights) > 2 and not self.layout.wire.is_gathered:
-            return [(payloads[0], 1.0)]
+        if len(weights) == 2:
+            payloads = [self.result.tensor]
+        elif self.layout.wire.is_gathered:
+            payloads = self.received
+        else:
+            return [(self.result.tensor, 1.0)]
         payloads.insert(self.rank, own)
         return list(zip(payloads, weights, strict=True))

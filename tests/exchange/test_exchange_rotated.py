@@ -199,7 +199,7 @@ def test_a_sparse_wire_of_a_fragment_on_a_device_is_refused() -> None:
     from diloco_comm.exchange.buffers import ExchangeBuffers
 
     form, device = WireFormat("topk64"), torch.device("cuda:0")
-    with pytest.raises(ValueError, match="wire topk64 has no kernels for a device.*, sub16$"):
+    with pytest.raises(ValueError, match=r"wire topk64 has no kernels for a device.*, sub16$"):
         ExchangeBuffers(10, form, error_feedback=True, device=device)
 
 
