@@ -70,7 +70,8 @@ DILOCO_INLINE void load_folded(const float* x, const SignBits<kFormat>& signs, i
 // is made after the next block was loaded.
 template <Format kFormat>
 struct Coefficients {
-    alignas(64) Vec::I magnitude[kKeptVectors<kFormat>];
+    // Of each coefficient, where these have levels.
+    Vec::I magnitude[wire::Rotation<kFormat>::kHasLevels ? kKeptVectors<kFormat> : 1];
     Vec::I magnitudes, squares;  // sums, lane by lane
     int64_t block;
     int exponent;
@@ -149,8 +150,7 @@ DILOCO_INLINE uint8_t* code_of(const EncodeSpan& span, int64_t block) {
     return span.codes + block * wire::own_bytes(kFormat);
 }
 
-// Writes what was left open of a block, and returns its scale. Of a block that is null or bad, the
-// magnitudes' sum is zero.
+// Writes the levels and the scale of a block. The sums of a bad block are zeros: it becomes null.
 template <Format kFormat, bool kHasNewResidual>
 DILOCO_INLINE void finish_block(const EncodeSpan& span, const Coefficients<kFormat>& in) {
     uint8_t* code = code_of<kFormat>(span, in.block);
