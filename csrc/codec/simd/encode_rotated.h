@@ -36,21 +36,25 @@ DILOCO_INLINE void load_folded(const float* x, const SignBits<kFormat>& signs, i
     constexpr int kVectors = kPartVectors<kFormat>, kParts = kKeptVectors<kFormat> / kVectors;
     const Vec::F unit = Vec::set(wire::power_of_two(R::kBits - exponent));
     int next = 0;
+    const auto load_one = [&](int j) __attribute__((always_inline)) {
+        Vec::I bits;
+        __builtin_memcpy(&bits, signs.bit + j, sizeof(bits));
+        // Rounding to even is the same on both sides of zero.
+        const Vec::F v = Vec::as_float(Vec::xor_(Vec::as_int(Vec::load(x + j)), bits));
+        const Vec::I q = Vec::round_even(Vec::mul(v, unit));
+        // After the load: it stores to an address with the same 12 low bits (see Scratch).
+        load_next(next);
+        next += Vec::kWidth;
+        return q;
+    };
     const auto load_across = [&](int k) __attribute__((always_inline)) {
         Vec::I part[kParts];
 #pragma GCC unroll 8
         for (int p = 0; p < kParts; ++p) {
-            for (int begin = 0; begin < R::kBlock; begin += R::kKept) {
-                const int j = begin + (p * kVectors + k) * Vec::kWidth;
-                Vec::I bits;
-                __builtin_memcpy(&bits, signs.bit + j, sizeof(bits));
-                // Rounding to even is the same on both sides of zero.
-                const Vec::F v = Vec::as_float(Vec::xor_(Vec::as_int(Vec::load(x + j)), bits));
-                const Vec::I q = Vec::round_even(Vec::mul(v, unit));
-                // After the load: it stores to an address with the same 12 low bits (see Scratch).
-                load_next(next);
-                next += Vec::kWidth;
-                part[p] = begin == 0 ? q : Vec::add(part[p], q);
+            const int j = (p * kVectors + k) * Vec::kWidth;
+            part[p] = load_one(j);
+            for (int begin = R::kKept; begin < R::kBlock; begin += R::kKept) {
+                part[p] = Vec::add(part[p], load_one(begin + j));
             }
         }
         if constexpr (kParts > 1) transform_across<WideLanes, 1>(part);
