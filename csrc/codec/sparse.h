@@ -1,5 +1,5 @@
-// The sparse formats (wire/sparse.h) on the CPU, one block at a time. Every instruction set
-// compiles these loops for itself; only the search for large elements is written for each.
+// Decoding of the sparse formats (wire/sparse.h) on the CPU, one block at a time. Every instruction
+// set compiles these loops for itself.
 #pragma once
 
 #include "codec/kernels.h"
@@ -7,57 +7,6 @@
 
 namespace diloco::codec {
 namespace {
-
-// Groups of a block whose largest magnitudes bound the k-th largest element from below.
-constexpr int kGroups = 256;
-
-// The largest magnitudes' bits of the groups {g, g + 256, ...}, and of the whole block.
-inline uint32_t group_maxima(const float* x, int block, int32_t* maxima) {
-    for (int g = 0; g < kGroups; ++g) maxima[g] = 0;
-    for (int begin = 0; begin < block; begin += kGroups) {
-        for (int g = 0; g < kGroups; ++g) {
-            int32_t bits;
-            __builtin_memcpy(&bits, x + begin + g, sizeof(bits));
-            bits &= static_cast<int32_t>(wire::kMagnitudeMask);
-            maxima[g] = bits > maxima[g] ? bits : maxima[g];
-        }
-    }
-    int32_t largest = 0;
-    for (int g = 0; g < kGroups; ++g) largest = maxima[g] > largest ? maxima[g] : largest;
-    return static_cast<uint32_t>(largest);
-}
-
-// The k-th largest of `count` keys, which are not negative.
-inline int32_t kth_largest(const int32_t* keys, int count, int k) {
-    int32_t found = 0;
-    for (int bit = 30; bit >= 0; --bit) {
-        const int32_t trial = found | (1 << bit);
-        int32_t num_above = 0;
-        for (int i = 0; i < count; ++i) num_above += keys[i] >= trial ? 1 : 0;
-        if (num_above >= k) found = trial;
-    }
-    return found;
-}
-
-// The kept indices, ascending. Search::above(x, count, bound, indices, keys) finds all elements
-// whose magnitude has at least the bits `bound`.
-template <wire::Format kFormat, class Search>
-void select_kept(const float* x, const int32_t* maxima, uint16_t* kept) {
-    using S = wire::Sparse<kFormat>;
-    uint16_t candidates[S::kBlock];
-    int32_t keys[S::kBlock];
-    const int32_t bound = kth_largest(maxima, kGroups, S::kKept);
-    const int count = Search::above(x, S::kBlock, bound, candidates, keys);
-    const int32_t least = kth_largest(keys, count, S::kKept);
-    int num_ties = S::kKept, num_kept = 0;
-    for (int i = 0; i < count; ++i) num_ties -= keys[i] > least ? 1 : 0;
-    for (int i = 0; i < count && num_kept < S::kKept; ++i) {
-        const bool is_tie = keys[i] == least && num_ties > 0;
-        if (keys[i] <= least && !is_tie) continue;
-        num_ties -= is_tie ? 1 : 0;
-        kept[num_kept++] = candidates[i];
-    }
-}
 
 // Decodes one block; a code that no encoder makes is NaN.
 template <wire::Format kFormat>
@@ -91,41 +40,6 @@ void sum_sparse_block(const Term* terms, int num_terms, int64_t block, float* su
             for (int i = 0; i < kBlock; ++i) sum[i] += coefficient * value[i];
         }
     }
-}
-
-// Encodes x, block number `block`, and subtracts from x what was sent; returns the number of bad
-// elements.
-template <wire::Format kFormat, class Search>
-int64_t encode_sparse_block(const EncodeSpan& span, int64_t block, float* x) {
-    using S = wire::Sparse<kFormat>;
-    uint8_t* code = span.codes + block * wire::own_bytes(kFormat);
-    __builtin_memset(code, 0, wire::own_bytes(kFormat));
-    __builtin_memset(span.scales + 2 * block, 0, 2);
-    int32_t maxima[kGroups];
-    const uint32_t largest = group_maxima(x, S::kBlock, maxima);
-    if (largest > wire::kLargestGoodBits) {
-        int64_t num_bad = 0;
-        for (int i = 0; i < S::kBlock; ++i) num_bad += wire::is_bad(x[i]);
-        return num_bad;
-    }
-    if (largest == 0) return 0;
-    uint16_t kept[S::kKept];
-    select_kept<kFormat, Search>(x, maxima, kept);
-    const int exponent = wire::block_exponent(largest);
-    const float unit = wire::power_of_two(21 - exponent);
-    uint32_t sum = 0;
-    for (const uint16_t i : kept) {
-        sum += static_cast<uint32_t>(__builtin_rintf(__builtin_fabsf(x[i]) * unit));
-    }
-    const uint16_t scale = wire::sparse_scale<kFormat>(sum, exponent);
-    if (scale == 0) return 0;
-    __builtin_memcpy(span.scales + 2 * block, &scale, sizeof(scale));
-    wire::write_sparse_code<kFormat>(kept, x, code);
-    const float value = wire::scale_value(scale);
-    for (const uint16_t i : kept) {
-        x[i] -= wire::float_bits(x[i]) >> 31 != 0 ? -value : value;
-    }
-    return 0;
 }
 
 }  // namespace

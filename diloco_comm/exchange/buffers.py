@@ -72,11 +72,11 @@ class ExchangeBuffers:
         if num_elements < 1:
             raise ValueError(f"buffers need at least one element, got {num_elements}")
         check_options(wire, error_feedback=error_feedback)
-        if wire.is_gathered and device.type != "cpu":
-            known = ", ".join(name for name in WIRES if not WireFormat(name).is_gathered)
+        if wire.is_sparse and device.type != "cpu":
+            known = ", ".join(name for name in WIRES if not WireFormat(name).is_sparse)
             raise ValueError(
-                f"wire {wire.name} sends all payloads to all replicas, which takes fragments in "
-                f"host memory alone, got a fragment on {device}: take one of the wires {known}"
+                f"wire {wire.name} has no kernels for a device, and takes fragments in host memory "
+                f"alone, got a fragment on {device}: take one of the wires {known}"
             )
         self.num_elements = num_elements
         self.device, self.is_streamed = device, is_streamed
@@ -128,7 +128,7 @@ class ExchangeBuffers:
         self.layout = Layout.plan(self.num_elements, world_size, num_chunks, wire)
         layout = self.layout
         # Whole payloads need no staging: the link gets all there is.
-        reduces = world_size > 2 and not wire.is_gathered
+        reduces = self.num_phases == 2
         window = min(window * lanes, num_chunks) if reduces else num_chunks
         self.window = window
         self.native = _C.Plan(
@@ -153,6 +153,13 @@ class ExchangeBuffers:
             return
         self._owner = (rank, layout)
         self.residuals.plan_reduction(num_chunks * layout.run_elements if reduces else 0)
+
+    @property
+    def num_phases(self) -> int:
+        """0 for one rank; 1: all payloads go to all ranks; 2: shards are reduced, then gathered."""
+        if self.world_size == 1:
+            return 0
+        return 1 if self.world_size == 2 or self.wire.is_gathered else 2
 
     @property
     def num_received(self) -> int:

@@ -148,17 +148,22 @@ class Round:
         self.digest = job.digest
         return "agreed" if self.error is None else "voted"
 
+    @property
+    def received(self) -> list[Tensor]:
+        """The payloads that the exchange brings, in rank order."""
+        assert self.result is not None
+        return list(self.result.tensor.split(self.layout.payload_bytes))
+
     def combine(self, weights: Sequence[float]) -> Terms:
         """Return the terms of the mean, of payloads that need not be complete yet."""
         own = self.own.tensor
         if self.result is None:
             return [(own, 1.0)]
-        result = self.result.tensor
         if len(weights) == 2:
-            payloads = [result]
+            payloads = [self.result.tensor]
         elif self.layout.wire.is_gathered:
-            payloads = list(result.split(self.layout.payload_bytes))
+            payloads = self.received
         else:
-            return [(result, 1.0)]
+            return [(self.result.tensor, 1.0)]
         payloads.insert(self.rank, own)
         return list(zip(payloads, weights, strict=True))

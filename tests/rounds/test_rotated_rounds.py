@@ -20,6 +20,7 @@ from diloco_comm import (
     Eager,
     NonFiniteError,
     Streaming,
+    SyncError,
     all_reduce,
     shutdown,
 )
@@ -63,6 +64,39 @@ def test_outer_parameters_stay_bit_identical(world: int, workers) -> None:
     results = workers(world).run(hashes, ["int2r", "sub8", "topk64"])
     assert all(result == results[0] for result in results)
     assert all(len(set(seen)) > 2 for seen in results[0])
+
+
+def survive(rank: int, world: int, wires: list[str]) -> list[Any]:
+    """Replica 1 leaves in the middle of a round; the others go on without it."""
+    ends = []
+    for wire in wires:
+        for overlap in (Blocking(), Streaming(2, 0.5), Eager()):
+            options = {"error_feedback": wire.startswith("topk"), "timeout": 60}
+            model, optimizer, diloco = attach(wire=wire, overlap=overlap, **options)
+            with diloco:
+                while diloco.inner_step < 18:
+                    if rank == 1 and diloco.inner_step == 8:
+                        break
+                    try:
+                        train_step(model, optimizer, rank, diloco.inner_step, WIDTH)
+                    except SyncError:
+                        diloco.change_group([0, 2])
+                if rank == 1:
+                    continue
+                diloco.flush()
+                rounds = [part.round for part in diloco.parts]
+                local = torch.cat([p.detach().flatten() for p in model.parameters()])
+                ends.append((diloco.exchange.members, rounds, diloco.outer_hash(), local.tolist()))
+    return ends
+
+
+@pytest.mark.parametrize("wire", ["int2r", "int1r", "sub8", "topk64"])
+def test_survivors_stay_bit_identical(wire: str, workers) -> None:
+    first, _, third = workers(3).run(survive, [wire])
+    assert [end[:3] for end in first] == [end[:3] for end in third]
+    assert all(members == (0, 2) and min(rounds) >= 3 for members, rounds, *_ in first)
+    assert len({end[2] for end in first}) == 3
+    assert all(math.isfinite(value) for end in first for value in end[3])
 
 
 def hashes_with(rank: int, world: int, arguments: dict[str, Any]) -> str:

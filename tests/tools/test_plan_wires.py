@@ -8,11 +8,14 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from cli_helpers import run_cli
 
+import diloco_comm
 from benchmarks.support.common import RESULTS
-from diloco_comm.ops.wire import WIRES
+from diloco_comm.ops.wire import WIRES, WireFormat
 from diloco_comm.tools.plan import wires as plan_wires
+from diloco_comm.tools.plan.settings import Setting, as_arguments
 
 SMALL = ["--params", "1e9", "--layers", "24", "--step-time", "0.1"]
 
@@ -44,8 +47,29 @@ def test_auto_takes_the_most_precise_wire_that_is_fast_enough(
     plan = plan_json(*words, "--write", path)
     assert (plan["request"]["wire"], plan["link"]["utilisation"] >= 0.9) == (wire, True)
     assert plan["auto"].startswith(f"{wire}: ") and reason in plan["auto"]
-    assert json.loads(path.read_text()) == {"sync_every": 500, "wire": wire}
+    written = json.loads(path.read_text())
+    # Below two bits there is no outer momentum.
+    outer = written.pop("outer", None)
+    assert (outer == {"name": "SGD", "lr": 1.0}) == (wire in ("int1r", "sub4", "sub16"))
+    assert written == {"sync_every": 500, "wire": wire}
     assert ("model of 118,000 parameters" in plan["auto"]) == (wire not in ("int8", "int4"))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_is_written_is_what_a_wire_needs(wire: str) -> None:
+    """The program and the file make the same DiLoCo, and a wire that needs options has them."""
+    made = as_arguments(Setting("diloco", 0, wire, 500, 0, 0.95), 256)
+    names: dict[str, Any] = {"DiLoCo": diloco_comm.DiLoCo, "SGD": diloco_comm.SGD}
+    model = torch.nn.Linear(2, 2)
+    names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    exec(made["line"], names)
+    with names["diloco"] as diloco:
+        config = diloco.config()
+    with diloco_comm.DiLoCo(model, names["optimizer"], config=made["config"]) as diloco:
+        assert diloco.config() == config
+    few_bits = WireFormat(wire).bits_per_element < 2
+    assert config["outer"]["name"] == ("SGD" if few_bits else "Nesterov")
+    assert config["error_feedback"] == wire.startswith("topk")
 
 
 def test_auto_says_when_no_wire_is_enough(tmp_path: Path) -> None:

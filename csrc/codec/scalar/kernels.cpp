@@ -2,6 +2,7 @@
 #include "codec/kernels.h"
 
 #include "codec/scalar/rotation.h"
+#include "codec/scalar/sparse.h"
 #include "codec/sparse.h"
 #include "codec/step_rule.h"
 #include "wire/codes.h"
@@ -182,22 +183,9 @@ int64_t encode_rotated_block(const EncodeSpan& span, int64_t block, const float*
     return num_bad;
 }
 
-struct PlainSearch {
-    static int above(const float* x, int count, int32_t bound, uint16_t* indices, int32_t* keys) {
-        int num_found = 0;
-        for (int i = 0; i < count; ++i) {
-            const auto key = static_cast<int32_t>(wire::float_bits(x[i]) & wire::kMagnitudeMask);
-            indices[num_found] = static_cast<uint16_t>(i);
-            keys[num_found] = key;
-            num_found += key >= bound ? 1 : 0;
-        }
-        return num_found;
-    }
-};
-
 template <Format kFormat>
 int64_t encode_kept_block(const EncodeSpan& span, int64_t block, float* x) {
-    const int64_t num_bad = encode_sparse_block<kFormat, PlainSearch>(span, block, x);
+    const int64_t num_bad = encode_sparse_block<kFormat>(span, block, x);
     for (int j = 0; span.new_residual != nullptr && j < span.block_size; ++j) {
         store(span.new_residual, span.residual_dtype, block * span.block_size + j, x[j]);
     }

@@ -24,6 +24,10 @@ struct Vec {
     static F load_fp16(const uint16_t* p) { return _mm256_cvtph_ps(load128(p)); }
     static I load_u16(const uint16_t* p) { return _mm256_cvtepu16_epi32(load128(p)); }
     static I load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(load64(p)); }
+    // Four numbers in lanes of 64 bits.
+    static I load_u16_as_64(const uint16_t* p) {
+        return _mm256_cvtepu16_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
     // Eight 4-bit codes: each byte goes to 64 bits, its high nibble is moved to the upper half.
     static I load_nibbles(const uint8_t* p) {
         int32_t packed;
@@ -166,6 +170,8 @@ struct Vec {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     }
     static I lane_numbers() { return _mm256_setr_epi64x(0, 1, 2, 3); }
+    // 1 << n in lanes of 64 bits; 0 where n, without a sign, is above 63.
+    static I bit64(I n) { return _mm256_sllv_epi64(set64(1), n); }
     static I add64(I a, I b) { return _mm256_add_epi64(a, b); }
     static I multiply64(I a, I b) {
         const I cross = add64(multiply_low(a, high_half(b)), multiply_low(high_half(a), b));
@@ -253,6 +259,17 @@ struct Vec {
     static void store_mask(uint8_t* bits, M mask) {
         *bits = static_cast<uint8_t>(_mm256_movemask_ps(as_float(mask)));
     }
+    // The bits of so many masks, or signs, are stored at once.
+    static constexpr int kMaskVectors = 4;
+    static void store_signs(uint8_t* bits, const I* v) {
+        // The packs work in 128-bit halves: afterwards every word holds four lanes of one vector.
+        const I words =
+            _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+        const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        const int mask = _mm256_movemask_epi8(_mm256_permutevar8x32_epi32(words, order));
+        __builtin_memcpy(bits, &mask, sizeof(mask));
+    }
+    static void store_masks(uint8_t* bits, const M* mask) { store_signs(bits, mask); }
     static M is_negative(I v) { return _mm256_srai_epi32(v, 31); }
     static I negate_where(M m, I v) { return sub(xor_(v, m), m); }
     static I add_where(M m, I a, I b) { return add(a, and_(m, b)); }

@@ -24,6 +24,10 @@ struct Vec {
     static F load_fp16(const uint16_t* p) { return _mm512_cvtph_ps(load256(p)); }
     static I load_u16(const uint16_t* p) { return _mm512_cvtepu16_epi32(load256(p)); }
     static I load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(load128(p)); }
+    // Eight numbers in lanes of 64 bits.
+    static I load_u16_as_64(const uint16_t* p) {
+        return _mm512_cvtepu16_epi64(load128(reinterpret_cast<const uint8_t*>(p)));
+    }
     // Sixteen 4-bit codes: each byte goes to 64 bits, its high nibble is moved to the upper half.
     static I load_nibbles(const uint8_t* p) {
         const I bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
@@ -140,6 +144,8 @@ struct Vec {
     // Words of 64 bits, eight of them.
     static I load_words(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static I lane_numbers() { return _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7); }
+    // 1 << n in lanes of 64 bits; 0 where n, without a sign, is above 63.
+    static I bit64(I n) { return _mm512_sllv_epi64(set64(1), n); }
     static I add64(I a, I b) { return _mm512_add_epi64(a, b); }
     static I multiply64(I a, I b) { return _mm512_mullo_epi64(a, b); }
     template <int kBits>
@@ -223,6 +229,10 @@ struct Vec {
         const auto word = static_cast<uint16_t>(mask);
         __builtin_memcpy(bits, &word, sizeof(word));
     }
+    // The bits of so many masks, or signs, are stored at once.
+    static constexpr int kMaskVectors = 1;
+    static void store_signs(uint8_t* bits, const I* v) { store_mask(bits, is_negative(*v)); }
+    static void store_masks(uint8_t* bits, const M* mask) { store_mask(bits, *mask); }
     static M is_negative(I v) { return _mm512_movepi32_mask(v); }
     static I negate_where(M m, I v) { return _mm512_mask_sub_epi32(v, m, set(0), v); }
     static I add_where(M m, I a, I b) { return _mm512_mask_add_epi32(a, m, a, b); }

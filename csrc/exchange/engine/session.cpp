@@ -104,9 +104,12 @@ void Session::deliver_chunk(Job& job, int64_t chunk) {
     }
     Staging& staging = *job.staging;
     const int64_t num_bytes = transport_.size() * job.plan->layout.run_bytes;
-    staging.stored =
-        staging.queue->store(staging.result.narrow(0, chunk * num_bytes, num_bytes),
-                             job.result.narrow(0, chunk * num_bytes, num_bytes), staging.begin);
+    const int64_t num_payloads = job.plan->num_phases == 1 ? num_peers() : 1;
+    for (int64_t place = 0; place < num_payloads; ++place) {
+        const int64_t at = place * job.plan->payload_bytes() + chunk * num_bytes;
+        staging.stored = staging.queue->store(staging.result.narrow(0, at, num_bytes),
+                                              job.result.narrow(0, at, num_bytes), staging.begin);
+    }
 }
 
 // One phase: where the payload of another rank is put.

@@ -141,8 +141,10 @@ class Connections:
             ).unbind()
             votes = torch.zeros(self.size + 1, dtype=torch.int64, device=self.device)
             try:
-                self._send_chunk(group, received, own).synchronize()
-                if self.size > 2:
+                if self.size == 2:
+                    self._send_to_all(group, [received], own).synchronize()
+                else:
+                    self._send_chunk(group, received, own).synchronize()
                     group._allgather_base(received, own[:run_bytes]).synchronize()
                 group._allgather_base(votes[1:], votes[:1]).synchronize()
             finally:
@@ -222,8 +224,18 @@ class Connections:
         return all(job.is_done or job.has_votes for job in list(self._jobs))
 
     def _send_chunk(self, group: dist.ProcessGroup, received: Tensor, own: Tensor) -> dist.Work:
-        """Send every rank its run of a chunk; with two ranks, the whole chunk to the other one."""
-        splits: list[int] = []
+        """Send every rank its run of a chunk."""
+        return group.alltoall_base(received, own, [], [])
+
+    def _send_to_all(
+        self, group: dist.ProcessGroup, received: list[Tensor], own: Tensor
+    ) -> dist.Work:
+        """Send the whole of a chunk to every other rank, whose chunks come into ``received``."""
         if self.size == 2:
             splits = [0 if rank == self.rank else own.numel() for rank in range(2)]
-        return group.alltoall_base(received, own, splits, splits)
+            return group.alltoall_base(received[0], own, splits, splits)
+        # NCCL neither sends nor receives a tensor without elements.
+        outs, given = list(received), [own] * self.size
+        outs.insert(self.rank, own[:0])
+        given[self.rank] = own[:0]
+        return group.alltoall(outs, given)

@@ -150,13 +150,15 @@ class StreamMember(Member):
         events: tuple[torch.Event, ...],
     ) -> StreamJob:
         """Make the job of an exchange that is enqueued."""
-        size = self.size
-        sent = (size - 1) * buffers.layout.payload_bytes // (size if size > 2 else 1)
+        payload_bytes = buffers.layout.payload_bytes
+        sent = (self.size - 1) * payload_bytes
+        if buffers.num_phases == 2:
+            sent = 2 * (sent // self.size)
         presumed = [
             buffers.native_header(replace(round.header, weight=weight), sending.stochastic)
             for weight in sending.offered
         ]
-        return StreamJob(driver, control, round, events, presumed, self.members, sent * 2)
+        return StreamJob(driver, control, round, events, presumed, self.members, sent)
 
 
 def _agree_on_weights(member: Member, round: Round) -> list[float]:

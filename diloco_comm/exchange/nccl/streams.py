@@ -111,8 +111,8 @@ class StreamDriver(Connections):
         ballot = round.own.ballot
         assert ballot is not None
         data, done = torch.Event(self.device), torch.Event(self.device)
-        phases = 0 if self.size == 1 else 1 if self.size == 2 else 2
-        for action, chunk, _ in _C.make_schedule(buffers.num_chunks, phases, 1, buffers.window):
+        plan = buffers.num_chunks, buffers.num_phases, 1, buffers.window
+        for action, chunk, _ in _C.make_schedule(*plan):
             with current(self.side):
                 if action == "vote":
                     self._digest(buffers, round)
@@ -181,12 +181,12 @@ class StreamDriver(Connections):
         assert self.group is not None and round.result is not None
         self.side.wait_event(self._encoded[chunk])
         own = self._chunk(buffers, round.own.tensor, chunk)
-        received = (
-            self._chunk(buffers, round.result.tensor, chunk)
-            if self.size == 2
-            else self._received(buffers, chunk)
-        )
-        self._works["exchange", chunk] = self._send_chunk(self.group, received, own)
+        if buffers.num_phases == 1:
+            parts = [self._chunk(buffers, part, chunk) for part in round.received]
+            work = self._send_to_all(self.group, parts, own)
+        else:
+            work = self._send_chunk(self.group, self._received(buffers, chunk), own)
+        self._works["exchange", chunk] = work
 
     def _wait_exchange(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int
@@ -241,9 +241,8 @@ class StreamDriver(Connections):
         assert round.own.ballot is not None
         if self.size == 1 or round.header.kind == "all_reduce":
             return
-        assert round.result is not None
-        payloads = [round.result.tensor]
-        if self.size == 2:
+        payloads = round.received
+        if buffers.num_phases == 1:
             payloads.insert(self.rank, round.own.tensor)
         ballot = round.own.ballot
         ballot.digest.zero_()

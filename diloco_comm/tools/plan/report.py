@@ -139,7 +139,9 @@ def _print_chosen(console: Console, link: dict[str, Any]) -> None:
         words = f"No setting of DiLoCo or Streaming that was tried reaches {link['target']:.0%}."
         console.print(words, highlight=False)
         return
-    imported = "DiLoCo, Streaming" if "overlap" in link["chosen"]["config"] else "DiLoCo"
+    config = link["chosen"]["config"]
+    parts = [config[key]["name"] for key in ("outer", "overlap") if key in config]
+    imported = ", ".join(["DiLoCo", *parts])
     share = link["chosen"]["setting"]["utilisation"]
     console.print(f"Chosen for this link (utilisation {share:.1%}):\n", highlight=False)
     for line in (f"from diloco_comm import {imported}", link["chosen"]["line"]):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ...methods.outer import SGD, OuterOptimizer
 from ...methods.overlap import Overlap, Streaming
-from ...ops.wire import ELEMENT_WIRES
+from ...ops.wire import ELEMENT_WIRES, WireFormat
 
 # A choice goes through the wires in this order, and through the ways of each wire. Eager updates
 # are never chosen, because their loss is higher.
@@ -17,6 +18,8 @@ _WAYS = (("diloco", 0), ("streaming", 1), ("streaming", 5))
 # The H of the published table of Streaming DiLoCo (arXiv 2501.18512, Table 4).
 MOST_STEPS = 100
 _DEFAULT_BLOCK_SIZE = 256
+# With fewer bits the outer optimizer is SGD: momentum would carry the noise of a round on.
+_LEAST_BITS_FOR_MOMENTUM = 2
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,28 @@ def choose(settings: Sequence[Setting]) -> Setting | None:
 
 
 def as_arguments(setting: Setting, block_size: int) -> dict[str, Any]:
-    """Return the setting, the ``config`` that ``DiLoCo`` takes, and the line with the arguments."""
+    """Return the setting, the ``config`` that ``DiLoCo`` takes, and the line with the arguments.
+
+    A wire below two bits comes with SGD as outer optimizer, a sparse wire with error feedback, too.
+    """
     arguments: dict[str, Any] = {"sync_every": setting.sync_every, "wire": setting.wire}
     if setting.method == "streaming":
         arguments["fragments"] = f"layers:{setting.fragment_layers}"
         arguments["overlap"] = Streaming(setting.delay)
     if block_size != _DEFAULT_BLOCK_SIZE and setting.wire in ELEMENT_WIRES:
         arguments["block_size"] = block_size
+    wire = WireFormat(setting.wire)
+    if wire.bits_per_element < _LEAST_BITS_FOR_MOMENTUM:
+        arguments["outer"] = SGD(1.0)
+    if wire.is_sparse:
+        arguments["error_feedback"] = True
     written = ", ".join(f"{name}={_literal(value)}" for name, value in arguments.items())
-    config = {k: v.config() if isinstance(v, Overlap) else v for k, v in arguments.items()}
-    line = f"diloco = DiLoCo(model, optimizer, {written})"
-    return {"setting": asdict(setting), "config": config, "line": line}
+    parts = {k: v for k, v in arguments.items() if isinstance(v, Overlap | OuterOptimizer)}
+    return {
+        "setting": asdict(setting),
+        "config": {k: parts[k].config() if k in parts else v for k, v in arguments.items()},
+        "line": f"diloco = DiLoCo(model, optimizer, {written})",
+    }
 
 
 def _literal(value: Any) -> str:

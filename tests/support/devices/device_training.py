@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_comm import CO2, SGD, Adam, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Streaming
+from diloco_comm.ops.wire import ELEMENT_WIRES
 
 SHAPES = ((33, 65), (7,), (0, 3), (128, 129), (1,), (255,))
 
@@ -36,6 +37,13 @@ METHODS: dict[str, dict[str, Any]] = {
         "outer": HeavyBall(0.3, 0.9),
         "wire": "bf16",
     },
+    "gathered": {
+        "overlap": Streaming(2, 0.5),
+        "outer": SGD(1.0),
+        "wire": "sub8",
+        "fragments": 2,
+        "chunk_bytes": 64,
+    },
     "adam": {"outer": Adam(), "wire": "e3m0", "error_feedback": True, "rounding": "stochastic"},
 }
 
@@ -44,7 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
 NAMES = {
     1: ["diloco", "eager"],
     2: ["diloco", "fedavg", "streaming", "co2"],
-    3: ["streaming", "delayed"],
+    3: ["streaming", "delayed", "gathered"],
     4: ["eager", "adam"],
 }
 
@@ -98,7 +106,9 @@ class Replica:
         self.model = Tensors(device, seed=rank)
         self.noise = all_noise(self.model, rank, num_steps)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        options = {"sync_every": 4, "chunk_bytes": 2048, "block_size": 64, "attach": False}
+        options = {"sync_every": 4, "chunk_bytes": 2048, "attach": False}
+        if arguments.get("wire", "int8") in ELEMENT_WIRES:
+            options["block_size"] = 64
         self.diloco = DiLoCo(self.model, optimizer, **{**options, **arguments})
 
     def steps(self, begin: int, end: int) -> None:

@@ -112,6 +112,20 @@ class LaggingGroup(LaggingStream):
 
         return self.enqueue("alltoall", exchange)
 
+    def alltoall(self, outs: list[Tensor], given: list[Tensor]) -> StreamWork:
+        there, here = ([torch.ops.lagging.on_host(t) for t in ts] for ts in (outs, given))
+        sizes = [[t.numel() for t in ts] for ts in (there, here)]
+
+        def exchange() -> None:
+            fresh = torch.empty(sum(sizes[0]), dtype=torch.uint8)
+            self.finish(self.gloo.alltoall_base(fresh, torch.cat(here), *sizes))
+            if self.is_cut:
+                raise RuntimeError("cut")
+            for target, values in zip(there, fresh.split(sizes[0]), strict=True):
+                target.copy_(values)
+
+        return self.enqueue("alltoall", exchange)
+
     def _allgather_base(self, out: Tensor, given: Tensor) -> StreamWork:
         there, here = torch.ops.lagging.on_host(out), torch.ops.lagging.on_host(given)
         rows = list(there.view(self.size, -1).unbind())
