@@ -54,7 +54,7 @@ from diloco_comm.tools.demo.data import Batches, validation_windows
 from diloco_comm.tools.demo.model import ByteTransformer, byte_loss
 
 TUNING_SEED, SEEDS = 1000, (0, 1, 2)
-SYNC_EVERY, MODEL = 16, "118k"
+SYNC_EVERY, MODEL = 8, "118k"
 # The fastest learner takes a step in one virtual second.
 LATENCY_S, JITTER = 0.1, 0.05
 NUM_EVALUATIONS = 8
@@ -100,14 +100,14 @@ _MORE = (
 _MANY = ("K=M", "K=M, RDA", "K=1, grace", "K=1, grace, RDA")
 # The most important first.
 CELLS = (
-    Cell("doubling", 4, 320, _ORDER),
-    Cell("none", 4, 320, _ORDER),
-    Cell("doubling", 4, 320, _MORE),
+    Cell("doubling", 4, 160, _ORDER),
+    Cell("none", 4, 160, _ORDER),
+    Cell("doubling", 4, 160, _MORE),
     Cell("none", 8, 160, _MANY[:2]),
     Cell("none", 16, 160, _MANY[:2]),
-    Cell("none", 4, 320, _MORE),
-    Cell("doubling", 8, 160, _MANY),
-    Cell("doubling", 16, 160, _MANY),
+    Cell("none", 4, 160, _MORE),
+    Cell("doubling", 8, 160, _MANY[2:]),
+    Cell("doubling", 16, 160, _MANY[2:]),
 )
 
 # ------------------------------------------------------------------------------------- one run
@@ -124,7 +124,8 @@ def _asynchronous(run: Run) -> dict[str, Any]:
     made = convergence.train(
         convergence.Run(
             run.method, run.speeds, run.num_learners, MODEL, run.seed, run.lr, run.steps
-        )
+        ),
+        SYNC_EVERY,
     )
     return {name: made[name] for name in ("loss", "seconds", "updates", "points")}
 

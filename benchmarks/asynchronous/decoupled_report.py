@@ -181,7 +181,7 @@ def draw(rows: list[Row], path: Path, tuning_seed: int = 1000) -> None:
     kept = kept_rows(rows, tuning_seed)
     figure, panels = plots.new_panels(1, 3, 4.6, 3.8)
     _draw_time(panels[0, 0], kept)
-    for axes, cell in zip(panels[0, 1:], (("none", 4, 320), ("doubling", 4, 320)), strict=True):
+    for axes, cell in zip(panels[0, 1:], (("none", 4, 160), ("doubling", 4, 160)), strict=True):
         _draw_cell(axes, [row for row in kept if _cell(row) == cell])
         words = {"none": "equal speeds", "doubling": "speeds 1:1:2:4"}[cell[0]]
         axes.set_title(f"4 learners, {words}, equal tokens", fontsize="medium")
@@ -190,7 +190,7 @@ def draw(rows: list[Row], path: Path, tuning_seed: int = 1000) -> None:
 
 def _draw_time(axes: Any, kept: Sequence[Row]) -> None:
     for name, (colour, line) in _STYLES.items():
-        mine = [row for row in kept if _cell(row) == ("doubling", 4, 320) and row["method"] == name]
+        mine = [row for row in kept if _cell(row) == ("doubling", 4, 160) and row["method"] == name]
         if not mine:
             continue
         count = min(len(row["points"]) for row in mine)
