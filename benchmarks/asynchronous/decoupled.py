@@ -2,14 +2,15 @@
 
     python -m benchmarks.asynchronous.decoupled             # the missing runs, then the table
     python -m benchmarks.asynchronous.decoupled --cpu-minutes 20   # as many runs as fit
+    python -m benchmarks.asynchronous.decoupled --model 118k       # the same with a larger model
     python -m benchmarks.asynchronous.decoupled --report    # table and plot of the present runs
 
 Claims of arXiv 2604.21428 at a small scale: a byte-level transformer on the standard library's
 sources, learners of equal and of very different speed, equal tokens for all methods of a cell. The
-model, the start and the text are those of benchmarks/asynchronous/convergence.py. The outer
-learning rate of each method is searched in each cell on a seed of its own. Every run is one line of
-the result file, and a run that is there is not repeated. docs/measurements/decoupled-results.md
-explains the table.
+models, the start and the text are those of benchmarks/asynchronous/convergence.py. The outer
+learning rate of each method is searched for each number of learners, on a seed of its own. Every
+run is one line of the result file, and a run that is there is not repeated.
+docs/measurements/decoupled-results.md explains the table.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ from diloco_comm.tools.demo.data import Batches, validation_windows
 from diloco_comm.tools.demo.model import ByteTransformer, byte_loss
 
 TUNING_SEED, SEEDS = 1000, (0, 1, 2)
-SYNC_EVERY, MODEL = 8, "118k"
+SYNC_EVERY = 8
 # The fastest learner takes a step in one virtual second.
 LATENCY_S, JITTER = 0.1, 0.05
 NUM_EVALUATIONS = 8
-FRAGMENTS = (("embedding", "position", "norm"), ("blocks.0",), ("blocks.1",))
+# Attention, and the rest of the blocks.
+_ATTENTION = ("norm1", "attention")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Run:
     """
 
     method: str
+    model: str
     speeds: str
     num_learners: int
     steps: int
@@ -78,12 +81,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Cell:
-    """What the methods of one table have in common, and the methods."""
+    """What the methods of one table have in common, and the methods.
+
+    The learning rates of the first cell of a number of learners are those of all of them.
+    """
 
     speeds: str
     num_learners: int
     steps: int
     methods: tuple[str, ...]
+    model: str = "34k"
 
     def keys(self) -> dict[str, Any]:
         """Return the values that identify the cell in the file."""
@@ -97,17 +104,15 @@ _MORE = (
     "K=1, grace, RDA", "K=M, RDA", "K=1, carry", "K=1, grace, carry", "K=1, grace, int4",
     "K=1, grace, int4 feedback",
 )  # fmt: skip
-_MANY = ("K=M", "K=M, RDA", "K=1, grace", "K=1, grace, RDA")
+_MANY = ("K=M", "K=M, RDA")
 # The most important first.
 CELLS = (
     Cell("doubling", 4, 160, _ORDER),
     Cell("none", 4, 160, _ORDER),
     Cell("doubling", 4, 160, _MORE),
-    Cell("none", 8, 160, _MANY[:2]),
-    Cell("none", 16, 160, _MANY[:2]),
+    Cell("none", 8, 160, _MANY),
+    Cell("none", 16, 80, _MANY),
     Cell("none", 4, 160, _MORE),
-    Cell("doubling", 8, 160, _MANY[2:]),
-    Cell("doubling", 16, 160, _MANY[2:]),
 )
 
 # ------------------------------------------------------------------------------------- one run
@@ -123,7 +128,7 @@ def train(run: Run) -> dict[str, Any]:
 def _asynchronous(run: Run) -> dict[str, Any]:
     made = convergence.train(
         convergence.Run(
-            run.method, run.speeds, run.num_learners, MODEL, run.seed, run.lr, run.steps
+            run.method, run.speeds, run.num_learners, run.model, run.seed, run.lr, run.steps
         ),
         SYNC_EVERY,
     )
@@ -138,14 +143,14 @@ class Trainer:
     """
 
     def __init__(self, run: Run, index: int, num_steps: int) -> None:
-        config = convergence.MODELS[MODEL]
+        config = convergence.MODELS[run.model]
         self.net = ByteTransformer(config, run.seed)
-        start = convergence.pretrained(MODEL, run.seed)
+        start = convergence.pretrained(run.model, run.seed)
         with torch.no_grad():
             for param, value in zip(self.net.parameters(), start, strict=True):
                 param.copy_(value)
         rate = convergence.INNER_LR
-        self._optimizer = torch.optim.AdamW(self.net.parameters(), lr=rate)
+        self._optimizer = torch.optim.AdamW(self.net.parameters(), lr=rate, fused=True)
         self._schedule = ShardSchedule(rate, convergence.LAST_LR, 0, num_steps)
         text = convergence.corpus(run.num_learners).shards[index]
         seed = 1000 * run.seed + index
@@ -161,11 +166,13 @@ class Trainer:
 
 
 def fragments_of(net: torch.nn.Module) -> list[list[Tensor]]:
-    """Return the embeddings with the last norm, and each block, as three fragments."""
-    named = dict(net.named_parameters())
-    return [
-        [p.detach() for name, p in named.items() if name.startswith(starts)] for starts in FRAGMENTS
-    ]
+    """Return three fragments: the embeddings with the last norm, attention, the perceptrons."""
+    found: list[list[Tensor]] = [[], [], []]
+    for name, param in net.named_parameters():
+        is_block = name.startswith("blocks.")
+        place = 0 if not is_block else 1 if any(part in name for part in _ATTENTION) else 2
+        found[place].append(param.detach())
+    return found
 
 
 def _pieces(fragments: list[list[Tensor]], merge: str) -> list[list[Piece]]:
@@ -242,14 +249,14 @@ def _with_jitter(one: VirtualLearner, step: Callable[[], None], seed: int) -> Ca
 
 def _point(run: Run, virtual: DecoupledRun) -> dict[str, float]:
     """Return the held-out loss of the shared model at this moment."""
-    net = ByteTransformer(convergence.MODELS[MODEL], run.seed)
+    net = ByteTransformer(convergence.MODELS[run.model], run.seed)
     for tensors, shared in zip(fragments_of(net), virtual.syncer.fragments, strict=True):
         for piece, values in zip(shared.pieces, shared.values, strict=True):
             own = [tensors[i] for i in piece.indices]
             for tensor, part in zip(own, values.split([t.numel() for t in own]), strict=True):
                 tensor.copy_(part.view_as(tensor))
     text = convergence.corpus(4).validation
-    windows = validation_windows(text, 192, convergence.MODELS[MODEL].context)
+    windows = validation_windows(text, 192, convergence.MODELS[run.model].context)
     with torch.no_grad():
         loss = byte_loss(net, windows[:, :-1], windows[:, 1:]).item()
     steps = sum(one.learner.num_steps for one in virtual.learners.values())
@@ -299,29 +306,30 @@ class Runner:
         self.runs, self._cpu_s = runs, 60 * cpu_minutes
 
     def make(self, cell: Cell) -> None:
-        """Search the learning rates of a cell, then train with the seeds of the table.
+        """Search the learning rates that are not known, then train with the seeds of the table.
 
         Raises:
             TimeoutError: If the processor time is used up.
         """
-        self._make(cell)
-        steps = steps_in_equal_time(cell.speeds, cell.num_learners, cell.steps)
-        if STREAMING in cell.methods and steps < cell.steps:
-            self._make(replace(cell, steps=steps, methods=(STREAMING,)))
-
-    def _make(self, cell: Cell) -> None:
         best = {name: self._tune(cell, name) for name in cell.methods}
         for seed in SEEDS:
             for name, lr in best.items():
                 self._run(Run(method=name, seed=seed, lr=lr, **cell.keys()))
+        steps = steps_in_equal_time(cell.speeds, cell.num_learners, cell.steps)
+        if STREAMING in best and steps < cell.steps:
+            short = replace(cell, steps=steps).keys()
+            for seed in SEEDS:
+                self._run(Run(method=STREAMING, seed=seed, lr=best[STREAMING], **short))
 
     def _tune(self, cell: Cell, name: str) -> float:
         method = METHODS.get(name)
         if method is not None and method.rate_of:
             return self._tune(cell, method.rate_of)
         start = ASYNCHRONOUS[name] if method is None else method.start
+        first = next(each for each in CELLS if each.num_learners == cell.num_learners)
         while True:
-            wanted = {**cell.keys(), "method": name, "seed": TUNING_SEED}
+            wanted = {**replace(first, model=cell.model).keys(), "seed": TUNING_SEED}
+            wanted["method"] = name
             losses = {row["lr"]: row["loss"] for row in self.runs.find(wanted)}
             lr = next_rate(losses, start)
             if lr is None:
@@ -344,6 +352,7 @@ def main() -> int:
     default = common.RESULTS / "asynchronous" / "decoupled.jsonl"
     common.add_output(parser, "--out", default=default, help="file of the runs")
     add("--report", action="store_true", help="train nothing")
+    add("--model", choices=tuple(convergence.MODELS), default="34k")
     add("--cells", type=lambda t: [int(n) for n in t.split(",")], default=list(range(len(CELLS))))
     add("--cpu-minutes", type=float, default=float("inf"), help="begin no run after so many")
     options = parser.parse_args()
@@ -352,7 +361,7 @@ def main() -> int:
     runner = Runner(runs, options.cpu_minutes)
     try:
         for number in [] if options.report else options.cells:
-            runner.make(CELLS[number])
+            runner.make(replace(CELLS[number], model=options.model))
     except TimeoutError:
         print("# the processor time is used up: the same command goes on with the missing runs")
     if runs.rows:

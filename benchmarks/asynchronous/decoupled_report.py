@@ -29,7 +29,7 @@ from benchmarks.support.tuning import choose
 from diloco_comm.tools.common import plots
 
 Row = dict[str, Any]
-Cell = tuple[str, int, int]
+Cell = tuple[str, str, int, int]
 CLAIMS = (
     Claim("K=1 without grace is worse than with grace", "K=1", WORSE, GRACE),
     Claim("K=1 with grace is no worse than K=M", GRACE, NO_WORSE, "K=M"),
@@ -44,24 +44,31 @@ CLAIMS = (
 )
 
 
-def kept_rows(rows: Sequence[Row], tuning_seed: int) -> list[Row]:
-    """Return the runs of the table: those at the learning rate that their cell's search chose."""
+def tried_rates(rows: Sequence[Row], tuning_seed: int) -> dict[tuple[Any, ...], dict[float, float]]:
+    """Return the losses of the searches: by model, number of learners and method, and by rate."""
     tried: dict[tuple[Any, ...], dict[float, float]] = {}
     for row in rows:
         if row["seed"] == tuning_seed:
-            tried.setdefault((*_cell(row), row["method"]), {})[row["lr"]] = row["loss"]
+            key = (row["model"], row["num_learners"], row["method"])
+            tried.setdefault(key, {})[row["lr"]] = row["loss"]
+    return tried
+
+
+def kept_rows(rows: Sequence[Row], tuning_seed: int) -> list[Row]:
+    """Return the runs of the table: those at the learning rate that the search chose."""
+    tried = tried_rates(rows, tuning_seed)
     kept = []
     for row in rows:
         method = METHODS.get(row["method"])
         name = (method.rate_of if method is not None else "") or row["method"]
-        losses = tried.get((*_cell(row), name))
+        losses = tried.get((row["model"], row["num_learners"], name))
         if row["seed"] != tuning_seed and losses and row["lr"] == choose(losses).lr:
             kept.append(row)
     return kept
 
 
 def _cell(row: Row) -> Cell:
-    return row["speeds"], row["num_learners"], row["steps"]
+    return row["model"], row["speeds"], row["num_learners"], row["steps"]
 
 
 def report_lines(rows: list[Row], tuning_seed: int) -> Iterator[str]:
@@ -87,15 +94,14 @@ def report_lines(rows: list[Row], tuning_seed: int) -> Iterator[str]:
 
 def in_equal_time(kept: Sequence[Row], cell: Cell) -> list[Row]:
     """Return the runs of Streaming that end when the decoupled ones of the cell do."""
-    steps = steps_in_equal_time(*cell)
-    wanted = (cell[0], cell[1], steps)
+    wanted = (*cell[:-1], steps_in_equal_time(*cell[1:]))
     return [row for row in kept if row["method"] == STREAMING and _cell(row) == wanted]
 
 
 def _table(here: list[Row], cell: Cell, kept: list[Row]) -> Iterator[str]:
-    speeds, num_learners, steps = cell
+    model, speeds, num_learners, steps = cell
     yield ""
-    yield f"# speeds {speeds}, {num_learners} learners, {steps} steps each in the mean"
+    yield f"# model {model}, speeds {speeds}, {num_learners} learners, {steps} steps each in the mean"
     yield (
         f"#{'method':>26}{'lr':>6}{'seeds':>6}{'loss':>16}{'tokens':>17}{'time':>17}{'goodput':>8}"
         f"{'applied':>8}{'lost':>7}{'merges':>7}{'in':>6}{'rho':>16}{'eff':>6}{'up':>7}{'down':>7}"
@@ -104,9 +110,9 @@ def _table(here: list[Row], cell: Cell, kept: list[Row]) -> Iterator[str]:
         mine = [row for row in here if row["method"] == name]
         if mine:
             yield _line(mine, _over(mine, here), _over(mine, in_equal_time(kept, cell)))
-    for mine in [in_equal_time(kept, cell)]:
-        if mine and _cell(mine[0]) != cell:
-            yield _line(mine, [], [], f"{STREAMING}, {mine[0]['steps']} steps")
+    short = in_equal_time(kept, cell)
+    if short and _cell(short[0]) != cell:
+        yield _line(short, [], [], f"{STREAMING}, {short[0]['steps']} steps")
 
 
 def _over(mine: Sequence[Row], base: Sequence[Row]) -> list[float]:
@@ -150,17 +156,13 @@ def _judged(here: list[Row]) -> Iterator[str]:
 
 def _edges(rows: Sequence[Row], tuning_seed: int) -> Iterator[str]:
     """Yield a line for each search of a learning rate: what was tried."""
-    tried: dict[tuple[Any, ...], dict[float, float]] = {}
-    for row in rows:
-        if row["seed"] == tuning_seed:
-            tried.setdefault((*_cell(row), row["method"]), {})[row["lr"]] = row["loss"]
     yield ""
     yield "# outer learning rates that were tried, with another seed: loss"
-    for (speeds, num_learners, steps, name), losses in tried.items():
+    for (model, num_learners, name), losses in tried_rates(rows, tuning_seed).items():
         choice = choose(losses)
         shown = ", ".join(f"{lr:g}: {losses[lr]:.4f}" for lr in sorted(losses))
         words = "" if choice.is_bracketed else "  ERROR: the best one is at the edge"
-        yield f"  {speeds:9}{num_learners:3}{steps:5} {name:26} {shown} -> {choice.lr:g}{words}"
+        yield f"  {model:5}{num_learners:3}  {name:26} {shown} -> {choice.lr:g}{words}"
 
 
 # ------------------------------------------------------------------------------------- the plot
@@ -173,24 +175,31 @@ _STYLES = {
     "K=M": (plots.GREEN, "-."),
     "K=1, grace, carry": (plots.PURPLE, ":"),
 }
-_MOST_SHOWN = 0.3
 
 
 def draw(rows: list[Row], path: Path, tuning_seed: int = 1000) -> None:
-    """Draw the loss over virtual time at very different speeds, and the differences by method."""
+    """Draw the loss over virtual time at very different speeds, and the differences by method.
+
+    One row of panels for each model.
+    """
     kept = kept_rows(rows, tuning_seed)
-    figure, panels = plots.new_panels(1, 3, 4.6, 3.8)
-    _draw_time(panels[0, 0], kept)
-    for axes, cell in zip(panels[0, 1:], (("none", 4, 160), ("doubling", 4, 160)), strict=True):
-        _draw_cell(axes, [row for row in kept if _cell(row) == cell])
-        words = {"none": "equal speeds", "doubling": "speeds 1:1:2:4"}[cell[0]]
-        axes.set_title(f"4 learners, {words}, equal tokens", fontsize="medium")
+    models = [name for name in ("34k", "118k") if any(row["model"] == name for row in kept)]
+    if not models:
+        return
+    figure, panels = plots.new_panels(len(models), 3, 4.6, 3.8)
+    for own, model in zip(panels, models, strict=True):
+        cells = {speeds: (model, speeds, 4, 160) for speeds in ("doubling", "none")}
+        _draw_time(own[0], [row for row in kept if _cell(row) == cells["doubling"]])
+        for axes, (speeds, cell) in zip(own[1:], cells.items(), strict=True):
+            _draw_cell(axes, [row for row in kept if _cell(row) == cell])
+            words = {"none": "equal speeds", "doubling": "steps of 1, 1, 2, 4 s"}[speeds]
+            axes.set_title(f"{model}, 4 learners, {words}, equal tokens", fontsize="medium")
     plots.save(figure, path)
 
 
-def _draw_time(axes: Any, kept: Sequence[Row]) -> None:
+def _draw_time(axes: Any, here: Sequence[Row]) -> None:
     for name, (colour, line) in _STYLES.items():
-        mine = [row for row in kept if _cell(row) == ("doubling", 4, 160) and row["method"] == name]
+        mine = [row for row in here if row["method"] == name]
         if not mine:
             continue
         count = min(len(row["points"]) for row in mine)
@@ -199,9 +208,9 @@ def _draw_time(axes: Any, kept: Sequence[Row]) -> None:
             for key in ("seconds", "loss")
         )
         axes.plot(x, y, line, color=colour, label=name)
-    axes.set_xlabel("virtual seconds; a step takes 1, 1, 2, 4")
+    axes.set_xlabel("virtual seconds")
     axes.set_ylabel("held-out loss (nats a byte)")
-    axes.set_title("4 learners, speeds 1:1:2:4", fontsize="medium")
+    axes.set_title("steps of 1, 1, 2, 4 s", fontsize="medium")
     plots.legend(axes, fontsize="small")
 
 
