@@ -72,6 +72,7 @@ class Orders(RuleBasedStateMachine):
         rule = QuorumRule(quorum=quorum, overlap_steps=tau)
         self.syncer = Syncer(shared, rule, sync_every=SYNC_EVERY, sync_s=0.2)
         self.now, self.mode, self.commits = 0.0, mode, list[Commit]()
+        self.num_accepted = 0
         self.members: list[Member] = []
         for index in range(NUM_LEARNERS):
             tensors = [value.clone() for value in start]
@@ -153,6 +154,14 @@ class Orders(RuleBasedStateMachine):
         member.uplink.clear()
         member.uplink.append(partial(self.join, member))
 
+    @rule(index=INDICES)
+    def restart(self, index: int) -> None:
+        """Die and come back before the syncer notices."""
+        self.die(index, False)
+        self.come(index)
+        self.arrive_at_the_syncer(index, 99)
+        self.arrive_at_the_learner(index, 99)
+
     # ------------------------------------------------------------------------------ the messages
 
     def join(self, member: Member) -> None:
@@ -179,7 +188,8 @@ class Orders(RuleBasedStateMachine):
             member.uplink.append(partial(self.report, fragment, report, payloads))
 
     def report(self, fragment: int, report: Report, payloads: list[Tensor]) -> None:
-        self.syncer.report(fragment, report, payloads, self.now)
+        if not self.syncer.report(fragment, report, payloads, self.now):
+            self.num_accepted += 1
 
     def advance(self) -> None:
         for message in self.syncer.advance(self.now):
@@ -217,6 +227,11 @@ class Orders(RuleBasedStateMachine):
         for report in commit.merge.reports:
             steps = self.members[int(report.learner)].reported[commit.fragment, report.seq]
             assert (report.steps, report.tokens) == (steps, TOKENS * steps)
+
+    @invariant()
+    def an_accepted_report_is_merged_or_held(self) -> None:
+        held = sum(len(each.reported) for each in self.syncer.rounds)
+        assert self.num_accepted == held + sum(len(each.merged) for each in self.commits)
 
     @invariant()
     def the_shared_values_are_the_committed_steps(self) -> None:
@@ -271,5 +286,5 @@ class Orders(RuleBasedStateMachine):
 
 TestOrders = Orders.TestCase
 TestOrders.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, derandomize=True
+    max_examples=50, stateful_step_count=60, deadline=None, derandomize=True
 )
