@@ -252,6 +252,24 @@ def test_a_stopped_learner_does_not_stop_the_others() -> None:
     ]
 
 
+@pytest.mark.parametrize("outage", [(7.1, 7.3), (9.0, 9.1)])
+def test_a_learner_that_returns_unnoticed_gets_the_model_before_any_commit(outage: tuple) -> None:
+    """Commits that were on their way are lost with the old connection, and none comes before."""
+    models, train = counting(3)
+    setting = Setting(receipt=CARRY, sync_every=2)
+    run = setting.run(
+        models,
+        train,
+        seconds=[0.5, 0.5, 0.6],
+        outages={1: [outage]},
+        link=Link(latency_s=1.0),
+        detection_s=50.0,
+    )
+    run.until(seconds=40.0)
+    check_ledgers(run, may_lose=True)
+    assert run.learners["1"].learner.fragments[0].version >= run.syncer.rounds[0].version - 2
+
+
 def test_rda_pieces_train_too() -> None:
     models = [[[torch.zeros(8, 4), torch.zeros(4)]] for _ in range(2)]
 
