@@ -1,5 +1,28 @@
-"""Asynchronous Local-SGD: a server owns the shared model, workers come and go.
+"""Asynchronous Local-SGD and decoupled training: a server owns the model, workers come and go.
 
-docs/explanation/asynchronous.md has the equations and the settings. This package imports
-without pyzmq; ``AsyncServer`` and ``AsyncDiLoCo`` need pyzmq, the extra ``[async]``.
+docs/explanation/asynchronous.md and docs/explanation/decoupled.md have the equations and the
+settings. This package imports without pyzmq; the names in it need pyzmq, the extra ``[async]``.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .decoupled.learning.attached import DecoupledDiLoCo
+    from .decoupled.serving.server import DecoupledServer
+    from .server.server import AsyncServer
+    from .worker.worker import AsyncDiLoCo
+
+__all__ = ["AsyncDiLoCo", "AsyncServer", "DecoupledDiLoCo", "DecoupledServer"]
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "AsyncDiLoCo": ".worker.worker",
+        "AsyncServer": ".server.server",
+        "DecoupledDiLoCo": ".decoupled.learning.attached",
+        "DecoupledServer": ".decoupled.serving.server",
+    },
+)

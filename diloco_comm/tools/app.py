@@ -29,6 +29,8 @@ from .registry.command import registry_app
 from .registry.members import EXAMPLES as MEMBERS_EXAMPLES
 from .registry.members import members
 from .serve.command import serve_app
+from .serve.replay import EXAMPLES as REPLAY_EXAMPLES
+from .serve.replay import replay
 
 INTERRUPTED = 130
 # The paragraphs behind \b keep their line breaks.
@@ -70,6 +72,7 @@ app.command(epilog=PLAN_EXAMPLES)(plan)
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.command(epilog=MEMBERS_EXAMPLES)(members)
 app.command(epilog=LAUNCH_EXAMPLES, context_settings=LAUNCH_SETTINGS)(launch)
+app.command(epilog=REPLAY_EXAMPLES)(replay)
 app.add_typer(profile, name="profile")
 app.add_typer(bench.app, name="bench")
 app.add_typer(serve_app, name="serve")

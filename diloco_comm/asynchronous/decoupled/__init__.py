@@ -1,6 +1,6 @@
 """Decoupled training: learners that never wait, and a syncer that merges what a quorum reports.
 
-After arXiv 2604.21428. This package holds the decisions and the merges, and runs them on a virtual
-clock; a server and workers over a network are not part of the package.
-docs/explanation/decoupled.md has the equations and the settings.
+After arXiv 2604.21428. The modules of this package hold the decisions and the merges, and run them
+on a virtual clock; ``serving`` and ``learning`` are the syncer's server and the learners over a
+network. docs/explanation/decoupled.md has the equations and the settings.
 """

@@ -110,6 +110,11 @@ class FragmentRound:
     _reports: dict[str, Report] = field(default_factory=dict)
 
     @property
+    def is_open(self) -> bool:
+        """Learners may report."""
+        return self.phase in (Phase.CALLED, Phase.GRACE)
+
+    @property
     def reported(self) -> frozenset[str]:
         """Learners with a report in this round."""
         return frozenset(self._reports)
@@ -137,17 +142,18 @@ class FragmentRound:
         Args:
             step_s, sync_s: As in ``QuorumRule.window``.
         """
-        refusal = self._refusal(report)
+        refusal = self.refusal(report)
         if refusal:
             return refusal
         self._reports[report.learner] = report
         self._look(now, step_s, sync_s)
         return ""
 
-    def _refusal(self, report: Report) -> str:
+    def refusal(self, report: Report) -> str:
+        """Return why a report would be refused now, or ""."""
         if report.base != self.version:
             return f"the report starts from version {report.base}, not from {self.version}"
-        if self.phase not in (Phase.CALLED, Phase.GRACE):
+        if not self.is_open:
             return f"the fragment takes no reports while it is {self.phase.value}"
         if report.learner not in self.learners:
             return f"learner {report.learner!r} takes no part"

@@ -116,6 +116,10 @@ class LearnerPiece:
             then = then - self.residuals.new / self.residuals.decay + self.residuals.value
         return then
 
+    def write(self, impl: str = "") -> None:
+        """Set the parameters to the shared ones."""
+        ops.merge(self.base, self.tensors, impl=impl)
+
     def values(self) -> Tensor:
         """Return the present parameters, fp32 [num_elements]."""
         return flatten(self.tensors, Piece(tuple(range(len(self.tensors))), 0, "mean"))
@@ -139,6 +143,11 @@ class LearnerFragment:
     is_called: bool = False
     steps: Ledger = field(default_factory=Ledger)
     tokens: Ledger = field(default_factory=Ledger)
+
+    @property
+    def is_busy(self) -> bool:
+        """A report is under way or called for."""
+        return self.is_under_way or self.is_called
 
     @property
     def ledgers(self) -> tuple[Ledger, Ledger]:
@@ -231,14 +240,30 @@ class Learner:
             ledger.send()
         return report
 
-    def receive(self, commit: Commit) -> None:
+    def withdraw(self, index: int) -> None:
+        """Note that the report under way on a fragment will not be merged: it was refused or lost.
+
+        The progress stays in the parameters, and the next report holds it.
+        """
+        part = self.fragments[index]
+        if part.is_under_way:
+            part.is_under_way = False
+            for ledger in part.ledgers:
+                ledger.give_back()
+
+    def receive(self, commit: Commit, *, may_skip: bool = False) -> None:
         """Take a commit: the parameters change as the receipt says.
+
+        Args:
+            may_skip: The commit may be later than the next one. ``merged`` names the report under
+                way if any of the commits merged it.
 
         Raises:
             ValueError: If the commit does not follow the learner's version.
         """
         part = self.fragments[commit.fragment]
-        if commit.version != part.version + 1:
+        is_next = commit.version == part.version + 1
+        if not is_next and not (may_skip and commit.version > part.version):
             raise ValueError(
                 f"learner {self.name!r} has version {part.version} of fragment {commit.fragment} "
                 f"and got version {commit.version}, not the next one"
@@ -271,14 +296,23 @@ class Learner:
             versions: The version of each fragment.
             values: fp32 values of each fragment's pieces.
         """
-        for part, version, each in zip(self.fragments, versions, values, strict=True):
-            for ledger in part.ledgers:
-                ledger.give_back()
-                ledger.lose()
-            for piece, flat in zip(part.pieces, each, strict=True):
-                piece.base.copy_(flat)
-                ops.merge(flat, piece.tensors, impl=self.impl)
-                for residual in (piece.residuals.value, piece.residuals.new):
-                    if residual is not None:
-                        residual.zero_()
-            part.version, part.is_under_way, part.is_called = version, False, False
+        for index, (version, each) in enumerate(zip(versions, values, strict=True)):
+            self.reset(index, version, each)
+
+    def reset(self, index: int, version: int, values: Sequence[Tensor]) -> None:
+        """Take the shared values of one fragment; what was not applied is lost.
+
+        Args:
+            values: fp32 [num_elements] of each piece.
+        """
+        part = self.fragments[index]
+        for ledger in part.ledgers:
+            ledger.give_back()
+            ledger.lose()
+        for piece, flat in zip(part.pieces, values, strict=True):
+            piece.base.copy_(flat)
+            ops.merge(flat, piece.tensors, impl=self.impl)
+            for residual in (piece.residuals.value, piece.residuals.new):
+                if residual is not None:
+                    residual.zero_()
+        part.version, part.is_under_way, part.is_called = version, False, False

@@ -90,6 +90,14 @@ class Syncer:
         """Mean seconds of an inner step over the learners; 0 as long as none is known."""
         return sum(self._step_s.values()) / len(self._step_s) if self._step_s else 0.0
 
+    def steps_of(self, learner: str) -> int:
+        """Return the inner steps that a learner has taken."""
+        return self._steps[learner]
+
+    def step_s_of(self, learner: str) -> float | None:
+        """Return the seconds of a learner's last inner step; None before its first."""
+        return self._step_s.get(learner)
+
     @property
     def deadline(self) -> float | None:
         """The end of the next grace window, in seconds; None if none is open."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAGIC = b"DCAS"
 HEADER = struct.Struct("<4sHHQQHHI")
 MAX_JSON = 1 << 16
@@ -60,6 +60,17 @@ class Kind(IntEnum):
     # buffers (number 0).
     FOLLOW = 9
     GET_UPDATE = 10  # send me ``count`` runs of the update that made version ``number``
+    # From a learner of decoupled training. In its messages ``fragment`` is the number of a piece,
+    # counted through all fragments, where runs are meant, and else the number of the fragment.
+    SETTINGS = 11  # tell me the settings that all learners share
+    # JSON: the learner's name and model. ``number`` tells learners of one name apart; ``version``:
+    # inner steps taken. Fragment and ``run``: as in HELLO.
+    JOIN = 12
+    # I have taken ``number`` inner steps; the last one took ``version`` microseconds. An answer
+    # with the same ``run`` is wanted if ``run`` is not 0.
+    STEP = 13
+    OFFER = 14  # JSON: I have report ``number`` on a fragment, measured from ``version``
+    START = 15  # I have parameters to start from, ask for their runs
     # From the server.
     # JSON. Fragment 1: another worker of this name came since, and may have sent updates. The field
     # ``history`` tells this server process from others. The field ``began`` is the version that the
@@ -77,6 +88,15 @@ class Kind(IntEnum):
     STATE = 42  # JSON: train from this version, ask for all of its buffers
     UPDATES = 43  # JSON: train from this version, ask for the updates that lead to it
     KEPT = 44  # the version was kept until you had all of it
+    # To a learner of decoupled training.
+    SET = 48  # JSON: the settings that all learners share
+    ADMITTED = 49  # JSON: you take part
+    CALL = 50  # report on a fragment, from ``version``
+    # A fragment has ``version``. ``number`` is your last merged report, 0 if none. With count 1
+    # the coded difference to the version before may be asked for, as number 1 of GET.
+    COMMIT = 51
+    NOTED = 52  # the answer to STEP ``run``
+    VERDICT = 53  # JSON: report ``number`` on a fragment was taken, or refused
 
 
 @dataclass(frozen=True)
@@ -129,6 +149,10 @@ def _is_sizes(value: object) -> bool:
         and 1 <= len(value) <= MAX_FRAGMENTS
         and all(_is_count(size) and size >= 1 for size in value)
     )
+
+
+def _is_counts(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_FRAGMENTS and all(map(_is_count, value))
 
 
 def _is_count_or_none(value: object) -> bool:
@@ -195,6 +219,23 @@ _FIELDS = {
     Kind.STATE: {"steps": _is_count, "lr": _is_number, "rule": _is_rule},
     Kind.UPDATES: {"steps": _is_count, "lr": _is_number, "updates": _is_updates},
     Kind.REFUSED: {"reason": _is_text},
+    Kind.JOIN: {
+        "worker": _is_name,
+        "layout": _is_count,
+        "total": _is_count,
+        "sizes": _is_sizes,
+        "pieces": _is_sizes,
+        "alone": _is_counts,
+    },
+    Kind.OFFER: {"steps": _is_count, "tokens": _is_count},
+    Kind.SET: {"settings": _is_object},
+    Kind.ADMITTED: {
+        "needs_start": _is_flag,
+        "history": _is_count,
+        "run": _is_count,
+        "seqs": _is_counts,
+    },
+    Kind.VERDICT: {"refusal": _is_text},
     Kind.REPORT: {"status": _is_object},
 }
 _WITH_BODY = (Kind.RUN, Kind.DATA)

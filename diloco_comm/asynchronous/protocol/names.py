@@ -64,6 +64,8 @@ class Identity:
         sizes, layout: Elements of the fragments and hash of the model.
 
     Attributes:
+        greeting, model: Kind and JSON fields of the first message, beside the name.
+        steps: Inner steps taken, of a learner of decoupled training.
         next_seq: Number of the update that comes next, or is on its way.
         newest: Newest version that the server has told this worker of; -1 if none.
         begun: Name and number under which runs of update ``next_seq`` have been sent; None while no
@@ -75,7 +77,8 @@ class Identity:
         self.name, self._others, self._may_change = next(own), own, name is None
         # Tells this worker from another live worker of the same name, and from a successor.
         self._instance = secrets.randbelow(MAX_NUMBER - 1) + 1
-        self._model = {"sizes": sizes, "layout": layout}
+        self.greeting, self.model = Kind.HELLO, {"sizes": sizes, "layout": layout}
+        self.steps = 0
         self.next_seq, self.newest = 1, -1
         self._history: int | None = None
         self.begun: tuple[str, int] | None = None
@@ -83,8 +86,8 @@ class Identity:
 
     def hello(self) -> Message:
         """Return the worker's first message."""
-        place = (self._instance, 0, int(self._may_change), self._num_changes)
-        return Message(Kind.HELLO, *place, meta={"worker": self.name, **self._model})
+        place = (self._instance, self.steps, int(self._may_change), self._num_changes)
+        return Message(self.greeting, *place, meta={"worker": self.name, **self.model})
 
     def is_answer(self, message: Message) -> bool:
         """Whether a message answers a HELLO with the present name, not with an earlier one."""

@@ -22,6 +22,11 @@ class PayloadFile:
     def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
         self._file, self._offset, self.nbytes = file, offset, nbytes
 
+    @property
+    def end(self) -> int:
+        """Place in the file of the first byte behind this one."""
+        return self._offset + self.nbytes
+
     def __getitem__(self, wanted: slice) -> Tensor:
         begin, end, _ = wanted.indices(self.nbytes)
         part = torch.empty(max(0, end - begin), dtype=torch.uint8)

@@ -5,21 +5,42 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from ..protocol.connections import Connections
 from ..protocol.messages import NAME_TAKEN, Kind, Message, ProtocolError
-from .sessions import Session
-from .state import ServerState
+from .sessions import Session, Sessions
+from .status import Status
 from .transfer.receiving import Send
 
 logger = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """What a server does with workers that come and go."""
+
+    sessions: Sessions
+    status: Status
+
+    def check_model(self, meta: dict[str, Any]) -> None:
+        """Raise ProtocolError if a worker's first message describes another model."""
+
+    def welcome(self, session: Session, message: Message) -> Message:
+        """Take a worker in, and return the answer to the worker's first message."""
+        ...
+
+    def release(self, session: Session) -> None:
+        """Keep nothing for a connection any more."""
+
+    def leave(self, worker: str) -> None:
+        """Stop waiting for a worker that has no connection."""
 
 
 class Attendance:
     """Admit workers, and drop those that left or are lost.
 
     Args:
-        state: The server's state.
+        host: Takes the workers in.
         connections: Connections of the server's socket.
         send: Sends a message to a connection; returns False if that fails.
         forget_update: Drops the update that a worker has begun to send.
@@ -29,7 +50,7 @@ class Attendance:
 
     def __init__(
         self,
-        state: ServerState,
+        host: Host,
         connections: Connections,
         send: Send,
         forget_update: Callable[[str], None],
@@ -37,7 +58,7 @@ class Attendance:
         max_parameters: int,
         lost_after: float,
     ) -> None:
-        self.state, self._connections, self._send = state, connections, send
+        self.host, self._connections, self._send = host, connections, send
         self._forget_update, self._max_parameters = forget_update, max_parameters
         self._lost_after = lost_after
         self._ended: list[bytes] = []
@@ -45,7 +66,7 @@ class Attendance:
     # ---------------------------------------------------------------------------------- coming
 
     def greet(self, peer: bytes, connection: int, message: Message) -> None:
-        """Admit a worker that said HELLO, if its model fits and its name is free."""
+        """Admit a worker that said HELLO or JOIN, if its model fits and its name is free."""
         self._collect_ended()
         if not self._connections.is_alive(connection):
             return
@@ -54,36 +75,21 @@ class Attendance:
             raise ProtocolError(
                 f"the model has {sum(sizes)} parameters, this server takes {self._max_parameters}"
             )
-        coordinator, last = self.state.coordinator, 0
-        if coordinator is not None:
-            self.state.check_layout(sizes, layout)
+        self.host.check_model(message.meta)
         if not self._may_have(peer, message):
             return
         self._make_way(peer, connection, worker)
-        if self.state.sessions.get(peer) is None:
+        if self.host.sessions.get(peer) is None:
             logger.info("worker %s is here", worker)
         now = time.monotonic()
         session = Session(peer, connection, worker, sizes, layout, now, message.number)
-        self.state.sessions.add(session)
-        is_anothers = False
-        if coordinator is not None:
-            member = coordinator.join(worker)
-            last, is_anothers = member.last.seq, member.instance not in (0, message.number)
-            member.instance = message.number
-        meta = {
-            "needs_start": coordinator is None,
-            "rule": self.state.rule.config(),
-            "sync_every": self.state.numbers["sync_every"],
-            "history": self.state.history,
-            "began": self.state.began,
-        }
-        place = (last, self.state.version, int(is_anothers), message.run)
-        self._send(peer, Message(Kind.WELCOME, *place, meta=meta))
+        self.host.sessions.add(session)
+        self._send(peer, self.host.welcome(session, message))
 
     def _may_have(self, peer: bytes, message: Message) -> bool:
         """Return whether a worker may use its name; send an answer if not."""
         worker, instance = message.meta["worker"], message.number
-        older = self.state.sessions.of(worker)
+        older = self.host.sessions.of(worker)
         if older is None or older.peer == peer or older.peer in self._ended:
             return True
         if not instance or not older.instance or instance == older.instance:
@@ -96,7 +102,7 @@ class Attendance:
             self._send(peer, Message(Kind.WAIT))
             return False
         if patience_s:
-            self.state.status.count_refusal("name")
+            self.host.status.count_refusal("name")
         reason = f"another worker of the name {worker} is connected: give each one its own name="
         place = (NAME_TAKEN, 0, 0, message.run)
         self._send(peer, Message(Kind.REFUSED, *place, meta={"reason": reason}))
@@ -104,7 +110,7 @@ class Attendance:
 
     def _make_way(self, peer: bytes, connection: int, worker: str) -> None:
         """Drop the sessions that a new session replaces."""
-        sessions = self.state.sessions
+        sessions = self.host.sessions
         same = sessions.get(peer)
         if same is not None and (same.worker, same.connection) == (worker, connection):
             return
@@ -118,7 +124,7 @@ class Attendance:
         elif older is not None:
             # The same worker on a new connection; the end of the old one is not known yet.
             sessions.drop(older.peer)
-            older.release(self.state.coordinator)
+            self.host.release(older)
         # A successor of the same name may send other bytes under the same number.
         self._forget_update(worker)
 
@@ -133,21 +139,20 @@ class Attendance:
         """Drop a worker whose connection ended without a LEAVE."""
         session = self._end(peer)
         if session is not None:
-            self.state.status.lost += 1
+            self.host.status.lost += 1
             logger.warning(
                 "worker %s is lost: its connection ended without a goodbye", session.worker
             )
 
     def _end(self, peer: bytes) -> Session | None:
         """Drop a session, and its worker if the worker has no other session."""
-        session, coordinator = self.state.sessions.drop(peer), self.state.coordinator
+        session = self.host.sessions.drop(peer)
         if session is None:
             return None
-        session.release(coordinator)
-        if self.state.sessions.of(session.worker) is None:
+        self.host.release(session)
+        if self.host.sessions.of(session.worker) is None:
             self._forget_update(session.worker)
-            if coordinator is not None:
-                coordinator.leave(session.worker)
+            self.host.leave(session.worker)
         return session
 
     def drop_ended(self) -> None:
@@ -163,6 +168,6 @@ class Attendance:
 
     def _collect_ended(self) -> None:
         for connection in self._connections.ended():
-            session = self.state.sessions.on(connection)
+            session = self.host.sessions.on(connection)
             if session is not None:
                 self._ended.append(session.peer)

@@ -16,11 +16,11 @@ from torch import Tensor
 from ...ops.wire import WireFormat
 from ..model.rules import ServerRule
 from ..model.shared import SharedModel
-from ..protocol.messages import MAX_NUMBER, UNCOUNTED, ProtocolError
+from ..protocol.messages import MAX_NUMBER, UNCOUNTED, Kind, Message, ProtocolError
 from ..protocol.payloads import Payload, PayloadFile, payload_files
 from ..protocol.window import WINDOW_BYTES
 from .decisions.coordinator import Coordinator, Outcome, Update
-from .sessions import NOTHING, Sessions
+from .sessions import NOTHING, Session, Sessions
 from .status import Status
 from .storage.keeper import Keeper
 from .uploads import PayloadMemory
@@ -201,8 +201,13 @@ class ServerState:
         room -= self.max_readers * window
         self.memory.budget_bytes = max(SMALL_BYTES, room)
 
-    def check_layout(self, sizes: list[int], layout: int) -> None:
-        assert self.coordinator is not None
+    # --------------------------------------------------------------------------------- workers
+
+    def check_model(self, meta: dict[str, Any]) -> None:
+        """Raise ProtocolError if a worker has another model than the server, see ``Host``."""
+        if self.coordinator is None:
+            return
+        sizes, layout = meta["sizes"], meta["layout"]
         own = list(self.coordinator.model.sizes)
         if sizes != own:
             self.status.count_refusal("layout")
@@ -218,6 +223,34 @@ class ServerState:
                 "the model has as many parameters as the server's, but other names, shapes or "
                 "dtypes"
             )
+
+    def welcome(self, session: Session, message: Message) -> Message:
+        """Take a worker in, and return its WELCOME."""
+        last, is_anothers = 0, False
+        if self.coordinator is not None:
+            member = self.coordinator.join(session.worker)
+            last, is_anothers = member.last.seq, member.instance not in (0, message.number)
+            member.instance = message.number
+        meta = {
+            "needs_start": self.coordinator is None,
+            "rule": self.rule.config(),
+            "sync_every": self.numbers["sync_every"],
+            "history": self.history,
+            "began": self.began,
+        }
+        place = (last, self.version, int(is_anothers), message.run)
+        return Message(Kind.WELCOME, *place, meta=meta)
+
+    def release(self, session: Session) -> None:
+        """Keep no version for a connection any more."""
+        session.release(self.coordinator)
+
+    def leave(self, worker: str) -> None:
+        """Stop waiting for a worker that has no connection."""
+        if self.coordinator is not None:
+            self.coordinator.leave(worker)
+
+    # ------------------------------------------------------------------------------------ disk
 
     def _restore(self, keeper: Keeper) -> None:
         header, tensors = keeper.load(self._tensors_for)

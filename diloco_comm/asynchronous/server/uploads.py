@@ -122,20 +122,24 @@ class PayloadMemory:
         """Never reuse these buffers: ZeroMQ may still send their bytes after ``give_back``."""
         self._lent.update(id(payload) for payload in payloads)
 
-    def take(self, sizes: Iterable[int], *, may_use_file: bool = True) -> list[Payload] | None:
+    def take(
+        self, sizes: Iterable[int], *, may_use_file: bool = True, must: bool = False
+    ) -> list[Payload] | None:
         """Return room for payloads of these sizes, or None while there is no room.
 
         Args:
             may_use_file: False for payloads that must be in memory, whatever the budget.
+            must: Return room in memory, whatever the budget and the payloads that are there.
 
         Raises:
             OSError: If the payloads need a file and no file can be made.
         """
         sizes = list(sizes)
         needed = sum(sizes)
-        if self.used_bytes and self.used_bytes + needed > self.budget_bytes:
+        if not must and self.used_bytes and self.used_bytes + needed > self.budget_bytes:
             return None
         payloads: list[Payload]
+        may_use_file &= not must
         if needed > self.budget_bytes and may_use_file and self._make_files is not None:
             files = self._make_files(sizes)
             if files is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...base.errors import SyncError
 from ...base.service import curve
 from ...base.service.addresses import parse_address
-from ...base.service.sockets import NOBLOCK, beat, receive
+from ...base.service.sockets import NOBLOCK, POLLIN, beat, receive
 from ...ops.wire import Layout
 from ..protocol.messages import (
     MAX_BODY,
@@ -77,6 +77,7 @@ class Link:
         sent_bytes, received_bytes: Bytes of payloads and headers, with repetitions.
         identity: The worker's name and sequence numbers.
         needs_start: The server has no parameters yet.
+        is_blocked: The last message could not be sent.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Link:
         self.identity = Identity(worker, sizes, layout)
         self.sent_bytes = self.received_bytes = 0
         self.needs_start = False
-        self._is_blocked = False
+        self.is_blocked = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         # Without this the garbage collector would wait for an open socket for ever.
@@ -132,13 +133,17 @@ class Link:
         try:
             self._socket.send_multipart(frames, NOBLOCK, copy=len(frames) < 2)
         except zmq.Again:
-            self._is_blocked = True
+            self.is_blocked = True
             return False
-        self._is_blocked = False
+        self.is_blocked = False
         self.sent_bytes += sum(len(frame) for frame in frames)
         return True
 
-    def _next(self, seconds: float) -> Message | None:
+    def wait(self, seconds: float, bell: int) -> None:
+        """Wait for a message, or for a byte in the pipe ``bell``."""
+        zmq.zmq_poll([(self._socket, POLLIN), (bell, POLLIN)], max(0, int(1000 * seconds)))
+
+    def next_message(self, seconds: float) -> Message | None:
         """Return the next message, or None if none arrives within this time."""
         frames = receive(self._socket, max(0, int(1000 * seconds)))
         if frames is None:
@@ -149,7 +154,7 @@ class Link:
         except ProtocolError:
             return None
 
-    def _converse(self, ask: Callable[[], None], stage: str) -> Iterator[Message]:
+    def converse(self, ask: Callable[[], None], stage: str) -> Iterator[Message]:
         """Yield the messages of the server, and ask again whenever the server is silent.
 
         Args:
@@ -165,8 +170,8 @@ class Link:
         ask()
         asked_at = began
         while True:
-            wait_s, before = BLOCKED_S if self._is_blocked else RETRY_S, time.monotonic()
-            message = self._next(wait_s)
+            wait_s, before = BLOCKED_S if self.is_blocked else RETRY_S, time.monotonic()
+            message = self.next_message(wait_s)
             now = time.monotonic()
             # A time in which this process was stopped does not count as the server's silence.
             absence_s = now - before - wait_s
@@ -175,11 +180,11 @@ class Link:
             if message is not None:
                 heard_at = now
                 if message.kind == Kind.REFUSED:
-                    if message.number == NAME_TAKEN and self._goes_by_another_name(message):
+                    if message.number == NAME_TAKEN and self.goes_by_another_name(message):
                         continue
-                    raise self._refusal(message, stage, now - began)
+                    raise self.refusal(message, stage, now - began)
                 if message.kind == Kind.UNKNOWN:
-                    self._say_hello()
+                    self.say_hello()
                 elif message.kind == Kind.WELCOME:
                     if not self.identity.is_answer(message):
                         continue
@@ -193,31 +198,34 @@ class Link:
                 # The caller has answered these kinds with its next request.
                 if message.kind in (Kind.DATA, Kind.WANT):
                     asked_at = now
-            if now - asked_at < RETRY_S and not self._is_blocked:
+            if now - asked_at < RETRY_S and not self.is_blocked:
                 continue
             if now - heard_at > self.timeout:
-                raise self._silence(now - heard_at, stage, now - began)
+                raise self.silence(now - heard_at, stage, now - began)
             ask()
             asked_at = now
 
-    def _refusal(self, message: Message, stage: str, seconds: float) -> ServerRefused:
+    def refusal(self, message: Message, stage: str, seconds: float) -> ServerRefused:
+        """Return the error that a refusal stands for."""
         reason = message.meta["reason"]
         sentence = f"the server {self.address} refused worker {self.worker}: {reason}"
         return ServerRefused(sentence, stage=stage, seconds=seconds)
 
-    def _silence(self, silent_s: float, stage: str, seconds: float) -> ServerLost:
+    def silence(self, silent_s: float, stage: str, seconds: float) -> ServerLost:
+        """Return the error of a server that has not answered."""
         sentence = (
             f"the server {self.address} has not answered for {silent_s:.1f} s "
             f"({stage}); the parameters are as training left them"
         )
         return ServerLost(sentence, stage=stage, seconds=seconds)
 
-    def _goes_by_another_name(self, refusal: Message) -> bool:
+    def goes_by_another_name(self, refusal: Message) -> bool:
+        """Say hello under another name if a refusal asks for one and the name may change."""
         if not self.identity.is_answer(refusal):
             return True
         is_other = self.identity.take_another_name()
         if is_other:
-            self._say_hello()
+            self.say_hello()
         return is_other
 
     def _welcomed(self, message: Message, stage: str) -> None:
@@ -249,7 +257,7 @@ class Link:
     def hello(self) -> Message:
         """Introduce this worker and return the server's WELCOME."""
         is_waiting = False
-        for message in self._converse(self._say_hello, "hello"):
+        for message in self.converse(self.say_hello, "hello"):
             if message.kind == Kind.WELCOME:
                 return message
             if message.kind == Kind.WAIT and not is_waiting:
@@ -262,10 +270,12 @@ class Link:
                 )
         raise AssertionError
 
-    def _say_hello(self) -> None:
+    def say_hello(self) -> None:
+        """Introduce this worker."""
         self.send(self.identity.hello())
 
-    def _ask(self, message: Message) -> None:
+    def ask(self, message: Message) -> None:
+        """Send a question; for ``converse``."""
         self.send(message)
 
     def push(
@@ -297,7 +307,7 @@ class Link:
             self.send(push)
 
         says_at: float | None = time.monotonic() + PATIENCE_S
-        for message in self._converse(ask, "start" if is_start else "push"):
+        for message in self.converse(ask, "start" if is_start else "push"):
             seq = identity.next_seq
             if identity.is_in_doubt:
                 return self._give_up(message)
@@ -309,7 +319,7 @@ class Link:
                 return message
             if message.kind == Kind.WANT and message.number == seq:
                 identity.begin()
-                self._send_runs(message, payloads, layouts)
+                self.send_runs(message, payloads, layouts)
             if message.kind == Kind.WAIT and says_at is not None and time.monotonic() > says_at:
                 says_at = None
                 logger.warning(
@@ -333,15 +343,18 @@ class Link:
         meta = {"staleness": -1, "refusal": "in doubt", "reason": reason}
         return Message(Kind.OUTCOME, self.identity.next_seq - 1, message.version, meta=meta)
 
-    def _send_runs(self, want: Message, payloads: list[Tensor], layouts: list[Layout]) -> None:
-        place, run, count = want.fragment, want.run, want.count
-        if place >= len(layouts) or not is_within(layouts[place], run, count):
+    def send_runs(
+        self, want: Message, payloads: list[Tensor], layouts: list[Layout], first: int = 0
+    ) -> None:
+        """Send the runs that a WANT asks for; the first payload has the number ``first``."""
+        place, run, count = want.fragment - first, want.run, want.count
+        if not 0 <= place < len(layouts) or not is_within(layouts[place], run, count):
             return
         size = layouts[place].run_bytes
         view = payloads[place].numpy().data
-        for first, number in bodies(layouts[place], run, count):
-            body = view[first * size : (first + number) * size]
-            self.send(Message(Kind.RUN, want.number, 0, place, first, body=body))
+        for begin, number in bodies(layouts[place], run, count):
+            body = view[begin * size : (begin + number) * size]
+            self.send(Message(Kind.RUN, want.number, 0, want.fragment, begin, body=body))
 
     def pull(self, outer: list[Tensor]) -> tuple[int, int]:
         """Fetch the newest parameters into ``outer``, fp32 [num_elements] for each fragment.
@@ -353,7 +366,7 @@ class Link:
 
     def fetch(self, download: Download) -> tuple[int, int]:
         """Complete a download; return its version and the inner steps of the round."""
-        for message in self._converse(download.ask, "pull"):
+        for message in self.converse(download.ask, "pull"):
             download.receive(message)
             if download.is_complete:
                 assert download.version is not None
@@ -377,7 +390,7 @@ def read_status(
     link = Link(address, "status", [1], 0, timeout=timeout, keys=keys, key_name=key_name)
     try:
         status = Message(Kind.STATUS)
-        for message in link._converse(lambda: link._ask(status), "status"):
+        for message in link.converse(lambda: link.ask(status), "status"):
             if message.kind == Kind.REPORT:
                 return message.meta["status"]
         raise AssertionError

@@ -15,6 +15,7 @@ from ...ops.residuals import Residuals
 from ...ops.wire import STAGE_ENCODE, Layout, WireFormat, rng_key
 from ...replica.descriptions import describe_parameters
 from ...replica.fragments import (
+    Fragment,
     FragmentSpec,
     make_fragments,
     trainable_parameters,
@@ -80,9 +81,7 @@ class LocalModel:
     @property
     def layout_hash(self) -> int:
         """Hash of names, shapes and dtypes in 62 bits, the same on all workers of one model."""
-        text = json.dumps(describe_parameters(self.fragments))
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 2
+        return layout_hash(self.fragments)
 
     def encode(self, seq: int) -> bool:
         """Encode the pseudo-gradient of the round into the payloads.
@@ -152,3 +151,10 @@ class LocalModel:
     def _refuse_changes(self) -> None:
         for fragment in self.fragments:
             fragment.refuse_changes()
+
+
+def layout_hash(fragments: Sequence[Fragment]) -> int:
+    """Return a hash of names, shapes and dtypes in 62 bits."""
+    text = json.dumps(describe_parameters(fragments))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..common.exits import fail, in_options, misuse
+from ..common.hosting import Server
 from ..common.outputs import check_folder
 from ..common.printing import announcer
 
@@ -17,6 +20,7 @@ EXAMPLES = """Examples:
 
 \b
 diloco-comm serve --rule delayed --period 4 --sync-every 50 --snapshot snapshots
+diloco-comm serve --decoupled --quorum 2 --fragments 4 --wire-down int4 --snapshot snapshots
 diloco-comm serve --status --address tcp://127.0.0.1:29500 --json
 """
 KEYGEN_EXAMPLES = """Examples:
@@ -25,8 +29,16 @@ KEYGEN_EXAMPLES = """Examples:
 diloco-comm serve keygen keys --worker paris --worker tokyo
 """
 
+# Options of one kind of server alone.
+DECOUPLED_OPTIONS = (
+    "quorum", "gamma", "delay", "fragments", "merge", "by_mean", "wire", "wire_down", "receipt",
+    "alpha", "error_feedback", "shard", "keep_tape",
+)  # fmt: skip
+ASYNCHRONOUS_OPTIONS = ("period", "activation", "discount", "max_staleness", "dylu", "grace")
+
 serve_app = typer.Typer(
-    help="Host a server of asynchronous training, show its status, make its keys.", epilog=EXAMPLES
+    help="Host a server of asynchronous or decoupled training, show its status, make its keys.",
+    epilog=EXAMPLES,
 )
 
 
@@ -56,6 +68,41 @@ def serve(
     model_sizes: Annotated[
         float, typer.Option(help="Memory of the server in fp32 models, for rule and updates.")
     ] = 4.0,
+    decoupled: Annotated[
+        bool, typer.Option("--decoupled", help="Host the syncer of decoupled training.")
+    ] = False,
+    quorum: Annotated[int, typer.Option(help="--decoupled: learners that make a merge.")] = 1,
+    gamma: Annotated[
+        float, typer.Option(help="--decoupled: share of the slack that the grace window takes.")
+    ] = 0.5,
+    delay: Annotated[
+        int, typer.Option(help="--decoupled: inner steps until a merge comes late (tau).")
+    ] = 0,
+    fragments: Annotated[
+        str, typer.Option(help="--decoupled: a number, layers:N or sequential:N.")
+    ] = "1",
+    merge: Annotated[str, typer.Option(help="--decoupled: rda or mean.")] = "rda",
+    by_mean: Annotated[
+        list[str] | None,
+        typer.Option(help="--decoupled: names of parameters that merge by the mean; repeatable."),
+    ] = None,
+    wire: Annotated[str, typer.Option(help="--decoupled: format of the reports.")] = "int8",
+    wire_down: Annotated[str, typer.Option(help="--decoupled: format of the commits.")] = "fp32",
+    receipt: Annotated[
+        str, typer.Option(help="--decoupled: overwrite, carry or blend.")
+    ] = "overwrite",
+    alpha: Annotated[
+        float, typer.Option(help="--decoupled: weight of local parameters, for blend.")
+    ] = 0.5,
+    error_feedback: Annotated[
+        bool, typer.Option("--error-feedback", help="--decoupled: reports carry their errors.")
+    ] = False,
+    shard: Annotated[
+        str, typer.Option(help="--decoupled: i/S, this syncer has the fragments i, i+S, ...")
+    ] = "0/1",
+    keep_tape: Annotated[
+        bool, typer.Option("--keep-tape", help="--decoupled: keep all journals in --snapshot.")
+    ] = False,
     keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
     key_name: Annotated[str, typer.Option(help="Pair of keys for --status.")] = "worker",
     insecure: Annotated[
@@ -68,7 +115,10 @@ def serve(
     watch: Annotated[bool, typer.Option("--watch", help="With --status: every second.")] = False,
     timeout: Annotated[float, typer.Option(help="With --status: seconds to wait.")] = 5.0,
 ) -> None:
-    """Host the shared model for workers that attach with AsyncDiLoCo, until Ctrl-C or SIGTERM."""
+    """Host the shared model until Ctrl-C or SIGTERM.
+
+    Workers attach with AsyncDiLoCo; with --decoupled, learners attach with DecoupledDiLoCo.
+    """
     if context.invoked_subcommand is not None:
         return
     if watch and not status:
@@ -86,6 +136,9 @@ def serve(
             timeout=timeout,
         )
         return
+    used = _given(context, ASYNCHRONOUS_OPTIONS if decoupled else DECOUPLED_OPTIONS)
+    if used is not None:
+        misuse(f"{used} does not go with --decoupled" if decoupled else f"{used} needs --decoupled")
     rule_options = {
         "lr": lr,
         "momentum": momentum,
@@ -106,7 +159,24 @@ def serve(
         "insecure": insecure,
         "model_sizes": model_sizes,
     }
-    _host(context, rule, rule_options, server_options, as_json=as_json)
+    if decoupled:
+        names = [*DECOUPLED_OPTIONS, "sync_every"]
+        given = {name: context.params[name] for name in names if name != "keep_tape"}
+        outer = {"rule": _rule_of(context, rule), "lr": lr, "momentum": momentum}
+        server_options |= {"keep_tape": keep_tape}
+        make = partial(_make_decoupled, context, given, outer, server_options)
+    else:
+        make = partial(_make_asynchronous, rule, rule_options, server_options)
+    _host(context, make, snapshot, as_json=as_json)
+
+
+def _given(context: typer.Context, names: Iterable[str]) -> str | None:
+    """Return the first of these options that was given, or None."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            return f"--{name.replace('_', '-')}"
+    return None
 
 
 def _show(context: typer.Context, address: str, *, keys: Path | None, **options: Any) -> None:
@@ -127,27 +197,47 @@ def _show(context: typer.Context, address: str, *, keys: Path | None, **options:
         fail(f"the server {address} has not answered for {error.seconds:.1f} s: {asked}")
 
 
+def _rule_of(context: typer.Context, rule: str) -> str:
+    """Return the rule of the merges: nesterov where none was given."""
+    return rule if _given(context, ["rule"]) else "nesterov"
+
+
+def _make_asynchronous(rule: str, rule_options: dict[str, Any], options: dict[str, Any]) -> Server:
+    from ...asynchronous.server.server import AsyncServer
+    from .run import make_rule
+
+    return AsyncServer(make_rule(rule, **rule_options), **options)
+
+
+def _make_decoupled(
+    context: typer.Context, given: dict[str, Any], outer: dict[str, Any], options: dict[str, Any]
+) -> Server:
+    from .decoupled import make_server
+
+    options = {name: value for name, value in options.items() if name not in ASYNCHRONOUS_OPTIONS}
+    if not _given(context, ["model_sizes"]):
+        del options["model_sizes"]
+    del options["sync_every"]
+    return make_server(given, outer, options)
+
+
 def _host(
     context: typer.Context,
-    rule: str,
-    rule_options: dict[str, Any],
-    server_options: dict[str, Any],
+    make: Callable[[], Server],
+    snapshot: Path | None,
     *,
     as_json: bool,
 ) -> None:
     """Host a server until a signal, and end with a sentence if an option is wrong."""
-    from ...asynchronous.server.server import AsyncServer
     from ..common.hosting import serve_until_signal
-    from .run import make_rule
 
     try:
-        check_folder("--snapshot", server_options["snapshot"], may_be_full=True)
-        server = AsyncServer(make_rule(rule, **rule_options), **server_options)
-        name = serve_until_signal(server, announcer(as_json))
+        check_folder("--snapshot", snapshot, may_be_full=True)
+        name = serve_until_signal(make(), announcer(as_json))
         print(f"closed by {name}", file=sys.stderr)
     except KeyboardInterrupt:
         return
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         misuse(in_options(str(error), context.params))
     except OSError as error:
         fail(str(error))

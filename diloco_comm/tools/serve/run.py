@@ -12,6 +12,7 @@ from ...asynchronous.model.rules import Buffered, DelayedNesterov, Immediate, Se
 from ...asynchronous.worker.link import read_status
 from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
 from ..common.printing import print_whole
+from . import decoupled
 
 RULES = ("delayed", "nesterov", "heavy-ball", "sgd", "buffer")
 
@@ -82,6 +83,8 @@ def show_status(
 
 def status_table(address: str, report: dict[str, Any]) -> Any:
     """Return a rich table of the workers, the server's numbers, and the state of the snapshots."""
+    if report.get("mode") == "decoupled":
+        return decoupled.status_table(address, report)
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -105,13 +108,7 @@ def status_table(address: str, report: dict[str, Any]) -> Any:
     for name, row in report["workers"].items():
         speed = "-" if row["speed"] is None else f"{row['speed']:.2f}"
         table.add_row(name, "yes" if row["connected"] else "no", str(row["applied"]), speed)
-    storage, style = report["storage"], ""
-    if storage is None:
-        kept = "nothing is kept on disk"
-    elif storage["problem"]:
-        kept, style = f"{storage['problem']} (for {storage['problem_s']:.0f} s)", "bold red"
-    else:
-        kept = f"version {storage['snapshot_version']} is saved in {storage['folder']}"
+    kept, style = decoupled.kept_text(report["storage"])
     waits = [Text(report["problem"], "bold red")] if report["problem"] else []
     return Group(table, Text(kept, style), *waits)
 

@@ -127,9 +127,13 @@ _forks.set_forkserver_preload(
 
 
 class Child:
-    """A server or a worker in its own process, used like a ``Popen``."""
+    """A server or a worker in its own process, used like a ``Popen``.
 
-    def __init__(self, role: str, **options: Any) -> None:
+    Args:
+        role: A name of ``_child_main``, or a function of a module, called with the options.
+    """
+
+    def __init__(self, role: str | Callable[[argparse.Namespace], None], **options: Any) -> None:
         ours, theirs = _forks.Pipe(duplex=False)
         arguments = argparse.Namespace(**{**DEFAULTS, **options})
         self._process = _forks.Process(target=_child_main, args=(role, arguments, theirs))
@@ -154,12 +158,14 @@ class Child:
         self.stdout.close()
 
 
-def _child_main(role: str, options: argparse.Namespace, out: Connection) -> None:
+def _child_main(
+    role: str | Callable[[argparse.Namespace], None], options: argparse.Namespace, out: Connection
+) -> None:
     sys.stdout = os.fdopen(os.dup(out.fileno()), "w", buffering=1)
     out.close()
     os.environ.update(options.environ)
     mains = {"server": server_main, "worker": worker_main, "dropper": dropper_main}
-    mains[role](options)
+    (role if callable(role) else mains[role])(options)
 
 
 class Scene:

@@ -33,6 +33,9 @@ class Keeper:
     Args:
         folder: Folder of the snapshot and the journal.
         every: Updates between two snapshots.
+        waits: The caller repeats an update that the journal did not take, see ``record``, and so
+            nobody knows of updates that a crash would lose.
+        keeps_journals: Keep the first snapshot and all journals.
 
     Attributes:
         saved_version: Version of the snapshot; -1 without a snapshot.
@@ -43,10 +46,12 @@ class Keeper:
             can be written.
     """
 
-    def __init__(self, folder: Path, every: int) -> None:
-        self.folder, self.every = folder, every
+    def __init__(
+        self, folder: Path, every: int, *, waits: bool = False, keeps_journals: bool = False
+    ) -> None:
+        self.folder, self.every, self._waits = folder, every, waits
         try:
-            self._storage = Storage(folder)
+            self._storage = Storage(folder, keeps_journals=keeps_journals)
             if not self._storage.exists:
                 self._probe()
         except FolderInUse:
@@ -110,6 +115,32 @@ class Keeper:
             self._is_journalled = False
             self._fail(error)
 
+    @property
+    def may_write(self) -> bool:
+        """The journal takes updates, or it is time for another attempt."""
+        return self._is_journalled or time.monotonic() >= self._retry_at
+
+    def record(self, record: dict[str, Any], payloads: Sequence[Payload], version: int) -> bool:
+        """Write an update to the journal and to the disk (fsync).
+
+        Returns:
+            False if the disk does not take the update. The journal then ends with the update
+            before, and the caller repeats the call later, before it tells anybody of the update.
+        """
+        try:
+            if not self._is_journalled:
+                self._storage.continue_journal(max(0, self.saved_version))
+            self._storage.append(record, payloads, is_durable=True)
+        except OSError as error:
+            self._is_journalled = False
+            self._fail(error)
+            return False
+        self.kept_version = version
+        if not self._is_journalled:
+            self._is_journalled = True
+            self._recover()
+        return True
+
     def is_due(self, version: int) -> bool:
         """Whether a snapshot, or another attempt at one, is due."""
         if self._reason:
@@ -159,6 +190,8 @@ class Keeper:
             return ""
         if self._is_journalled:
             return f"{self._reason}; the journal is whole, so a crash loses nothing"
+        if self._waits:
+            return f"{self._reason}; merges wait until the journal takes them"
         if self.kept_version < 0:
             return f"{self._reason}; a crash loses everything"
         return f"{self._reason}; a crash loses the updates after version {self.kept_version}"
@@ -187,7 +220,7 @@ class Keeper:
                 "the snapshot folder %s can be written again after %.0f s: version %d is saved",
                 self.folder,
                 self.problem_s,
-                self.saved_version,
+                self.kept_version,
             )
         self._reason = ""
 

@@ -74,16 +74,53 @@ def _fresh(header: dict[str, Any]) -> dict[str, Tensor]:
     return {name: torch.empty(int(count)) for name, count in header["tensors"].items()}
 
 
+def read_snapshot(
+    path: Path, make: Callable[[dict[str, Any]], dict[str, Tensor]] = _fresh
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a snapshot and return its header and tensors; see ``Storage.load``."""
+    with path.open("rb") as file:
+        found = _read_header(file) if file.read(len(_MAGIC)) == _MAGIC else None
+        if found is None:
+            raise ValueError(f"{path} is not a snapshot of this version of diloco_comm")
+        header, _ = found
+        tensors = make(header)
+        if {name: tensor.numel() for name, tensor in tensors.items()} != header["tensors"]:
+            raise ValueError(f"{path} holds other tensors than its rule keeps")
+        for name in header["tensors"]:
+            if file.readinto(_view(tensors[name])) < tensors[name].nbytes:
+                raise ValueError(f"{path} is cut short")
+    return header, tensors
+
+
+def read_journal(path: Path) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
+    """Yield the whole records of a journal.
+
+    Payloads stay in the file, and are valid until the next record is yielded.
+    """
+    length = path.stat().st_size
+    with path.open("rb") as file:
+        while (found := _read_header(file)) is not None:
+            header, size = found
+            begin = file.tell()
+            if begin + size > length:
+                break
+            yield header, PayloadFile(file, begin, size)
+            file.seek(begin + size)
+
+
 class Storage:
     """A folder with one snapshot and one journal, for one server at a time.
+
+    Args:
+        keeps_journals: Keep the first snapshot, as ``first``, and the journals of all snapshots.
 
     Raises:
         FolderInUse: If another server has the folder.
         ValueError: If the folder holds something that is not a snapshot.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, keeps_journals: bool = False) -> None:
+        self.folder, self._keeps_journals = folder, keeps_journals
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(folder, "snapshot folder")
         self._journal: BinaryIO | None = None
@@ -145,6 +182,8 @@ class Storage:
             file.write(_MAGIC)
             _write_record(file, {**header, "tensors": shapes}, list(tensors.values()))
         with _naming(self._path):
+            if self._keeps_journals and not self._path.exists():
+                os.link(self._scratch, self.folder / "first")
             os.replace(self._scratch, self._path)
 
     def begin_journal(self, version: int) -> None:
@@ -153,11 +192,12 @@ class Storage:
         Raises:
             OSError: If the journal cannot be written; the folder then has no journal.
         """
+        self._whole = 0
         try:
             self._open_journal(version, "wb")
         finally:
             # The other journals belong to snapshots that have been replaced.
-            for path in self.folder.glob("journal-*"):
+            for path in [] if self._keeps_journals else self.folder.glob("journal-*"):
                 if path != self._journal_path(version):
                     with suppress(OSError):
                         path.unlink()
@@ -174,21 +214,15 @@ class Storage:
         Args:
             make: Called with the header; returns the fp32 tensors to fill, by name.
         """
-        with self._path.open("rb") as file:
-            found = _read_header(file) if file.read(len(_MAGIC)) == _MAGIC else None
-            if found is None:
-                raise ValueError(f"{self._path} is not a snapshot of this version of diloco_comm")
-            header, _ = found
-            tensors = make(header)
-            if {name: tensor.numel() for name, tensor in tensors.items()} != header["tensors"]:
-                raise ValueError(f"{self._path} holds other tensors than its rule keeps")
-            for name in header["tensors"]:
-                if file.readinto(_view(tensors[name])) < tensors[name].nbytes:
-                    raise ValueError(f"{self._path} is cut short")
-        return header, tensors
+        return read_snapshot(self._path, make)
 
-    def append(self, header: dict[str, Any], payloads: Sequence[Payload]) -> None:
+    def append(
+        self, header: dict[str, Any], payloads: Sequence[Payload], *, is_durable: bool = False
+    ) -> None:
         """Write an update to the journal, and hand the bytes to the operating system.
+
+        Args:
+            is_durable: Return when the bytes are on the disk (fsync).
 
         Raises:
             OSError: If the record cannot be written. The journal then ends with the update before
@@ -200,12 +234,25 @@ class Storage:
         try:
             with _naming(Path(journal.name)):
                 _write_record(journal, header, payloads)
+                if is_durable:
+                    self._sync(journal)
+            self._whole = journal.tell()
         except OSError:
             # If this fails too, ``continue_journal`` cuts the torn record off.
             with suppress(OSError):
                 os.ftruncate(journal.fileno(), whole)
             self.close()
             raise
+
+    def _sync(self, journal: BinaryIO) -> None:
+        """Write the journal to the disk, and its name in the folder with the first record."""
+        os.fsync(journal.fileno())
+        if not self._whole:
+            number = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
 
     def replay(self, version: int) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
         """Yield the updates in the journal of this version; ``continue_journal`` comes next.
@@ -214,17 +261,10 @@ class Storage:
         """
         path = self._journal_path(version)
         self._whole = 0
-        if not path.exists():
-            return
-        length = path.stat().st_size
-        with path.open("rb") as file:
-            while (found := _read_header(file)) is not None:
-                header, size = found
-                begin = file.tell()
-                if begin + size > length:
-                    break
-                yield header, PayloadFile(file, begin, size)
-                self._whole = file.seek(begin + size)
+        if path.exists():
+            for header, body in read_journal(path):
+                yield header, body
+                self._whole = body.end
 
     def continue_journal(self, version: int) -> None:
         """Append to the journal that was replayed.

@@ -1,0 +1,364 @@
+"""A learner of decoupled training, attached to an ordinary training loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ....base import env
+from ....base.checks import choice, integer
+from ....base.errors import NonFiniteError
+from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
+from ....replica.hooks import StepHooks, hookable
+from ..fragment_round import Merge
+from ..learner import Learner
+from ..ledger import Ledger
+from ..syncer import Commit
+from .courier import Courier
+from .joining import Shard, addresses_of, check_shards, describe, open_shard, parameters_of
+from .postbox import Arrival
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two looks while the training thread waits on purpose, in ``flush``.
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class DecoupledMetrics:
+    """The figures of a learner so far.
+
+    Attributes:
+        steps: Inner steps taken.
+        versions: Version of each fragment in the model.
+        reports, merged, refused: Reports made, merged, and refused by the server.
+        commits: Versions that were written into the model.
+        step_ledgers, token_ledgers: What became of the inner steps and tokens, by fragment.
+        hook_s: Seconds that the hook took of the training thread, in all.
+        sent_bytes, received_bytes: Bytes of messages.
+    """
+
+    steps: int
+    versions: tuple[int, ...]
+    reports: int
+    merged: int
+    refused: int
+    commits: int
+    step_ledgers: tuple[Ledger, ...]
+    token_ledgers: tuple[Ledger, ...]
+    hook_s: float
+    sent_bytes: int
+    received_bytes: int
+
+
+class DecoupledDiLoCo:
+    """Report when the syncer calls, and take its commits, without ever waiting for either.
+
+    A thread of its own, the *courier*, owns the connection. Parameters are read and written after
+    an optimizer step alone.
+
+    Args:
+        model, optimizer: As in ``DiLoCo``; parameters are written in place.
+        server: ``tcp://host:port`` of a ``diloco-comm serve --decoupled`` or a ``DecoupledServer``;
+            of a sharded syncer the addresses of all shards.
+        name: Name of this learner, unique; as in ``AsyncDiLoCo``.
+        tokens: Tokens of an inner step, or a function that returns those of the step just taken.
+            Reports count by tokens^2 / steps.
+        rounding, seed: As in ``DiLoCo``.
+        fragments, wire, sync_every: The server decides these. If they are given, the server's must
+            be the same.
+        timeout: Seconds of the server's silence after which ``ServerLost`` is raised. The default
+            is ``DILOCO_COMM_TIMEOUT_S``, or 1800.
+        keys, key_name: Folder of CURVE keys, and the name of this learner's pair.
+        impl: Force an implementation of the operators.
+        attach: With False the user calls ``step()`` after each optimizer step, and the optimizer
+            may be any object with ``param_groups``.
+
+    Attributes:
+        settings: The settings of the run, from the server.
+
+    Raises:
+        ValueError, TypeError: For invalid arguments.
+        ServerRefused: If the server refuses this learner, because its model differs.
+        ServerLost: If no server answers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        server: str | Sequence[str],
+        name: str | None = None,
+        tokens: int | Callable[[], int] = 1,
+        rounding: str = "nearest",
+        seed: int = 0,
+        fragments: FragmentSpec | None = None,
+        wire: str | None = None,
+        sync_every: int | None = None,
+        timeout: float | None = None,
+        keys: str | Path | None = None,
+        key_name: str = "worker",
+        impl: str = "",
+        attach: bool = True,
+    ) -> None:
+        choice("rounding", rounding, ("nearest", "stochastic"))
+        self._tokens = tokens if callable(tokens) else integer("tokens", tokens, 1)
+        seconds = env.timeout_s() if timeout is None else timeout
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        optimizers = hookable(optimizer, attach=attach)
+        named = trainable_parameters(model, list(optimizers))
+        self._timeout = seconds
+        self._hooks: StepHooks | None = None
+        self._shards: list[Shard] = []
+        try:
+            for address in addresses_of(server):
+                shard = open_shard(address, name, timeout=seconds, keys=keys, key_name=key_name)
+                self._shards.append(shard)
+            self._shards = check_shards(self._shards)
+            self.settings = self._shards[0].settings
+            self._check(fragments=fragments, wire=wire, sync_every=sync_every)
+            spec = self.settings.fragments
+            self._fragments = [f for f in make_fragments(model, named, spec) if f.num_elements]
+            self._learner = self._make_learner(rounding, seed, impl)
+            self._reports = self._merged = self._refused = self._commits = 0
+            self._hook_s, self._ended_at = 0.0, time.monotonic()
+            self._attach(impl)
+        except BaseException:
+            for shard in self._shards:
+                shard.close()
+            raise
+        if attach:
+            self._hooks = StepHooks(optimizers, self.step)
+
+    # ----------------------------------------------------------------------------------- attach
+
+    def _check(self, **given: object) -> None:
+        for name, value in given.items():
+            served = getattr(self.settings, name)
+            if value is not None and value != served:
+                raise ValueError(
+                    f"the server {self._shards[0].link.address} has {name}={served!r}, this "
+                    f"learner was given {name}={value!r}: leave it out, or start the server with it"
+                )
+
+    def _make_learner(self, rounding: str, seed: int, impl: str) -> Learner:
+        parts = [fragment.pieces() for fragment in self._fragments]
+        pieces = self.settings.pieces(
+            [[name for name, _ in each] for each in parts],
+            [[tensor.shape for _, tensor in each] for each in parts],
+        )
+        for shard in self._shards:
+            describe(shard, self._fragments, pieces)
+        self._pieces = pieces
+        return Learner(
+            self.name,
+            [fragment.tensors() for fragment in self._fragments],
+            pieces,
+            wire=self.settings.up,
+            receipt=self.settings.how_received,
+            error_feedback=self.settings.error_feedback,
+            is_stochastic=rounding == "stochastic",
+            seed=seed,
+            impl=impl,
+        )
+
+    def _attach(self, impl: str) -> None:
+        """Join, and take the shared model."""
+        for shard in self._shards:
+            pieces = [self._pieces[p] for p in shard.fragments]
+            parts = [self._learner.fragments[p] for p in shard.fragments]
+            start = partial(parameters_of, parts)
+            shard.courier = Courier(shard.link, shard.settings, pieces, start, impl)
+        for shard in self._shards:
+            while not shard.carrier.is_complete:
+                shard.carrier.wait(_LOOK_S)
+                shard.carrier.raise_error()
+        self._take()
+
+    # ---------------------------------------------------------------------------------- training
+
+    @property
+    def name(self) -> str:
+        """The learner's name; a default name changes if another learner takes it."""
+        return self._shards[0].link.worker
+
+    def step(self) -> None:
+        """Count one inner step, take what has arrived, and report what the syncer called for.
+
+        Raises:
+            ServerLost: The server was silent for ``timeout``; training may go on, and the courier
+                goes on trying.
+            NonFiniteError: This learner's values are not finite; nothing was sent.
+        """
+        begin = time.monotonic()
+        tokens = self._tokens() if callable(self._tokens) else self._tokens
+        self._learner.stepped(tokens)
+        try:
+            self._exchange()
+        finally:
+            for shard in self._shards:
+                shard.carrier.stepped(self._learner.num_steps, begin - self._ended_at)
+            self._ended_at = time.monotonic()
+            self._hook_s += self._ended_at - begin
+
+    def poll(self) -> None:
+        """Take what has arrived and report what is called for, between two inner steps.
+
+        Call this method in long pauses of training; errors are those of ``step``.
+        """
+        self._exchange()
+
+    def _exchange(self) -> None:
+        for shard in self._shards:
+            shard.carrier.raise_error()
+        self._take()
+        self._answer_calls()
+
+    def _take(self) -> None:
+        """Write the versions that have arrived into the model."""
+        for shard in self._shards:
+            for fragment, seq, reason in shard.carrier.refusals():
+                index = shard.fragments[fragment]
+                if self._learner.fragments[index].seq == seq:
+                    logger.debug("report %d on fragment %d was refused: %s", seq, index, reason)
+                    self._learner.withdraw(index)
+                    self._refused += 1
+            for arrival in shard.carrier.arrivals():
+                index = shard.fragments[arrival.fragment]
+                self._fragments[index].refuse_changes()
+                self._write(index, arrival)
+                self._commits += 1
+                shard.carrier.taken(arrival)
+
+    def _write(self, index: int, arrival: Arrival) -> None:
+        part = self._learner.fragments[index]
+        if arrival.is_reset:
+            self._learner.reset(index, arrival.version, arrival.values)
+            part.seq = max(part.seq, arrival.seq)
+            return
+        values = arrival.values
+        if arrival.is_difference:
+            pairs = zip(part.pieces, values, strict=True)
+            values = [piece.base + difference for piece, difference in pairs]
+        merged = {self._learner.name: arrival.merged}
+        self._merged += part.is_under_way and part.seq == arrival.merged
+        commit = Commit(index, arrival.version, merged, values, Merge(0, (), ()), [])
+        self._learner.receive(commit, may_skip=True)
+
+    def _answer_calls(self) -> None:
+        owners: dict[int, tuple[Courier, int]] = {}
+        for shard in self._shards:
+            owners |= {index: (shard.carrier, p) for p, index in enumerate(shard.fragments)}
+            for p, version in shard.carrier.calls():
+                part = self._learner.fragments[shard.fragments[p]]
+                if version == part.version and not part.is_under_way:
+                    self._learner.call(shard.fragments[p], version)
+                if version < part.version or part.is_called:
+                    shard.carrier.answered(p, version)
+        if not any(part.is_called for part in self._learner.fragments):
+            return
+        for fragment in self._fragments:
+            fragment.refuse_changes()
+        try:
+            reports = self._learner.reports()
+        except ValueError as error:
+            raise NonFiniteError(f"{error}; nothing was sent") from None
+        for index, report, payloads in reports:
+            self._reports += 1
+            courier, p = owners[index]
+            courier.report(p, report, payloads)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the syncer counts all steps and every report is merged or refused.
+
+        Call this method where training may wait, such as at its end.
+
+        Args:
+            timeout: Seconds to wait at most; the default is that of the server's silence.
+
+        Returns:
+            False if the time was over.
+        """
+        end = time.monotonic() + (self._timeout if timeout is None else timeout)
+        tokens = [shard.carrier.note() for shard in self._shards]
+        while True:
+            self._exchange()
+            pairs = zip(self._shards, tokens, strict=True)
+            late = [s for s, token in pairs if not s.carrier.is_settled_after(token)]
+            waiting = [i for i, p in enumerate(self._learner.fragments) if p.is_busy]
+            late += [s for s in self._shards if set(s.fragments) & set(waiting)]
+            if not late:
+                return True
+            if time.monotonic() >= end:
+                return False
+            late[0].carrier.wait(min(_LOOK_S, max(0.0, end - time.monotonic())))
+
+    # ------------------------------------------------------------------------------- the figures
+
+    @property
+    def metrics(self) -> DecoupledMetrics:
+        """The figures of this learner so far."""
+        parts = self._learner.fragments
+        return DecoupledMetrics(
+            self._learner.num_steps,
+            tuple(part.version for part in parts),
+            self._reports,
+            self._merged,
+            self._refused,
+            self._commits,
+            tuple(Ledger(**vars(part.steps)) for part in parts),
+            tuple(Ledger(**vars(part.tokens)) for part in parts),
+            self._hook_s,
+            sum(shard.link.sent_bytes for shard in self._shards),
+            sum(shard.link.received_bytes for shard in self._shards),
+        )
+
+    def __repr__(self) -> str:
+        versions = [part.version for part in self._learner.fragments]
+        servers = ", ".join(shard.link.address for shard in self._shards)
+        return (
+            f"DecoupledDiLoCo({self.name!r}, server={servers!r}, "
+            f"steps={self._learner.num_steps}, versions={versions})"
+        )
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """Put the newest shared parameters that are here into the model, for evaluation."""
+        self._take()
+        tensors = [
+            piece_t for p in self._learner.fragments for q in p.pieces for piece_t in q.tensors
+        ]
+        kept = [tensor.clone() for tensor in tensors]
+        for part in self._learner.fragments:
+            for piece in part.pieces:
+                piece.write()
+        try:
+            yield
+        finally:
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+
+    def close(self) -> None:
+        """Leave the server and remove the hooks; idempotent. Nothing more is sent."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+        for shard in self._shards:
+            shard.close()
+
+    def __enter__(self) -> DecoupledDiLoCo:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,300 @@
+"""The courier: a thread that owns a learner's connection, so that training never waits.
+
+The training thread leaves steps and reports with the courier, and takes what has arrived. The
+courier touches no parameter of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch import Tensor
+
+from ....base.background import batch_threads
+from ....ops.wire import Layout
+from ...protocol.messages import NAME_TAKEN, Kind, Message
+from ...worker.link import RETRY_S, Link, ServerLost
+from ..pieces import Piece
+from ..settings import DecoupledSettings
+from .fetching import Fetch
+from .postbox import Arrival, Outgoing, PartBox, Postbox
+
+logger = logging.getLogger(__name__)
+
+# Seconds of silence after which the courier asks whether the server is there.
+_ASK_S = 5.0
+# Messages handled before the courier looks at what the training thread has left.
+_BATCH = 64
+# ``run`` of a STEP whose answer says no more than that the server is there.
+_NO_TOKEN = (1 << 32) - 1
+
+
+class Courier(Postbox):
+    """Carry messages between a learner and a syncer.
+
+    Args:
+        link: The connection, whose identity has the learner's first message.
+        settings: The settings of the run.
+        pieces: The pieces of the syncer's fragments.
+        start: Returns the parameters in fp32 and their layouts, one for each piece; called in the
+            courier's thread if the syncer has no parameters yet.
+        impl: Force an implementation of the operators.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        settings: DecoupledSettings,
+        pieces: list[list[Piece]],
+        start: Callable[[], tuple[list[Tensor], list[Layout]]],
+        impl: str = "",
+    ) -> None:
+        super().__init__(settings, pieces)
+        self._link, self._start, self._impl = link, start, impl
+        self._of_piece = [p for p, each in enumerate(pieces) for _ in each]
+        self._told_steps, self._asked_token = -1, 0
+        self._is_over = self._is_admitted = self._needs_start = False
+        self._run_number = -1
+        self._fetch: Fetch | None = None
+        self._parameters: tuple[list[Tensor], list[Layout]] | None = None
+        now = time.monotonic()
+        self._heard_at = self._asked_at = self._fetched_at = now
+        self._joined_at = 0.0
+        with batch_threads():
+            self._thread = threading.Thread(target=self._run, name="diloco-courier", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Leave the server and end the thread; idempotent."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._ring()
+        self._thread.join()
+        os.close(self._bell)
+        os.close(self._ringer)
+
+    # ------------------------------------------------------------------- in the courier's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                self._turn()
+            self._link.leave()
+        except BaseException as error:
+            logger.error("%s", error)
+            self._fail(error)
+        finally:
+            self._link.close()
+
+    def _turn(self) -> None:
+        before = time.monotonic()
+        wait_s = 0.02 if self._link.is_blocked else RETRY_S / 4
+        self._link.wait(wait_s, self._bell)
+        with suppress(BlockingIOError):
+            os.read(self._bell, 4096)
+        now = time.monotonic()
+        # A time in which this process was stopped does not count as the server's silence.
+        if now - before - wait_s > RETRY_S:
+            self._heard_at += now - before
+        for _ in range(_BATCH):
+            message = self._link.next_message(0)
+            if message is None:
+                break
+            self._heard_at = time.monotonic()
+            self._receive(message)
+        self._act(time.monotonic())
+
+    def _act(self, now: float) -> None:
+        """Send what is due."""
+        if now - self._heard_at > self._link.timeout:
+            self._fail(self._link.silence(now - self._heard_at, "decoupled", 0.0))
+            self._heard_at = now
+        if not self._is_admitted or self._needs_start:
+            if now - self._joined_at >= RETRY_S or self._link.is_blocked:
+                self._joined_at = now
+                if self._is_admitted:
+                    self._link.send(Message(Kind.START))
+                else:
+                    self._link.identity.steps = self._steps
+                    self._link.say_hello()
+            return
+        self._send_steps(now)
+        with self._lock:
+            offers = [(p, o) for p, part in enumerate(self._parts) if (o := part.outgoing)]
+        for p, outgoing in offers:
+            if not outgoing.is_taken and now - outgoing.asked_at >= RETRY_S:
+                self._offer(p, outgoing, now)
+        self._fetch_next(now)
+
+    def _send_steps(self, now: float) -> None:
+        with self._lock:
+            steps, seconds, token = self._steps, self._step_s, self._token
+        is_silent = now - max(self._heard_at, self._asked_at) > _ASK_S
+        is_wanted = token > self._noted and (
+            token > self._asked_token or now - self._asked_at >= RETRY_S
+        )
+        if steps != self._told_steps or is_wanted or is_silent:
+            run = token % _NO_TOKEN if is_wanted else _NO_TOKEN if is_silent else 0
+            micros = min(int(1e6 * seconds), 1 << 62)
+            if self._link.send(Message(Kind.STEP, steps, micros, run=run)):
+                self._told_steps = steps
+                if run:
+                    self._asked_at, self._asked_token = now, token
+
+    def _offer(self, p: int, outgoing: Outgoing, now: float) -> None:
+        report = outgoing.report
+        meta = {"steps": report.steps, "tokens": report.tokens}
+        if self._link.send(Message(Kind.OFFER, report.seq, report.base, p, meta=meta)):
+            outgoing.asked_at = now
+
+    def _fetch_next(self, now: float) -> None:
+        if self._fetch is not None:
+            if now - self._fetched_at >= RETRY_S:
+                self._fetched_at = now
+                self._fetch.ask(again=True)
+            return
+        for p, part in enumerate(self._parts):
+            if part.told is None or part.told[0] == part.have or part.arrival is not None:
+                continue
+            version, merged, is_coded = part.told
+            is_coded &= version == part.have + 1 and part.have >= 0
+            self._fetch = Fetch(
+                self._link.send,
+                p,
+                version,
+                merged,
+                first=part.first,
+                layouts=part.down if is_coded else part.whole,
+                is_coded=is_coded,
+            )
+            self._fetched_at = now
+            self._fetch.ask()
+            return
+
+    # ------------------------------------------------------------------------------- messages
+
+    def _receive(self, message: Message) -> None:
+        kind = message.kind
+        if kind == Kind.REFUSED:
+            is_named = message.number == NAME_TAKEN
+            if not (is_named and self._link.goes_by_another_name(message)):
+                raise self._link.refusal(message, "decoupled", 0.0)
+        elif kind == Kind.UNKNOWN:
+            self._is_admitted, self._joined_at = False, 0.0
+        elif kind == Kind.ADMITTED and self._link.identity.is_answer(message):
+            self._admitted(message)
+        elif kind == Kind.WANT:
+            self._send_runs(message)
+        elif kind == Kind.DATA:
+            self._take_run(message)
+        elif kind == Kind.GONE:
+            fetch = self._fetch
+            if fetch is not None and (fetch.fragment, fetch.version) == (
+                message.fragment,
+                message.version,
+            ):
+                self._fetch = None
+        elif kind == Kind.NOTED:
+            with self._lock:
+                if message.run != _NO_TOKEN:
+                    self._noted = max(self._noted, message.run)
+                self._lock.notify_all()
+        elif message.fragment < len(self._parts):
+            self._receive_of(self._parts[message.fragment], message)
+
+    def _receive_of(self, part: PartBox, message: Message) -> None:
+        """Handle a message about a fragment."""
+        with self._lock:
+            if message.kind == Kind.COMMIT:
+                if message.version < part.have:
+                    logger.warning(
+                        "the server came back with version %d of fragment %d, and this learner has "
+                        "%d: it goes on with what the server has",
+                        message.version,
+                        message.fragment,
+                        part.have,
+                    )
+                    part.have, part.arrival = -1, None
+                part.told = (message.version, message.number, bool(message.count))
+            elif message.kind == Kind.CALL:
+                part.called = message.version
+            elif message.kind == Kind.VERDICT and part.outgoing is not None:
+                if part.outgoing.report.seq == message.number:
+                    part.outgoing.is_taken = True
+                    if message.meta["refusal"]:
+                        reason = message.meta["refusal"]
+                        self._refused.append((message.fragment, message.number, reason))
+                        part.outgoing = None
+            self._lock.notify_all()
+
+    def _admitted(self, message: Message) -> None:
+        meta = message.meta
+        self._is_admitted, self._needs_start = True, meta["needs_start"]
+        if meta["needs_start"]:
+            if self._run_number >= 0:
+                sentence = (
+                    f"the server {self._link.address} was restarted without its snapshot and has "
+                    "no parameters: a learner that attaches anew gives it some"
+                )
+                raise ServerLost(sentence, stage="decoupled")
+            self._joined_at = 0.0
+            return
+        with self._lock:
+            if self._run_number not in (-1, meta["run"]):
+                logger.warning("the server %s has another run now", self._link.address)
+                for part in self._parts:
+                    part.have, part.arrival, part.outgoing = -1, None, None
+            self._run_number = meta["run"]
+            for part, seq in zip(self._parts, meta["seqs"], strict=True):
+                part.seq, part.told, part.called = max(part.seq, seq), None, -1
+                if part.outgoing is not None:
+                    # The server may have lost the report: offer it once more.
+                    part.outgoing.is_taken, part.outgoing.asked_at = False, 0.0
+        self._fetch, self._told_steps, self._parameters = None, -1, None
+
+    def _send_runs(self, want: Message) -> None:
+        if not want.number:
+            if self._parameters is None:
+                self._parameters = self._start()
+            self._link.send_runs(want, *self._parameters)
+            return
+        if want.fragment >= len(self._of_piece):
+            return
+        part = self._parts[self._of_piece[want.fragment]]
+        with self._lock:
+            outgoing = part.outgoing
+        if outgoing is not None and outgoing.report.seq == want.number:
+            outgoing.asked_at = time.monotonic()
+            self._link.send_runs(want, outgoing.payloads, part.layouts, part.first)
+
+    def _take_run(self, message: Message) -> None:
+        fetch = self._fetch
+        if fetch is None:
+            return
+        fetch.take(message)
+        self._fetched_at = time.monotonic()
+        if not fetch.is_complete:
+            return
+        self._fetch = None
+        self._link.send(Message(Kind.DONE, 0, fetch.version, fetch.fragment))
+        values, part = fetch.values(self._impl), self._parts[fetch.fragment]
+        with self._lock:
+            part.arrival = Arrival(
+                fetch.fragment,
+                fetch.version,
+                fetch.merged,
+                values,
+                is_difference=fetch.is_coded,
+                is_reset=part.have < 0,
+                seq=part.seq,
+            )
+            part.have = fetch.version
+            if part.outgoing is not None and part.outgoing.report.base < fetch.version:
+                part.outgoing = None
+            self._lock.notify_all()

@@ -1,0 +1,1 @@
+"""The syncer's server: its socket, the model it serves, its files."""

@@ -1,0 +1,301 @@
+"""A syncer's state: the model, the learners that are connected, the commits on their way out."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ....methods.outer import OuterOptimizer
+from ...protocol.messages import MAX_NUMBER, Kind, Message, ProtocolError
+from ...server.sessions import Session, Sessions
+from ...server.status import Status
+from ...server.uploads import PayloadMemory
+from ..fragment_round import Report
+from ..settings import MAX_FRAGMENTS, DecoupledSettings
+from ..syncer import Commit
+from .model import KEPT_MODELS, MAX_OLDER, Published, ServedModel, pieces_from
+from .storage import CommitStorage
+
+logger = logging.getLogger(__name__)
+
+# Least memory for reports on their way, beside those that make the quorum.
+SMALL_BYTES = 8 * 2**20
+
+
+@dataclass
+class Told:
+    """What a connection was told, by fragment.
+
+    Attributes:
+        commits, calls: The newest version that was told, and called; -1 for none.
+        at: When the newest version was told, in seconds.
+        reading: The version that the learner fetches.
+        sync_s: Seconds that the newest commit took to the learner.
+    """
+
+    commits: list[int]
+    calls: list[int]
+    at: list[float]
+    reading: dict[int, Published] = field(default_factory=dict)
+    sync_s: float = 0.0
+
+    @classmethod
+    def nothing(cls, num_fragments: int) -> Told:
+        """Return what a new connection knows."""
+        return cls([-1] * num_fragments, [-1] * num_fragments, [0.0] * num_fragments)
+
+
+class SyncerState:
+    """A syncer without its socket.
+
+    Args:
+        settings: The settings of the run.
+        outer: The outer optimizer.
+        storage: Writes every commit to the disk before learners get it; None for no disk.
+        model_sizes: Memory in fp32 models, for the shared model and for reports on their way.
+        impl: Force an implementation of the operators.
+
+    Attributes:
+        model: None until there are parameters.
+        history: A random number that tells learners whether the process was restarted.
+        run: A random number of the shared model, kept in the snapshot.
+        told: What each connection was told.
+        held: The payloads of reports that wait for their merge, by fragment, learner and number.
+    """
+
+    def __init__(
+        self,
+        settings: DecoupledSettings,
+        outer: OuterOptimizer,
+        *,
+        storage: CommitStorage | None,
+        model_sizes: float,
+        impl: str,
+    ) -> None:
+        self.settings, self.outer, self.impl = settings, outer, impl
+        self.storage, self._model_sizes = storage, model_sizes
+        self.sessions, self.status = Sessions(), Status()
+        self.memory = PayloadMemory(SMALL_BYTES)
+        self.model: ServedModel | None = None
+        self.layout = 0
+        self.history, self.run = secrets.randbelow(MAX_NUMBER), 0
+        self.told: dict[bytes, Told] = {}
+        self.held: dict[tuple[int, str, int], list[Tensor]] = {}
+        self.seqs: dict[tuple[str, int], int] = {}
+        self.is_news = False
+        # Inner steps at which a learner is called again, whose report was refused.
+        self._again: dict[tuple[str, int], int] = {}
+        self._instances: dict[str, int] = {}
+        self._shapes: dict[bytes, tuple[list[int], list[int], int]] = {}
+        self._unsaved: deque[Commit] = deque()
+
+    # ------------------------------------------------------------------------------- the model
+
+    def begin(self) -> None:
+        """Restore the model if there is one on the disk."""
+        if self.storage is not None:
+            found = self.storage.open(self.settings, self.outer, self.impl)
+            if found is not None:
+                self.layout, self.run = found.layout, found.run
+                self._take_model(found.model)
+                logger.info("restored %d commits", found.model.num_commits)
+
+    def start(self, session: Session, flats: Sequence[Tensor]) -> None:
+        """Take a learner's parameters, fp32 [num_elements] for each piece, as version 0."""
+        counts, alone, total = self._shapes[session.peer]
+        pieces = pieces_from(session.sizes, counts, alone)
+        rest = iter(flats)
+        model = ServedModel(
+            pieces, [[next(rest) for _ in each] for each in pieces],
+            self.settings, self.outer, total, self.impl,
+        )  # fmt: skip
+        self.layout, self.run = session.layout, secrets.randbelow(MAX_NUMBER)
+        self._take_model(model)
+        self.save()
+        # All learners join anew: those of another model are then refused.
+        for other in self.sessions.all():
+            self.sessions.drop(other.peer)
+            self.release(other)
+
+    def _take_model(self, model: ServedModel) -> None:
+        self.model = model
+        spare = int((self._model_sizes - KEPT_MODELS) * 4 * model.num_elements)
+        self.memory.budget_bytes = max(SMALL_BYTES, spare)
+
+    # ----------------------------------------------------------------------------- the learners
+
+    def check_model(self, meta: dict[str, Any]) -> None:
+        """Raise ProtocolError if a learner's model is not the shared one, see ``Host``."""
+        sizes, counts, alone = meta["sizes"], meta["pieces"], meta["alone"]
+        if len(counts) > MAX_FRAGMENTS:
+            raise ProtocolError(f"a model has at most {MAX_FRAGMENTS} fragments, got {len(counts)}")
+        try:
+            pieces = pieces_from(sizes, counts, alone)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        index, count = self.settings.place
+        if len(range(index, meta["total"], count)) != len(counts):
+            raise ProtocolError(
+                f"shard {index}/{count} of {meta['total']} fragments does not have {len(counts)}"
+            )
+        if self.model is None:
+            return
+        mine = [[(p.num_elements, p.merge) for p in each] for each in self.model.pieces]
+        theirs = [[(p.num_elements, p.merge) for p in each] for each in pieces]
+        if mine != theirs:
+            self.status.count_refusal("layout")
+            raise ProtocolError(
+                f"the model has {sum(sizes)} parameters in {len(sizes)} pieces of {len(counts)} "
+                f"fragments, the server's has {self.model.num_elements} in "
+                f"{len(self.model.sizes)} pieces of {len(mine)} fragments"
+                + (", of other sizes" if len(sizes) == len(self.model.sizes) else "")
+            )
+        if meta["layout"] != self.layout:
+            self.status.count_refusal("layout")
+            raise ProtocolError(
+                "the model has as many parameters as the server's, but other names, shapes or "
+                "dtypes"
+            )
+
+    def welcome(self, session: Session, message: Message) -> Message:
+        """Let a learner take part, and return the answer to its JOIN."""
+        meta: dict[str, Any] = {"history": self.history, "run": self.run, "seqs": []}
+        told = message.meta
+        self._shapes[session.peer] = (told["pieces"], told["alone"], told["total"])
+        self.told[session.peer] = Told.nothing(len(message.meta["pieces"]))
+        if self.model is not None:
+            name, syncer = session.worker, self.model.syncer
+            is_same = self._instances.get(name) == message.number and name in syncer.learners
+            if not is_same:
+                if name in syncer.learners:
+                    syncer.leave(name, time.monotonic())
+                syncer.join(name, message.version)
+                self._instances[name] = message.number
+            meta["seqs"] = [self._last_seq(name, p) for p in range(len(self.model.pieces))]
+            self.is_news = True
+        meta["needs_start"] = self.model is None
+        return Message(Kind.ADMITTED, 0, 0, 0, message.run, meta=meta)
+
+    def _last_seq(self, name: str, fragment: int) -> int:
+        """Return the highest number of a learner's reports on a fragment."""
+        assert self.model is not None
+        merged = self.model.published[fragment].merged.get(name, 0)
+        return max(merged, self.seqs.get((name, fragment), 0))
+
+    def release(self, session: Session) -> None:
+        """Keep nothing for a connection any more."""
+        self.told.pop(session.peer, None)
+        self._shapes.pop(session.peer, None)
+
+    def leave(self, worker: str) -> None:
+        """Do without a learner that has no connection."""
+        self._instances.pop(worker, None)
+        for key in [key for key in self._again if key[0] == worker]:
+            del self._again[key]
+        if self.model is not None:
+            self.model.syncer.leave(worker, time.monotonic())
+
+    # ------------------------------------------------------------------------------ the merges
+
+    def report(self, fragment: int, report: Report, payloads: list[Tensor], now: float) -> str:
+        """Take a complete report; return why it is refused, or ""."""
+        assert self.model is not None
+        refusal = self.model.syncer.report(fragment, report, payloads, now)
+        if not refusal:
+            self.held[fragment, report.learner, report.seq] = payloads
+        return refusal
+
+    def refused(self, fragment: int, report: Report) -> None:
+        """Call a learner again after H more steps if its report was refused in an open round.
+
+        Without this call a round could wait for the learner for ever.
+        """
+        assert self.model is not None
+        here, syncer = self.model.syncer.rounds[fragment], self.model.syncer
+        if here.is_open and here.version == report.base and report.learner in syncer.learners:
+            at = syncer.steps_of(report.learner) + syncer.sync_every
+            self._again[report.learner, fragment] = at
+
+    def stepped(self, session: Session, steps: int, seconds: float) -> None:
+        """Note the inner steps of a learner, and the seconds of the last one."""
+        assert self.model is not None
+        self.model.syncer.stepped(session.worker, steps, seconds)
+        told = self.told.get(session.peer)
+        for key in [key for key, at in self._again.items() if key[0] == session.worker]:
+            if steps >= self._again[key]:
+                del self._again[key]
+                if told is not None:
+                    told.calls[key[1]] = -1
+                    self.is_news = True
+
+    @property
+    def due_at(self) -> float | None:
+        """When ``advance`` has something to do, on the monotonic clock."""
+        return None if self.model is None or self._unsaved else self.model.syncer.deadline
+
+    def advance(self, now: float) -> None:
+        """Merge and call what is due. A commit is published once it is on the disk."""
+        if self.model is None or not self._write_out():
+            return
+        begin = time.perf_counter()
+        messages = self.model.syncer.advance(now)
+        if messages:
+            self.status.apply_s += time.perf_counter() - begin
+            self.is_news = True
+        self._unsaved += [message for message in messages if isinstance(message, Commit)]
+        self._write_out()
+
+    def _write_out(self) -> bool:
+        """Write merges to the journal and publish them; False while the disk takes none."""
+        assert self.model is not None
+        if self.storage is not None and not self.storage.may_begin:
+            return False
+        while self._unsaved:
+            commit = self._unsaved[0]
+            keys = [(commit.fragment, r.learner, r.seq) for r in commit.merge.reports]
+            payloads = [self.held[key] for key in keys]
+            if self.storage is not None and not self.storage.write(commit, payloads, self.model):
+                return False
+            self._unsaved.popleft()
+            self.model.publish(commit)
+            self._drop_old_readers(commit.fragment)
+            self.is_news = True
+            for key in keys:
+                self.memory.give_back(self.held.pop(key))
+        return True
+
+    def _drop_old_readers(self, fragment: int) -> None:
+        """Keep few versions for slow readers."""
+        readers = [told.reading for told in self.told.values() if fragment in told.reading]
+        versions = sorted({reading[fragment].version for reading in readers})
+        for reading in readers:
+            if reading[fragment].version in versions[:-MAX_OLDER]:
+                del reading[fragment]
+
+    # ------------------------------------------------------------------------------- the files
+
+    def save(self) -> None:
+        """Write a snapshot, unless a merge waits for the journal."""
+        if self.storage is not None and self.model is not None and not self._unsaved:
+            self.storage.save(self.model, self.layout, self.run)
+
+    def save_if_due(self) -> None:
+        """Write a snapshot if one is due."""
+        if self.storage is not None and self.model is not None:
+            if self.storage.is_due(self.model.num_commits):
+                self.save()
+
+    def end(self) -> None:
+        """Write the last snapshot."""
+        if self.storage is not None:
+            try:
+                self.save()
+            finally:
+                self.storage.close(0 if self.model is None else self.model.num_commits)

@@ -1,0 +1,159 @@
+"""Learners and syncers that die or stop: the others go on, and nothing committed is lost."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from async_disk import Disk
+from async_helpers import wait_until
+from cli_helpers import run_cli
+from decoupled_processes import SIZE, Play, attach, hash_of, make_server
+
+from diloco_comm.asynchronous.decoupled.tape import replay
+from diloco_comm.asynchronous.worker.link import read_status
+
+CARRY = {"receipt": "carry"}
+
+
+@pytest.fixture
+def play_with(tmp_path: Path) -> Iterator[Callable[..., Play]]:
+    """``play_with({"quorum": 2}, lost_after=3.0)``: a play with these settings."""
+    plays: list[Play] = []
+
+    def make(settings: dict | None = None, **server: object) -> Play:
+        plays.append(Play(tmp_path, settings, **server))
+        return plays[-1]
+
+    yield make
+    for play in plays:
+        play.__exit__()
+
+
+def test_a_killed_and_a_stopped_learner_hold_nobody_up(play_with: Callable[..., Play]) -> None:
+    """A quorum of all: merges wait until the lost learner is known to be lost; steps never do."""
+    play = play_with({"quorum": 3, **CARRY}, lost_after=3.0)
+    victim, sleeper, _ = (play.learner(index) for index in range(3))
+    for index in range(3):
+        play.wait_for(index, merged=3)
+    victim.kill()
+    play.wait_for(1, merged=3)
+    play.wait_for(2, merged=3)
+    assert set(play.status()["learners"]) == {"w1", "w2"}
+    sleeper.send_signal(signal.SIGSTOP)
+    before, merged = play.steps(2), play.merged(2)
+    # The steps go on while the syncer still waits for the stopped learner.
+    wait_until(lambda: play.steps(2) > before + 50, 60)
+    play.wait_for(2, merged=3)
+    assert play.merged(2) >= merged + 3 and set(play.status()["learners"]) == {"w2"}
+    sleeper.send_signal(signal.SIGCONT)
+    play.wait_for(1, merged=3)
+    # A learner of the same name takes the shared parameters.
+    play.learner(0)
+    wait_until(lambda: play.steps(0) < 50 and play.merged(0) > 3, 60)
+    play.end()
+    play.versions(0, 1, 2)
+    play.check_books(1, 2)
+
+
+@pytest.mark.parametrize("wire_down", ["fp32", "int4"])
+def test_a_killed_syncer_comes_back_with_every_commit(
+    play_with: Callable[..., Play], wire_down: str
+) -> None:
+    """No learner ever sees two contents of one version; the tape has the bits that all saw."""
+    play = play_with({"quorum": 2, "wire": "int8", "wire_down": wire_down, **CARRY})
+    for index in range(2):
+        play.learner(index)
+    for _ in range(2):
+        play.wait_for(0, merged=8)
+        play.wait_for(1, merged=8)
+        play.syncer.kill()
+        play.syncer.wait(60)
+        before = max(play.steps(index) for index in range(2))
+        # Learners train on without a syncer.
+        wait_until(lambda before=before: play.steps(0) > before + 30, 60)
+        play.start_syncer()
+    play.wait_for(0, merged=4)
+    play.wait_for(1, merged=4)
+    play.end()
+    seen = play.versions(0, 1)
+    play.check_books(0, 1)
+    assert all(not row[3][0]["lost"] for row in play.rows(0))
+    published: dict[tuple[int, int], int] = {}
+
+    def note(record: dict, model) -> None:
+        p = record["fragment"]
+        published[p, record["version"]] = hash_of(model.published[p].values)
+
+    done = replay(play.state, note)
+    assert done.is_compared and done.first == 0 and done.last == len(published) >= 40
+    assert done.learners == ("w0", "w1")
+    taken = {key: number for key, number in seen.items() if key[1] > 0}
+    assert len(taken) > 20 and taken.items() <= published.items()
+
+
+def test_a_syncer_on_a_full_disk_sends_no_commit_until_there_is_room(
+    disk: Disk, tmp_path: Path
+) -> None:
+    folder = disk.root / "state"
+    # Snapshots of 16 kB, and 8 kB for each merge in the journal.
+    with make_server(CARRY, snapshot=folder, snapshot_every=1000) as server:
+        model, learner = attach(server.address, "a")
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                model.descend(torch.ones(SIZE))
+                learner.step()
+                learner.flush(0.05)
+
+        train(12)
+        before = learner.metrics
+        assert min(before.versions) >= 2
+        disk.fill()
+        train(12)
+        during = learner.metrics
+        assert during.steps == 24 and during.versions == before.versions
+        said = read_status(server.address)["storage"]
+        assert (
+            "No space left on device; merges wait until the journal takes them" in said["problem"]
+        )
+        assert str(folder) in said["problem"]
+        shown = run_cli("serve", "--status", "--address", server.address).out
+        assert "No space left on device" in " ".join(shown.split())
+        # A newcomer takes what the others have.
+        _, other = attach(server.address, "b")
+        assert other.metrics.versions == before.versions
+        other.close()
+        shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("lock"))
+        disk.empty()
+        wait_until(lambda: not read_status(server.address)["storage"]["problem"], 60)
+        train(8)
+        assert min(learner.metrics.versions) > max(before.versions)
+        books = learner.metrics.step_ledgers
+        assert all(book.lost == 0 and book.learned == 32 for book in books)
+        learner.close()
+    done = replay(tmp_path / "copy")
+    assert done.versions == before.versions
+    assert replay(folder).last == sum(learner.metrics.versions)
+
+
+def test_a_syncer_without_its_folder_is_another_run() -> None:
+    """Its learners say so, and a learner that attaches anew starts it."""
+    with make_server(CARRY) as server:
+        address = server.address
+        model, learner = attach(address, "a")
+        model.descend(torch.ones(SIZE))
+        learner.step()
+        assert learner.flush(20.0)
+    with make_server(CARRY, address=address) as server:
+        with pytest.raises(Exception, match="was restarted without its snapshot"):
+            learner.flush(20.0)
+        learner.close()
+        other, second = attach(address, "b")
+        assert second.metrics.versions == (0, 0)
+        assert torch.equal(other.values(), torch.zeros(SIZE))
+        second.close()

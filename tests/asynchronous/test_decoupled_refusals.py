@@ -1,0 +1,152 @@
+"""What a syncer refuses: other models, other settings, garbage; and what the command line says."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+
+import pytest
+import torch
+from async_helpers import Flat, Peer, tcp
+from async_helpers import attach as attach_async
+from async_helpers import serving as serving_async
+from cli_helpers import check_misuse, run_cli
+from decoupled_processes import SIZE, attach, make_server
+
+from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
+from diloco_comm.asynchronous.protocol.messages import HEADER, MAGIC, PROTOCOL, Kind, Message
+from diloco_comm.asynchronous.worker.link import ServerRefused
+
+JOIN = {
+    "worker": "peer", "layout": 5, "total": 2, "sizes": [SIZE - 1, 1], "pieces": [1, 1],
+    "alone": [0, 0],
+}  # fmt: skip
+
+
+def sentence(error: pytest.ExceptionInfo) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_other_models_and_settings_get_one_sentence() -> None:
+    with make_server() as server:
+        _, first = attach(server.address, "a")
+        with pytest.raises(ServerRefused) as refused:
+            attach(server.address, "b", size=SIZE + 1)
+        assert f"has {SIZE + 1} parameters" in sentence(refused)
+        with pytest.raises(ServerRefused) as refused:
+            model = Flat(SIZE)
+            model.a = torch.nn.Parameter(torch.ones(SIZE - 1).reshape(2, -1))
+            from diloco_comm.asynchronous import DecoupledDiLoCo
+
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            DecoupledDiLoCo(model, optimizer, server=server.address, name="c", timeout=20.0)
+        assert "other names, shapes or dtypes" in sentence(refused)
+        with pytest.raises(ValueError, match="wire='fp32', this learner was given wire='int4'"):
+            attach(server.address, "d", wire="int4")
+        with pytest.raises(ServerRefused) as refused:
+            attach(server.address, "a", timeout=3.0, size=SIZE + 1)
+        with pytest.raises(ServerRefused) as refused:
+            attach_async(server.address, "e")
+        assert "hosts decoupled training: attach with DecoupledDiLoCo" in sentence(refused)
+        with pytest.raises(ValueError, match="must be the shards 0/2, 1/2, got the shards 0/1"):
+            attach([server.address, server.address], "f")
+        first.close()
+    with serving_async() as other, pytest.raises(ServerRefused) as refused:
+        attach(other.address, "g")
+    assert "hosts asynchronous training: attach with AsyncDiLoCo" in sentence(refused)
+
+
+def test_garbage_does_not_hurt_a_syncer() -> None:
+    """Random bytes, random fields of every kind before and after JOIN; then training goes on."""
+    draw = random.Random(7)
+    with make_server({"receipt": "carry", "wire": "int8", "wire_down": "int4"}) as server:
+        model, learner = attach(server.address, "a")
+        for _ in range(20):
+            with tcp(server.address) as wire:
+                wire.sendall(os.urandom(draw.randrange(1, 300)))
+        with Peer(server.address) as peer:
+            for is_joined in (False, True):
+                if is_joined:
+                    meta = {**JOIN, "layout": server.state.layout}
+                    peer.say(Message(Kind.JOIN, 9, meta=meta))
+                for kind in [*Kind] * 20:
+                    numbers = [draw.choice([0, 1, 2, 5, draw.randrange(1 << 16)]) for _ in range(5)]
+                    header = HEADER.pack(MAGIC, PROTOCOL, kind, *numbers)
+                    body = draw.choice(
+                        [
+                            b"", b"{}", b"[1]", b'{"steps":1,"tokens":1}',
+                            b'{"steps":0,"tokens":0}', os.urandom(64), bytes(2048),
+                            b'{"worker":"x","layout":1,"total":9,"sizes":[1],"pieces":[4],"alone":[]}',
+                        ]
+                    )  # fmt: skip
+                    peer.say_raw(*([header] if draw.random() < 0.3 else [header, body]))
+            answers = set()
+            while (message := peer.hear(1.0)) is not None:
+                answers.add(message.kind)
+        assert {Kind.REFUSED, Kind.SET, Kind.REPORT} <= answers
+        for _ in range(12):
+            model.descend(torch.ones(SIZE))
+            learner.step()
+            learner.flush(0.2)
+        assert learner.flush(20.0) and learner.metrics.merged >= 2
+        assert server.report()["refused"]["garbage"] > 20
+        learner.close()
+
+
+def test_a_report_of_garbage_is_refused_and_the_learner_keeps_its_progress() -> None:
+    with make_server({"receipt": "carry"}) as server:
+        model, learner = attach(server.address, "a")
+        encode = learner._learner.reports
+
+        def spoiled():
+            made = encode()
+            for _, _, payloads in made:
+                payloads[0][:4] = torch.tensor([0, 0, 192, 127], dtype=torch.uint8)
+            return made
+
+        learner._learner.reports = spoiled  # type: ignore[method-assign]
+        for _ in range(4):
+            model.descend(torch.ones(SIZE))
+            learner.step()
+            assert learner.flush(20.0)
+        assert learner.metrics.refused >= 2 and learner.metrics.merged == 0
+        learner._learner.reports = encode  # type: ignore[method-assign]
+        for _ in range(4):
+            model.descend(torch.ones(SIZE))
+            learner.step()
+            assert learner.flush(20.0)
+        assert learner.metrics.merged >= 2 and learner.metrics.step_ledgers[0].lost == 0
+        with learner.outer_parameters():
+            assert model.values()[0] == -6.0
+        learner.close()
+
+
+def test_settings_out_of_their_range() -> None:
+    for given, words in (
+        ({"merge": "median"}, "merge must be one of mean, rda"),
+        ({"quorum": 0}, "quorum must be an integer of at least 1"),
+        ({"gamma": 2.0}, "grace must lie in [0, 1]"),
+        ({"shard": "2/2"}, "shard must be i/S"),
+        ({"wire_down": "sub4"}, "wire_down must be a wire that keeps its rounding errors"),
+        ({"wire": "topk64"}, "needs error_feedback=True"),
+        ({"receipt": "drop"}, "receipt must be one of"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            DecoupledSettings(**given)
+
+
+def test_options_of_the_command_line() -> None:
+    for arguments, words in (
+        (("--quorum", "2"), "--quorum needs --decoupled"),
+        (("--decoupled", "--dylu"), "--dylu does not go with --decoupled"),
+        (("--decoupled", "--shard", "3"), "--shard must be i/S"),
+        (("--decoupled", "--rule", "delayed"), "--rule must be one of nesterov, heavy-ball, sgd"),
+        (("--decoupled", "--keep-tape"), "keep_tape needs a snapshot folder"),
+        (("--decoupled", "--wire-down", "sub4"), "--wire-down must be a wire that keeps"),
+        (("--decoupled", "--model-sizes", "3"), "--model-sizes must be at least 5, got 3"),
+    ):
+        ended = run_cli("serve", *arguments)
+        check_misuse(ended, words.replace("keep_tape", "--keep-tape"))
