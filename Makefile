@@ -8,7 +8,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated test cpptest cuda kernels gpu-build demo bench bars soak-async lint docs format sanitize clean
+.PHONY: setup emulated test cpptest cuda kernels gpu-build demo bench bars soak-async soak-elastic lint docs format sanitize clean
 
 # The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
@@ -96,6 +96,10 @@ bars: setup
 # Asynchronous training under faults, for three minutes.
 soak-async: setup
 	PYTHONPATH=$$(echo tests/support/* | tr ' ' :) $(BIN)/python tests/asynchronous/test_async_faults.py 180
+
+# Elastic membership under faults, for a quarter of an hour; SECONDS= and SEED= choose.
+soak-elastic: setup
+	$(BIN)/python -m benchmarks.elastic.soak --seconds $(or $(SECONDS),900) --seed $(or $(SEED),0) $(ARGS)
 
 # What a change must pass: style, types, imports between the rooms; changes nothing.
 lint: setup

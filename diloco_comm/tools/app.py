@@ -5,7 +5,6 @@ A sub-command imports its modules when it runs, so that ``--help`` answers at on
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -38,6 +37,7 @@ DEMO_EXAMPLES = """Examples:
 
 \b
 diloco-comm demo --quick
+diloco-comm demo --chaos --quick
 """
 STORE_EXAMPLES = """Examples:
 
@@ -81,7 +81,12 @@ app.add_typer(registry_app, name="registry")
 
 @app.command(epilog=DEMO_EXAMPLES)
 def demo(
+    context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: under a minute.")] = False,
+    chaos: Annotated[
+        bool,
+        typer.Option("--chaos", help="Kill, stop and start replicas while they train, instead."),
+    ] = False,
     data: Annotated[
         Path | None, typer.Option(help="Text to learn instead of Python's own sources.")
     ] = None,
@@ -102,25 +107,19 @@ def demo(
         bool, typer.Option("--json", help="Print JSON; progress and tables go to stderr.")
     ] = False,
 ) -> None:
-    """Train a small language model on local replicas: DDP, FedAvg and DiLoCo side by side."""
-    from .common.outputs import check_folder
-    from .demo.command import run
-    from .demo.run import ReplicaError
-    from .demo.settings import DEFAULT, QUICK
+    """Train a small language model on local replicas: DDP, FedAvg and DiLoCo side by side.
 
-    preset = QUICK if quick else DEFAULT
+    With --chaos, train once with elastic membership, while replicas and their registry are killed,
+    stopped and started.
+    """
+    from .common.outputs import check_folder
+    from .demo.choosing import run_chosen
+    from .demo.run import ReplicaError
+
+    given = [name for name in context.params if _is_given(context, name)]
     try:
         check_folder("--out", out)
-        settings = dataclasses.replace(
-            preset,
-            data=data,
-            num_replicas=replicas,
-            num_steps=preset.num_steps if steps is None else steps,
-            sync_every=sync_every,
-            link_gbps=gbps,
-            link_rtt_ms=rtt_ms,
-        )
-        results = run(settings, out, as_json=as_json)
+        claims = run_chosen(context.params, given)
     except KeyboardInterrupt:
         print("diloco-comm: interrupted, all replicas are stopped", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -128,8 +127,13 @@ def demo(
         misuse(str(error))
     except (OSError, ReplicaError) as error:
         fail(str(error))
-    if check and not all(claim.holds for claim in results.claims()):
+    if check and not all(claim.holds for claim in claims):
         raise typer.Exit(1)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @app.command(epilog=STORE_EXAMPLES)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from rich.console import Console
 
-from ..common import outputs
 from .report.display import open_display, print_results
+from .report.files import write_files
 from .report.results import Results
 from .run import ReplicaError, run_demo
 from .settings import Settings
@@ -36,26 +35,12 @@ def run(
     numbers = results.as_json()
     if as_json:
         print(numbers, flush=True)
-    # If the first file cannot be written, the second is still written.
-    try:
-        _write_numbers(console, numbers, out / "demo.json")
-    finally:
-        _write_plot(console, results, out / "demo.png")
+    write_files(console, out, "demo", numbers, lambda path: _draw(results, path))
     return results
 
 
-def _write_numbers(console: Console, numbers: str, path: Path) -> None:
-    with outputs.writing("--out", path):
-        path.write_text(numbers + "\n")
-    console.print(f"numbers: {path}", highlight=False)
-
-
-def _write_plot(console: Console, results: Results, path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        console.print("plot:    none; for one, pip install 'diloco_comm\\[plot]'")
-        return
+def _draw(results: Results, path: Path) -> None:
+    # matplotlib may be missing.
     from .report.plot import plot_results
 
-    with outputs.writing("--out", path):
-        plot_results(results, path)
-    console.print(f"plot:    {path}", highlight=False)
+    plot_results(results, path)

@@ -84,7 +84,7 @@ def _replicas(settings: Settings) -> Iterator[list[_Replica]]:
                 name=f"diloco_comm demo replica {index}",
                 daemon=True,
             )
-            with _interrupts_blocked():
+            with interrupts_blocked():
                 process.start()
                 replicas.append(_Replica(process, pipe))
             child_pipe.close()
@@ -101,7 +101,7 @@ def _replicas(settings: Settings) -> Iterator[list[_Replica]]:
 
 
 @contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
+def interrupts_blocked() -> Iterator[None]:
     """Delay Ctrl-C; processes started inside inherit the mask, and never get the signal."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,0 +1,214 @@
+"""Invariants of elastic membership, checked from outside: each function returns the violations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.elastic.ledger_replica import Applied
+from diloco_comm.elastic.registry import journal
+from diloco_comm.elastic.views import OPEN, View, from_bytes, record_hash
+from diloco_comm.tools.demo.chaos.messages import DONE, Entered
+
+# Rounding errors of fp32 in the share of one process, times the number of members.
+_ROUNDING = 0.05
+
+
+@dataclass
+class Life:
+    """What one process has said of itself.
+
+    Attributes:
+        count: Inner steps that it has begun.
+        step_s: Seconds between two of its inner steps.
+        seconds: For which it lived since its first view, without those for which it was stopped.
+    """
+
+    number: int
+    process: int
+    count: int = 0
+    inner_step: int = 0
+    step_s: list[float] = field(default_factory=list)
+    entered: list[Entered] = field(default_factory=list)
+    applied: list[Applied] = field(default_factory=list)
+    last_taking: float = 0.0
+    ended: float = 0.0
+    how: str = ""
+    outer_hash: str = ""
+    stopped_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        if not self.entered:
+            return 0.0
+        return max(0.0, self.ended - self.entered[0].at - self.stopped_s)
+
+
+def records_of(path: Path, run: str) -> Iterator[bytes]:
+    """Yield the records of a run that a journal holds, from the oldest to the newest."""
+    data = path.read_bytes()
+    _, seed = journal._read_header(path, data)
+    offset = journal.HEADER_BYTES
+    while content := journal._content(data, offset, seed):
+        for name, record in journal._changes(content):
+            if name == run:
+                yield record
+        offset += journal._ENTRY.size + len(content)
+
+
+def check_chain(records: Sequence[bytes], run: str) -> tuple[list[View], list[str]]:
+    """I3: the records are one chain, in which each open view follows from the open one before.
+
+    Returns:
+        The open views, and the violations.
+    """
+    opened: list[View] = []
+    wrong: list[str] = []
+    before: View | None = None
+    for last, record in zip([b"", *records], records, strict=False):
+        view = from_bytes(record, run)
+        place = f"view {view.number} ({view.phase})"
+        if view.parent != (record_hash(last) if last else ""):
+            wrong.append(f"I3: {place} does not name the record before it")
+        is_amended = before is not None and before.phase == OPEN and before.number == view.number
+        if view.phase == OPEN and not is_amended:
+            if before is None or before.number != view.number or before.keys != view.keys:
+                wrong.append(f"I3: {place} was opened, and the record before is another view")
+            base = (opened[-1].number, opened[-1].keys) if opened else (-1, ())
+            if (view.base, view.base_members) != base:
+                wrong.append(f"I3: {place} follows view {view.base}, the last open one is {base}")
+            opened.append(view)
+        before = view
+    return opened, wrong
+
+
+def check_views(lives: Iterable[Life], opened: Sequence[View]) -> list[str]:
+    """Every view that a process has entered is an open one of the chain, with the same members."""
+    known = {view.number: view.ids for view in opened}
+    return [
+        f"I3: process {life.process} was in view {one.view} of replicas {one.members}, and the "
+        f"registry knows {known.get(one.view)}"
+        for life in lives
+        for one in life.entered
+        if known.get(one.view) != one.members
+    ]
+
+
+def check_digests(lives: Iterable[Life]) -> list[str]:
+    """I1, I2, I4: whoever applied a round has the same outer parameters after it."""
+    wrong = []
+    seen: dict[int, Applied] = {}
+    for life in lives:
+        rounds = [one.round for one in life.applied]
+        if rounds != sorted(set(rounds)):
+            wrong.append(f"I2: process {life.process} applied rounds out of order")
+        for one in life.applied:
+            first = seen.setdefault(one.round, one)
+            if first.outer_hash != one.outer_hash:
+                wrong.append(f"I1: after round {one.round} process {life.process} differs")
+            if first.view != one.view:
+                wrong.append(f"I2: round {one.round} counts in views {first.view} and {one.view}")
+    missing = set(range(max(seen, default=-1) + 1)) - set(seen)
+    if missing:
+        wrong.append(f"I2: nobody told of rounds {sorted(missing)}")
+    last = {life.outer_hash for life in lives if life.how == DONE}
+    if len(last) > 1:
+        wrong.append(f"I1: the replicas that ended together have {len(last)} different states")
+    return wrong
+
+
+def check_ledger(lives: Mapping[int, Life]) -> tuple[dict[int, int], list[str]]:
+    """I5: each inner step is in one committed round at most, and in one if its process ends well.
+
+    Args:
+        lives: By process.
+
+    Returns:
+        The inner steps of each process that committed rounds hold, and the violations.
+    """
+    views = _views(lives.values())
+    by_round = {one.round: one for life in lives.values() for one in life.applied}
+    learned = dict.fromkeys(lives, 0)
+    wrong: list[str] = []
+    before: dict[int, float] = {}
+    for number in sorted(by_round):
+        ledger = dict(by_round[number].ledger)
+        shares = {slot: ledger[slot] - before.get(slot, 0.0) for slot in ledger}
+        who = {slot for slot, share in shares.items() if share}
+        before = ledger
+        num_members, processes = views.get(by_round[number].view, (0, set()))
+        if not who <= processes:
+            wrong.append(
+                f"I2: round {number} of view {by_round[number].view} holds steps of processes "
+                f"{sorted(who)}, and its members are {sorted(processes)}"
+            )
+        for slot in who:
+            steps = shares[slot] * num_members
+            if steps < 0 or abs(steps - round(steps)) > _ROUNDING:
+                wrong.append(f"I5: round {number} holds {steps:.3f} steps of process {slot}")
+            learned[slot] += round(steps)
+    for process, life in lives.items():
+        is_whole = life.how == DONE
+        if learned[process] > life.count or (is_whole and learned[process] != life.count):
+            wrong.append(
+                f"I5: process {process} ({life.how}) took {life.count} inner steps, and committed "
+                f"rounds hold {learned[process]}"
+            )
+    return learned, wrong
+
+
+def _views(lives: Iterable[Life]) -> dict[int, tuple[int, set[int]]]:
+    """Return the number of members of each view, and their processes."""
+    found: dict[int, tuple[int, set[int]]] = {}
+    for life in lives:
+        for one in life.entered:
+            found.setdefault(one.view, (len(one.members), set()))[1].add(life.process)
+    return found
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a process holds at one moment."""
+
+    num_members: int
+    descriptors: int
+    threads: int
+    rss_mib: float
+
+
+def resources(pid: int, num_members: int) -> Resources:
+    """Look at a process.
+
+    Raises:
+        OSError: If it has ended.
+    """
+    place = Path("/proc") / str(pid)
+    lines = (place / "status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    rss_mib = int(status["VmRSS"].split()[0]) / 1024
+    num_files = len(list((place / "fd").iterdir()))
+    return Resources(num_members, num_files, int(status["Threads"]), round(rss_mib, 1))
+
+
+def check_flat(name: str, samples: Sequence[Resources], rss_mib: float) -> list[str]:
+    """I7: descriptors, threads and memory do not grow, at equal numbers of members.
+
+    Args:
+        samples: Over time; the first third is warm-up.
+        rss_mib: By how much the memory may grow after that.
+    """
+    wrong = []
+    third = len(samples) // 3
+    later = samples[third:]
+    for size in {one.num_members for one in later}:
+        same = [one for one in later if one.num_members == size]
+        quarter = len(same) // 4
+        if not quarter:
+            continue
+        for what, margin in (("descriptors", 4), ("threads", 2), ("rss_mib", rss_mib)):
+            early = max(getattr(one, what) for one in same[:quarter])
+            late = min(getattr(one, what) for one in same[-quarter:])
+            if late > early + margin:
+                wrong.append(f"I7: {what} of {name} grew from {early} to {late} ({size} members)")
+    return wrong

@@ -1,0 +1,1 @@
+"""``diloco-comm demo --chaos``: replicas are killed, stopped and started while they train."""

@@ -1,0 +1,137 @@
+"""The soak of elastic membership runs, and each of its checks finds what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.elastic import checks
+from benchmarks.elastic.checks import Life, Resources
+from benchmarks.elastic.ledger_replica import RUN, Applied
+from benchmarks.elastic.soak import run
+from benchmarks.elastic.soak_report import results_of, violations
+from diloco_comm.elastic.registry.journal import Journal
+from diloco_comm.elastic.views import FORMING, Member, View, opened, record_hash, to_bytes
+from diloco_comm.tools.demo.chaos.messages import DONE, Entered
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_invariants_hold_for_some_seconds(tmp_path: Path) -> None:
+    # The seed draws a death, an outage of the registry, a newcomer and one that leaves.
+    soak = run(seconds=8.0, num_replicas=4, every_s=2.0, seed=SEED, folder=tmp_path)
+    assert violations(soak) == []
+    results = results_of(soak)
+    assert {"kill", "registry"} <= results["events"].keys()
+    assert results["rounds"] > 10 and results["views"] > 1
+    assert 0 < results["goodput"] < 1.5
+
+
+SEED = 31
+
+
+def record_of(number: int, ids: tuple[int, ...], before: bytes, base: View | None) -> View:
+    members = tuple(Member(id, f"n{id}", f"tcp://h{id}:1", 1, "same") for id in ids)
+    number_of_base, keys = (-1, ()) if base is None else (base.number, base.keys)
+    parent = record_hash(before) if before else ""
+    return View(RUN, number, parent, FORMING, members, number_of_base, keys, 0, "n0")
+
+
+def chain() -> list[View]:
+    """Two views of three and of two replicas, each forming and open."""
+    first = record_of(1, (0, 1, 2), b"", None)
+    base = opened(first, 0)
+    second = record_of(2, (0, 1), to_bytes(base), base)
+    return [first, base, second, opened(second, 40)]
+
+
+def records(views: list[View]) -> list[bytes]:
+    return [to_bytes(view) for view in views]
+
+
+def test_a_journal_gives_back_all_records(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for record in records(chain()):
+        journal.append([(RUN, record), ("another run", b"x")])
+    journal.close()
+    assert list(checks.records_of(tmp_path / "journal", RUN)) == records(chain())
+
+
+def test_a_chain_is_one() -> None:
+    views, wrong = checks.check_chain(records(chain()), RUN)
+    assert [view.number for view in views] == [1, 2] and wrong == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda v: [v[0], v[1], v[3]], "the record before is another view"),
+        (lambda v: [*v[:2], replace(v[2], base=0), v[3]], "follows view 0"),
+        (lambda v: [*v[:2], replace(v[2], parent="00"), v[3]], "does not name the record before"),
+    ],
+)
+def test_a_broken_chain_is_found(change, text: str) -> None:  # type: ignore[no-untyped-def]
+    changed = change(chain())
+    if "follows" in text:
+        changed[3] = replace(opened(changed[2], 40))
+    assert any(text in one for one in checks.check_chain(records(changed), RUN)[1])
+
+
+def entered(view: int, *members: int) -> Entered:
+    return Entered(0.0, view, members, (), (), 0.0, 0)
+
+
+def applied(number: int, view: int, ledger: dict[int, float], digest: str = "same") -> Applied:
+    return Applied(0.0, number, view, 0, f"{digest}{number}", tuple(ledger.items()))
+
+
+def two_lives() -> dict[int, Life]:
+    """Two replicas that learn four steps each in two rounds, and end together."""
+    lives = {p: Life(number=p, process=p, count=8, how=DONE, outer_hash="end") for p in (0, 1)}
+    for life in lives.values():
+        life.entered = [entered(1, 0, 1)]
+        life.applied = [applied(0, 1, {0: 2.0, 1: 2.0}), applied(1, 1, {0: 4.0, 1: 4.0})]
+    return lives
+
+
+def test_sound_lives_violate_nothing() -> None:
+    lives = two_lives()
+    assert checks.check_digests(lives.values()) == []
+    assert checks.check_ledger(lives) == ({0: 8, 1: 8}, [])
+    assert checks.check_views(lives.values(), [record_of(1, (0, 1), b"", None)]) == []
+
+
+def test_other_digests_views_and_ends_are_found() -> None:
+    lives = two_lives()
+    lives[1].applied[1] = applied(1, 2, {0: 4.0, 1: 4.0}, "other")
+    lives[1].outer_hash = "another end"
+    found = checks.check_digests(lives.values())
+    assert [one.partition(":")[0] for one in found] == ["I1", "I2", "I1"]
+    assert checks.check_views(lives.values(), [record_of(1, (0,), b"", None)])
+
+
+@pytest.mark.parametrize(
+    ("ledger", "text"),
+    [
+        ({0: 2.0, 1: 4.0}, "process 0 (done) took 8 inner steps, and committed rounds hold 4"),
+        ({0: 6.0, 1: 4.0}, "process 0 (done) took 8 inner steps, and committed rounds hold 12"),
+        ({0: 4.2, 1: 4.0}, "round 1 holds 4.400 steps of process 0"),
+        ({0: 4.0, 1: 4.0, 7: 1.0}, "holds steps of processes [0, 1, 7]"),
+    ],
+)
+def test_a_step_that_is_lost_or_counts_twice_is_found(ledger: dict[int, float], text: str) -> None:
+    lives = two_lives()
+    if 7 in ledger:
+        lives[7] = Life(number=7, process=7, count=2, entered=[entered(2, 7)])
+    for process in (0, 1):
+        lives[process].applied[1] = applied(1, 1, ledger)
+    assert any(text in one for one in checks.check_ledger(lives)[1])
+
+
+def test_a_leak_is_found() -> None:
+    flat = [Resources(3, 40 + i % 2, 12, 200.0) for i in range(30)]
+    assert checks.check_flat("a replica", flat, 24.0) == []
+    leaking = [Resources(3, 40 + i, 12 + i, 200.0 + 4 * i) for i in range(30)]
+    assert len(checks.check_flat("a replica", leaking, 24.0)) == 3

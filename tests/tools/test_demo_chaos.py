@@ -1,0 +1,147 @@
+"""The chaos demo: real processes that are killed, stopped and started, and no process left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from cli_helpers import check_documented, check_misuse, run_cli
+from rich.console import Console
+from test_demo import heed_control_c, wait_for_line
+
+from diloco_comm.tools.demo.chaos.command import run
+from diloco_comm.tools.demo.chaos.crew import Place, Replica
+from diloco_comm.tools.demo.chaos.messages import LEFT_BEHIND, Ended, Entered, Stepped
+from diloco_comm.tools.demo.chaos.record import STARTING, STOPPED, TRAINING, WAITING, Record
+from diloco_comm.tools.demo.chaos.settings import ChaosSettings
+from diloco_comm.tools.demo.model import ModelConfig
+
+TINY = ChaosSettings(
+    pause_s=0.5,
+    outage_s=1.5,
+    sync_every=5,
+    step_s=0.03,
+    inner_lr=1e-2,
+    suspect_after_s=3.0,
+    model=ModelConfig(context=16, width=32, num_layers=1),
+)
+PAGE = "tutorials/demo.md"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_events_have_their_effect(tmp_path: Path) -> None:
+    text = Console(file=(tmp_path / "text").open("w"), force_terminal=False, width=100)
+    results = run(TINY, tmp_path, text)
+    text.file.close()
+    # The loss of a model this small says nothing.
+    assert [claim.text for claim in results.claims()[:-1] if not claim.holds] == []
+    numbers = json.loads((tmp_path / "chaos.json").read_text())
+    check_documented(numbers, PAGE)
+    for rows in ("events", "views"):
+        check_documented(numbers[rows][0], PAGE)
+    assert [event["kind"] for event in numbers["events"]] == [
+        *("begin", "kill", "registry down", "registry up", "join", "stop", "resume", "end")
+    ]
+    assert numbers["views"][-1]["members"] == [0, 1, 2, 4]
+    assert (tmp_path / "chaos.png").read_bytes().startswith(b"\x89PNG")
+    printed = (tmp_path / "text").read_text()
+    assert "replica 3 is killed" in printed and "\x1b[" not in printed
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "diloco_comm.tools.cli", "demo", "--chaos"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed_control_c,
+    )
+    assert process.stdout is not None
+    try:
+        wait_for_line(process.stdout.readline, "replicas 0 to 3 begin")
+        children = psutil.Process(process.pid).children(recursive=True)
+        # The registry and the replicas are forked by a child of the demo.
+        assert len([child for child in children if child.ppid() != process.pid]) == 5
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert "interrupted" in errors and "Traceback" not in errors
+    assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+@pytest.mark.parametrize("option", ["--replicas", "--steps", "--gbps", "--rtt-ms"])
+def test_options_of_the_comparison_are_refused(option: str, tmp_path: Path) -> None:
+    ended = run_cli("demo", "--chaos", "--out", tmp_path / "demo", option, "4")
+    check_misuse(ended, f"--chaos has replicas and times of its own: leave out {option}")
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sync-every", "0"], "--sync-every must be at least 1, got 0"),
+        (["--data", "no-such-file"], "cannot read --data no-such-file"),
+    ],
+)
+def test_wrong_options_are_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
+    check_misuse(run_cli("demo", "--chaos", "--out", tmp_path, *arguments), message)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = run_cli("demo", "--chaos", "--out", tmp_path / "file" / "demo")
+    check_misuse(ended, "cannot write --out")
+
+
+def replica(number: int, process: int) -> Replica:
+    return Replica(Place(number, process, ""), None, None, started=10.0)  # type: ignore[arg-type]
+
+
+def test_bands_tell_training_from_waiting_and_from_standing_still() -> None:
+    record = Record(10.0, step_s=0.1)
+    one = replica(1, 0)
+    record.started(one)
+    record.add(one, Stepped(12.0, 1, 5.0))
+    record.add(one, Stepped(13.0, 2, 4.0))  # a slow round is no wait
+    record.add(one, Entered(15.0, 2, (0, 1), (), (3,), 1.5, 0))
+    record.add(one, Stepped(15.2, 3, 3.0))
+    record.add(one, Stepped(16.0, 4, 3.0))
+    track = record.track_of(one)
+    track.stopped, track.resumed = 6.1, 9.0
+    record.add(one, Ended(20.0, LEFT_BEHIND))
+    bands = [(round(band.begin, 1), round(band.end, 1), band.what) for band in record.bands(track)]
+    assert bands == [
+        (0.0, 2.0, STARTING),
+        (2.0, 3.0, TRAINING),
+        (3.0, 5.2, WAITING),
+        (5.2, 6.0, TRAINING),
+        (6.0, 6.1, TRAINING),
+        (6.1, 9.0, STOPPED),
+        (9.0, 10.0, WAITING),
+    ]
+    assert record.views[2].seconds == 1.5
+
+
+def test_rates_and_losses_are_of_all_replicas() -> None:
+    record = Record(0.0, step_s=0.1)
+    for process in range(2):
+        one = replica(process, process)
+        record.started(one)
+        for i in range(20):
+            record.add(one, Stepped(0.05 + 0.1 * i, i, 4.0 + process))
+    assert record.rate(tokens_per_step=8, width_s=1.0) == [(0.5, 160.0)]
+    assert record.mean_loss(window_s=1.0, every_s=1.0) == [(1.0, pytest.approx(4.5))]
+    assert record.num_steps_between(0.0, 0.5) == 10
