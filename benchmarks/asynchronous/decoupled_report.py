@@ -101,7 +101,7 @@ def in_equal_time(kept: Sequence[Row], cell: Cell) -> list[Row]:
 def _table(here: list[Row], cell: Cell, kept: list[Row]) -> Iterator[str]:
     model, speeds, num_learners, steps = cell
     yield ""
-    yield f"# model {model}, speeds {speeds}, {num_learners} learners, {steps} steps each in the mean"
+    yield f"# model {model}, speeds {speeds}, {num_learners} learners, {steps} steps each"
     yield (
         f"#{'method':>26}{'lr':>6}{'seeds':>6}{'loss':>16}{'tokens':>17}{'time':>17}{'goodput':>8}"
         f"{'applied':>8}{'lost':>7}{'merges':>7}{'in':>6}{'rho':>16}{'eff':>6}{'up':>7}{'down':>7}"
