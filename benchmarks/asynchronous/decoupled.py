@@ -83,19 +83,23 @@ class Run:
 class Cell:
     """What the methods of one table have in common, and the methods.
 
-    The learning rates of the first cell of a number of learners are those of all of them.
+    Attributes:
+        searched: Methods whose learning rate is searched in this cell. The others have that of the
+            first cell with as many learners. K = M merges as often as the slowest learner allows,
+            so its best rate depends on the speeds.
     """
 
     speeds: str
     num_learners: int
     steps: int
     methods: tuple[str, ...]
+    searched: tuple[str, ...] = ()
     model: str = "34k"
 
     def keys(self) -> dict[str, Any]:
         """Return the values that identify the cell in the file."""
         found = asdict(self)
-        del found["methods"]
+        del found["methods"], found["searched"]
         return found
 
 
@@ -108,11 +112,11 @@ _MANY = ("K=M", "K=M, RDA")
 # The most important first.
 CELLS = (
     Cell("doubling", 4, 160, _ORDER),
-    Cell("none", 4, 160, _ORDER),
+    Cell("none", 4, 160, _ORDER, ("K=M",)),
     Cell("doubling", 4, 160, _MORE),
     Cell("none", 8, 160, _MANY),
     Cell("none", 16, 80, _MANY),
-    Cell("none", 4, 160, _MORE),
+    Cell("none", 4, 160, _MORE, ("K=M, RDA",)),
 )
 
 # ------------------------------------------------------------------------------------- one run
@@ -327,8 +331,9 @@ class Runner:
             return self._tune(cell, method.rate_of)
         start = ASYNCHRONOUS[name] if method is None else method.start
         first = next(each for each in CELLS if each.num_learners == cell.num_learners)
+        at = cell if name in cell.searched else replace(first, model=cell.model)
         while True:
-            wanted = {**replace(first, model=cell.model).keys(), "seed": TUNING_SEED}
+            wanted = {**at.keys(), "seed": TUNING_SEED}
             wanted["method"] = name
             losses = {row["lr"]: row["loss"] for row in self.runs.find(wanted)}
             lr = next_rate(losses, start)

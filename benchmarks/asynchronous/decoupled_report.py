@@ -45,11 +45,11 @@ CLAIMS = (
 
 
 def tried_rates(rows: Sequence[Row], tuning_seed: int) -> dict[tuple[Any, ...], dict[float, float]]:
-    """Return the losses of the searches: by model, number of learners and method, and by rate."""
+    """Return the losses of the searches by model, number of learners, speeds, method; by rate."""
     tried: dict[tuple[Any, ...], dict[float, float]] = {}
     for row in rows:
         if row["seed"] == tuning_seed:
-            key = (row["model"], row["num_learners"], row["method"])
+            key = (row["model"], row["num_learners"], row["speeds"], row["method"])
             tried.setdefault(key, {})[row["lr"]] = row["loss"]
     return tried
 
@@ -61,10 +61,17 @@ def kept_rows(rows: Sequence[Row], tuning_seed: int) -> list[Row]:
     for row in rows:
         method = METHODS.get(row["method"])
         name = (method.rate_of if method is not None else "") or row["method"]
-        losses = tried.get((row["model"], row["num_learners"], name))
+        places = [key for key in tried if (*key[:2], key[3]) == (*_size(row), name)]
+        # A search at the row's own speeds goes before the one at other speeds.
+        places.sort(key=lambda key: key[2] != row["speeds"])
+        losses = tried[places[0]] if places else {}
         if row["seed"] != tuning_seed and losses and row["lr"] == choose(losses).lr:
             kept.append(row)
     return kept
+
+
+def _size(row: Row) -> tuple[str, int]:
+    return row["model"], row["num_learners"]
 
 
 def _cell(row: Row) -> Cell:
@@ -158,11 +165,11 @@ def _edges(rows: Sequence[Row], tuning_seed: int) -> Iterator[str]:
     """Yield a line for each search of a learning rate: what was tried."""
     yield ""
     yield "# outer learning rates that were tried, with another seed: loss"
-    for (model, num_learners, name), losses in tried_rates(rows, tuning_seed).items():
+    for (model, num_learners, speeds, name), losses in tried_rates(rows, tuning_seed).items():
         choice = choose(losses)
         shown = ", ".join(f"{lr:g}: {losses[lr]:.4f}" for lr in sorted(losses))
         words = "" if choice.is_bracketed else "  ERROR: the best one is at the edge"
-        yield f"  {model:5}{num_learners:3}  {name:26} {shown} -> {choice.lr:g}{words}"
+        yield f"  {model:5}{num_learners:3} {speeds:9} {name:26} {shown} -> {choice.lr:g}{words}"
 
 
 # ------------------------------------------------------------------------------------- the plot

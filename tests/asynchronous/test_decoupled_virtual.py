@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from decoupled_helpers import Setting, counting
@@ -40,6 +43,22 @@ def streaming(rank: int, world: int, wire: str, alpha: float) -> list[list[Tenso
 
 def decoupled(world: int, wire: str, alpha: float, names: list) -> list[list[list[Tensor]]]:
     """Return, for each learner, the parameters after each step of the virtual run."""
+    with one_thread():
+        return _decoupled(world, wire, alpha, names)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute as the workers of the real run do: more threads sum in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _decoupled(world: int, wire: str, alpha: float, names: list) -> list[list[list[Tensor]]]:
     models = [Regression() for _ in range(world)]
     after: list[list[list[Tensor]]] = [[] for _ in models]
 

@@ -35,7 +35,7 @@ class DecoupledDemo:
     warmup_steps: int = 50
     outer_lr: float = 0.7
     outer_momentum: float = 0.8
-    timeout_s: float = 90.0
+    timeout_s: float = 240.0
     seed: int = 0
     model: ModelConfig = field(default_factory=lambda: ModelConfig(context=32, width=64))
     data: Path | None = None
