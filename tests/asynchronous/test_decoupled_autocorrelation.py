@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -44,10 +46,7 @@ def test_cosines_of_successive_merges(merge: str) -> None:
         sizes = [layout.num_elements for layout in fragment.layouts]
         by_report = np.array([np.repeat([f[m] for f in factors], sizes) for m in range(2)])
         merged.append((by_report * reports).sum(0))
-    expected = [
-        a @ b / np.linalg.norm(a) / np.linalg.norm(b)
-        for a, b in zip(merged, merged[1:], strict=False)
-    ]
+    expected = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairwise(merged)]
     assert fragment.cosines == pytest.approx(expected, abs=1e-6)
 
 
