@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from cli_helpers import run_cli
 from decoupled_processes import SIZE, Play, attach, hash_of, make_server
 
 from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.worker.link import read_status
+from diloco_comm.asynchronous.worker.link import ServerLost, read_status
 
 CARRY = {"receipt": "carry"}
 
@@ -150,10 +152,33 @@ def test_a_syncer_without_its_folder_is_another_run() -> None:
         learner.step()
         assert learner.flush(20.0)
     with make_server(CARRY, address=address) as server:
-        with pytest.raises(Exception, match="was restarted without its snapshot"):
+        with pytest.raises(ServerLost, match="was restarted without its snapshot"):
             learner.flush(20.0)
-        learner.close()
         other, second = attach(address, "b")
         assert second.metrics.versions == (0, 0)
         assert torch.equal(other.values(), torch.zeros(SIZE))
-        second.close()
+
+        def is_back() -> bool:
+            with suppress(ServerLost):
+                learner.poll()
+            return torch.equal(model.values(), torch.zeros(SIZE))
+
+        wait_until(is_back)
+        for _ in range(4):
+            model.descend(torch.ones(SIZE))
+            learner.step()
+            assert learner.flush(20.0)
+        assert min(learner.metrics.versions) >= 1
+        for each in (learner, second):
+            each.close()
+
+
+def test_a_dropped_learner_leaves_the_syncer() -> None:
+    with make_server() as server:
+        _, learner = attach(server.address, "a")
+        wait_until(lambda: list(server.report()["learners"]) == ["a"])
+        courier = learner._shards[0].carrier
+        del learner
+        gc.collect()
+        wait_until(lambda: not server.report()["learners"])
+        assert not courier._thread.is_alive() and server.report()["lost"] == 0

@@ -94,11 +94,18 @@ def bases_of(learner: DecoupledDiLoCo) -> dict[int, int]:
     return {p: hash_of([piece.base for piece in part.pieces]) for p, part in enumerate(parts)}
 
 
-@pytest.mark.parametrize("wire_down", ["int4", "bf16", "int2r", "topk64"])
-def test_coded_commits_keep_all_bases_equal(wire_down: str) -> None:
+@pytest.mark.parametrize(
+    ("wire", "wire_down"),
+    [("int4", "int4"), ("int1r", "bf16"), ("fp8_e4m3", "int2r"), ("topk64", "topk64")],
+)
+def test_coded_commits_keep_all_bases_equal(wire: str, wire_down: str) -> None:
     """Also those of a newcomer, which takes what the others have, not what the syncer has."""
     torch.manual_seed(0)
-    with make_server({"quorum": 2, "wire_down": wire_down, "receipt": "carry"}) as server:
+    settings = {
+        "quorum": 2, "wire": wire, "wire_down": wire_down, "receipt": "carry",
+        "error_feedback": wire == "topk64",
+    }  # fmt: skip
+    with make_server(settings) as server:
         a_model, a = attach(server.address, "a")
         b_model, b = attach(server.address, "b")
         seen: list[tuple[tuple[int, ...], dict[int, int]]] = []

@@ -166,17 +166,18 @@ def test_examples_of_serve_run(
     (keygen,) = lines["serve keygen"]
     made = run_cli(*keygen.split()[1:])
     assert made.status == 0 and (tmp_path / "keys/allowed/tokyo.key").exists()
-    serve, status = (line.split()[1:] for line in lines["serve"])
-    words = ["diloco-comm", *serve, "--address", "tcp://127.0.0.1:0", "--json"]
-    program = "import os, sys; from diloco_comm.tools import cli; os.chdir(sys.argv[1]); "
-    job = Job(zygote, f"{program} sys.argv = {words}; cli.main()", tmp_path)
-    announced = json.loads(job.output.readline())
-    address = announced["address"]
-    assert announced == {"schema": 1, "address": address}
-    shown = run_cli(*status, "--address", address)
-    assert (shown.status, shown.err) == (0, "")
-    assert json.loads(shown.out)["updates"] == 0
+    *hosts, status = (line.split()[1:] for line in lines["serve"])
+    for words, counted in zip(hosts, ("updates", "commits"), strict=True):
+        words = ["diloco-comm", *words, "--address", "tcp://127.0.0.1:0", "--json"]
+        program = "import os, sys; from diloco_comm.tools import cli; os.chdir(sys.argv[1]); "
+        job = Job(zygote, f"{program} sys.argv = {words}; cli.main()", tmp_path)
+        announced = json.loads(job.output.readline())
+        address = announced["address"]
+        assert announced == {"schema": 1, "address": address}
+        shown = run_cli(*status, "--address", address)
+        assert (shown.status, shown.err) == (0, "")
+        assert json.loads(shown.out)[counted] == 0
+        job.send_signal(signal.SIGTERM)
+        assert job.finish() == (0, "closed by SIGTERM\n")
     again = run_cli("serve", "keygen", "others", "--json")
     assert set(json.loads(again.out)["keys"]) == {str(p) for p in Path("others").rglob("*.key*")}
-    job.send_signal(signal.SIGTERM)
-    assert job.finish() == (0, "closed by SIGTERM\n")

@@ -146,8 +146,8 @@ class LearnerFragment:
 
     @property
     def is_busy(self) -> bool:
-        """A report is under way or called for."""
-        return self.is_under_way or self.is_called
+        """A report is under way, or called for while there is progress to report."""
+        return self.is_under_way or (self.is_called and self.steps.kept > 0)
 
     @property
     def ledgers(self) -> tuple[Ledger, Ledger]:
@@ -184,13 +184,18 @@ class Learner:
         seed: int = 0,
         impl: str = "",
     ) -> None:
-        self.name, self.receipt, self.impl = name, receipt, ops.resolve_impl(impl)
+        self.receipt, self.impl = receipt, ops.resolve_impl(impl)
         self.fragments = [
             LearnerFragment([LearnerPiece(tensors, p, wire, error_feedback) for p in each])
             for tensors, each in zip(fragments, pieces, strict=True)
         ]
         self.num_steps = 0
         self._is_stochastic, self._seed = is_stochastic, seed
+        self.rename(name)
+
+    def rename(self, name: str) -> None:
+        """Set the name, from which the random numbers of rounding are made."""
+        self.name = name
         digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
         self._number = int.from_bytes(digest, "little")
 

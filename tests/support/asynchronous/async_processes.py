@@ -119,10 +119,18 @@ DEFAULTS = {
     "name": "", "environ": {},
 }  # fmt: skip
 
-# Children are forked from a process that has imported torch, which takes seconds.
+# Children are forked from a process that has imported torch, which takes seconds. The first
+# optimizer of a process imports ``torch._dynamo``, which takes seconds too.
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
-    ["diloco_comm.asynchronous.server.server", "diloco_comm.asynchronous.worker.worker", "pytest"]
+    [
+        "diloco_comm.asynchronous.server.server",
+        "diloco_comm.asynchronous.worker.worker",
+        "diloco_comm.asynchronous.decoupled.serving.server",
+        "diloco_comm.asynchronous.decoupled.learning.attached",
+        "torch._dynamo",
+        "pytest",
+    ]
 )
 
 

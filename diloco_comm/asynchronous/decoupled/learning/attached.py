@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two looks while the training thread waits on purpose, in ``flush``.
 _LOOK_S = 0.2
+
+
+def _close(shards: list[Shard]) -> None:
+    for shard in shards:
+        shard.close()
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class DecoupledDiLoCo:
     an optimizer step alone.
 
     Args:
-        model, optimizer: As in ``DiLoCo``; parameters are written in place.
+        model, optimizer: As in ``DiLoCo``; parameters are written in place, in host memory.
         server: ``tcp://host:port`` of a ``diloco-comm serve --decoupled`` or a ``DecoupledServer``;
             of a sharded syncer the addresses of all shards.
         name: Name of this learner, unique; as in ``AsyncDiLoCo``.
@@ -118,14 +124,21 @@ class DecoupledDiLoCo:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
         optimizers = hookable(optimizer, attach=attach)
         named = trainable_parameters(model, list(optimizers))
+        if named[0][1].device.type != "cpu":
+            raise TypeError(
+                f"decoupled training takes parameters in host memory, got {named[0][0]!r} on "
+                f"{named[0][1].device}"
+            )
         self._timeout = seconds
         self._hooks: StepHooks | None = None
         self._shards: list[Shard] = []
+        # The courier's thread would otherwise outlive this object.
+        self._end = weakref.finalize(self, _close, self._shards)
         try:
             for address in addresses_of(server):
                 shard = open_shard(address, name, timeout=seconds, keys=keys, key_name=key_name)
                 self._shards.append(shard)
-            self._shards = check_shards(self._shards)
+            self._shards[:] = check_shards(self._shards)
             self.settings = self._shards[0].settings
             self._check(fragments=fragments, wire=wire, sync_every=sync_every)
             spec = self.settings.fragments
@@ -135,8 +148,7 @@ class DecoupledDiLoCo:
             self._hook_s, self._ended_at = 0.0, time.monotonic()
             self._attach(impl)
         except BaseException:
-            for shard in self._shards:
-                shard.close()
+            self._end()
             raise
         if attach:
             self._hooks = StepHooks(optimizers, self.step)
@@ -184,6 +196,8 @@ class DecoupledDiLoCo:
             while not shard.carrier.is_complete:
                 shard.carrier.wait(_LOOK_S)
                 shard.carrier.raise_error()
+        # The syncer may have asked for another name.
+        self._learner.rename(self.name)
         self._take()
 
     # ---------------------------------------------------------------------------------- training
@@ -354,8 +368,7 @@ class DecoupledDiLoCo:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
-        for shard in self._shards:
-            shard.close()
+        self._end()
 
     def __enter__(self) -> DecoupledDiLoCo:
         return self

@@ -58,7 +58,7 @@ class Courier(Postbox):
         self._link, self._start, self._impl = link, start, impl
         self._of_piece = [p for p, each in enumerate(pieces) for _ in each]
         self._told_steps, self._asked_token = -1, 0
-        self._is_over = self._is_admitted = self._needs_start = False
+        self._is_admitted = self._needs_start = False
         self._run_number = -1
         self._fetch: Fetch | None = None
         self._parameters: tuple[list[Tensor], list[Layout]] | None = None
@@ -73,8 +73,8 @@ class Courier(Postbox):
         """Leave the server and end the thread; idempotent."""
         if self._is_over:
             return
-        self._is_over = True
         self._ring()
+        self._is_over = True
         self._thread.join()
         os.close(self._bell)
         os.close(self._ringer)
@@ -242,8 +242,10 @@ class Courier(Postbox):
                     f"the server {self._link.address} was restarted without its snapshot and has "
                     "no parameters: a learner that attaches anew gives it some"
                 )
-                raise ServerLost(sentence, stage="decoupled")
-            self._joined_at = 0.0
+                self._fail(ServerLost(sentence, stage="decoupled"))
+                self._is_admitted = False
+            else:
+                self._joined_at = 0.0
             return
         with self._lock:
             if self._run_number not in (-1, meta["run"]):

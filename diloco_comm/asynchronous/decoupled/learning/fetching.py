@@ -59,21 +59,26 @@ class Fetch:
             self._send(Message(Kind.GET, *place, count=count))
 
     def take(self, message: Message) -> None:
-        """Take a run if it belongs to this version and was asked for."""
-        i = message.fragment - self._first
-        position = Position(0, i, message.run)
-        is_mine = (message.number, message.version) == (int(self.is_coded), self.version)
-        if not is_mine or position not in self._window.asked:
+        """Take runs that belong to this version and were asked for."""
+        i, run, body = message.fragment - self._first, message.run, memoryview(message.body)
+        if (message.number, message.version) != (int(self.is_coded), self.version):
             return
+        while len(body) and Position(0, i, run) in self._window.asked:
+            view = self._view(i, run)
+            if len(body) < len(view) or not len(view):
+                return
+            view[:] = body[: len(view)]
+            self._window.received(Position(0, i, run))
+            run, body = run + 1, body[len(view) :]
+        self.ask()
+
+    def _view(self, i: int, run: int) -> memoryview:
+        """Return the place of a run's bytes."""
         layout = self._layouts[i]
-        begin, end = layout.run_range(message.run)
+        begin, end = layout.run_range(run)
         if self.is_coded:
-            begin, end = message.run * layout.run_bytes, (message.run + 1) * layout.run_bytes
-        view = self._buffers[i][begin:end].numpy().data.cast("B")
-        if len(message.body) == len(view):
-            view[:] = message.body
-            self._window.received(position)
-            self.ask()
+            begin, end = run * layout.run_bytes, (run + 1) * layout.run_bytes
+        return self._buffers[i][begin:end].numpy().data.cast("B")
 
     def values(self, impl: str = "") -> list[Tensor]:
         """Return what has arrived in fp32, [num_elements] for each piece."""

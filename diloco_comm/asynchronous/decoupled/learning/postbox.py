@@ -101,6 +101,7 @@ class Postbox:
         self._steps, self._step_s = 0, 0.0
         self._token = self._noted = 0
         self._error: BaseException | None = None
+        self._is_over = False
         self._bell, self._ringer = os.pipe()
         os.set_blocking(self._bell, False)
         os.set_blocking(self._ringer, False)
@@ -187,8 +188,9 @@ class Postbox:
             raise error
 
     def _ring(self) -> None:
-        with suppress(BlockingIOError):
-            os.write(self._ringer, b"!")
+        if not self._is_over:
+            with suppress(BlockingIOError):
+                os.write(self._ringer, b"!")
 
     def _fail(self, error: BaseException) -> None:
         """Leave an error for the training thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +68,8 @@ class SyncerState:
         run: A random number of the shared model, kept in the snapshot.
         told: What each connection was told.
         held: The payloads of reports that wait for their merge, by fragment, learner and number.
+        merged: Reports merged since the process started, by learner.
+        seqs: Highest number of the reports of a learner on a fragment.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class SyncerState:
         self.history, self.run = secrets.randbelow(MAX_NUMBER), 0
         self.told: dict[bytes, Told] = {}
         self.held: dict[tuple[int, str, int], list[Tensor]] = {}
+        self.merged: Counter[str] = Counter()
         self.seqs: dict[tuple[str, int], int] = {}
         self.is_news = False
         # Inner steps at which a learner is called again, whose report was refused.
@@ -265,6 +268,7 @@ class SyncerState:
                 return False
             self._unsaved.popleft()
             self.model.publish(commit)
+            self.merged.update(report.learner for report in commit.merge.reports)
             self._drop_old_readers(commit.fragment)
             self.is_news = True
             for key in keys:

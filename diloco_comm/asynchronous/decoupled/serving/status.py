@@ -49,7 +49,7 @@ def report_of(state: SyncerState) -> dict[str, Any]:
             name: {
                 "steps": model.syncer.steps_of(name),
                 "step_s": model.syncer.step_s_of(name),
-                "merged": sum(each.merged.get(name, 0) > 0 for each in model.published),
+                "merged": state.merged[name],
             }
             for name in names
         }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....ops.wire import Layout
 from ...protocol.messages import Kind, Message, ProtocolError
-from ...protocol.window import is_within
+from ...protocol.window import bodies, is_within
 from ...server.sessions import Session
 from ...server.transfer.receiving import Send
 from .model import Published
@@ -79,9 +79,9 @@ class Teller:
             layout, data = model.down[number], found.coded[i]
         if not is_within(layout, message.run, message.count):
             raise ProtocolError(f"piece {number} has {layout.num_runs} runs of {layout.run_bytes}")
-        for run in range(message.run, message.run + message.count):
+        for run, count in bodies(layout, message.run, message.count):
             place = (message.number, message.version, number, run)
-            body = _body(layout, data, run, is_coded=bool(message.number))
+            body = _body(layout, data, run, count, is_coded=bool(message.number))
             if not self._send(session.peer, Message(Kind.DATA, *place, body=body)):
                 return
 
@@ -105,9 +105,9 @@ class Teller:
             model.syncer.sync_s = sum(known) / len(known) if known else 0.0
 
 
-def _body(layout: Layout, data: Tensor, run: int, *, is_coded: bool) -> memoryview:
-    """Return the bytes of a run: of a payload, or of values in fp32."""
-    begin, end = layout.run_range(run)
+def _body(layout: Layout, data: Tensor, run: int, count: int, *, is_coded: bool) -> memoryview:
+    """Return the bytes of consecutive runs: of a payload, or of values in fp32."""
+    begin, end = layout.run_range(run)[0], layout.run_range(run + count - 1)[1]
     if is_coded:
-        begin, end = run * layout.run_bytes, (run + 1) * layout.run_bytes
+        begin, end = run * layout.run_bytes, (run + count) * layout.run_bytes
     return data[begin:end].numpy().data.cast("B")

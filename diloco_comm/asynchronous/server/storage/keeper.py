@@ -172,10 +172,10 @@ class Keeper:
         """Close the journal of a server that ends with this version, and unlock the folder.
 
         Raises:
-            OSError: If the disk has only an older version.
+            OSError: If the disk has only an older version, and somebody knows of the newer one.
         """
         self.release()
-        if self._reason and self.kept_version != version:
+        if self._reason and self.kept_version != version and not self._waits:
             kept = "nothing" if self.kept_version < 0 else f"version {self.kept_version}"
             raise OSError(
                 f"version {version} of the model is lost, and {kept} is kept: {self._reason}"
