@@ -4,7 +4,7 @@
 
 DIR holds torchft (compare.py says how to install it). Three replicas train the same model on the
 same text over loopback; one after the other is killed and started again, then the lighthouse or the
-registry is. Both sides go through the same script, in less than four minutes each.
+registry is. Both sides go through the same script, in about two minutes each.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Side:
     Attributes:
         events: Time, kind and replica of what was done to them.
         restarts: Of replicas whose process ended by itself.
+
+    After ``--limit`` seconds nothing waits any more, so that the script comes to its end.
     """
 
     def __init__(self, name: str, args: argparse.Namespace, folder: Path) -> None:
@@ -71,6 +73,7 @@ class Side:
         self.restarts = 0
         self._present: dict[int, Process] = {}
         self._port = common.free_port()
+        self._deadline = time.monotonic() + args.limit
         self._coordinator: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
@@ -148,14 +151,14 @@ class Side:
         return self._present[replica].times("commit")
 
     def wait(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
+        end = min(time.monotonic() + seconds, self._deadline)
         while time.monotonic() < end:
             self._look()
             time.sleep(_LOOK_S)
 
     def until(self, is_so: Callable[[], bool], seconds: float = _PATIENCE_S) -> bool:
         """Wait until something is so; return whether it came in time."""
-        end = time.monotonic() + seconds
+        end = min(time.monotonic() + seconds, self._deadline)
         while not is_so():
             if time.monotonic() > end:
                 return False
@@ -250,6 +253,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pause", type=float, default=3.0, help="seconds from a kill to the start of a process")
     add("--calm", type=float, default=10.0, help="seconds of training between events")
     add("--outage", type=float, default=6.0, help="seconds without lighthouse or registry")
+    add("--limit", type=float, default=210.0, help="seconds for each side; then its script ends")
     add("--width", type=int, default=128, help="width of the model")
     add("--layers", type=int, default=2, help="layers of the model")
     add("--sides", type=lambda text: text.split(","), default=list(SIDES), help="a comma list")

@@ -31,7 +31,10 @@ def figures_of(side: Side, args: argparse.Namespace) -> dict[str, Any]:
     speed = len(calm) / args.calm
     taken = sum(begin < at <= end for process in side.processes for at in process.times("step"))
     kills = [at for at, kind, _ in side.events if kind == "kill"]
-    down = next(at for at, kind, _ in side.events if kind == "coordinator down")
+    down, up = (
+        next(at for at, kind, _ in side.events if kind == f"coordinator {what}")
+        for what in ("down", "up")
+    )
     joins = [process for process in side.processes[NUM_REPLICAS:]]
     losses = [
         line["loss"] for process in side.processes for line in process.lines() if "loss" in line
@@ -50,7 +53,9 @@ def figures_of(side: Side, args: argparse.Namespace) -> dict[str, Any]:
         "join_gap_s": [round(_gap(commits, one), 2) for one in joins if one.times(*_COMMITS)],
         "join_bytes": max(copied, default=0),
         "coordinator": {
-            "commits_while_away": _count_between(commits, down, down + args.outage),
+            "away_s": round(up - down, 2),
+            "commits_while_away": _count_between(commits, down, up),
+            "return_to_commit_s": round(_next(commits, up) - up, 2),
             "longest_gap_s": round(_longest_gap(commits, down, end), 2),
         },
         "restarts": side.restarts,
@@ -116,7 +121,11 @@ def print_table(report: common.Report, results: dict[str, Any]) -> None:
             lambda r: f"{r['coordinator']['commits_while_away']}",
         ),
         (
-            "longest time without a commit from then on, s",
+            "its return to the next commit, s",
+            lambda r: f"{r['coordinator']['return_to_commit_s']:.2f}",
+        ),
+        (
+            "longest time without a commit from its end on, s",
             lambda r: f"{r['coordinator']['longest_gap_s']:.2f}",
         ),
         ("processes that ended by themselves", lambda r: f"{r['restarts']}"),
@@ -164,12 +173,13 @@ def plot(results: dict[str, Any], path: Path) -> None:
                 colour = plots.VERMILION if kind in ("kill", "coordinator down") else plots.GREEN
                 axes.axvline(at, color=colour, linewidth=1, linestyle=":")
                 if kind in _LABELS:
+                    height = -16 if kind == "start" else -2
                     text = f"{_LABELS[kind]} {replica}" if replica >= 0 else _LABELS[kind]
                     axes.annotate(
                         text,
                         (at, 1.0),
                         xycoords=("data", "axes fraction"),
-                        xytext=(2, -2),
+                        xytext=(2, height),
                         textcoords="offset points",
                         va="top",
                         fontsize="small",
