@@ -54,8 +54,8 @@ METHODS = {
     "K=1, RDA": Method(merge="rda"),
     "K=1, grace, RDA": Method(grace=0.5, merge="rda"),
     "K=M, RDA": Method(quorum=0, merge="rda"),
-    "K=1, carry": Method(receipt="carry"),
-    "K=1, grace, carry": Method(grace=0.5, receipt="carry"),
+    "K=1, carry": Method(receipt="carry", start=0.1),
+    "K=1, grace, carry": Method(grace=0.5, receipt="carry", start=0.3),
     "K=1, grace, int4": Method(grace=0.5, wire="int4", rate_of=GRACE),
     "K=1, grace, int4 feedback": Method(grace=0.5, wire="int4", has_feedback=True, rate_of=GRACE),
 }
