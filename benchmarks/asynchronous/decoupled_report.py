@@ -34,9 +34,11 @@ CLAIMS = (
     Claim("K=1 without grace is worse than with grace", "K=1", WORSE, GRACE),
     Claim("K=1 with grace is no worse than K=M", GRACE, NO_WORSE, "K=M"),
     Claim("RDA is better than the mean, K=1 with grace", "K=1, grace, RDA", BETTER, GRACE),
-    Claim("... and with K=M", "K=M, RDA", BETTER, "K=M"),
+    Claim("RDA is better than the mean, K=M", "K=M, RDA", BETTER, "K=M"),
     Claim("int4 both ways costs nothing", "K=1, grace, int4", NO_WORSE, GRACE),
-    Claim("... with error feedback", "K=1, grace, int4 feedback", NO_WORSE, GRACE),
+    Claim(
+        "int4 both ways with feedback costs nothing", "K=1, grace, int4 feedback", NO_WORSE, GRACE
+    ),
     Claim("decoupled is no worse than Streaming", GRACE, NO_WORSE, STREAMING),
     Claim("(ours) carry is better, K=1 without grace", "K=1, carry", BETTER, "K=1"),
     Claim("(ours) carry is better, with grace", "K=1, grace, carry", BETTER, GRACE),
@@ -217,7 +219,7 @@ def _draw_time(axes: Any, here: Sequence[Row]) -> None:
         axes.plot(x, y, line, color=colour, label=name)
     axes.set_xlabel("virtual seconds")
     axes.set_ylabel("held-out loss (nats a byte)")
-    axes.set_title("steps of 1, 1, 2, 4 s", fontsize="medium")
+    axes.set_title("4 learners, steps of 1, 1, 2, 4 s", fontsize="medium")
     plots.legend(axes, fontsize="small")
 
 
