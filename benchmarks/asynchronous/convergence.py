@@ -218,7 +218,7 @@ class Evaluation:
             self.measure(now)
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: Run, sync_every: int = SYNC_EVERY) -> dict[str, Any]:
     """Train until all workers together have taken their steps; returns one line of the file."""
     begin = time.process_time()
     torch.manual_seed(run.seed)
@@ -234,7 +234,7 @@ def train(run: Run) -> dict[str, Any]:
     model = SharedModel(workers[0].local.sizes, method.rule(run.lr, run.num_workers))
     coordinator = Coordinator(
         model,
-        sync_every=SYNC_EVERY,
+        sync_every=sync_every,
         dylu=method.uses_dylu,
         grace=float("inf") if method.is_synchronous else method.grace_steps * max(step_seconds),
     )

@@ -68,10 +68,11 @@ def _spread(slowest: float) -> Callable[[int], list[float]]:
     return lambda n: [slowest ** (i / (n - 1)) for i in range(n)]
 
 
-# The last has the ratio of the paper's own example, 0.58 to 3.33 seconds.
+# "very" has the ratio of the paper's own example, 0.58 to 3.33 seconds.
 SPEEDS = {
     "none": _spread(1.0),
     "slight": _spread(1.25),
     "moderate": _spread(2.0),
     "very": _spread(3.33 / 0.58),
+    "doubling": lambda n: [(1.0, 1.0, 2.0, 4.0)[i % 4] for i in range(n)],
 }

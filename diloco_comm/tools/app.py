@@ -87,6 +87,10 @@ def demo(
         bool,
         typer.Option("--chaos", help="Kill, stop and start replicas while they train, instead."),
     ] = False,
+    decoupled: Annotated[
+        bool,
+        typer.Option("--decoupled", help="A slow learner, and one that is killed, instead."),
+    ] = False,
     data: Annotated[
         Path | None, typer.Option(help="Text to learn instead of Python's own sources.")
     ] = None,
@@ -110,7 +114,8 @@ def demo(
     """Train a small language model on local replicas: DDP, FedAvg and DiLoCo side by side.
 
     With --chaos, train once with elastic membership, while replicas and their registry are killed,
-    stopped and started.
+    stopped and started. With --decoupled, train with learners that never wait: one is slow, and one
+    is killed.
     """
     from .common.outputs import check_folder
     from .demo.choosing import run_chosen

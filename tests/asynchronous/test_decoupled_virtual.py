@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from decoupled_helpers import Setting, counting
@@ -40,6 +43,22 @@ def streaming(rank: int, world: int, wire: str, alpha: float) -> list[list[Tenso
 
 def decoupled(world: int, wire: str, alpha: float, names: list) -> list[list[list[Tensor]]]:
     """Return, for each learner, the parameters after each step of the virtual run."""
+    with one_thread():
+        return _decoupled(world, wire, alpha, names)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute as the workers of the real run do: more threads sum in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _decoupled(world: int, wire: str, alpha: float, names: list) -> list[list[list[Tensor]]]:
     models = [Regression() for _ in range(world)]
     after: list[list[list[Tensor]]] = [[] for _ in models]
 
@@ -250,6 +269,24 @@ def test_a_stopped_learner_does_not_stop_the_others() -> None:
     assert [p.version for p in run.learners["2"].learner.fragments] == [
         r.version for r in run.syncer.rounds
     ]
+
+
+@pytest.mark.parametrize("outage", [(7.1, 7.3), (9.0, 9.1)])
+def test_a_learner_that_returns_unnoticed_gets_the_model_before_any_commit(outage: tuple) -> None:
+    """Commits that were on their way are lost with the old connection, and none comes before."""
+    models, train = counting(3)
+    setting = Setting(receipt=CARRY, sync_every=2)
+    run = setting.run(
+        models,
+        train,
+        seconds=[0.5, 0.5, 0.6],
+        outages={1: [outage]},
+        link=Link(latency_s=1.0),
+        detection_s=50.0,
+    )
+    run.until(seconds=40.0)
+    check_ledgers(run, may_lose=True)
+    assert run.learners["1"].learner.fragments[0].version >= run.syncer.rounds[0].version - 2
 
 
 def test_rda_pieces_train_too() -> None:

@@ -63,6 +63,8 @@ class VirtualLearner:
     is_up: bool = field(default=True, init=False)
     # Counts failures: what belongs to an earlier life is dropped.
     life: int = field(default=0, init=False)
+    # The syncer sends to those that joined; after a failure that is the end of the old connection.
+    is_connected: bool = field(default=True, init=False)
     is_between_steps: bool = field(default=True, init=False)
     inbox: list[Call | Commit] = field(default_factory=list, init=False)
     uplink_free_at: float = field(default=0.0, init=False)
@@ -205,7 +207,8 @@ class DecoupledRun:
                 self.commits.append(message)
                 size = sum(values.nbytes for values in message.values)
             for name in sorted(self.syncer.learners):
-                self._to_learner(self.learners[name], size, self._arrive, message)
+                if self.learners[name].is_connected:
+                    self._to_learner(self.learners[name], size, self._arrive, message)
         deadline = self.syncer.deadline
         if deadline is not None:
             self._at(max(deadline, self.now), _MESSAGE, self._advance_at, deadline)
@@ -227,7 +230,7 @@ class DecoupledRun:
     # ------------------------------------------------------------------------------- the failures
 
     def _fail(self, one: VirtualLearner) -> None:
-        one.is_up, one.life = False, one.life + 1
+        one.is_up, one.is_connected, one.life = False, False, one.life + 1
         one.inbox.clear()
         self._at(self.now + self.detection_s, _MESSAGE, self._detect, one, one.life)
 
@@ -249,6 +252,7 @@ class DecoupledRun:
         if one.learner.name in self.syncer.learners:
             self.syncer.leave(one.learner.name, self.now)
         self.syncer.join(one.learner.name, one.learner.num_steps)
+        one.is_connected = True
         versions = [each.version for each in self.syncer.rounds]
         values = [fragment.copy_values() for fragment in self.syncer.fragments]
         size = sum(flat.nbytes for each in values for flat in each)

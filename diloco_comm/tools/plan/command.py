@@ -26,6 +26,7 @@ diloco-comm plan --params 350M --layers 24 --step-time 0.5 --gbps 1 --write dilo
 diloco-comm plan --params 1B --layers 24 --step-time 0.5 --gbps 0.02 --wire auto --wires
 diloco-comm plan --published
 diloco-comm plan --failures --chips 20000 --replicas 4
+diloco-comm plan --decoupled --params 7B --step-time 2 --replicas 8 --sync-every 24 --gbps 20
 """
 
 
@@ -91,6 +92,21 @@ def plan(
     failures_per_year: Annotated[
         float, typer.Option(help="Failures of one chip a year, for --failures.")
     ] = 1.0,
+    decoupled: Annotated[
+        bool,
+        typer.Option("--decoupled", help="Plan decoupled training: traffic and grace window."),
+    ] = False,
+    fragments: Annotated[int, typer.Option(help="Fragments, for --decoupled.")] = 24,
+    wire_down: Annotated[
+        str, typer.Option(help="Wire format of the commits, for --decoupled.")
+    ] = "fp32",
+    quorum: Annotated[int, typer.Option(help="Learners of a quorum, for --decoupled.")] = 1,
+    grace: Annotated[
+        float, typer.Option(help="Share of the slack that the window takes, for --decoupled.")
+    ] = 0.5,
+    overlap_steps: Annotated[
+        int, typer.Option(help="Steps from call to commit without delay, for --decoupled.")
+    ] = 2,
     write: Annotated[
         Path | None,
         typer.Option(help="Write the settings chosen for --gbps into this JSON file."),
@@ -109,6 +125,12 @@ def plan(
         return
     if chips is not None:
         misuse("--chips needs --failures")
+    if decoupled:
+        if params is None or step_time is None:
+            misuse("--decoupled needs --params and --step-time")
+        numbers = (step_time, replicas, sync_every, fragments, wire or "int4", wire_down)
+        _print_decoupled(params, numbers, (quorum, grace, overlap_steps), rtt_ms, gbps, as_json)
+        return
     size = _size(params, layers, model_config, safetensors)
     if workers is not None:
         note("--workers is deprecated: its name is --replicas")
@@ -226,6 +248,33 @@ def _print_failures(
         print(json.dumps(report, indent=1))
     else:
         print_failures(Console(soft_wrap=True), report)
+
+
+def _print_decoupled(
+    params: str,
+    numbers: tuple[float, int, int, int, str, str],
+    rule: tuple[int, float, int],
+    rtt_ms: float,
+    gbps: float | None,
+    as_json: bool,
+) -> None:
+    from rich.console import Console
+
+    from ...asynchronous.decoupled.fragment_round import QuorumRule
+    from .decoupled import DecoupledRequest, make_report, print_decoupled
+
+    quorum, grace, overlap_steps = rule
+    try:
+        quorum_rule = QuorumRule(quorum=quorum, grace=grace, overlap_steps=overlap_steps)
+        count = parse_count("--params", params)
+        request = DecoupledRequest(count, *numbers, rule=quorum_rule, rtt_ms=rtt_ms)
+        report = make_report(request, gbps)
+    except ValueError as error:
+        misuse(in_options(str(error), ("quorum", "grace", "overlap_steps", "wire")))
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        print_decoupled(Console(soft_wrap=True), report)
 
 
 def _print_published(as_json: bool) -> None:

@@ -1,0 +1,234 @@
+"""Table and plot of ``decoupled.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.asynchronous.claims import (
+    ALIKE,
+    BETTER,
+    NO_WORSE,
+    WORSE,
+    Claim,
+    differences,
+    verdict,
+)
+from benchmarks.asynchronous.decoupled_methods import (
+    DELAYED,
+    GRACE,
+    METHODS,
+    NAMES,
+    STREAMING,
+    steps_in_equal_time,
+)
+from benchmarks.asynchronous.report import mean_and_deviation
+from benchmarks.support.tuning import choose
+from diloco_comm.tools.common import plots
+
+Row = dict[str, Any]
+Cell = tuple[str, str, int, int]
+CLAIMS = (
+    Claim("K=1 without grace is worse than with grace", "K=1", WORSE, GRACE),
+    Claim("K=1 with grace is no worse than K=M", GRACE, NO_WORSE, "K=M"),
+    Claim("RDA is better than the mean, K=1 with grace", "K=1, grace, RDA", BETTER, GRACE),
+    Claim("RDA is better than the mean, K=M", "K=M, RDA", BETTER, "K=M"),
+    Claim("int4 both ways costs nothing", "K=1, grace, int4", NO_WORSE, GRACE),
+    Claim(
+        "int4 both ways with feedback costs nothing", "K=1, grace, int4 feedback", NO_WORSE, GRACE
+    ),
+    Claim("decoupled is no worse than Streaming", GRACE, NO_WORSE, STREAMING),
+    Claim("(ours) carry is better, K=1 without grace", "K=1, carry", BETTER, "K=1"),
+    Claim("(ours) carry is better, with grace", "K=1, grace, carry", BETTER, GRACE),
+    Claim("(ours) decoupled is better than DN + DyLU", GRACE, BETTER, DELAYED),
+)
+
+
+def tried_rates(rows: Sequence[Row], tuning_seed: int) -> dict[tuple[Any, ...], dict[float, float]]:
+    """Return the losses of the searches by model, number of learners, speeds, method; by rate."""
+    tried: dict[tuple[Any, ...], dict[float, float]] = {}
+    for row in rows:
+        if row["seed"] == tuning_seed:
+            key = (row["model"], row["num_learners"], row["speeds"], row["method"])
+            tried.setdefault(key, {})[row["lr"]] = row["loss"]
+    return tried
+
+
+def kept_rows(rows: Sequence[Row], tuning_seed: int) -> list[Row]:
+    """Return the runs of the table: those at the learning rate that the search chose."""
+    tried = tried_rates(rows, tuning_seed)
+    kept = []
+    for row in rows:
+        method = METHODS.get(row["method"])
+        name = (method.rate_of if method is not None else "") or row["method"]
+        places = [key for key in tried if (*key[:2], key[3]) == (*_size(row), name)]
+        # A search at the row's own speeds goes before the one at other speeds.
+        places.sort(key=lambda key: key[2] != row["speeds"])
+        losses = tried[places[0]] if places else {}
+        if row["seed"] != tuning_seed and losses and row["lr"] == choose(losses).lr:
+            kept.append(row)
+    return kept
+
+
+def _size(row: Row) -> tuple[str, int]:
+    return row["model"], row["num_learners"]
+
+
+def _cell(row: Row) -> Cell:
+    return row["model"], row["speeds"], row["num_learners"], row["steps"]
+
+
+def report_lines(rows: list[Row], tuning_seed: int) -> Iterator[str]:
+    """Return the table's lines."""
+    kept = kept_rows(rows, tuning_seed)
+    yield "# loss: held out, nats a byte, mean (standard deviation) of the seeds"
+    yield "# tokens: loss less that of Streaming after equal tokens, on the same seeds"
+    yield "# time: the same after equal virtual time, in which waiting learners take fewer steps"
+    yield "# goodput: inner steps over those that the learners can take in the time"
+    yield "# applied, lost: share of the inner steps in a merge, and overwritten; merges: of all"
+    yield "# fragments; in: reports in a merge; rho: cosine of successive merges of the three"
+    yield "# fragments; eff: effective outer learning rate; up, down: MB of all learners"
+    seconds = sum(row["cpu_s"] for row in rows)
+    yield f"# {len(kept)} runs in the table, {len(rows)} in all, {seconds:.0f} s of processor time"
+    for cell in dict.fromkeys(map(_cell, kept)):
+        here = [row for row in kept if _cell(row) == cell]
+        if {row["method"] for row in here} == {STREAMING}:
+            continue  # stands in the table of the cell whose time it has
+        yield from _table(here, cell, kept)
+        yield from _judged(here)
+    yield from _edges(rows, tuning_seed)
+
+
+def in_equal_time(kept: Sequence[Row], cell: Cell) -> list[Row]:
+    """Return the runs of Streaming that end when the decoupled ones of the cell do."""
+    wanted = (*cell[:-1], steps_in_equal_time(*cell[1:]))
+    return [row for row in kept if row["method"] == STREAMING and _cell(row) == wanted]
+
+
+def _table(here: list[Row], cell: Cell, kept: list[Row]) -> Iterator[str]:
+    model, speeds, num_learners, steps = cell
+    yield ""
+    yield f"# model {model}, speeds {speeds}, {num_learners} learners, {steps} steps each"
+    yield (
+        f"#{'method':>26}{'lr':>6}{'seeds':>6}{'loss':>16}{'tokens':>17}{'time':>17}{'goodput':>8}"
+        f"{'applied':>8}{'lost':>7}{'merges':>7}{'in':>6}{'rho':>16}{'eff':>6}{'up':>7}{'down':>7}"
+    )
+    for name in NAMES:
+        mine = [row for row in here if row["method"] == name]
+        if mine:
+            yield _line(mine, _over(mine, here), _over(mine, in_equal_time(kept, cell)))
+    short = in_equal_time(kept, cell)
+    if short and _cell(short[0]) != cell:
+        yield _line(short, [], [], f"{STREAMING}, {short[0]['steps']} steps")
+
+
+def _over(mine: Sequence[Row], base: Sequence[Row]) -> list[float]:
+    of_seed = {row["seed"]: row["loss"] for row in base if row["method"] == STREAMING}
+    return [row["loss"] - of_seed[row["seed"]] for row in mine if row["seed"] in of_seed]
+
+
+def _line(mine: list[Row], tokens: list[float], time: list[float], name: str = "") -> str:
+    line = (
+        f" {name or mine[0]['method']:>26}{mine[0]['lr']:>6g}{len(mine):>6}"
+        f"{mean_and_deviation([row['loss'] for row in mine]):>16}"
+        f"{mean_and_deviation(tokens, '+'):>17}{mean_and_deviation(time, '+'):>17}"
+    )
+    if "rho" not in mine[0]:
+        return line
+
+    def mean(key: str) -> float:
+        return fmean(row[key] for row in mine)
+
+    rho = " ".join(f"{fmean(values):.2f}" for values in zip(*(r["rho"] for r in mine), strict=True))
+    return line + (
+        f"{mean('goodput'):>8.0%}{mean('applied'):>8.0%}{mean('lost'):>7.0%}{mean('updates'):>7.0f}"
+        f"{mean('reports'):>6.2f}{rho:>16}{mean('effective_lr'):>6.2f}"
+        f"{mean('bytes_up') / 1e6:>7.1f}{mean('bytes_down') / 1e6:>7.1f}"
+    )
+
+
+def _judged(here: list[Row]) -> Iterator[str]:
+    lines = []
+    for claim in CLAIMS:
+        found = differences(here, claim.one, claim.other)
+        if found:
+            lines.append(
+                f"   {claim.text:46} {verdict(claim.kind, found):14} {fmean(found):+.4f}"
+                f" ({min(found):+.4f} to {max(found):+.4f}, {len(found)} seeds)"
+            )
+    if lines:
+        yield f"  claims (no worse: by less than {ALIKE:g})"
+        yield from lines
+
+
+def _edges(rows: Sequence[Row], tuning_seed: int) -> Iterator[str]:
+    """Yield a line for each search of a learning rate: what was tried."""
+    yield ""
+    yield "# outer learning rates that were tried, with another seed: loss"
+    for (model, num_learners, speeds, name), losses in tried_rates(rows, tuning_seed).items():
+        choice = choose(losses)
+        shown = ", ".join(f"{lr:g}: {losses[lr]:.4f}" for lr in sorted(losses))
+        words = "" if choice.is_bracketed else "  ERROR: the best one is at the edge"
+        yield f"  {model:5}{num_learners:3} {speeds:9} {name:26} {shown} -> {choice.lr:g}{words}"
+
+
+# ------------------------------------------------------------------------------------- the plot
+
+_STYLES = {
+    STREAMING: (plots.BLACK, "-"),
+    DELAYED: (plots.GREY, "--"),
+    "K=1": (plots.VERMILION, "-"),
+    GRACE: (plots.BLUE, "-"),
+    "K=M": (plots.GREEN, "-."),
+    "K=1, grace, carry": (plots.PURPLE, ":"),
+}
+
+
+def draw(rows: list[Row], path: Path, tuning_seed: int = 1000) -> None:
+    """Draw the loss over virtual time at very different speeds, and the differences by method.
+
+    One row of panels for each model.
+    """
+    kept = kept_rows(rows, tuning_seed)
+    models = [name for name in ("34k", "118k") if any(row["model"] == name for row in kept)]
+    if not models:
+        return
+    figure, panels = plots.new_panels(len(models), 3, 4.6, 3.8)
+    for own, model in zip(panels, models, strict=True):
+        cells = {speeds: (model, speeds, 4, 160) for speeds in ("doubling", "none")}
+        _draw_time(own[0], [row for row in kept if _cell(row) == cells["doubling"]])
+        for axes, (speeds, cell) in zip(own[1:], cells.items(), strict=True):
+            _draw_cell(axes, [row for row in kept if _cell(row) == cell])
+            words = {"none": "equal speeds", "doubling": "steps of 1, 1, 2, 4 s"}[speeds]
+            axes.set_title(f"{model}, 4 learners, {words}, equal tokens", fontsize="medium")
+    plots.save(figure, path)
+
+
+def _draw_time(axes: Any, here: Sequence[Row]) -> None:
+    for name, (colour, line) in _STYLES.items():
+        mine = [row for row in here if row["method"] == name]
+        if not mine:
+            continue
+        count = min(len(row["points"]) for row in mine)
+        x, y = (
+            [fmean(row["points"][i][key] for row in mine) for i in range(count)]
+            for key in ("seconds", "loss")
+        )
+        axes.plot(x, y, line, color=colour, label=name)
+    axes.set_xlabel("virtual seconds")
+    axes.set_ylabel("held-out loss (nats a byte)")
+    axes.set_title("4 learners, steps of 1, 1, 2, 4 s", fontsize="medium")
+    plots.legend(axes, fontsize="small")
+
+
+def _draw_cell(axes: Any, here: list[Row]) -> None:
+    names = [name for name in NAMES if name != STREAMING and differences(here, name, STREAMING)]
+    for place, name in enumerate(reversed(names)):
+        found = differences(here, name, STREAMING)
+        axes.plot(found, [place] * len(found), "o", color=plots.SKY, markersize=4)
+        axes.plot(fmean(found), place, "|", color=plots.BLUE, markersize=14, markeredgewidth=2)
+    axes.axvline(0.0, color=plots.BLACK, linewidth=0.8)
+    axes.set_yticks(range(len(names)), list(reversed(names)), fontsize="small")
+    axes.set_xlabel("loss over Streaming (nats a byte)")

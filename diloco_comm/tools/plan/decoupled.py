@@ -1,0 +1,235 @@
+"""What decoupled training needs of its links, and how long the grace window is.
+
+P fragments of equal size are called once every H inner steps each. A report goes from each learner
+to the syncer, and each commit from the syncer to every learner. With T seconds a step and R a round
+trip, the parts of one round of a fragment last
+
+    quorum  R/2 + T * K / M + report / uplink + R/2    from the call to the K-th report
+    sync    commit / downlink + R/2                    from the merge to the new parameters
+
+because a call follows the end of one learner's step, and the steps of the other M - 1 learners end
+at times that are spread evenly. The grace window is
+``QuorumRule.window`` of these: min(gamma * max(tau * T - quorum - sync, 0), T).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ...asynchronous.decoupled.fragment_round import QuorumRule
+from ...ops.wire import WireFormat
+from ..common.printing import print_whole
+from .report import format_bytes
+from .request import DAY_S, MOST_SYNC_EVERY
+
+GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True)
+class DecoupledRequest:
+    """What is planned.
+
+    Attributes:
+        params: Parameters of the model.
+        step_time: Seconds of an inner step (T).
+        learners: Learners (M), of equal speed.
+        sync_every: Inner steps between two calls of a fragment (H).
+        fragments: Fragments of equal size (P).
+        wire, wire_down: Formats of the reports and of the commits.
+        rule: Quorum K, gamma and tau.
+        rtt_ms: Round trip between a learner and the syncer (R).
+    """
+
+    params: float
+    step_time: float
+    learners: int = 2
+    sync_every: int = 24
+    fragments: int = 24
+    wire: str = "int4"
+    wire_down: str = "fp32"
+    rule: QuorumRule = field(default_factory=lambda: QuorumRule(overlap_steps=2))
+    rtt_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, count in (
+            ("replicas", self.learners),
+            ("sync-every", self.sync_every),
+            ("fragments", self.fragments),
+        ):
+            if count < 1:
+                raise ValueError(f"--{name} must be at least 1, got {count}")
+        if self.sync_every > MOST_SYNC_EVERY or self.fragments > self.params:
+            raise ValueError(
+                f"--sync-every must be at most {MOST_SYNC_EVERY} and --fragments at most the "
+                f"parameters, got {self.sync_every} and {self.fragments}"
+            )
+        for name, value in (("params", self.params), ("step-time", self.step_time)):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"--{name} must be a positive number, got {value:g}")
+        if not 0 <= self.rtt_ms < float("inf"):
+            raise ValueError(f"--rtt-ms must not be negative, got {self.rtt_ms:g}")
+        if self.rule.quorum > self.learners:
+            raise ValueError(
+                f"--quorum must be at most --replicas {self.learners}, got {self.rule.quorum}"
+            )
+
+    @property
+    def report_bytes(self) -> float:
+        """Bytes of one report on one fragment."""
+        return self._bytes_of(self.wire)
+
+    @property
+    def commit_bytes(self) -> float:
+        """Bytes of one commit of one fragment to one learner."""
+        return self._bytes_of(self.wire_down)
+
+    def _bytes_of(self, wire: str) -> float:
+        return self.params / self.fragments * WireFormat(wire).bits_per_element / 8
+
+    @property
+    def call_every_s(self) -> float:
+        """Seconds from the call of one fragment to that of the next one."""
+        return self.step_time * self.sync_every / self.fragments
+
+    @property
+    def rtt_s(self) -> float:
+        return self.rtt_ms / 1e3
+
+    @property
+    def boundary_s(self) -> float:
+        """Seconds until K learners have ended the inner step in which the call came."""
+        return self.step_time * self.rule.quorum / self.learners
+
+    def sustained_gbps(self, num_bytes: float) -> float:
+        """Return the Gbit/s that carry so many bytes in every round of a fragment."""
+        return num_bytes / self.call_every_s / GBIT
+
+    def quorum_s(self, gbps: float) -> float:
+        """Return the seconds from a call to the quorum on links of this bandwidth."""
+        return self.rtt_s + self.boundary_s + self.report_bytes / (gbps * GBIT)
+
+    def sync_s(self, gbps: float) -> float:
+        """Return the seconds that a commit takes to a learner."""
+        return self.rtt_s / 2 + self.commit_bytes / (gbps * GBIT)
+
+    def in_time_gbps(self) -> float | None:
+        """Return the Gbit/s with which a fragment is back after tau steps, without any window.
+
+        None: no bandwidth is enough.
+        """
+        left_s = self.rule.overlap_steps * self.step_time - self.boundary_s - 1.5 * self.rtt_s
+        return (self.report_bytes + self.commit_bytes) / left_s / GBIT if left_s > 0 else None
+
+
+def make_report(request: DecoupledRequest, gbps: float | None) -> dict[str, Any]:
+    """Return what ``plan --decoupled`` prints, as JSON types.
+
+    Args:
+        gbps: Bandwidth of each learner's link in each direction, Gbit/s.
+
+    Raises:
+        ValueError: If the link is impossible.
+    """
+    if gbps is not None and not 0 < gbps < float("inf"):
+        raise ValueError(f"--gbps must be a positive number, got {gbps:g}")
+    up, down = request.report_bytes, request.commit_bytes
+    one_up, one_down = request.sustained_gbps(up), request.sustained_gbps(down)
+    numbers = asdict(request)
+    rule = numbers.pop("rule")
+    return {
+        "schema": 1,
+        "decoupled": {
+            "request": {**numbers, **rule},
+            "report_bytes": up,
+            "commit_bytes": down,
+            "call_every_s": request.call_every_s,
+            "learner_gbps": {"up": one_up, "down": one_down},
+            "syncer_gbps": {"in": request.learners * one_up, "out": request.learners * one_down},
+            "learner_bytes_per_day": {
+                "up": one_up * GBIT * DAY_S,
+                "down": one_down * GBIT * DAY_S,
+            },
+            "in_time_gbps": request.in_time_gbps(),
+            "link": None if gbps is None else _on_link(request, gbps),
+        },
+    }
+
+
+def _on_link(request: DecoupledRequest, gbps: float) -> dict[str, Any]:
+    quorum_s, sync_s = request.quorum_s(gbps), request.sync_s(gbps)
+    busiest = max(request.report_bytes, request.commit_bytes)
+    rule, step_s = request.rule, request.step_time
+    window_s = rule.window(step_s, quorum_s, sync_s)
+    return {
+        "gbps": gbps,
+        "load": request.sustained_gbps(busiest) / gbps,
+        "quorum_s": quorum_s,
+        "sync_s": sync_s,
+        "slack_s": max(rule.overlap_steps * step_s - quorum_s - sync_s, 0.0),
+        "window_s": window_s,
+        "steps_late": (quorum_s + window_s + sync_s) / step_s,
+    }
+
+
+def print_decoupled(console: Console, report: dict[str, Any]) -> None:
+    """Print the report of ``make_report``."""
+    plan = report["decoupled"]
+    request = plan["request"]
+    console.print(
+        f"{request['params']:.4g} parameters, {request['step_time']:g} s a step, decoupled, "
+        f"{request['learners']} learners, H={request['sync_every']}, "
+        f"{request['fragments']} fragments, {request['wire']} up, {request['wire_down']} down, "
+        f"a call every {plan['call_every_s']:.3g} s",
+        highlight=False,
+    )
+    print_whole(console, _traffic(plan))
+    if plan["in_time_gbps"] is None:
+        words = "No link brings a fragment back"
+    else:
+        words = f"With {plan['in_time_gbps']:.3g} Gbit/s both ways a fragment is back"
+    console.print(
+        f"{words} within {request['overlap_steps']} inner steps of its call, with a round trip of "
+        f"{request['rtt_ms']:g} ms and before any grace window.",
+        highlight=False,
+    )
+    if plan["link"] is not None:
+        _print_link(console, plan["link"], request)
+
+
+def _traffic(plan: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Traffic", title_justify="left")
+    heads = ("", "bytes a fragment", "learner, Gbit/s", "learner, a day", "syncer, Gbit/s")
+    for head in heads:
+        table.add_column(head, justify="right" if head else "left")
+    rows = (("reports, up", "report", "up", "in"), ("commits, down", "commit", "down", "out"))
+    for name, kind, way, way_at_syncer in rows:
+        table.add_row(
+            name,
+            format_bytes(plan[f"{kind}_bytes"]),
+            f"{plan['learner_gbps'][way]:.3g}",
+            format_bytes(plan["learner_bytes_per_day"][way]),
+            f"{plan['syncer_gbps'][way_at_syncer]:.3g}",
+        )
+    return table
+
+
+def _print_link(console: Console, link: dict[str, Any], request: dict[str, Any]) -> None:
+    if link["load"] > 1:
+        console.print(
+            f"\n{link['gbps']:g} Gbit/s are too few: the busier direction needs "
+            f"{link['load']:.0%} of them. Raise --sync-every, or take a wire of fewer bits.",
+            highlight=False,
+        )
+        return
+    console.print(
+        f"\nOn {link['gbps']:g} Gbit/s ({link['load']:.0%} busy): {link['quorum_s']:.3g} s from "
+        f"a call to the quorum of {request['quorum']}, {link['sync_s']:.3g} s from a merge to the "
+        f"learners, slack {link['slack_s']:.3g} s. The grace window lasts {link['window_s']:.3g} "
+        f"s, and the new fragment is there {link['steps_late']:.3g} inner steps after the call.",
+        highlight=False,
+    )
