@@ -36,9 +36,7 @@ CLAIMS = (
     Claim("RDA is better than the mean, K=1 with grace", "K=1, grace, RDA", BETTER, GRACE),
     Claim("RDA is better than the mean, K=M", "K=M, RDA", BETTER, "K=M"),
     Claim("int4 both ways costs nothing", "K=1, grace, int4", NO_WORSE, GRACE),
-    Claim(
-        "int4 both ways with feedback costs nothing", "K=1, grace, int4 feedback", NO_WORSE, GRACE
-    ),
+    Claim("int4 with feedback costs nothing", "K=1, grace, int4 feedback", NO_WORSE, GRACE),
     Claim("decoupled is no worse than Streaming", GRACE, NO_WORSE, STREAMING),
     Claim("(ours) carry is better, K=1 without grace", "K=1, carry", BETTER, "K=1"),
     Claim("(ours) carry is better, with grace", "K=1, grace, carry", BETTER, GRACE),
