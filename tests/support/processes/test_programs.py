@@ -33,7 +33,7 @@ print(json.dumps({
 
 def run(command: list[Any], **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=60, **options
+        [sys.executable, *command], capture_output=True, text=True, timeout=110, **options
     )
 
 
