@@ -134,9 +134,9 @@ def test_coded_commits_keep_all_bases_equal(wire: str, wire_down: str) -> None:
     coded = {p: hash_of(each.values) for p, each in enumerate(model.published)}
     assert coded == seen[-1][1]
     # What the syncer has and the learners have not is the residual: not zero, and not growing.
-    for mine, told in zip(shared, model.published, strict=True):
-        error = (mine[0] - told.values[0]).norm() / mine[0].norm()
-        assert 0 < error < (1.0 if wire_down == "topk64" else 0.5)
+    # The other fragment has a single element, which may be exact on the wire.
+    error = (shared[0][0] - model.published[0].values[0]).norm() / shared[0][0].norm()
+    assert 0 < error < (1.0 if wire_down == "topk64" else 0.5)
 
 
 def settle(*learners: DecoupledDiLoCo) -> None:
@@ -149,7 +149,7 @@ def settle(*learners: DecoupledDiLoCo) -> None:
         pass
 
 
-def test_a_coded_commit_is_smaller_and_equals_the_difference() -> None:
+def test_a_coded_commit_is_smaller_and_near_the_difference() -> None:
     received = {}
     for wire_down in ("fp32", "int4"):
         with make_server({"wire_down": wire_down}) as server:
@@ -160,9 +160,10 @@ def test_a_coded_commit_is_smaller_and_equals_the_difference() -> None:
                 learner.step()
                 settle(learner)
             received[wire_down] = learner.metrics.received_bytes - before
-            # The calls come after steps 2, 6 and 4, 8. Whole numbers are exact on the wire.
+            # The calls come after steps 2, 6 and 4, 8. int4 rounds its scales, in 8 bits.
             with learner.outer_parameters():
-                assert torch.equal(model.values(), torch.tensor([-6.0] * (SIZE - 1) + [-8.0]))
+                error = model.values() - torch.tensor([-6.0] * (SIZE - 1) + [-8.0])
+            assert error.abs().max() <= (0.0 if wire_down == "fp32" else 4 / 256)
             learner.close()
     assert received["int4"] < received["fp32"] / 3
 
