@@ -60,15 +60,23 @@ class Held:
         unapplied: The leases that this member has taken and that no outer step holds, in order.
         sent: For each fragment the inner step up to which an outer step holds what this member
             learned, as the next view counts steps; () for a newcomer.
+        sends: For each fragment the inner step of this member's last send, as the present view
+            counts steps; () for a newcomer.
     """
 
     drawn: int = 0
     unapplied: tuple[int, ...] = ()
     sent: tuple[int, ...] = ()
+    sends: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Held:
-        return cls(values["drawn"], tuple(values["unapplied"]), tuple(values["sent"]))
+        return cls(
+            values["drawn"],
+            tuple(values["unapplied"]),
+            tuple(values["sent"]),
+            tuple(values["sends"]),
+        )
 
 
 def next_plan(
@@ -132,26 +140,26 @@ class Account:
             sent: For each fragment the inner step up to which outer steps hold what was learned.
         """
         used = self.num_used(inner_step)
+        sends = tuple(one + self.set_back for one in sent)
         # Before the first of ``taken`` there is nothing of this replica that could be unapplied.
         sent = tuple(max(one, inner_step - used) for one in sent)
         unapplied = max(0, inner_step - min(sent, default=inner_step))
-        return Held(self.drawn, tuple(self.taken[used - unapplied :]), sent)
+        return Held(self.drawn, tuple(self.taken[used - unapplied :]), sent, sends)
 
-    def num_applied(self, replica: int, sent: Sequence[int]) -> int:
+    def num_applied(self, replica: int, held: Mapping[int, Held]) -> int:
         """Return how many leases of another member outer steps hold, since the view began.
 
         Only what all members know counts, so that they all find the same number.
 
         Args:
             replica: A member that is gone.
-            sent: As for ``held``.
+            held: What the members say that are still there.
         """
-        begun = self.begun(replica).sent or (self.step,) * len(sent)
-        # A fragment that was sent in this view was sent at one step by all members.
-        now = [
-            one + self.set_back if one + self.set_back > self.step else old
-            for old, one in zip(begun, sent, strict=True)
-        ]
+        # Where a round travels during inner steps, a member may have sent it and another not yet.
+        # A round that some member has not sent is in no outer step.
+        sends = [min(each) for each in zip(*(one.sends for one in held.values()), strict=True)]
+        begun = self.begun(replica).sent or (self.step,) * len(sends)
+        now = [one if one > self.step else old for old, one in zip(begun, sends, strict=True)]
         return min(now, default=0) - min(begun, default=0)
 
     def begun(self, replica: int) -> Held:
@@ -205,7 +213,6 @@ class Book:
         held: Mapping[int, Held],
         members: Sequence[int],
         inner_step: int,
-        sent: Sequence[int],
     ) -> Plan:
         """Prepare the account of the next view; return its plan, equal on all members with a book.
 
@@ -213,10 +220,10 @@ class Book:
             view: Number of the next view.
             held: What the members that are still there say of the present account.
             members: Of the next view.
-            inner_step, sent: See ``Account.held``.
+            inner_step: With which the next view begins.
         """
         old, own = self.account, held[self.replica]
-        plan = next_plan(old.plan, held, members, self._lost_leases(held, sent))
+        plan = next_plan(old.plan, held, members, self._lost_leases(held))
         num_dropped = len(old.taken) - len(own.unapplied)
         self.prepared = Account(
             view,
@@ -229,7 +236,7 @@ class Book:
         )
         return plan
 
-    def _lost_leases(self, held: Mapping[int, Held], sent: Sequence[int]) -> list[int]:
+    def _lost_leases(self, held: Mapping[int, Held]) -> list[int]:
         """Return what replicas that are gone had taken and no outer step holds."""
         if self.lost == SKIP:
             return []
@@ -239,7 +246,7 @@ class Book:
         for replica in set(account.plan.members) - held.keys():
             mine = [account.plan.lease(replica, number) for number in range(most)]
             all_mine = [*account.begun(replica).unapplied, *mine]
-            found += all_mine[account.num_applied(replica, sent) :]
+            found += all_mine[account.num_applied(replica, held) :]
         return found
 
     def go_on(self, view: int) -> None:

@@ -38,6 +38,7 @@ DEMO_EXAMPLES = """Examples:
 \b
 diloco-comm demo --quick
 diloco-comm demo --chaos --quick
+diloco-comm demo --decoupled --quick
 """
 STORE_EXAMPLES = """Examples:
 
@@ -101,7 +102,10 @@ def demo(
     steps: Annotated[
         int | None, typer.Option(help="Inner steps of every run, a multiple of --sync-every.")
     ] = None,
-    sync_every: Annotated[int, typer.Option(help="Inner steps between two outer steps.")] = 50,
+    sync_every: Annotated[
+        int,
+        typer.Option(help="Inner steps between two outer steps; 10 with --chaos or --decoupled."),
+    ] = 50,
     gbps: Annotated[float, typer.Option(help="Bandwidth of the emulated link, Gbit/s.")] = 0.5,
     rtt_ms: Annotated[float, typer.Option(help="Round trip of the emulated link, ms.")] = 10.0,
     check: Annotated[

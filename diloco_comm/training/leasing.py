@@ -55,9 +55,9 @@ class Leasing:
         step = exchange.agreed_step
         sent = [part.last_sent for part in parts]
         self._agree_in_replica()
-        with self._all_workers():
+        with self.all_workers():
             plan, held = self._prepare(exchange, step, sent, view)
-        with self._all_workers():
+        with self.all_workers():
             found = self._agreed_plan(exchange, plan)
         if found is not None:
             self.shape, plan = found
@@ -66,7 +66,8 @@ class Leasing:
         elif plan is not None:
             self.account = Account(view, plan, step, known_of(held, exchange.members))
 
-    def _all_workers(self) -> AbstractContextManager[None]:
+    def all_workers(self) -> AbstractContextManager[None]:
+        """Return a context in which an error of one worker of this replica is that of all."""
         return nullcontext() if self._workers is None else self._workers.all_workers()
 
     def _agree_in_replica(self) -> None:
@@ -98,7 +99,7 @@ class Leasing:
         }
         if self.book is not None:
             self.book.go_on(newest)
-            return self.book.prepare(view, held, exchange.members, step, sent), held
+            return self.book.prepare(view, held, exchange.members, step), held
         if self.account is None:
             return None, held
         plan = self.account.plan

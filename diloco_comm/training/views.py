@@ -253,7 +253,8 @@ class ElasticTraining:
         A member that has ended its flush before the view broke takes part in it again.
         """
         own = [self._is_flushing, diloco._rounds.has_unsent(diloco.inner_step)]
-        views = gather_json(diloco.exchange, own)
+        with self.leasing.all_workers():
+            views = gather_json(diloco.exchange, own)
         is_flushing, has_unsent = (any(values) for values in zip(*views, strict=True))
         self._must_flush = is_flushing and has_unsent
         self._others_flush = is_flushing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,20 @@ from async_helpers import serving as serving_async
 from cli_helpers import check_misuse, run_cli
 from decoupled_processes import SIZE, attach, make_server
 
+from diloco_comm.asynchronous import DecoupledServer
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.protocol.messages import HEADER, MAGIC, PROTOCOL, Kind, Message
-from diloco_comm.asynchronous.worker.link import ServerRefused
+from diloco_comm.asynchronous.worker.link import ServerLost, ServerRefused
 
 JOIN = {
     "worker": "peer", "layout": 5, "total": 2, "sizes": [SIZE - 1, 1], "pieces": [1, 1],
-    "alone": [0, 0],
+    "alone": [0, 0], "settings": 0,
 }  # fmt: skip
+
+
+def join_of(server: DecoupledServer) -> dict[str, Any]:
+    settings = server.state.settings.of_learners
+    return {**JOIN, "layout": server.state.layout, "settings": settings}
 
 
 def sentence(error: pytest.ExceptionInfo) -> str:
@@ -70,8 +77,7 @@ def test_garbage_does_not_hurt_a_syncer() -> None:
         with Peer(server.address) as peer:
             for is_joined in (False, True):
                 if is_joined:
-                    meta = {**JOIN, "layout": server.state.layout}
-                    peer.say(Message(Kind.JOIN, 9, meta=meta))
+                    peer.say(Message(Kind.JOIN, 9, meta=join_of(server)))
                 for kind in [*Kind] * 20:
                     numbers = [draw.choice([0, 1, 2, 5, draw.randrange(1 << 16)]) for _ in range(5)]
                     header = HEADER.pack(MAGIC, PROTOCOL, kind, *numbers)
@@ -150,3 +156,72 @@ def test_options_of_the_command_line() -> None:
     ):
         ended = run_cli("serve", *arguments)
         check_misuse(ended, words.replace("keep_tape", "--keep-tape"))
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_two_servers_begin_with_the_parameters_of_one_learner(kept: int) -> None:
+    """One of the servers comes back without its snapshot: no learner mixes two models."""
+    servers = [make_server({"shard": f"{i}/2"}) for i in range(2)]
+    for server in servers:
+        server.start()
+    _, first = attach([server.address for server in servers], "a")
+    first.close()
+    servers[1 - kept].stop()
+    servers[1 - kept] = make_server({"shard": f"{1 - kept}/2"})
+    servers[1 - kept].start()
+    with pytest.raises(ServerLost) as lost:
+        attach([server.address for server in servers], "b", timeout=3.0)
+    assert "start all servers with their snapshots, or all without" in sentence(lost)
+    for server in servers:
+        server.stop()
+
+
+def test_a_learner_of_a_server_with_other_settings_is_refused() -> None:
+    with make_server() as server, Peer(server.address) as peer:
+        _, learner = attach(server.address, "a")
+        meta = {**join_of(server), "settings": DecoupledSettings(wire="int4").of_learners}
+        peer.say(Message(Kind.JOIN, 9, meta=meta))
+        answer = peer.hear(10.0)
+        assert answer is not None and answer.kind == Kind.REFUSED
+        assert "started again with other settings" in answer.meta["reason"]
+        learner.close()
+
+
+def test_a_learner_that_joins_with_two_models_does_not_end_the_server() -> None:
+    with make_server() as server:
+        with Peer(server.address) as peer:
+            for more in ({"sizes": [1], "pieces": [1], "alone": [0], "total": 1}, {}):
+                peer.say(Message(Kind.JOIN, 9, meta={**join_of(server), **more}))
+            peer.say(Message(Kind.START))
+            while (message := peer.hear(3.0)) is not None and message.kind != Kind.WANT:
+                pass
+            assert message is not None
+            place = (message.number, message.version, message.fragment, message.run)
+            peer.say(Message(Kind.RUN, *place, body=memoryview(bytes(4))))
+            while (message := peer.hear(3.0)) is not None and message.kind != Kind.REFUSED:
+                pass
+            assert message is not None
+        _, learner = attach(server.address, "a")
+        learner.close()
+
+
+def test_one_bad_fragment_leaves_the_report_of_the_other_for_later() -> None:
+    """Also: the number of tokens is checked."""
+    with make_server({"fragments": ["a", "b"], "sync_every": 2}) as server:
+        model, learner = attach(server.address, "a")
+        inner = learner._learner
+        for index in range(2):
+            inner.stepped(1)
+            inner.call(index, 0)
+        with torch.no_grad():
+            model.b.fill_(float("inf"))
+        with pytest.raises(ValueError, match="fragment 1"):
+            inner.reports()
+        assert [part.is_called for part in inner.fragments] == [True, True]
+        with torch.no_grad():
+            model.b.fill_(0.0)
+        assert [index for index, _, _ in inner.reports()] == [0, 1]
+        learner._tokens = lambda: 0.5
+        with pytest.raises((TypeError, ValueError), match="tokens"):
+            learner.step()
+        learner.close()

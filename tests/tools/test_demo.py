@@ -37,7 +37,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any],
     """Run the demo once; return its progress and tables, its JSON and its folder."""
     out = tmp_path_factory.mktemp("demo")
     # The example of the help, with options behind it that make it short.
-    (example,) = help_examples("demo")["demo"]
+    example = help_examples("demo")["demo"][0]
     command = [*DEMO, *example.split()[2:], *TINY, *FAST_LINK, "--out", str(out), "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr

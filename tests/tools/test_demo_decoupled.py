@@ -48,8 +48,9 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     assert (tmp_path / "decoupled.png").read_bytes().startswith(b"\x89PNG")
     printed = (tmp_path / "text").read_text()
     assert "learner 2 is killed" in printed and "2 killed" in printed and "\x1b[" not in printed
-    names = [child.name() for child in psutil.Process().children(recursive=True)]
-    assert not [name for name in names if "learner" in name]
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    # The fork server may live on; it has no child.
+    assert sum("forkserver" in command for command in commands) <= 1
 
 
 def results_of(step_s: dict[int, tuple[float, float]]) -> Results:

@@ -218,14 +218,20 @@ class Learner:
             The fragment, the report, and copies of the payloads of its pieces.
 
         Raises:
-            ValueError: If the progress is not finite.
+            ValueError: If the progress is not finite. Then there is no report, and all calls stay.
         """
-        made = []
+        made: list[tuple[int, Report, list[Tensor]]] = []
         for index, part in enumerate(self.fragments):
-            if part.is_called and part.steps.kept:
-                made.append(
-                    (index, self._report(index, part), [p.payload.clone() for p in part.pieces])
-                )
+            if not part.is_called or not part.steps.kept:
+                continue
+            try:
+                report = self._report(index, part)
+            except ValueError:
+                for other, _, _ in made:
+                    self.withdraw(other)
+                    self.fragments[other].is_called = True
+                raise
+            made.append((index, report, [p.payload.clone() for p in part.pieces]))
         return made
 
     def _report(self, index: int, part: LearnerFragment) -> Report:

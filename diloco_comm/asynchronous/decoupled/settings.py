@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,6 +26,9 @@ FP32 = WireFormat("fp32")
 MAX_FRAGMENTS = 1024
 # Settings that may change when a syncer is started again with its snapshot folder.
 MAY_CHANGE = ("sync_every", "quorum", "gamma", "delay", "receipt", "alpha", "error_feedback")
+
+# Settings on which the syncer alone acts.
+_OF_THE_SYNCER = ("sync_every", "quorum", "gamma", "delay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +138,13 @@ class DecoupledSettings:
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON types."""
         return {**asdict(self), "by_mean": list(self.by_mean)}
+
+    @property
+    def of_learners(self) -> int:
+        """A number that differs where the settings differ that learners act on."""
+        values = {k: v for k, v in self.to_json().items() if k not in _OF_THE_SYNCER}
+        text = json.dumps(values, sort_keys=True)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> DecoupledSettings:

@@ -222,6 +222,7 @@ _FIELDS = {
     Kind.JOIN: {
         "worker": _is_name,
         "layout": _is_count,
+        "settings": _is_count,
         "total": _is_count,
         "sizes": _is_sizes,
         "pieces": _is_sizes,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,18 @@ def die_with_launcher() -> None:
     """Let the kernel kill this process when the process that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_with_parent() -> None:
+    """End this process, which a fork server has made, with the parent process of that server.
+
+    The kernel kills a process whose fork server ends, also one that is stopped. A fork server ends
+    when nobody holds its pipe any more, which every forked process holds, too.
+    """
+    die_with_launcher()
+    alive = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    if alive is not None:
+        os.close(alive)
 
 
 def init_workers(timeout_s: float = 120.0, backend: str = "gloo") -> tuple[int, int]:

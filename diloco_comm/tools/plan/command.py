@@ -125,16 +125,25 @@ def plan(
         return
     if chips is not None:
         misuse("--chips needs --failures")
+    if workers is not None:
+        note("--workers is deprecated: its name is --replicas")
+        replicas = workers
     if decoupled:
+        others = {
+            "--write": write,
+            "--plot": plot,
+            "--model-config": model_config,
+            "--safetensors": safetensors,
+        }
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            misuse(f"--decoupled does not take {', '.join(given)}: leave out that option")
         if params is None or step_time is None:
             misuse("--decoupled needs --params and --step-time")
         numbers = (step_time, replicas, sync_every, fragments, wire or "int4", wire_down)
         _print_decoupled(params, numbers, (quorum, grace, overlap_steps), rtt_ms, gbps, as_json)
         return
     size = _size(params, layers, model_config, safetensors)
-    if workers is not None:
-        note("--workers is deprecated: its name is --replicas")
-        replicas = workers
     if step_time is None:
         misuse("--step-time is missing: the seconds of an inner step without communication")
     if fragment_layers is None:

@@ -49,7 +49,11 @@ def serve(
         "tcp://127.0.0.1:29500"
     ),
     rule: Annotated[
-        str, typer.Option(help="delayed, nesterov, heavy-ball, sgd or buffer.")
+        str,
+        typer.Option(
+            help="delayed, nesterov, heavy-ball, sgd or buffer; "
+            "--decoupled: nesterov, heavy-ball or sgd."
+        ),
     ] = "delayed",
     lr: Annotated[float, typer.Option(help="Outer learning rate.")] = 0.7,
     momentum: Annotated[float, typer.Option(help="Outer momentum.")] = 0.9,
@@ -64,7 +68,9 @@ def serve(
         float, typer.Option(help="Seconds of silence after which a worker counts as gone.")
     ] = 30.0,
     snapshot: Annotated[Path | None, typer.Option(help="Folder of snapshot and journal.")] = None,
-    snapshot_every: Annotated[int, typer.Option(help="Updates between two snapshots.")] = 100,
+    snapshot_every: Annotated[
+        int, typer.Option(help="Updates (--decoupled: merges) between two snapshots.")
+    ] = 100,
     model_sizes: Annotated[
         float, typer.Option(help="Memory of the server in fp32 models, for rule and updates.")
     ] = 4.0,
@@ -76,7 +82,11 @@ def serve(
         float, typer.Option(help="--decoupled: share of the slack that the grace window takes.")
     ] = 0.5,
     delay: Annotated[
-        int, typer.Option(help="--decoupled: inner steps until a merge comes late (tau).")
+        int,
+        typer.Option(
+            help="--decoupled: tau, inner steps in which a merge should be back; "
+            "0: no grace window."
+        ),
     ] = 0,
     fragments: Annotated[
         str, typer.Option(help="--decoupled: a number, layers:N or sequential:N.")

@@ -96,6 +96,17 @@ class Line:
 
 # ----------------------------------------------------------------------------- in the new process
 
+# Holds True where nothing is shown after the handlers of ``atexit``.
+_is_silent_at_end: list[bool] = []
+
+
+def be_silent_at_end() -> None:
+    """Show nothing after the handlers of ``atexit`` that are registered after this call.
+
+    A library lists all of its objects that still live, and a fork keeps those of the zygote.
+    """
+    atexit.register(lambda: _is_silent_at_end and os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
+
 
 def begin(program: Program, fds: Sequence[int], line: Line, path: list[str]) -> None:
     """Make this fork of the zygote the process of the program.
@@ -108,8 +119,7 @@ def begin(program: Program, fds: Sequence[int], line: Line, path: list[str]) -> 
     if program.is_thorough:
         gc.unfreeze()
     else:
-        # After the program's own handlers: a library lists all of its objects that still live.
-        atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
+        _is_silent_at_end.append(True)
     _take(fds, program.fds)
     if program.is_session:
         os.setsid()

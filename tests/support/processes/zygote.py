@@ -69,6 +69,7 @@ def serve(fd: int, preload: Sequence[str], path: list[str]) -> list[str] | None:
         The words of the program, or None.
     """
     die_with_parent()
+    programs.be_silent_at_end()
     look_up_names_in_files_only()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     environment = dict(os.environ)  # before the modules change it

@@ -20,6 +20,7 @@ from ....base.checks import choice, integer
 from ....base.errors import NonFiniteError
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
 from ....replica.hooks import StepHooks, hookable
+from ...worker.link import ServerLost
 from ..fragment_round import Merge
 from ..learner import Learner
 from ..ledger import Ledger
@@ -187,15 +188,25 @@ class DecoupledDiLoCo:
 
     def _attach(self, impl: str) -> None:
         """Join, and take the shared model."""
+        gives = True
         for shard in self._shards:
             pieces = [self._pieces[p] for p in shard.fragments]
             parts = [self._learner.fragments[p] for p in shard.fragments]
-            start = partial(parameters_of, parts)
+            start = partial(parameters_of, parts) if gives else None
             shard.courier = Courier(shard.link, shard.settings, pieces, start, impl)
-        for shard in self._shards:
             while not shard.carrier.is_complete:
                 shard.carrier.wait(_LOOK_S)
                 shard.carrier.raise_error()
+            # All fragments begin with the parameters of one learner.
+            if shard is self._shards[0]:
+                gives = shard.courier.has_given
+            elif gives and not shard.courier.has_given:
+                raise ServerLost(
+                    f"the server {shard.link.address} has parameters of an earlier run, and the "
+                    f"server {self._shards[0].link.address} had none: start all servers with their "
+                    "snapshots, or all without",
+                    stage="decoupled",
+                )
         # The syncer may have asked for another name.
         self._learner.rename(self.name)
         self._take()
@@ -216,7 +227,9 @@ class DecoupledDiLoCo:
             NonFiniteError: This learner's values are not finite; nothing was sent.
         """
         begin = time.monotonic()
-        tokens = self._tokens() if callable(self._tokens) else self._tokens
+        tokens = self._tokens
+        if callable(tokens):
+            tokens = integer("tokens", tokens(), 1)
         self._learner.stepped(tokens)
         try:
             self._exchange()

@@ -42,8 +42,11 @@ class Courier(Postbox):
         settings: The settings of the run.
         pieces: The pieces of the syncer's fragments.
         start: Returns the parameters in fp32 and their layouts, one for each piece; called in the
-            courier's thread if the syncer has no parameters yet.
+            courier's thread if the syncer has no parameters yet. None: another learner gives them.
         impl: Force an implementation of the operators.
+
+    Attributes:
+        has_given: The syncer has asked this learner for parameters.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Courier(Postbox):
         link: Link,
         settings: DecoupledSettings,
         pieces: list[list[Piece]],
-        start: Callable[[], tuple[list[Tensor], list[Layout]]],
+        start: Callable[[], tuple[list[Tensor], list[Layout]]] | None,
         impl: str = "",
     ) -> None:
         super().__init__(settings, pieces)
@@ -64,7 +67,7 @@ class Courier(Postbox):
         self._parameters: tuple[list[Tensor], list[Layout]] | None = None
         now = time.monotonic()
         self._heard_at = self._asked_at = self._fetched_at = now
-        self._joined_at = 0.0
+        self._joined_at, self._began_at, self.has_given = 0.0, now, False
         with batch_threads():
             self._thread = threading.Thread(target=self._run, name="diloco-courier", daemon=True)
             self._thread.start()
@@ -120,7 +123,7 @@ class Courier(Postbox):
         if not self._is_admitted or self._needs_start:
             if now - self._joined_at >= RETRY_S or self._link.is_blocked:
                 self._joined_at = now
-                if self._is_admitted:
+                if self._is_admitted and self._start is not None:
                     self._link.send(Message(Kind.START))
                 else:
                     self._link.identity.steps = self._steps
@@ -187,6 +190,8 @@ class Courier(Postbox):
             is_named = message.number == NAME_TAKEN
             if not (is_named and self._link.goes_by_another_name(message)):
                 raise self._link.refusal(message, "decoupled", 0.0)
+            # Reports under the former name may be merged, and nobody tells this learner which.
+            self._begin_anew()
         elif kind == Kind.UNKNOWN and self._is_admitted:
             # Further messages that were on their way get the same answer: join once.
             self._is_admitted, self._joined_at = False, 0.0
@@ -247,14 +252,19 @@ class Courier(Postbox):
                 )
                 self._fail(ServerLost(sentence, stage="decoupled"))
                 self._is_admitted = False
-            else:
+            elif self._start is not None:
                 self._joined_at = 0.0
+            elif time.monotonic() - self._began_at > self._link.timeout:
+                raise ServerLost(
+                    f"the server {self._link.address} has no parameters, and another server of the "
+                    "run has some: start all servers with their snapshots, or all without",
+                    stage="decoupled",
+                )
             return
         with self._lock:
             if self._run_number not in (-1, meta["run"]):
                 logger.warning("the server %s has another run now", self._link.address)
-                for part in self._parts:
-                    part.have, part.arrival, part.outgoing = -1, None, None
+                self._begin_anew()
             self._run_number = meta["run"]
             for part, seq in zip(self._parts, meta["seqs"], strict=True):
                 part.seq, part.told, part.called = max(part.seq, seq), None, -1
@@ -263,10 +273,20 @@ class Courier(Postbox):
                     part.outgoing.is_taken, part.outgoing.asked_at = False, 0.0
         self._fetch, self._told_steps, self._parameters = None, -1, None
 
+    def _begin_anew(self) -> None:
+        """Forget what was fetched and what is to be reported: take the shared model as it is."""
+        with self._lock:
+            for part in self._parts:
+                part.have, part.arrival, part.outgoing = -1, None, None
+
     def _send_runs(self, want: Message) -> None:
         if not want.number:
+            # The server asks for these runs: a START now would let it ask for them twice.
+            self._joined_at = time.monotonic()
             if self._parameters is None:
-                self._parameters = self._start()
+                if self._start is None:
+                    return
+                self._parameters, self.has_given = self._start(), True
             self._link.send_runs(want, *self._parameters)
             return
         if want.fragment >= len(self._of_piece):

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....ops.wire import Layout
 from ....replica.fragments import Fragment
 from ...model.shared import layout_of
-from ...protocol.messages import Kind, Message
+from ...protocol.messages import MAX_FRAGMENTS, Kind, Message
 from ...worker.link import Link
 from ...worker.local import layout_hash
 from ..learner import LearnerFragment
@@ -125,9 +125,16 @@ def describe(
             "with more --fragments"
         )
     own = [pieces[p] for p in shard.fragments]
+    num_pieces = sum(len(each) for each in own)
+    if num_pieces > MAX_FRAGMENTS:
+        raise ValueError(
+            f"the model has {num_pieces} tensors that merge by themselves, and a server takes "
+            f"{MAX_FRAGMENTS} at most: start it with --merge mean, or with more names in --by-mean"
+        )
     shard.link.identity.greeting = Kind.JOIN
     shard.link.identity.model = {
         "layout": layout_hash(fragments),
+        "settings": shard.settings.of_learners,
         "total": len(fragments),
         "sizes": [piece.num_elements for each in own for piece in each],
         "pieces": [len(each) for each in own],

@@ -126,7 +126,10 @@ class Postbox:
     def taken(self, arrival: Arrival) -> None:
         """Note that the training thread has a version, so that the next one may be fetched."""
         with self._lock:
-            self._parts[arrival.fragment].arrival = None
+            part = self._parts[arrival.fragment]
+            # The courier may have brought another version since, of another run.
+            if part.arrival is arrival:
+                part.arrival = None
         self._ring()
 
     def refusals(self) -> list[tuple[int, int, str]]:

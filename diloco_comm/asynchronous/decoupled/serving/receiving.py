@@ -141,9 +141,12 @@ class ReportReceiver:
         offer = Offer(upload, report, first)
         self._offers[report.learner, p] = offer
         if p != _START:
-            key = (report.learner, p)
-            self.state.seqs[key] = max(report.seq, self.state.seqs.get(key, 0))
+            self._note_seq(report, p)
         self._want(session, offer, upload.window.ask())
+
+    def _note_seq(self, report: Report, p: int) -> None:
+        key = (report.learner, p)
+        self.state.seqs[key] = max(report.seq, self.state.seqs.get(key, 0))
 
     def _want(
         self, session: Session, offer: Offer, requests: Iterable[tuple[Position, int]]
@@ -190,6 +193,8 @@ class ReportReceiver:
 
     def _note_refusal(self, p: int, report: Report, refusal: str) -> None:
         self._refused[report.learner, p] = (report.seq, refusal)
+        # A learner that starts again under this name does not use the number of a refused report.
+        self._note_seq(report, p)
         self.state.status.count_refusal("report")
         self.state.refused(p, report)
 

@@ -113,7 +113,10 @@ class SyncerState:
     def start(self, session: Session, flats: Sequence[Tensor]) -> None:
         """Take a learner's parameters, fp32 [num_elements] for each piece, as version 0."""
         counts, alone, total = self._shapes[session.peer]
-        pieces = pieces_from(session.sizes, counts, alone)
+        try:
+            pieces = pieces_from(session.sizes, counts, alone)
+        except ValueError as error:  # The learner has joined twice, with two models.
+            raise ProtocolError(str(error)) from None
         rest = iter(flats)
         model = ServedModel(
             pieces, [[next(rest) for _ in each] for each in pieces],
@@ -147,6 +150,12 @@ class SyncerState:
         if len(range(index, meta["total"], count)) != len(counts):
             raise ProtocolError(
                 f"shard {index}/{count} of {meta['total']} fragments does not have {len(counts)}"
+            )
+        if meta["settings"] != self.settings.of_learners:
+            self.status.count_refusal("settings")
+            raise ProtocolError(
+                "the server was started again with other settings (wire, wire_down, receipt, "
+                "alpha, error_feedback, fragments, merge or shard): attach anew"
             )
         if self.model is None:
             return

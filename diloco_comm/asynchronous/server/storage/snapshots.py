@@ -134,6 +134,11 @@ class Storage:
         return self.folder / "snapshot"
 
     @property
+    def _first(self) -> Path:
+        """The first snapshot of a run whose journals are kept."""
+        return self.folder / "first"
+
+    @property
     def _scratch(self) -> Path:
         return self.folder / "snapshot.new"
 
@@ -183,7 +188,8 @@ class Storage:
             _write_record(file, {**header, "tensors": shapes}, list(tensors.values()))
         with _naming(self._path):
             if self._keeps_journals and not self._path.exists():
-                os.link(self._scratch, self.folder / "first")
+                self._first.unlink(missing_ok=True)  # of a process that ended before the next line
+                os.link(self._scratch, self._first)
             os.replace(self._scratch, self._path)
 
     def begin_journal(self, version: int) -> None:
@@ -197,7 +203,8 @@ class Storage:
             self._open_journal(version, "wb")
         finally:
             # The other journals belong to snapshots that have been replaced.
-            for path in [] if self._keeps_journals else self.folder.glob("journal-*"):
+            old = [] if self._keeps_journals else [self._first, *self.folder.glob("journal-*")]
+            for path in old:
                 if path != self._journal_path(version):
                     with suppress(OSError):
                         path.unlink()

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 
 from ....base.errors import LeftBehind
 from ....elastic.registry.server import RegistryServer
-from ...common.workers import die_with_launcher, free_port
+from ...common.workers import die_with_parent, free_port
 from ..run import interrupts_blocked
 from .messages import FAILED, KILLED, LEFT_BEHIND, Ended
 
@@ -218,7 +218,7 @@ class Crew:
 
 
 def _replica_main(program: Program, pipe: Connection, place: Place, given: Any, log: Path) -> None:
-    _die_with_parent()
+    die_with_parent()
     _log_to(log)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -231,23 +231,11 @@ def _replica_main(program: Program, pipe: Connection, place: Place, given: Any, 
 
 
 def _registry_main(pipe: Connection, address: str, folder: Path) -> None:
-    _die_with_parent()
+    die_with_parent()
     _log_to(folder / "registry.log")
     server = RegistryServer(address, journal=folder / "journal")
     pipe.send(server.address)
     server.serve()
-
-
-def _die_with_parent() -> None:
-    """End this process with the parent process, also if this one is stopped then.
-
-    The kernel kills a process whose fork server ends. A fork server ends when nobody holds its pipe
-    any more, which every forked process holds, too.
-    """
-    die_with_launcher()
-    alive = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
-    if alive is not None:
-        os.close(alive)
 
 
 def _log_to(path: Path) -> None:

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from ....asynchronous import DecoupledDiLoCo
+from ...common.workers import die_with_parent
 from ..data import Batches, load_corpus, validation_windows
 from ..events import Failed
 from ..model import ByteTransformer, byte_loss
@@ -63,6 +64,7 @@ class Ended:
 
 def learner_main(pipe: Connection, index: int, demo: DecoupledDemo, address: str) -> None:
     """Train from the first message on the pipe to the second. Runs in its own process."""
+    die_with_parent()
     torch.set_num_threads(1)
     try:
         _train(pipe, index, demo, address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 from dataclasses import dataclass, field
@@ -131,8 +132,8 @@ class Results:
         before, after = self.pace_s(index)
         return {
             "number": index,
-            "step_s_before": before,
-            "step_s_after": None if index == self.demo.killed else after,
+            "step_s_before": before if math.isfinite(before) else None,
+            "step_s_after": after if math.isfinite(after) else None,
             "end": None if track.ended is None else dataclasses.asdict(track.ended),
             "steps": [
                 [round(step.at - self.began, 4), round(step.loss, 4), step.version]

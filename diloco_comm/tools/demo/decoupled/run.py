@@ -72,18 +72,19 @@ def _collect(
 ) -> None:
     """Note what the learners say for some seconds, or until ``is_over``, which must come true."""
     end = time.monotonic() + seconds
-    by_pipe = {learner.pipe: learner for learner in learners}
     while not (is_over is not None and is_over()):
         left_s = end - time.monotonic()
         if left_s <= 0:
             if is_over is not None:
                 raise ReplicaError(f"the learners did not answer for {seconds:g} s")
             return
+        # A process that has said its last word closes its pipe.
+        by_pipe = {one.pipe: one for one in learners if not results.tracks[one.index].ended}
         for pipe in connection.wait(list(by_pipe), left_s):
             learner = by_pipe[cast(Connection, pipe)]
             try:
                 said = learner.pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 learner.process.join(STOP_SECONDS)
                 code = learner.process.exitcode
                 raise ReplicaError(f"learner {learner.index} died, exit code {code}") from None
