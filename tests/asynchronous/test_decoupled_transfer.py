@@ -116,7 +116,8 @@ def test_a_grace_window_lets_a_second_report_in(gamma: float) -> None:
         assert a.flush(20.0) and b.flush(20.0)
         # Without a window the merge was without b, whose report comes in the next round, if any.
         assert a.metrics.merged == 1 and b.metrics.merged >= int(gamma)
-        assert a.metrics.versions == b.metrics.versions == (1,)
+        if gamma:
+            assert a.metrics.versions == b.metrics.versions == (1,)
         for _, learner in pairs:
             learner.close()
 
