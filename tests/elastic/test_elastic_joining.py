@@ -58,6 +58,8 @@ def simulated(setup: Setup, views: Sequence[ViewChanged], last_step: int) -> Sim
     return simulation
 
 
+# Enough for a newcomer on a loaded machine; with it as a member, the others train without a rest.
+LAST_STEP = 240
 # Of the round logs: no round of these runs is too old.
 LARGE_LOG = {"round_log_bytes": 1 << 24}
 
@@ -67,7 +69,15 @@ def test_all_bits_are_those_of_the_simulation(
     fresh_workers: Callable[..., Pool], registry: Host, fragments: int
 ) -> None:
     options = {"fragments": fragments}
-    run = Run(2, 72, joins={2: 4}, options=options, membership=LARGE_LOG, pace_s=0.08)
+    run = Run(
+        2,
+        LAST_STEP,
+        joins={2: 4},
+        options=options,
+        membership=LARGE_LOG,
+        pace_s=0.08,
+        pace_until=2,
+    )
     ends = run_all(fresh_workers, registry, run, 3)
     joined = joined_with(ends, 2)
     assert joined.copied_bytes == 0
@@ -86,7 +96,15 @@ def test_all_bits_are_those_of_the_simulation(
 
 def test_streams_join_beside_training(fresh_workers: Callable[..., Pool], registry: Host) -> None:
     options = {"overlap": Streaming(delay=2, alpha=0.5), "fragments": 3}
-    run = Run(2, 72, joins={2: 4}, options=options, membership=LARGE_LOG, pace_s=0.08)
+    run = Run(
+        2,
+        LAST_STEP,
+        joins={2: 4},
+        options=options,
+        membership=LARGE_LOG,
+        pace_s=0.08,
+        pace_until=2,
+    )
     assert joined_with(run_all(fresh_workers, registry, run, 3), 2).copied_bytes == 0
 
 
@@ -100,7 +118,15 @@ def test_else_the_state_is_copied_at_the_boundary(
     options: dict[str, Any],
     membership: dict[str, Any],
 ) -> None:
-    run = Run(1, 72, joins={1: 4}, options=options, membership=membership, pace_s=0.04)
+    run = Run(
+        1,
+        LAST_STEP,
+        joins={1: 4},
+        options=options,
+        membership=membership,
+        pace_s=0.08,
+        pace_until=1,
+    )
     assert joined_with(run_all(fresh_workers, registry, run, 2), 1).copied_bytes >= STATE_BYTES
 
 
@@ -110,12 +136,13 @@ def test_a_donor_dies_while_its_state_is_copied(
     fault = Fault(1, 4, "kill", "vote", is_donor=True)
     run = Run(
         3,
-        200,
+        LAST_STEP,
         joins={3: 4},
         faults=(fault,),
         options={"fragments": 4},
         membership={**LARGE_LOG, "join_bandwidth": STATE_BYTES / 2},
-        pace_s=0.04,
+        pace_s=0.08,
+        pace_until=3,
     )
     ends = run_all(fresh_workers, registry, run, 4, frozenset({1}))
     joined = joined_with(ends, 3)
@@ -129,7 +156,14 @@ def test_a_replica_from_a_checkpoint_takes_the_rounds_since(
 ) -> None:
     checkpoint = str(tmp_path / "replica.pt")
     run = Run(
-        2, 72, joins={2: 12}, membership=LARGE_LOG, pace_s=0.08, checkpoint=checkpoint, saved_step=8
+        2,
+        LAST_STEP,
+        joins={2: 12},
+        membership=LARGE_LOG,
+        pace_s=0.08,
+        pace_until=2,
+        checkpoint=checkpoint,
+        saved_step=8,
     )
     ends = run_all(fresh_workers, registry, run, 3)
     assert joined_with(ends, 2).copied_bytes == 0

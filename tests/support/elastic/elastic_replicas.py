@@ -65,6 +65,7 @@ class Run:
         num_workers: Of each replica, which share its outer state.
         is_sharded: The workers of a replica share its parameters too, by FSDP2.
         pace_s: Seconds for which a replica rests after each inner step.
+        pace_until: The replicas rest until this one is a member; -1: always.
         membership: Further arguments of ``Elastic``.
         checkpoint: File into which replica 0 saves at inner step ``saved_step``, and from which the
             others that join start; "" for none.
@@ -80,6 +81,7 @@ class Run:
     num_workers: int = 1
     is_sharded: bool = False
     pace_s: float = PACE_S
+    pace_until: int = -1
     membership: dict[str, Any] = field(default_factory=dict)
     checkpoint: str = ""
     saved_step: int = 0
@@ -187,6 +189,7 @@ def train_to_the_end(
     diloco: DiLoCo, model: Any, optimizer: Any, replica: int, run: Run, signs: dist.Store
 ) -> None:
     faults = [fault for fault in run.faults if fault.replica == replica]
+    pace_s = run.pace_s
     while diloco.inner_step < run.last_step and not diloco.is_done:
         for fault in [one for one in faults if one.is_due(diloco)]:
             faults.remove(fault)
@@ -198,7 +201,9 @@ def train_to_the_end(
                 if diloco.inner_step >= step:
                     signs.set(f"start {joiner}", "now")
         train(model, optimizer, replica, diloco.inner_step + 1)
-        time.sleep(run.pace_s)
+        if run.pace_until in diloco.members:
+            pace_s = 0.0
+        time.sleep(pace_s)
     diloco.flush()
 
 
