@@ -3,6 +3,7 @@
     python -m benchmarks.convergence.wires                        # the missing runs, then the table
     python -m benchmarks.convergence.wires --cells 0,1 --limit-s 200
     python -m benchmarks.convergence.wires --report               # table and plot of present runs
+    python -m benchmarks.convergence.wires --report --page docs/explanation/bits.md
 
 A byte-level transformer on the standard library's sources, equal tokens for all wires of a cell.
 The outer optimizer is SGD. Its learning rate is searched for each wire with a seed of its own, on
@@ -16,13 +17,14 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.convergence.tasks import Size, Text
 from benchmarks.convergence.wire_means import BySparseLoCo, Mean, OnWire
-from benchmarks.convergence.wires_report import draw, report_lines
+from benchmarks.convergence.wires_report import draw, report_lines, write_page
 from benchmarks.support import common
 from benchmarks.support.run_file import RunFile
 from benchmarks.support.tuning import choose, next_rate
@@ -182,6 +184,7 @@ def main() -> int:
     default = common.RESULTS / "convergence" / "wires.jsonl"
     common.add_output(parser, "--out", default=default, help="file of the runs")
     add("--report", action="store_true", help="train nothing")
+    add("--page", type=Path, help="Markdown page whose tables are written anew")
     add("--cells", type=lambda t: [int(n) for n in t.split(",")], default=list(range(len(CELLS))))
     add("--limit-s", type=float, default=float("inf"), help="begin no run after this many seconds")
     args = parser.parse_args()
@@ -194,6 +197,8 @@ def main() -> int:
     except TimeoutError:
         print("# the time is up: the same command goes on with the missing runs")
     runs.write_report(report_lines(runs.rows), draw)
+    if args.page is not None:
+        write_page(runs.rows, args.page)
     return 0
 
 

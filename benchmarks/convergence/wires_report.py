@@ -15,6 +15,13 @@ CELL = ("model", "num_replicas", "sync_every", "rounds")
 BASE = "fp32"
 # Seeds from here on choose the learning rate, and are in no table.
 FIRST_TUNING_SEED = 1000
+# Of a page: names, and the lines around its tables.
+_MODEL_NAMES = {
+    "118k": "118,000 parameters",
+    "118k, initial 0.02": "118,000 parameters, initial deviation 0.02",
+    "1.4M": "1.4 million parameters",
+}
+_BEGIN, _END = "<!-- tables -->", "<!-- end of tables -->"
 FAMILIES = {
     "int": ("two phases, rotated or integer", plots.BLUE, "o-"),
     "sub": ("sub2 to sub16", plots.GREEN, "s-"),
@@ -71,6 +78,47 @@ def report_lines(rows: list[Row]) -> Iterator[str]:
                 f" {wire:>11}{runs[0]['bits']:>9.4g}{runs[0]['lr']:>7g}{fmean(losses):>9.4f}"
                 f"{_spread(losses):>9.4f}{difference:>19}{len(runs):>7}"
             )
+
+
+def page_lines(rows: list[Row]) -> Iterator[str]:
+    """Return the tables as Markdown, without the wires' spread."""
+    for (model, num_replicas, sync_every, rounds), wires in cells(rows).items():
+        counts = sorted({len(runs) for runs in wires.values()})
+        seeds = " to ".join(str(count) for count in counts)
+        seeds += " seed" if counts == [1] else " seeds (mean; sample deviation of the differences)"
+        yield ""
+        yield (
+            f"{_MODEL_NAMES[model]}, W={num_replicas} replicas, {rounds} rounds of H={sync_every} "
+            f"inner steps, {seeds}:"
+        )
+        yield ""
+        yield "| wire | bits | outer learning rate | loss | loss over fp32 |"
+        yield "|---|---|---|---|---|"
+        for wire, runs in wires.items():
+            over = over_base(wires, wire)
+            difference = f"{fmean(over):+.3f}" if over else "-"
+            difference += f" ({_spread(over):.3f})" if len(over) > 1 else ""
+            name = wire if wire == "SparseLoCo" else f"`{wire}`"
+            loss = fmean(run["loss"] for run in runs)
+            yield (
+                f"| {name} | {runs[0]['bits']:.4g} | {runs[0]['lr']:g} | {loss:.3f} "
+                f"| {difference} |"
+            )
+    yield ""
+
+
+def write_page(rows: list[Row], page: Path) -> None:
+    """Replace the tables between the two marks of a Markdown page.
+
+    Raises:
+        ValueError: If the page lacks a mark.
+    """
+    text = page.read_text()
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not end:
+        raise ValueError(f"{page} has no line {_BEGIN} with a line {_END} after it")
+    page.write_text(before + begin + "\n" + "\n".join(page_lines(rows)) + "\n" + end + after)
 
 
 def _spread(values: list[float]) -> float:

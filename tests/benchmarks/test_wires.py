@@ -132,6 +132,19 @@ def test_the_recorded_table_is_that_of_the_recorded_runs() -> None:
     assert (folder / "wires.txt").read_text().splitlines() == lines
 
 
+def test_the_tables_of_the_page_are_those_of_the_recorded_runs(tmp_path: Path) -> None:
+    folder = wires.common.RESULTS / "convergence"
+    rows = [json.loads(line) for line in (folder / "wires.jsonl").read_text().splitlines()[1:]]
+    original = wires.common.RESULTS.parents[1] / "docs" / "explanation" / "bits.md"
+    page = tmp_path / "bits.md"
+    page.write_text(original.read_text())
+    wires_report.write_page(rows, page)
+    assert page.read_text() == original.read_text()
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="has no line <!-- tables -->"):
+        wires_report.write_page(rows, page)
+
+
 def test_a_difference_between_implementations_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
