@@ -97,6 +97,7 @@ class ExchangeBuffers:
         self._owner: tuple[int, Layout] | None = None
         self._owns: list[Payload] = []
         self._results: list[Payload] = []
+        self._spares: list[Payload] = []
         self.rounds: list[Round] = []
         self._owed: list[Round] = []
         self._ended: dict[tuple[int, int], Standing] = {}
@@ -147,6 +148,7 @@ class ExchangeBuffers:
             impl,
         )
         self.staging_bytes = window * world_size * layout.run_bytes if reduces else 0
+        self._spares = []
         self._owns = [self._new_payload()]
         self._results = [self._new_payload(self.num_received)] if world_size > 1 else []
         if self._owner == (rank, layout):
@@ -266,6 +268,25 @@ class ExchangeBuffers:
                 return
         raise RuntimeError("commit: no round of these buffers has been agreed on; wait() first")
 
+    def take_out(self, tensors: Sequence[Tensor]) -> list[Payload]:
+        """Give the caller the buffers in which these payloads lie; later rounds use others.
+
+        No round that is under way may hold these payloads.
+        """
+        wanted = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        taken: list[Payload] = []
+        for pool in (self._owns, self._results):
+            for payload in list(pool):
+                if payload.tensor.untyped_storage().data_ptr() in wanted:
+                    pool.remove(payload)
+                    taken.append(payload)
+        return taken
+
+    def put_back(self, payloads: Sequence[Payload]) -> None:
+        """Use buffers that ``take_out`` gave away for later rounds, if they still fit."""
+        sizes = {self.layout.payload_bytes, self.num_received * self.layout.payload_bytes}
+        self._spares += [payload for payload in payloads if payload.tensor.numel() in sizes]
+
     def _end(self, round: Round, state: Literal["applied", "rejected"]) -> None:
         round.advance(state)
         if round.header.kind == "all_reduce":
@@ -333,8 +354,14 @@ class ExchangeBuffers:
         for buffer in pool:
             if not any(buffer is other for other in busy):
                 return buffer
-        pool.append(self._new_payload(payloads))
+        pool.append(self._spare(payloads) or self._new_payload(payloads))
         return pool[-1]
+
+    def _spare(self, payloads: int) -> Payload | None:
+        for index, spare in enumerate(self._spares):
+            if spare.tensor.numel() == payloads * self.layout.payload_bytes:
+                return self._spares.pop(index)
+        return None
 
     def _new_payload(self, payloads: int = 1) -> Payload:
         voters = self.world_size if self.is_streamed else 0

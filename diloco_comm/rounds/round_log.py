@@ -11,12 +11,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base.memory import Payload
 from ..exchange.work import Mean
 from ..methods.outer_state import Update
 from ..ops.wire import Layout
@@ -45,6 +46,21 @@ class LoggedRound:
     num_runs: int
     run_elements: int
     num_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A round with its payloads in host memory, which are ``entry.num_bytes`` together.
+
+    Attributes:
+        buffers: Of the exchange, in which the payloads lie; none if they are a copy.
+        copied: Event of the copy from a device.
+    """
+
+    entry: LoggedRound
+    payloads: list[Tensor]
+    buffers: list[Payload] = field(default_factory=list)
+    copied: Any = None
 
 
 @dataclass(frozen=True)
@@ -79,9 +95,7 @@ class RoundLog:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._lock = threading.Lock()
-        self._rounds: OrderedDict[tuple[int, int], tuple[LoggedRound, Tensor]] = OrderedDict()
-        self._copied: dict[tuple[int, int], Any] = {}
-        self._spare: list[Tensor] = []
+        self._rounds: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
         self._writes: dict[int, int] = {}
         self._written: dict[int, Any] = {}
 
@@ -118,50 +132,67 @@ class RoundLog:
             size,
         )
         with self._lock:
-            self._make_room(size)
-            if size > self.max_bytes:
-                return
-            is_on_gpu = part.device.type == "cuda"
-            kept, offset = self._memory(size, is_on_gpu), 0
-            for payload, _ in mean.terms:
-                kept[offset : offset + payload.numel()].copy_(payload, non_blocking=is_on_gpu)
-                offset += payload.numel()
-            if is_on_gpu:
-                stream = torch.cuda.current_stream(part.device)
-                self._copied[part.index, number] = stream.record_event()
-            self._rounds[part.index, number] = entry, kept
-            self.num_bytes += size
+            old = self._make_room(part.index, size)
+            if size <= self.max_bytes:
+                keep = self._copy_to_host if part.device.type == "cuda" else self._take_over
+                self._rounds[part.index, number] = keep(entry, part, mean, old)
+                self.num_bytes += size
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, fragment: int, size: int) -> list[_Kept]:
+        """Forget rounds until ``size`` bytes have room; return those of this fragment."""
+        old = []
         while self._rounds and self.num_bytes + size > self.max_bytes:
-            key, (entry, kept) = self._rounds.popitem(last=False)
-            self._copied.pop(key, None)
-            self.num_bytes -= entry.num_bytes
-            self._spare = [kept]
+            # A fragment's own rounds first: their memory has the size of the new round.
+            key = next(
+                (key for key in self._rounds if key[0] == fragment), next(iter(self._rounds))
+            )
+            kept = self._rounds.pop(key)
+            self.num_bytes -= kept.entry.num_bytes
+            if key[0] == fragment:
+                old.append(kept)
+        return old
 
-    def _memory(self, size: int, is_page_locked: bool) -> Tensor:
+    def _take_over(
+        self, entry: LoggedRound, part: SyncedFragment, mean: Mean, old: Sequence[_Kept]
+    ) -> _Kept:
+        """Keep the payloads where they are; the next exchange writes into those of an old round."""
+        kept = _Kept(entry, [payload for payload, _ in mean.terms])
+        if part.buffers is not None:
+            kept.buffers.extend(part.buffers.take_out(kept.payloads))
+            part.buffers.put_back([buffer for former in old for buffer in former.buffers])
+        return kept
+
+    def _copy_to_host(
+        self, entry: LoggedRound, part: SyncedFragment, mean: Mean, old: Sequence[_Kept]
+    ) -> _Kept:
         # New pages cost more than the copy.
-        for index, tensor in enumerate(self._spare):
-            if tensor.numel() == size:
-                return self._spare.pop(index)
-        return torch.empty(size, dtype=torch.uint8, pin_memory=is_page_locked)
+        spare = (kept.payloads[0] for kept in old if kept.entry.num_bytes == entry.num_bytes)
+        host = next(spare, None)
+        if host is None:
+            host = torch.empty(entry.num_bytes, dtype=torch.uint8, pin_memory=True)
+        offset = 0
+        for payload, _ in mean.terms:
+            host[offset : offset + payload.numel()].copy_(payload, non_blocking=True)
+            offset += payload.numel()
+        stream = torch.cuda.current_stream(part.device)
+        return _Kept(entry, [host], copied=stream.record_event())
 
     # --------------------------------------------------------------------------- any thread
 
     def rounds(self) -> list[LoggedRound]:
         """Return the rounds that the log holds, oldest first."""
         with self._lock:
-            return [entry for entry, _ in self._rounds.values()]
+            return [kept.entry for kept in self._rounds.values()]
 
     def read(self, fragment: int, number: int, begin: int, end: int) -> Tensor | None:
         """Return a copy of bytes [begin, end) of a round's payloads; None if they are not here."""
         with self._lock:
-            _, kept = self._rounds.get((fragment, number), (None, None))
-            if kept is None or not 0 <= begin < end <= kept.numel():
+            kept = self._rounds.get((fragment, number))
+            if kept is None or not 0 <= begin < end <= kept.entry.num_bytes:
                 return None
-            if (fragment, number) in self._copied:
-                self._copied[fragment, number].synchronize()
-            return kept[begin:end].clone()
+            if kept.copied is not None:
+                kept.copied.synchronize()
+            return torch.cat(list(_pieces(kept.payloads, begin, end)))
 
     def read_state(
         self, part: SyncedFragment, begin: int, end: int
@@ -195,6 +226,16 @@ class RoundLog:
             stream.wait_event(self._written[part.index])
         with torch.cuda.stream(stream):
             return torch.stack(pieces).cpu()
+
+
+def _pieces(tensors: Sequence[Tensor], begin: int, end: int) -> Iterator[Tensor]:
+    """Yield the parts that make up elements [begin, end) of all tensors, one after the other."""
+    offset = 0
+    for tensor in tensors:
+        first, last = max(begin - offset, 0), min(end - offset, tensor.numel())
+        if first < last:
+            yield tensor[first:last]
+        offset += tensor.numel()
 
 
 def state_tensors(part: SyncedFragment) -> list[Tensor]:

@@ -30,7 +30,7 @@ def run_all(
     dead: frozenset[int] = frozenset(),
 ) -> list[Any]:
     pool = workers(world, init_group=False)
-    ends = pool.run(live, pool.store, registry.address, run, timeout=60, expect_exit=set(dead))
+    ends = pool.run(live, pool.store, registry.address, run, timeout=100, expect_exit=set(dead))
     check_one_line(ends)
     living = [end for end in ends if end is not None]
     assert len({(end.outer, end.local, end.inner_step, end.members) for end in living}) == 1

@@ -1,0 +1,69 @@
+"""The round log keeps payloads where they are, and no later round writes into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from problems import attach, train_step
+from torch import Tensor
+from workers import Pool
+
+from diloco_comm import Streaming
+from diloco_comm.rounds.round_log import RoundLog
+
+NUM_ROUNDS, NUM_KEPT = 9, 3
+
+
+def contents(log: RoundLog) -> dict[tuple[int, int], Tensor]:
+    found = {}
+    for entry in log.rounds():
+        payloads = log.read(entry.fragment, entry.number, 0, entry.num_bytes)
+        assert payloads is not None
+        found[entry.fragment, entry.number] = payloads
+    return found
+
+
+def train(rank: int, world: int, is_logged: bool, options: dict[str, Any]) -> str:
+    model, optimizer, diloco = attach(rank, **options)
+    with diloco:
+        num_payloads = world if world == 2 or options["wire"] == "sub8" else 1
+        sizes = [part.buffers.layout.payload_bytes for part in diloco.parts]
+        log = RoundLog(NUM_KEPT * num_payloads * sum(sizes))
+        if is_logged:
+            diloco._rounds.log = log
+        seen: dict[tuple[int, int], Tensor] = {}
+        places: set[int] = set()
+        for step in range(2 * NUM_ROUNDS):
+            train_step(model, optimizer, rank, step)
+            for key, payloads in contents(log).items():
+                assert torch.equal(seen.setdefault(key, payloads), payloads), key
+            for kept in log._rounds.values():
+                places |= {payload.data_ptr() for payload in kept.payloads}
+        if is_logged:
+            fragments = {fragment for fragment, _ in seen}
+            assert fragments == set(range(len(sizes)))
+            assert len(log.rounds()) == NUM_KEPT * len(sizes)
+            # The rounds that are kept, and one that is under way.
+            assert len(places) == (NUM_KEPT + 1) * num_payloads * len(sizes)
+        return diloco.outer_hash()
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (1, {"wire": "int8"}),
+        (2, {"wire": "int8"}),
+        (2, {"wire": "fp32", "fragments": 2, "overlap": Streaming(1, 0.5)}),
+        (3, {"wire": "int4", "fragments": 2}),
+        (3, {"wire": "sub8"}),
+    ],
+)
+def test_logged_payloads_stay_as_they_are(
+    workers: Callable[..., Pool], world: int, options: dict[str, Any]
+) -> None:
+    pool = workers(world)
+    hashes = pool.run(train, True, options) + pool.run(train, False, options)
+    assert len(set(hashes)) == 1
