@@ -8,7 +8,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated test cpptest cuda kernels gpu-build demo bench bars soak-async soak-elastic lint docs format sanitize clean
+.PHONY: setup emulated test cpptest cuda kernels gpu-build demo bench bars soak-async soak-decoupled soak-elastic lint docs format sanitize clean
 
 # The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
@@ -96,6 +96,11 @@ bars: setup
 # Asynchronous training under faults, for three minutes.
 soak-async: setup
 	PYTHONPATH=$$(echo tests/support/* | tr ' ' :) $(BIN)/python tests/asynchronous/test_async_faults.py 180
+
+# Decoupled training under faults, for a quarter of an hour; SECONDS= and SEED= choose.
+soak-decoupled: setup
+	PYTHONPATH=$$(echo tests/support/* | tr ' ' :) $(BIN)/python tests/asynchronous/test_decoupled_soak.py \
+		--seconds $(or $(SECONDS),900) --seed $(or $(SEED),0) $(ARGS)
 
 # Elastic membership under faults, for a quarter of an hour; SECONDS= and SEED= choose.
 soak-elastic: setup

@@ -96,6 +96,7 @@ struct GramArgs {
     RunLayout layout;
     const uint8_t* const* term_payloads;
     int num_terms;  // at most kMaxGramTerms
+    int first_row;  // the products of the payloads before it are left out
 };
 
 struct Norms {
@@ -117,8 +118,9 @@ void outer_step(const StepArgs& args, int64_t begin, int64_t end);
 void merge(const MergeArgs& args, int64_t begin, int64_t end);
 // One chunk: begin is a multiple of kNormChunk, end at most begin + kNormChunk.
 Norms norms(const NormsArgs& args, int64_t begin, int64_t end);
-// The dot products of all pairs of payloads over one chunk, (0, 0), (1, 0), (1, 1), (2, 0) and so
-// on in `products`: begin is a multiple of the block size, end at most begin + kNormChunk.
+// The dot products of pairs of payloads over one chunk, (0, 0), (1, 0), (1, 1), (2, 0) and so on in
+// `products`, from row `first_row` on; zeros before it. begin is a multiple of the block size, end
+// at most begin + kNormChunk.
 void gram(const GramArgs& args, int64_t begin, int64_t end, double* products);
 
 // The implementation called `name` ("": the fastest that this machine runs), or null when it is

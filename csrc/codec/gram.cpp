@@ -1,21 +1,21 @@
-// The dot products of all pairs of payloads.
+// The dot products of pairs of payloads: blocks are summed by themselves, then one after the other.
 #include <algorithm>
 #include <vector>
 
 #include "codec/codec.h"
 #include "codec/fp_environment.h"
+#include "codec/terms.h"
 
 namespace diloco::codec {
 namespace {
 
 // Elements of every payload that are decoded before their products are taken; all blocks divide it.
 constexpr int64_t kGramStretch = wire::kLargestBlock;
+// Scales below this bound keep scale * code finite in fp32.
+constexpr float kLargestPlainScale = 0x1p120f;
 
-// The decoded stretches of all payloads, and the lanes of all pairs; reused by every call.
-struct GramScratch {
-    std::vector<float> values;
-    std::vector<double> lanes;
-};
+// The first pair of a row: (row, 0).
+int first_pair(int row) { return num_pairs(row); }
 
 // Decodes elements [begin, end) of one payload and fills the stretch up with zeros.
 void decode_stretch(const GramArgs& args, int term, int64_t begin, int64_t end, float* values) {
@@ -27,27 +27,63 @@ void decode_stretch(const GramArgs& args, int term, int64_t begin, int64_t end, 
     std::fill(values + (end - begin), values + kGramStretch, 0.0f);
 }
 
+// The products of decoded values, for all formats. At most kGramStretch elements.
+void add_decoded(const GramArgs& args, int64_t begin, int64_t end, double* products) {
+    static thread_local std::vector<float> scratch;
+    scratch.resize(static_cast<size_t>(args.num_terms * kGramStretch));
+    const int64_t block = args.layout.block_size, num_blocks = (end - begin + block - 1) / block;
+    for (int i = 0; i < args.num_terms; ++i) {
+        float* values = scratch.data() + i * kGramStretch;
+        decode_stretch(args, i, begin, end, values);
+        for (int j = 0; i >= args.first_row && j <= i; ++j) {
+            const float* other = scratch.data() + j * kGramStretch;
+            double total = products[first_pair(i) + j];
+            for (int64_t at = 0; at < num_blocks * block; at += block) {
+                double lanes[kNormLanes] = {};
+                args.kernels->dot({block, values + at, other + at, lanes});
+                total += sum_lanes(lanes);
+            }
+            products[first_pair(i) + j] = total;
+        }
+    }
+}
+
+// The same for a block of int8 codes, as sums of integers: decoded values have at most 16 bits,
+// so the sum over a block is exact in fp64 in any order. False if a scale is too large for that.
+bool add_codes(const GramArgs& args, int64_t begin, int64_t end, double* products) {
+    const PayloadPosition at = locate(args.layout, begin);
+    const int8_t* codes[kMaxGramTerms];
+    double scales[kMaxGramTerms];
+    for (int i = 0; i < args.num_terms; ++i) {
+        const uint8_t* payload = args.term_payloads[i];
+        uint16_t bits;
+        std::memcpy(&bits, payload + at.scales, sizeof(bits));
+        const float scale = wire::scale_value(bits);
+        if (!(scale > -kLargestPlainScale && scale < kLargestPlainScale)) return false;
+        scales[i] = scale;
+        codes[i] = reinterpret_cast<const int8_t*>(payload + at.codes);
+    }
+    int32_t sums[kMaxGramTerms];
+    for (int i = args.first_row; i < args.num_terms; ++i) {
+        args.kernels->dot_codes({end - begin, codes[i], codes, i + 1, sums});
+        double* row = products + first_pair(i);
+        for (int j = 0; j <= i; ++j) row[j] += scales[i] * scales[j] * sums[j];
+    }
+    return true;
+}
+
 }  // namespace
 
 void gram(const GramArgs& args, int64_t begin, int64_t end, double* products) {
     const IeeeScope ieee;
-    static thread_local GramScratch scratch;
-    const int pairs = num_pairs(args.num_terms);
-    scratch.values.resize(static_cast<size_t>(args.num_terms * kGramStretch));
-    scratch.lanes.assign(static_cast<size_t>(pairs * kNormLanes), 0.0);
-    for (int64_t at = begin; at < end; at += kGramStretch) {
-        double* lanes = scratch.lanes.data();
-        for (int i = 0; i < args.num_terms; ++i) {
-            float* values = scratch.values.data() + i * kGramStretch;
-            decode_stretch(args, i, at, std::min(at + kGramStretch, end), values);
-            for (int j = 0; j <= i; ++j, lanes += kNormLanes) {
-                const float* other = scratch.values.data() + j * kGramStretch;
-                args.kernels->dot({kGramStretch, values, other, lanes});
-            }
+    std::fill(products, products + num_pairs(args.num_terms), 0.0);
+    const bool has_integers = args.layout.format == wire::Format::kInt8;
+    const int64_t stretch = has_integers ? args.layout.block_size : kGramStretch;
+    for (int64_t at = begin; at < end; at += stretch) {
+        const int64_t last = std::min(at + stretch, end);
+        if (!has_integers || !add_codes(args, at, last, products)) {
+            add_decoded(args, at, last, products);
         }
-    }
-    for (int pair = 0; pair < pairs; ++pair) {
-        products[pair] = sum_lanes(scratch.lanes.data() + pair * kNormLanes);
     }
 }
 

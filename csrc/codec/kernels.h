@@ -120,6 +120,15 @@ struct DotSpan {
     double* lanes;
 };
 
+// sums[k] = the sum of a[i] * others[k][i] over int8 codes, which is exact: at most 2^16 elements.
+struct CodeDotSpan {
+    int64_t num_elements;
+    const int8_t* a;
+    const int8_t* const* others;
+    int num_others;
+    int32_t* sums;
+};
+
 // Sums of squares are taken over chunks of this many elements and added in order.
 constexpr int64_t kNormChunk = 65536;
 // Partial sums of a chunk; element i is added to sum i % kNormLanes.
@@ -156,6 +165,7 @@ struct Kernels {
     int64_t (*norms)(const NormsSpan&);  // returns the number of bad elements
     void (*dot)(const DotSpan&);
     void (*digest)(const DigestSpan&);
+    void (*dot_codes)(const CodeDotSpan&);
 };
 
 extern const Kernels kScalarKernels;

@@ -227,7 +227,7 @@ void norms_cpu(const OptionalTensor& outer, TensorList params, const Tensor& out
 // The products of the chunks are added in order, whatever the number of threads.
 void gram_cpu(TensorList payloads, const Tensor& out, int64_t begin, int64_t end,
               int64_t num_elements, int64_t run_elements, c10::string_view wire, int64_t block_size,
-              c10::string_view impl) {
+              int64_t first_row, c10::string_view impl) {
     codec::GramArgs args{};
     args.kernels = parse_impl(impl);
     args.layout = parse_layout(wire, block_size, run_elements);
@@ -240,6 +240,9 @@ void gram_cpu(TensorList payloads, const Tensor& out, int64_t begin, int64_t end
         check_terms(c10::kCPU, payloads, {ones.data(), payloads.size()}, args.layout, end);
     args.term_payloads = terms.payloads.data();
     args.num_terms = terms.count;
+    TORCH_CHECK_VALUE(first_row >= 0 && first_row < terms.count, "first_row must lie in [0, ",
+                      terms.count, "), got ", first_row);
+    args.first_row = static_cast<int>(first_row);
     check_flat(c10::kCPU, "out", out, at::kDouble);
     TORCH_CHECK_VALUE(out.numel() == terms.count * terms.count, "out must have ",
                       terms.count * terms.count, " elements for ", terms.count, " payloads, got ",
@@ -254,7 +257,7 @@ void gram_cpu(TensorList payloads, const Tensor& out, int64_t begin, int64_t end
         }
     });
     auto* matrix = out.data_ptr<double>();
-    for (int i = 0, pair = 0; i < terms.count; ++i) {
+    for (int i = args.first_row, pair = codec::num_pairs(i); i < terms.count; ++i) {
         for (int j = 0; j <= i; ++j, ++pair) {
             double total = 0.0;
             for (int64_t k = 0; k < num_chunks; ++k) total += chunks[k * pairs + pair];

@@ -36,7 +36,7 @@ constexpr const char* kSchemas[] = {
 // The operators that run on CPU tensors alone.
 constexpr const char* kCpuSchemas[] = {
     "gram(Tensor[] payloads, Tensor(a!) out, int begin, int end, int num_elements, int "
-    "run_elements, str wire, int block_size, str impl='') -> ()",
+    "run_elements, str wire, int block_size, int first_row=0, str impl='') -> ()",
 };
 
 }  // namespace

@@ -265,6 +265,7 @@ def gram(
     run_elements: int,
     wire: str,
     block_size: int,
+    first_row: int = 0,
     *,
     impl: str = "",
 ) -> None:
@@ -272,11 +273,14 @@ def gram(
 
     Element i * M + j is the sum of decode(payload_i) * decode(payload_j): the Gram matrix, row by
     row. Products of fp32 values are exact in fp64. The order of summation is fixed, whatever the
-    threads; it is that of ``norms``, with tiles counted from ``begin``.
+    threads: blocks are summed by themselves and added one after the other, in tiles of 65536
+    elements that are counted from ``begin``.
 
     Args:
         payloads: 1 to 64 whole payloads of the fragment, on the CPU.
         num_elements: Elements of the fragment (N).
+        first_row: Only the products of payloads ``first_row`` and later, with all others, are
+            written; the rest of ``out`` stays.
 
     The other arguments and the errors are those of ``encode``. A tensor that is not on the CPU
     raises ValueError.

@@ -23,7 +23,7 @@ from .reference_codec import HUGE, SMALLEST_SCALE
 from .reference_digest import digest as digest
 from .reference_fragment import fp32, gather, runs_of, scatter, total_elements
 from .reference_runs import decode_run, encode_run
-from .reference_sums import ordered_sum
+from .reference_sums import ordered_sum, sum_by_blocks
 from .wire import Layout, WireFormat, encoding_keys
 
 _F = TypeVar("_F", bound=Callable)
@@ -313,16 +313,20 @@ def gram(
     run_elements: int,
     wire: str,
     block_size: int,
+    first_row: int = 0,
 ) -> None:
-    """Write the dot products of all pairs of decoded payloads, in fp64, in the order of norms."""
+    """Write the dot products of pairs of decoded payloads, in fp64, block after block."""
     decoded = [torch.zeros(end - begin) for _ in payloads]
     form = WireFormat(wire, block_size)
     for run_idx, first, last in runs_of(begin, end, run_elements):
         for payload, flat in zip(payloads, decoded, strict=True):
             values = _combine([payload], [1.0], run_idx, run_elements, form, last - first)
             flat[first - begin : last - begin] = values
-    rows = [[ordered_sum(a.double() * b.double()) for b in decoded] for a in decoded]
-    out.copy_(torch.tensor(rows, dtype=torch.float64).flatten())
+    matrix = out.view(len(payloads), len(payloads))
+    for i in range(first_row, len(payloads)):
+        for j in range(i + 1):
+            product = decoded[i].double() * decoded[j].double()
+            matrix[i, j] = matrix[j, i] = sum_by_blocks(product, block_size)
 
 
 def normalised(weights: Sequence[float]) -> list[float]:

@@ -98,6 +98,32 @@ def test_a_killed_syncer_comes_back_with_every_commit(
     assert len(taken) > 20 and taken.items() <= published.items()
 
 
+def test_a_killed_shard_holds_up_its_own_fragments_alone(play_with: Callable[..., Play]) -> None:
+    """Learners and the other syncer's fragments go on; then those of the shard do, without loss."""
+    play = play_with({"quorum": 2, "wire": "int8", **CARRY}, shards=2)
+    for index in range(2):
+        play.learner(index)
+    for index in range(2):
+        play.wait_for(index, merged=6)
+    play.syncers[1].kill()
+    play.syncers[1].wait(60)
+    before, steps = play.newest(0), play.steps(0)
+    wait_until(lambda: play.newest(0)[0] >= before[0] + 5, 60)
+    assert play.steps(0) >= steps + 16
+    # A commit that was on its way may have arrived.
+    assert play.newest(0)[1] <= before[1] + 1
+    play.start_syncer(1)
+    wait_until(lambda: min(play.newest(i)[1] for i in range(2)) >= before[1] + 4, 60)
+    play.end()
+    merged = play.check_tapes(0, 1)
+    play.check_books(0, 1)
+    for index in range(2):
+        for p, book in enumerate(play.rows(index)[-1][3]):
+            # A merge whose commit a killed learner did not see is on the tape alone.
+            assert book["lost"] == 0 and book["applied"] <= merged[index, p]
+            assert merged[index, p] <= book["applied"] + book["under_way"]
+
+
 def test_a_syncer_on_a_full_disk_sends_no_commit_until_there_is_room(
     disk: Disk, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diloco_comm import Nesterov
 from diloco_comm.asynchronous.decoupled import merging
+from diloco_comm.asynchronous.decoupled.gathering import Gathered
 from diloco_comm.asynchronous.decoupled.pieces import Piece, pieces_of
 from diloco_comm.asynchronous.decoupled.shared import SharedFragment
 from diloco_comm.asynchronous.model.shared import layout_of
@@ -166,3 +167,37 @@ def test_a_refused_payload_changes_nothing() -> None:
     with pytest.raises(ValueError, match="a payload holds NaN or Inf"):
         fragment.merge([[bad]], [1.0])
     assert fragment.values[0].tolist() == [1.0, 1.0] and fragment.num_merges == 0
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "fp32"])
+def test_products_taken_at_arrival_give_the_same_factors(wire: str) -> None:
+    """Whatever the order of arrival, to the bit: a replay has the reports in another order."""
+    form = WireFormat(wire)
+    torch.manual_seed(0)
+    payloads = {str(i): encoded(torch.randn(5000), form) for i in range(5)}
+    layout, pieces = layout_of(5000, form), [Piece((0,), 5000, "rda")]
+    gathered = Gathered(pieces, [layout])
+    for name in "30142":
+        assert gathered.add(name, [payloads[name]]) == ""
+    names, weights = list("01234"), [1.0, 2.0, 3.0, 4.0, 5.0]
+    expected = merging.merge_coefficients("rda", list(payloads.values()), layout, weights)
+    assert gathered.factors(names, weights) == [expected]
+    gathered.clear()
+    assert gathered.add("2", [payloads["2"]]) == ""
+    assert gathered.factors(["2"], [1.0])[0] == pytest.approx([1.0])
+
+
+def test_more_reports_than_one_gram_matrix_holds() -> None:
+    form, count = WireFormat("fp32"), 130
+    rows = torch.randn(count, 40, generator=torch.Generator().manual_seed(1))
+    gathered = Gathered([Piece((0,), 40, "rda")], [layout_of(40, form)])
+    names = [f"{i:03d}" for i in range(count)]
+    payloads = [encoded(row, form) for row in rows]
+    for name, payload in zip(names, payloads, strict=True):
+        assert gathered.add(name, [payload]) == ""
+    (factors,) = gathered.factors(names, [1.0] * count)
+    merged = torch.tensor(factors, dtype=torch.float64) @ rows.double()
+    torch.testing.assert_close(merged, rda(list(rows.double()), [1.0] * count))
+    assert factors == merging.merge_coefficients(
+        "rda", payloads, layout_of(40, form), [1.0] * count
+    )

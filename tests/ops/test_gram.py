@@ -33,9 +33,11 @@ def form_of(layout: Layout) -> tuple[int, int, str, int]:
     return layout.num_elements, layout.run_elements, wire.name, wire.block_size
 
 
-def gram(payloads: Sequence[Tensor], layout: Layout, begin: int, end: int, impl: str) -> Tensor:
+def gram(
+    payloads: Sequence[Tensor], layout: Layout, begin: int, end: int, impl: str, first_row: int = 0
+) -> Tensor:
     out = torch.full((len(payloads) ** 2,), 9.0, dtype=torch.float64)
-    ops.gram(payloads, out, begin, end, *form_of(layout), impl=impl)
+    ops.gram(payloads, out, begin, end, *form_of(layout), first_row, impl=impl)
     return out
 
 
@@ -64,6 +66,32 @@ def test_plain_products(impl: str, num_elements: int, count: int, runs: int) -> 
     cut = layout.run_elements if num_elements > layout.run_elements else 0
     parts = [gram(payloads, layout, *span, impl) for span in ((0, cut), (cut, num_elements))]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-18)
+
+
+@pytest.mark.parametrize("impl", [*CPU_IMPLS, "reference"])
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_the_last_rows_alone(impl: str, wire: str) -> None:
+    """The rest stays as it was; both halves of the matrix are written."""
+    payloads, layout = payloads_of(7, 1000, WireFormat(wire))
+    whole = gram(payloads, layout, 0, 1000, impl).view(7, 7)
+    for first_row in (1, 6):
+        rows = gram(payloads, layout, 0, 1000, impl, first_row).view(7, 7)
+        assert torch.equal(rows[first_row:], whole[first_row:])
+        assert torch.equal(rows[:, first_row:], whole[:, first_row:])
+        assert (rows[:first_row, :first_row] == 9.0).all()
+    with pytest.raises(ValueError, match=r"first_row must lie in \[0, 7\), got 7"):
+        ops.gram(payloads, whole.flatten(), 0, 1000, *form_of(layout), 7)
+
+
+@every_impl
+@pytest.mark.parametrize("scale", [1e38, -3.0, 1e-38, float("inf"), float("nan")])
+def test_scales_of_any_size_in_int8(impl: str, scale: float) -> None:
+    """A block whose scale makes a code infinite has the products of the decoded values."""
+    payloads, layout = payloads_of(3, 700, WireFormat("int8"))
+    payloads[1][2:4] = torch.tensor([scale], dtype=torch.bfloat16).view(torch.uint8)
+    actual = gram(payloads, layout, 0, 700, impl)
+    assert_same(actual, gram(payloads, layout, 0, 700, "reference"), "gram")
+    assert bool(actual.isfinite().all()) == (abs(scale) < 1e37)
 
 
 @pytest.mark.parametrize("impl", [*CPU_IMPLS, "reference"])

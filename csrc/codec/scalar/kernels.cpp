@@ -289,6 +289,15 @@ void dot(const DotSpan& span) {
     }
 }
 
+void dot_codes(const CodeDotSpan& span) {
+    for (int k = 0; k < span.num_others; ++k) {
+        const int8_t* other = span.others[k];
+        int32_t sum = 0;
+        for (int64_t i = 0; i < span.num_elements; ++i) sum += span.a[i] * other[i];
+        span.sums[k] = sum;
+    }
+}
+
 void digest(const DigestSpan& span) {
     DigestSums sums = *span.sums;
     uint64_t key = wire::digest_key(span.first_word);
@@ -363,6 +372,7 @@ void outer_step(const StepSpan& span) { by_format<Step>(span); }
 
 }  // namespace
 
-const Kernels kScalarKernels{"scalar", encode, decode, outer_step, merge, norms, dot, digest};
+const Kernels kScalarKernels{"scalar", encode, decode, outer_step, merge,
+                             norms,    dot,    digest, dot_codes};
 
 }  // namespace diloco::codec

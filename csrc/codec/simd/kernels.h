@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/simd/digest.h"
+#include "codec/simd/dot_codes.h"
 #include "codec/simd/encode_rotated.h"
 #include "codec/simd/encode_sparse.h"
 #include "codec/simd/step.h"

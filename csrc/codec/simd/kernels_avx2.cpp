@@ -4,6 +4,7 @@
 
 namespace diloco::codec {
 
-const Kernels kAvx2Kernels{"avx2", encode, decode, outer_step, merge, norms, dot, digest};
+const Kernels kAvx2Kernels{"avx2", encode, decode, outer_step, merge,
+                           norms,  dot,    digest, dot_codes};
 
 }  // namespace diloco::codec

@@ -4,6 +4,7 @@
 
 namespace diloco::codec {
 
-const Kernels kAvx512Kernels{"avx512", encode, decode, outer_step, merge, norms, dot, digest};
+const Kernels kAvx512Kernels{"avx512", encode, decode, outer_step, merge,
+                             norms,    dot,    digest, dot_codes};
 
 }  // namespace diloco::codec

@@ -51,10 +51,13 @@ class WatchedFragment(SharedFragment):
         self._last: Tensor | None = None
 
     def merge(
-        self, payloads: Sequence[Sequence[Tensor]], weights: Sequence[float]
+        self,
+        payloads: Sequence[Sequence[Tensor]],
+        weights: Sequence[float],
+        factors: list[list[float]] | None = None,
     ) -> list[list[float]]:
         """Take the outer step of ``SharedFragment.merge``, and note the cosine."""
-        factors = super().merge(payloads, weights)
+        factors = super().merge(payloads, weights, factors)
         merged = self._merged(payloads, factors)
         if self._last is not None:
             norms = float(self._last.norm() * merged.norm())

@@ -23,6 +23,8 @@ MERGES = ("mean", "rda")
 # A mean of unit vectors that is shorter than this has no direction: fp32 values leave about 1e-7 of
 # rounding errors in each unit vector.
 LEAST_DIRECTION = 1e-6
+# Payloads in one call of ``ops.gram``.
+MAX_GRAM = 64
 
 
 def report_weight(tokens: int, steps: int) -> float:
@@ -98,6 +100,31 @@ def merge_coefficients(
 
 def gram_of(payloads: Sequence[Tensor], layout: Layout, impl: str = "") -> Tensor:
     """Return the Gram matrix of M whole payloads, fp64 [M * M]."""
+    count = len(payloads)
+    if count <= MAX_GRAM:
+        return _rows(payloads, layout, 0, impl)
+    matrix = torch.zeros(count, count, dtype=torch.float64)
+    for i, payload in enumerate(payloads):
+        row = torch.tensor(products_with(payloads[:i], payload, layout, impl), dtype=torch.float64)
+        matrix[i, : i + 1] = matrix[: i + 1, i] = row
+    return matrix.flatten()
+
+
+def products_with(
+    others: Sequence[Tensor], payload: Tensor, layout: Layout, impl: str = ""
+) -> list[float]:
+    """Return the dot products of a payload with each other one, and with itself as the last."""
+    products: list[float] = []
+    # At least one call, which has the product of the payload with itself.
+    for begin in range(0, max(1, len(others)), MAX_GRAM - 1):
+        part = [*others[begin : begin + MAX_GRAM - 1], payload]
+        last = _rows(part, layout, len(part) - 1, impl)[-len(part) :]
+        products = [*products[:begin], *last.tolist()]
+    return products
+
+
+def _rows(payloads: Sequence[Tensor], layout: Layout, first_row: int, impl: str) -> Tensor:
+    """Return the Gram matrix of up to 64 payloads from a row on."""
     out = torch.zeros(len(payloads) ** 2, dtype=torch.float64)
     wire = layout.wire
     ops.gram(
@@ -109,6 +136,7 @@ def gram_of(payloads: Sequence[Tensor], layout: Layout, impl: str = "") -> Tenso
         layout.run_elements,
         wire.name,
         wire.block_size,
+        first_row,
         impl=impl,
     )
     return out

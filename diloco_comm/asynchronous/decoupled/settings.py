@@ -24,6 +24,8 @@ from .pieces import Piece, pieces_of
 FP32 = WireFormat("fp32")
 # Messages name a fragment, and each of its pieces, in two bytes and in 64 KiB of JSON.
 MAX_FRAGMENTS = 1024
+# Bytes of the settings as JSON; every message has room for them.
+MAX_SETTINGS = 1 << 15
 # Settings that may change when a syncer is started again with its snapshot folder.
 MAY_CHANGE = ("sync_every", "quorum", "gamma", "delay", "receipt", "alpha", "error_feedback")
 
@@ -76,6 +78,12 @@ class DecoupledSettings:
         choice("merge", self.merge, MERGES)
         object.__setattr__(self, "by_mean", tuple(self.by_mean))
         flag("error_feedback", self.error_feedback)
+        size = len(json.dumps(self.to_json()))
+        if size > MAX_SETTINGS:
+            raise ValueError(
+                f"the settings take {size} bytes of JSON, at most {MAX_SETTINGS} are allowed: give "
+                "fewer or shorter names in by_mean and fragments"
+            )
         _ = self.rule, self.how_received, self.place
         check_training(self.up, rounding="nearest", error_feedback=self.error_feedback)
         try:

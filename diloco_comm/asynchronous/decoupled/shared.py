@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...base.memory import memory_order
+from ...base.memory import empty_pages, memory_order
 from ...methods.outer import OuterOptimizer, make_outer
 from ...ops.wire import WireFormat
 from ..model.rules import fused_numbers
 from ..model.shared import layout_of
-from .merging import gram_of, merge_coefficients
+from .merging import merge_coefficients
 from .pieces import Piece
+
+# Copies of at least this many bytes use huge pages.
+_LARGE_BYTES = 1 << 22
 
 
 class SharedFragment:
@@ -60,46 +63,34 @@ class SharedFragment:
 
     def copy_values(self) -> list[Tensor]:
         """Return copies of the shared parameters, for the learners."""
-        return [values.clone() for values in self.values]
-
-    def refusal(self, payloads: Sequence[Tensor]) -> str:
-        """Return why a report with these payloads, one of each piece, is refused, or ""."""
-        if len(payloads) != len(self.pieces):
-            return (
-                f"a report has one payload for each piece: {len(self.pieces)}, not {len(payloads)}"
-            )
-        for index, (payload, layout) in enumerate(zip(payloads, self.layouts, strict=True)):
-            if payload.numel() != layout.payload_bytes:
-                return (
-                    f"the payload of piece {index} must have {layout.payload_bytes} bytes, got "
-                    f"{payload.numel()}"
-                )
-            # A dot product in fp64 is finite where all the fp32 values are.
-            if not gram_of([payload], layout, self.impl).isfinite().all():
-                return f"the payload of piece {index} holds NaN or Inf"
-        return ""
+        return [_copy(each) for each in self.values]
 
     def merge(
-        self, payloads: Sequence[Sequence[Tensor]], weights: Sequence[float]
+        self,
+        payloads: Sequence[Sequence[Tensor]],
+        weights: Sequence[float],
+        factors: list[list[float]] | None = None,
     ) -> list[list[float]]:
         """Take an outer step on the merged pseudo-gradients.
 
         Args:
             payloads: For each report, the payload of each piece.
             weights: One positive number for each report.
+            factors: Of the reports in each piece, where they are known (``Gathered``).
 
         Returns:
             The factors of the reports in each piece.
 
         Raises:
             ValueError: If a payload holds NaN or Inf where directions are needed. Then nothing is
-                changed. A mean does not look at the values: ask ``refusal`` before.
+                changed. A mean does not look at the values; ``Gathered`` does.
         """
         by_piece = list(zip(*payloads, strict=True))
-        factors = [
-            merge_coefficients(piece.merge, each, layout, weights, self.impl)
-            for piece, each, layout in zip(self.pieces, by_piece, self.layouts, strict=True)
-        ]
+        if factors is None:
+            factors = [
+                merge_coefficients(piece.merge, each, layout, weights, self.impl)
+                for piece, each, layout in zip(self.pieces, by_piece, self.layouts, strict=True)
+            ]
         lr = self.outer.lr
         rate = float(lr(self.num_merges) if callable(lr) else lr)
         for index, each in enumerate(by_piece):
@@ -131,6 +122,13 @@ class SharedFragment:
             last=True,
             impl=self.impl,
         )
+
+
+def _copy(values: Tensor) -> Tensor:
+    """Return a copy; the page faults of a large one would take longer than the merge."""
+    if values.nbytes < _LARGE_BYTES:
+        return values.clone()
+    return empty_pages(tuple(values.shape)).copy_(values)
 
 
 def flatten(tensors: Sequence[Tensor], piece: Piece) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...replica.schedule import Schedule
 from .fragment_round import FragmentRound, Merge, Phase, QuorumRule, Report
+from .gathering import Gathered
 from .shared import SharedFragment
 
 
@@ -77,7 +78,7 @@ class Syncer:
         self._step_s: dict[str, float] = {}
         # The steps of each learner when a fragment was called last, by fragment.
         self._called: list[dict[str, int]] = [{} for _ in self.fragments]
-        self._payloads: list[dict[str, list[Tensor]]] = [{} for _ in self.fragments]
+        self._gathered = [Gathered(each.pieces, each.layouts, each.impl) for each in self.fragments]
         self._unsent: list[Call | Commit] = []
 
     @property
@@ -131,11 +132,9 @@ class Syncer:
 
         Payloads of another size, or with NaN or Inf, are refused, and change nothing.
         """
-        refusal = self.fragments[fragment].refusal(payloads)
-        refusal = refusal or self.rounds[fragment].report(report, now, self.step_s, self.sync_s)
-        if not refusal:
-            self._payloads[fragment][report.learner] = payloads
-        return refusal
+        here = self.rounds[fragment]
+        refusal = here.refusal(report) or self._gathered[fragment].add(report.learner, payloads)
+        return refusal or here.report(report, now, self.step_s, self.sync_s)
 
     def advance(self, now: float) -> list[Call | Commit]:
         """Merge and call what is due, and return the messages to all learners, in order.
@@ -156,14 +155,16 @@ class Syncer:
         return messages
 
     def _commit(self, index: int, merge: Merge, now: float) -> Commit:
-        held, fragment = self._payloads[index], self.fragments[index]
+        gathered, fragment = self._gathered[index], self.fragments[index]
+        learners = [report.learner for report in merge.reports]
         try:
-            factors = fragment.merge([held[r.learner] for r in merge.reports], merge.weights)
+            factors = gathered.factors(learners, merge.weights)
+            fragment.merge(gathered.payloads(learners), merge.weights, factors)
         except BaseException:
             self.rounds[index].reopen(now)
             raise
         self.rounds[index].commit()
-        held.clear()
+        gathered.clear()
         merged = {report.learner: report.seq for report in merge.reports}
         values, version = fragment.copy_values(), self.rounds[index].version
         return Commit(index, version, merged, values, merge, factors)

@@ -73,8 +73,16 @@ def status_table(address: str, report: dict[str, Any]) -> Any:
     waits = {"idle": "the call", "called": "the quorum", "grace": "the grace window"}
     for number, row in enumerate(report["fragments"]):
         waiting = waits.get(row["phase"], "the disk")
-        rounds.add_row(str(number), str(row["version"]), waiting, ", ".join(row["reported"]))
-    return Group(table, rounds, Text(*kept_text(report["storage"])))
+        shown = ", ".join(row["reported"])
+        hidden = row["num_reported"] - len(row["reported"])
+        reported = f"{shown}{', and ' if shown else ''}{hidden} more" if hidden else shown
+        rounds.add_row(str(number), str(row["version"]), waiting, reported)
+    hidden = [
+        f"{report[f'num_{kind}'] - len(report[kind])} more {kind} are not shown"
+        for kind in ("learners", "fragments")
+        if report[f"num_{kind}"] > len(report[kind])
+    ]
+    return Group(table, rounds, *hidden, Text(*kept_text(report["storage"])))
 
 
 def kept_text(storage: dict[str, Any] | None) -> tuple[str, str]:

@@ -55,5 +55,10 @@ def replay(
         if done.last > done.first
         else f"the tape has no merge after the snapshot of merge {done.first}"
     )
+    if done.first:
+        print(
+            f"merges 1 to {done.first} are not on the tape: the syncer ran without --keep-tape, or "
+            "began its tape later"
+        )
     if done.is_compared:
         print("the newest snapshot has the same bits too")

@@ -170,13 +170,22 @@ class ReportReceiver:
             return  # This run was asked for twice, and has arrived before.
         wrong = offer.upload.put(i, message.run, message.body, time.monotonic())
         if wrong:
-            self.state.status.count_refusal("size")
-            self._send(session.peer, Message(Kind.REFUSED, meta={"reason": wrong}))
+            self._refuse_run(session, offer, p, wrong)
             return
         self._want(session, offer, offer.upload.window.ask())
         if offer.upload.window.is_empty:
             del self._offers[session.worker, p]
             self._complete(session, offer, p)
+
+    def _refuse_run(self, session: Session, offer: Offer, p: int, wrong: str) -> None:
+        """Refuse a report for the size or the place of a run; its learner reports again later."""
+        self.state.status.count_refusal("size")
+        self._drop(session.worker, p)
+        if p == _START:
+            self._send(session.peer, Message(Kind.REFUSED, meta={"reason": wrong}))
+            return
+        self._note_refusal(p, offer.report, wrong)
+        self._answer(session, p, offer.upload.seq, wrong)
 
     def _complete(self, session: Session, offer: Offer, p: int) -> None:
         if p == _START:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from ....methods.outer import OuterOptimizer
+from ....ops.digests import digest_of
 from ...server.storage.keeper import Keeper
 from ..fragment_round import Merge, Report
 from ..settings import DecoupledSettings
 from ..syncer import Commit
 from .model import ServedModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,9 +75,27 @@ class CommitStorage:
         header, _ = self.keeper.load(make)
         model = models[0]
         model.loaded(header)
+        self._look_at_tape(model.num_commits)
         for record, body in self.keeper.replay(model.num_commits):
             repeat(model, record, body)
         return Found(model, header["layout"], header["run"])
+
+    def _look_at_tape(self, version: int) -> None:
+        """Say so if a tape ends here, or begins later than the run."""
+        if self.keeper.has_first and not self.keeps_tape:
+            logger.warning(
+                "%s has a tape since the begin of the run, and this server does not keep it "
+                "(--keep-tape): the next snapshot removes it",
+                self.folder,
+            )
+        elif self.keeps_tape and not self.keeper.has_first:
+            logger.warning(
+                "%s has no tape of the merges before the snapshot, since the server ran without "
+                "--keep-tape: the tape begins after merge %d",
+                self.folder,
+                version,
+            )
+            self.keeper.begin_tape()
 
     @property
     def may_begin(self) -> bool:
@@ -132,11 +153,8 @@ def check_header(
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
-    """Return a hash of the bytes of tensors, 16 bytes in hexadecimal digits."""
-    found = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        found.update(tensor.numpy().data)
-    return found.hexdigest()
+    """Return the digest of the bytes of tensors, in hexadecimal digits; at the speed of memory."""
+    return f"{digest_of(tensors):016x}"
 
 
 def record_of(

@@ -81,6 +81,15 @@ class Keeper:
         """There is a snapshot to go on from."""
         return self._storage.exists
 
+    @property
+    def has_first(self) -> bool:
+        """The journals are kept since the snapshot ``first``."""
+        return self._storage.has_first
+
+    def begin_tape(self) -> None:
+        """Keep the journals from the present snapshot on, see ``Storage.begin_tape``."""
+        self._storage.begin_tape()
+
     # ------------------------------------------------------------------------------------ reading
 
     def load(

@@ -146,6 +146,21 @@ class Storage:
     def exists(self) -> bool:
         return self._path.exists()
 
+    @property
+    def has_first(self) -> bool:
+        """The journals are kept since the snapshot ``first``."""
+        return self._first.exists()
+
+    def begin_tape(self) -> None:
+        """Keep the journals from the present snapshot on; nothing changes where they are kept.
+
+        Raises:
+            OSError: If the folder cannot be written.
+        """
+        if self.exists and not self.has_first:
+            with _naming(self._first):
+                os.link(self._path, self._first)
+
     def _journal_path(self, version: int) -> Path:
         return self.folder / f"journal-{version}"
 
@@ -191,6 +206,9 @@ class Storage:
                 self._first.unlink(missing_ok=True)  # of a process that ended before the next line
                 os.link(self._scratch, self._first)
             os.replace(self._scratch, self._path)
+            # The journals of the old snapshot are removed next: after a loss of power the folder
+            # must not have lost them and kept the old snapshot.
+            self._sync_folder()
 
     def begin_journal(self, version: int) -> None:
         """Begin the journal of the snapshot of this version, and remove all others.
@@ -255,11 +273,15 @@ class Storage:
         """Write the journal to the disk, and its name in the folder with the first record."""
         os.fsync(journal.fileno())
         if not self._whole:
-            number = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(number)
-            finally:
-                os.close(number)
+            self._sync_folder()
+
+    def _sync_folder(self) -> None:
+        """Write the names in the folder to the disk."""
+        number = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
     def replay(self, version: int) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
         """Yield the updates in the journal of this version; ``continue_journal`` comes next.
