@@ -50,7 +50,7 @@ dist.destroy_process_group()
 
 
 @needs("transformers")
-@pytest.mark.fresh_interpreter
+@pytest.mark.usefixtures("forked_trainers")
 def test_hugging_face_under_torchrun(tmp_path: Path) -> None:
     first, second = torchrun(HUGGING_FACE, tmp_path)
     for told in (first, second):
@@ -86,6 +86,7 @@ dist.destroy_process_group()
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the trainers know the job")
 @needs("transformers")
+@pytest.mark.usefixtures("forked_trainers")
 def test_a_trainer_that_does_not_know_of_the_job_is_refused(tmp_path: Path) -> None:
     for told in torchrun(UNAWARE, tmp_path):
         for said in (told["trainer"], told["accelerate"]):
@@ -121,7 +122,7 @@ dist.destroy_process_group()
 
 
 @needs("lightning")
-@pytest.mark.fresh_interpreter
+@pytest.mark.usefixtures("forked_trainers")
 def test_lightning_under_torchrun(tmp_path: Path) -> None:
     first, second = torchrun(LIGHTNING, tmp_path)
     for told in (first, second):
@@ -156,7 +157,7 @@ dist.destroy_process_group()
 
 
 @needs("accelerate")
-@pytest.mark.fresh_interpreter
+@pytest.mark.usefixtures("forked_trainers")
 def test_accelerate_under_torchrun(tmp_path: Path) -> None:
     for told in torchrun(ACCELERATE, tmp_path):
         assert told["alone"] == 1
