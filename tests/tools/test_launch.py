@@ -125,6 +125,7 @@ def test_all_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     Launcher(Launch("tcp://127.0.0.1:1", "r", [str(script)], 2, state))
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_replica_leave(
     registry: Host, tmp_path: Path, number: signal.Signals
