@@ -18,11 +18,14 @@ setup: $(VENV)/.built
 # Most of the many modules are never imported; those that are get compiled at their first import.
 PIP_INSTALL = $(BIN)/pip install --quiet --no-compile
 
+# The first packages suffice to compile, which takes the processors while pip installs the others. If the
+# compiler fails, .built says why.
 $(VENV)/.installed: .ci/requirements.txt .ci/requirements-no-deps.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) $(TORCH)
-	$(PIP_INSTALL) -r .ci/requirements.txt
-	$(PIP_INSTALL) --no-deps -r .ci/requirements-no-deps.txt
+	$(PIP_INSTALL) --constraint .ci/requirements.txt $(TORCH) numpy cmake ninja setuptools
+	{ $(BIN)/python setup.py --quiet build_ext --inplace >/dev/null 2>&1 || true; } & \
+	$(PIP_INSTALL) -r .ci/requirements.txt \
+	&& $(PIP_INSTALL) --no-deps -r .ci/requirements-no-deps.txt; status=$$?; wait; exit $$status
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
