@@ -42,11 +42,12 @@ emulated: setup
 # Three files at a time on two cores, because half of the tests wait for processes. The tests of faults
 # run beside them and go first: survivors of a fault report in the second that they have.
 PYTEST = $(BIN)/pytest --dist loadfile --no-loadscope-reorder
+PROCESSES ?= 3
 
 # All tests of Python.
 test: setup emulated
 	{ $(BIN)/pytest tests/faults >build/faults.log 2>&1; echo $$? >build/faults.status; } & \
-	nice -n 10 $(PYTEST) --numprocesses 3 --ignore tests/faults; status=$$?; \
+	nice -n 10 $(PYTEST) --numprocesses $(PROCESSES) --ignore tests/faults; status=$$?; \
 	wait; cat build/faults.log; test $$status -eq 0 && test $$(cat build/faults.status) -eq 0
 
 # The tests of the exchange engine in C++, without Python.

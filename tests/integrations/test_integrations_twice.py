@@ -12,7 +12,7 @@ import torch.distributed as dist
 from launching import torchrun
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from trainers import LEARNING_RATE, Rows, WithLoss, flat, needs
+from trainers import LEARNING_RATE, Rows, WithLoss, flat, is_installed, needs
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -149,6 +149,7 @@ model, optimizer = accelerator.prepare(inner, make_optimizer(inner))
 with attach(accelerator, model, optimizer, sync_every=1, num_replicas=1) as diloco:
     tell(alone=diloco.exchange.size)
 tell(
+    is_forked="lightning.pytorch" in sys.modules,
     default=said(lambda: attach(accelerator, model, optimizer, sync_every=1)),
     inner=said(lambda: attach(accelerator, inner, optimizer, sync_every=1)),
 )
@@ -160,7 +161,7 @@ dist.destroy_process_group()
 @pytest.mark.usefixtures("forked_trainers")
 def test_accelerate_under_torchrun(tmp_path: Path) -> None:
     for told in torchrun(ACCELERATE, tmp_path):
-        assert told["alone"] == 1
+        assert told["alone"] == 1 and told["is_forked"] == is_installed("lightning")
         assert told["default"].startswith(f"ValueError: {SPANS}the Accelerator is made")
         assert told["default"].endswith(
             "and attach(accelerator, model, optimizer, ..., **replicas)"
