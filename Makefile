@@ -23,7 +23,9 @@ PIP_INSTALL = $(BIN)/pip install --quiet --no-compile
 $(VENV)/.installed: .ci/requirements.txt .ci/requirements-no-deps.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --constraint .ci/requirements.txt $(TORCH) numpy cmake ninja setuptools
-	{ $(BIN)/python setup.py --quiet build_ext --inplace >/dev/null 2>&1 || true; } & \
+	{ PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python3 setup.py --quiet build_ext --build-lib build/lib \
+		--build-temp build/editable-$$($(BIN)/python3 -c 'import sys; print(sys.implementation.cache_tag)') \
+		>/dev/null 2>&1 || true; } & \
 	$(PIP_INSTALL) -r .ci/requirements.txt \
 	&& $(PIP_INSTALL) --no-deps -r .ci/requirements-no-deps.txt; status=$$?; wait; exit $$status
 	touch $@

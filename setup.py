@@ -75,10 +75,9 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        # An editable install keeps its build for the next one, and for the C++ tests. It goes on
-        # where `setup.py build_ext --inplace` ended.
+        # An editable install keeps its build for the next one, and for the C++ tests.
         kept = ROOT / "build" / f"editable-{sys.implementation.cache_tag}"
-        build_dir = kept if self.editable_mode or self.inplace else Path(self.build_temp).resolve()
+        build_dir = kept if self.editable_mode else Path(self.build_temp).resolve()
         build_dir.mkdir(parents=True, exist_ok=True)
         options = {
             "CMAKE_BUILD_TYPE": "Debug" if self.debug else "Release",
