@@ -189,7 +189,7 @@ def remembered(call: Callable[[], Any], *arguments: Any) -> Any:
 
     The reference takes longest of all implementations, and each is compared with it.
     """
-    key = _key_of(arguments)
+    key = call.__module__, call.__qualname__, _key_of(arguments)
     if key not in _remembered:
         if len(_remembered) > 1000:
             _remembered.clear()
