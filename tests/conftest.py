@@ -7,6 +7,10 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import devices
 import programs
@@ -38,6 +42,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file to one process, and all files that need imported trainers to the same one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "trainers" if needs_trainers(config.rootpath / file) else file
+
+    return Scheduling(config, log)
+
+
+@cache
+def needs_trainers(file: Path) -> bool:
+    text = file.read_text()
+    return "trainer_replicas" in text or "forked_trainers" in text
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     programs.Popen.is_forking = item.get_closest_marker("fresh_interpreter") is None
 
@@ -62,6 +87,12 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="module")
 def forked_programs(zygote: Zygote) -> Iterator[None]:
     """Fork the Python programs that tests start by ``subprocess``; see programs.py."""
+    with forking(zygote):
+        yield
+
+
+@contextmanager
+def forking(zygote: Zygote) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs.Popen, "line", zygote.line, raising=False)
         patch.setattr(programs.Popen, "owner", os.getpid(), raising=False)
@@ -115,6 +146,13 @@ def trainer_zygote() -> Iterator[Zygote]:
     process = Zygote([library for library in libraries if is_installed(library)])
     yield process
     process.close()
+
+
+@pytest.fixture
+def forked_trainers(trainer_zygote: Zygote) -> Iterator[None]:
+    """Like ``forked_programs``, with trainers imported."""
+    with forking(trainer_zygote):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from launching import torchrun
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from trainers import LEARNING_RATE, Rows, WithLoss, flat, needs
+from trainers import LEARNING_RATE, Rows, WithLoss, flat, is_installed, needs
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -50,7 +50,7 @@ dist.destroy_process_group()
 
 
 @needs("transformers")
-@pytest.mark.fresh_interpreter
+@pytest.mark.usefixtures("forked_trainers")
 def test_hugging_face_under_torchrun(tmp_path: Path) -> None:
     first, second = torchrun(HUGGING_FACE, tmp_path)
     for told in (first, second):
@@ -86,6 +86,7 @@ dist.destroy_process_group()
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the trainers know the job")
 @needs("transformers")
+@pytest.mark.usefixtures("forked_trainers")
 def test_a_trainer_that_does_not_know_of_the_job_is_refused(tmp_path: Path) -> None:
     for told in torchrun(UNAWARE, tmp_path):
         for said in (told["trainer"], told["accelerate"]):
@@ -121,7 +122,7 @@ dist.destroy_process_group()
 
 
 @needs("lightning")
-@pytest.mark.fresh_interpreter
+@pytest.mark.usefixtures("forked_trainers")
 def test_lightning_under_torchrun(tmp_path: Path) -> None:
     first, second = torchrun(LIGHTNING, tmp_path)
     for told in (first, second):
@@ -148,6 +149,7 @@ model, optimizer = accelerator.prepare(inner, make_optimizer(inner))
 with attach(accelerator, model, optimizer, sync_every=1, num_replicas=1) as diloco:
     tell(alone=diloco.exchange.size)
 tell(
+    is_forked="lightning.pytorch" in sys.modules,
     default=said(lambda: attach(accelerator, model, optimizer, sync_every=1)),
     inner=said(lambda: attach(accelerator, inner, optimizer, sync_every=1)),
 )
@@ -156,10 +158,10 @@ dist.destroy_process_group()
 
 
 @needs("accelerate")
-@pytest.mark.fresh_interpreter
+@pytest.mark.usefixtures("forked_trainers")
 def test_accelerate_under_torchrun(tmp_path: Path) -> None:
     for told in torchrun(ACCELERATE, tmp_path):
-        assert told["alone"] == 1
+        assert told["alone"] == 1 and told["is_forked"] == is_installed("lightning")
         assert told["default"].startswith(f"ValueError: {SPANS}the Accelerator is made")
         assert told["default"].endswith(
             "and attach(accelerator, model, optimizer, ..., **replicas)"

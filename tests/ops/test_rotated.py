@@ -18,6 +18,7 @@ from codec_cases import (
     encode,
     fragment,
     kinds,
+    remembered,
     seeds,
     sizes,
     values,
@@ -61,8 +62,8 @@ def float_bits(value: float) -> int:
 
 def check(case: Fragment, impl: str, **options) -> None:
     """Compare payload, count, new residual and decoded values with the reference's."""
-    results = []
-    for name in (impl, "reference"):
+
+    def results_of(name: str) -> tuple:
         own = dict(options)
         if "residual" in own:
             own["new_residual"] = torch.full_like(own["residual"], 9.0)
@@ -70,11 +71,16 @@ def check(case: Fragment, impl: str, **options) -> None:
         out = torch.full((case.layout.num_elements,), 7.0)
         whole = (0, case.layout.num_elements)
         ops.decode([payload], [0.37], [out], *whole, *case.form, impl=name)
-        results.append((payload, out, own.get("new_residual"), count))
-    for mine, truth in zip(results[0][:3], results[1][:3], strict=True):
+        return payload, out, own.get("new_residual"), count
+
+    results = results_of(impl)
+    truths = remembered(
+        lambda: results_of("reference"), case.outer, case.params, case.layout, options
+    )
+    for mine, truth in zip(results[:3], truths[:3], strict=True):
         if mine is not None:
-            assert_same(mine, truth, impl)
-    assert results[0][3] == results[1][3]
+            assert_same(mine, truth, f"{impl} of {case.layout} with {options.keys()}")
+    assert results[3] == truths[3]
 
 
 @every_pair

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import device_ops
 import emulated
@@ -178,6 +179,33 @@ def same(a: Tensor, b: Tensor) -> bool:
     bits = {4: torch.int32, 2: torch.int16, 8: torch.int64}[a.element_size()]
     both_nan = a.isnan() & b.isnan()
     return bool((both_nan | (a.view(bits) == b.view(bits))).all())
+
+
+_remembered: dict[Any, Any] = {}
+
+
+def remembered(call: Callable[[], Any], *arguments: Any) -> Any:
+    """Return what ``call`` returned for equal arguments before, or else call.
+
+    The reference takes longest of all implementations, and each is compared with it.
+    """
+    key = call.__module__, call.__qualname__, _key_of(arguments)
+    if key not in _remembered:
+        if len(_remembered) > 1000:
+            _remembered.clear()
+        _remembered[key] = call()
+    return _remembered[key]
+
+
+def _key_of(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        content = memory_view(argument).view(torch.uint8).numpy().tobytes()
+        return argument.dtype, argument.shape, argument.stride(), content
+    if isinstance(argument, dict):
+        argument = sorted(argument.items())
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_key_of, argument))
+    return argument
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:

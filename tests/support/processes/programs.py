@@ -133,7 +133,16 @@ def begin(program: Program, fds: Sequence[int], line: Line, path: list[str]) -> 
     sys.path[:] = [*program.path, *path]
     sys.orig_argv = [sys.executable, *["-u"] * program.is_unbuffered, *program.words]
     Popen.line, Popen.owner = line, os.getpid()
-    subprocess.Popen = Popen  # type: ignore[misc]
+    _fork_from_everywhere()
+
+
+def _fork_from_everywhere() -> None:
+    """Put ``Popen`` also where a module has imported the class by its name, as torchrun's has."""
+    executing = Popen.__base__
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get("Popen") is executing:
+            names["Popen"] = Popen
 
 
 def _take(fds: Sequence[int], numbers: Sequence[int]) -> None:
