@@ -94,6 +94,23 @@ def test_kinds_of_values(impl: str, wire: str, kind: str) -> None:
         check(case, impl, rng_key=-num_elements, residual=residual.bfloat16())
 
 
+@pytest.mark.parametrize("impl", CPU_IMPLS)
+@pytest.mark.parametrize("wire", ["int2r", "int1r"])
+def test_scales_where_bounds_of_the_sum_of_squares_are_far_apart(impl: str, wire: str) -> None:
+    """Blocks with few elements, of all exponents: some bounds lead to different scales."""
+    num_blocks = 2048
+    rng = torch.Generator().manual_seed(1)
+    x = torch.randn(num_blocks, 256, generator=rng)
+    x *= torch.rand(num_blocks, 256, generator=rng) < 0.05
+    x = torch.ldexp(x, torch.randint(-126, 113, (num_blocks, 1), generator=rng)).flatten()
+    layout = Layout.plan(x.numel(), 1, 1, WireFormat(wire))
+    payloads = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8)
+    form = (layout.run_elements, wire, layout.wire.block_size)
+    for payload, name in zip(payloads, (impl, "reference"), strict=True):
+        ops.encode(None, [x], payload, 0, x.numel(), *form, rng_key=5, impl=name)
+    assert_same(payloads[0], payloads[1], impl)
+
+
 @every_pair
 @given(data=st.data())
 def test_any_fragment(impl: str, wire: str, data: st.DataObject) -> None:

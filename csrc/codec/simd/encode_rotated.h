@@ -3,6 +3,8 @@
 // largest magnitude is found: the reads are then on their way while the block is transformed.
 #pragma once
 
+#include <cstdlib>
+
 #include "codec/simd/encode.h"
 
 namespace diloco::codec {
@@ -27,73 +29,104 @@ template <Format kFormat>
 constexpr int kPartVectors =
     kKeptVectors<kFormat> < kHeldVectors ? kKeptVectors<kFormat> : kHeldVectors;
 
-// What is transformed: x as integers with their signs, folded, with the stages across parts. Calls
-// load_next(j) for each vector of the block, j being its first element.
-template <Format kFormat, class LoadNext>
-DILOCO_INLINE void load_folded(const float* x, const SignBits<kFormat>& signs, int exponent,
-                               Vec::I* y, LoadNext&& load_next) {
+// Exponents of blocks whose elements can be squared as they are, far from overflow and underflow.
+constexpr int kLargestPlainExponent = 55;
+
+// What is left of a block whose signs are written: sums lane by lane, of which its scale is made.
+struct BlockSums {
+    Vec::I magnitudes;
+    Vec::I larger;           // of store_larger()
+    Vec::I squares;          // folded: of the coefficients, 64 bits
+    Vec::F element_squares;  // not folded: of the elements
+    int32_t border;          // of the large level
+    int exponent;            // E
+};
+
+// Magnitudes of a block's coefficients, where these have levels.
+template <Format kFormat>
+struct Magnitudes {
+    Vec::I of[wire::Rotation<kFormat>::kHasLevels ? kKeptVectors<kFormat> : 1];
+};
+
+// x is rounded to q by the addition of 1.5 * 2^23 units: the sum's bits are those of 1.5 * 2^23
+// units, the bias, and q. The bias of all elements ends in coefficient 0.
+DILOCO_INLINE float rounding_summand(int bits, int exponent) {
+    return wire::bits_float((static_cast<uint32_t>(23 + exponent - bits + 127) << 23) | 0x400000u);
+}
+
+// What is transformed: x as biased integers with their signs, folded, with the stages across parts.
+// Calls load_next(j) for each vector of the block, j being its first element.
+template <Format kFormat, bool kHasSquares, class LoadNext>
+DILOCO_INLINE void load_folded(const float* x, const SignBits<kFormat>& signs, Vec::I* y,
+                               BlockSums& out, LoadNext&& load_next) {
     using R = wire::Rotation<kFormat>;
     constexpr int kVectors = kPartVectors<kFormat>, kParts = kKeptVectors<kFormat> / kVectors;
-    const Vec::F unit = Vec::set(wire::power_of_two(R::kBits - exponent));
-    int next = 0;
+    const Vec::F summand = Vec::set(rounding_summand(R::kBits, out.exponent));
+    // In groups, as each sum waits for the one before it.
+    Vec::F squares = Vec::zero(), group = Vec::zero();
+    int64_t next = 0;
     const auto load_one = [&](int j) __attribute__((always_inline)) {
         Vec::I bits;
         __builtin_memcpy(&bits, signs.bit + j, sizeof(bits));
         // Rounding to even is the same on both sides of zero.
         const Vec::F v = Vec::as_float(Vec::xor_(Vec::as_int(Vec::load(x + j)), bits));
-        const Vec::I q = Vec::round_even(Vec::mul(v, unit));
+        const Vec::I biased = Vec::as_int(Vec::add(v, summand));
+        if constexpr (kHasSquares && R::kFolds == 1) group = Vec::add(group, Vec::mul(v, v));
         // After the load: it stores to an address with the same 12 low bits (see Scratch).
         load_next(next);
         next += Vec::kWidth;
-        return q;
+        return biased;
     };
+    // Vectors that exchange halves are loaded together, too.
+    constexpr int kApart = Vec::kExchanged, kPairs = kApart > 0 ? 2 : 1;
     const auto load_across = [&](int k) __attribute__((always_inline)) {
-        Vec::I part[kParts];
-#pragma GCC unroll 8
-        for (int p = 0; p < kParts; ++p) {
-            const int j = (p * kVectors + k) * Vec::kWidth;
-            part[p] = load_one(j);
+        if (kPairs == 2) k = k / kApart * 2 * kApart + k % kApart;
+        Vec::I part[kPairs * kParts];
+        group = Vec::zero();
+#pragma GCC unroll 16
+        for (int n = 0; n < kPairs * kParts; ++n) {
+            const int j = (n / kPairs * kVectors + n % kPairs * kApart + k) * Vec::kWidth;
+            part[n] = load_one(j);
             for (int begin = R::kKept; begin < R::kBlock; begin += R::kKept) {
-                part[p] = Vec::add(part[p], load_one(begin + j));
+                part[n] = Vec::add(part[n], load_one(begin + j));
             }
         }
-        if constexpr (kParts > 1) transform_across<WideLanes, 1>(part);
-#pragma GCC unroll 8
-        for (int p = 0; p < kParts; ++p) y[p * kVectors + k] = part[p];
+        squares = Vec::add(squares, group);
+        if constexpr (kPairs * kParts > 1) transform_across<WideLanes, 1>(part);
+#pragma GCC unroll 16
+        for (int n = 0; n < kPairs * kParts; ++n) {
+            y[n / kPairs * kVectors + n % kPairs * kApart + k] = part[n];
+        }
     };
     if constexpr (kParts == 1 && R::kFolds == 1) {
         // Unrolled, so that y stays in registers.
 #pragma GCC unroll 16
-        for (int k = 0; k < kVectors; ++k) load_across(k);
+        for (int k = 0; k < kVectors / kPairs; ++k) load_across(k);
     } else {
-        for (int k = 0; k < kVectors; ++k) load_across(k);
+        for (int k = 0; k < kVectors / kPairs; ++k) load_across(k);
     }
+    out.element_squares = squares;
 }
 
-// A block whose signs are written. The rest of its code waits for sums over all coefficients, so it
-// is made after the next block was loaded.
-template <Format kFormat>
-struct Coefficients {
-    // Of each coefficient, where these have levels.
-    Vec::I magnitude[wire::Rotation<kFormat>::kHasLevels ? kKeptVectors<kFormat> : 1];
-    Vec::I magnitudes, squares;  // sums, lane by lane
-    int64_t block;
-    int exponent;
-};
-
 // Transforms y part by part, and writes the signs.
-template <Format kFormat>
-DILOCO_INLINE void write_signs(const Vec::I* y, uint8_t* code, Coefficients<kFormat>& out) {
+template <Format kFormat, bool kHasSquares>
+DILOCO_INLINE void write_signs(const Vec::I* y, uint8_t* code, Magnitudes<kFormat>& all,
+                               BlockSums& out) {
     using R = wire::Rotation<kFormat>;
-    constexpr int kVectors = kPartVectors<kFormat>, kStep = Vec::kMaskVectors;
+    constexpr int kVectors = kPartVectors<kFormat>, kStep = Vec::kLaneVectors;
     uint8_t* negative = R::kHasLevels ? code + R::kKept / 8 : code;
+    const uint32_t bias = wire::float_bits(rounding_summand(R::kBits, out.exponent));
+    Vec::I bias_of_first = Vec::set_first(static_cast<int32_t>(bias * R::kBlock));
     Vec::I magnitudes = Vec::set(0), squares = Vec::set(0);
     for (int begin = 0; begin < kKeptVectors<kFormat>; begin += kVectors) {
         Vec::I v[kVectors];
 #pragma GCC unroll 16
-        for (int k = 0; k < kVectors; ++k) v[k] = y[begin + k];
+        for (int k = 0; k < kVectors; k += kStep) Vec::load_halves(y + begin + k, v + k);
         if constexpr (kVectors > 1) transform_across<WideLanes, 1>(v);
-        transform_inside<WideLanes, 1>(v);
+#pragma GCC unroll 16
+        for (int k = 0; k < kVectors; k += kStep) Vec::transform_lanes(v + k);
+        v[0] = Vec::sub(v[0], bias_of_first);
+        bias_of_first = Vec::set(0);
 #pragma GCC unroll 16
         for (int k = 0; k < kVectors; k += kStep) {
             Vec::store_signs(negative + (begin + k) * Vec::kWidth / 8, v + k);
@@ -102,43 +135,30 @@ DILOCO_INLINE void write_signs(const Vec::I* y, uint8_t* code, Coefficients<kFor
         for (int k = 0; k < kVectors; ++k) {
             const Vec::I magnitude = Vec::abs(v[k]);
             magnitudes = Vec::add(magnitudes, magnitude);
-            squares = Vec::add_squares(squares, magnitude);
-            if constexpr (R::kHasLevels) out.magnitude[begin + k] = magnitude;
+            if constexpr (kHasSquares && R::kFolds > 1) {
+                squares = Vec::add_squares(squares, magnitude);
+            }
+            if constexpr (R::kHasLevels) all.of[begin + k] = magnitude;
         }
     }
     out.magnitudes = magnitudes;
-    out.squares = squares;
+    if constexpr (R::kFolds > 1) out.squares = squares;
+    if constexpr (R::kHasLevels) out.border = wire::level_border(Vec::sum(magnitudes));
 }
 
-// Writes the levels, and returns what the scale is made of.
+// Writes the levels.
 template <Format kFormat>
-DILOCO_INLINE wire::CoefficientSums write_levels(const Coefficients<kFormat>& in, uint8_t* code) {
+DILOCO_INLINE void write_levels(const Magnitudes<kFormat>& all, uint8_t* code, BlockSums& out) {
     using R = wire::Rotation<kFormat>;
-    constexpr int kStep = Vec::kMaskVectors;
-    wire::CoefficientSums sums{Vec::sum(in.magnitudes),
-                               static_cast<int64_t>(Vec::sum64(in.squares)), 0, 0};
-    if constexpr (R::kHasLevels) {
-        const Vec::I border = Vec::set(wire::level_border(sums.magnitude));
-        Vec::I large = Vec::set(0);
+    if constexpr (!R::kHasLevels) return;
+    constexpr int kStep = Vec::kLaneVectors;
+    const Vec::I border = Vec::set(out.border);
+    Vec::I larger = Vec::set(0);
 #pragma GCC unroll 4
-        for (int k = 0; k < kKeptVectors<kFormat>; k += kStep) {
-            Vec::M is_large[kStep];
-#pragma GCC unroll 4
-            for (int n = 0; n < kStep; ++n) {
-                const Vec::I magnitude = in.magnitude[k + n];
-                is_large[n] = Vec::less(border, magnitude);
-                large = Vec::add_where(is_large[n], large, magnitude);
-            }
-            Vec::store_masks(code + k * Vec::kWidth / 8, is_large);
-        }
-        for (int byte = 0; byte < R::kKept / 8; byte += 8) {
-            uint64_t word;
-            __builtin_memcpy(&word, code + byte, sizeof(word));
-            sums.num_large += __builtin_popcountll(word);
-        }
-        sums.large_magnitude = Vec::sum(large);
+    for (int k = 0; k < kKeptVectors<kFormat>; k += kStep) {
+        Vec::store_larger(code + k * Vec::kWidth / 8, border, all.of + k, larger);
     }
-    return sums;
+    out.larger = larger;
 }
 
 inline int64_t count_bad(const float* x, int size) {
@@ -154,37 +174,81 @@ DILOCO_INLINE uint8_t* code_of(const EncodeSpan& span, int64_t block) {
     return span.codes + block * wire::own_bytes(kFormat);
 }
 
-// Writes the levels and the scale of a block. The sums of a bad block are zeros: it becomes null.
-template <Format kFormat, bool kHasNewResidual>
-DILOCO_INLINE void finish_block(const EncodeSpan& span, const Coefficients<kFormat>& in) {
-    uint8_t* code = code_of<kFormat>(span, in.block);
-    const wire::CoefficientSums sums = write_levels<kFormat>(in, code);
-    const uint16_t scale = wire::rotated_scale<kFormat>(sums, in.exponent, kHasNewResidual);
+// The scale of a block without folds. The squares of the coefficients add up to kBlock times those
+// of the integers q. That sum lies between two bounds, which nearly always lead to the same scale;
+// if they do not, load(j), the elements from j on, gives the sum itself.
+template <Format kFormat, class Load>
+DILOCO_INLINE uint16_t unbiased_scale(const BlockSums& in, wire::CoefficientSums& sums,
+                                      const Load& load) {
+    using R = wire::Rotation<kFormat>;
+    const float unit = wire::power_of_two(R::kBits - in.exponent);
+    const auto scale_of = [&](double square) {
+        sums.square = static_cast<int64_t>(square);
+        return wire::rotated_scale<kFormat>(sums, in.exponent, false);
+    };
+    if (std::abs(in.exponent) <= kLargestPlainExponent) {
+        // f = x * unit: sum f^2 is rounded less than 2^6 times, by at most 2^-24 of it each time.
+        // As |q - f| <= 1/2, the sums of q^2 and f^2 differ by at most the sum of |f| + 1/4, and
+        // |f| <= f^2 / 2^16 + 2^14.
+        const double square = static_cast<double>(Vec::sum(in.element_squares)) * unit * unit;
+        const double slack = square * (0x1p-18 + 0x1p-16) + R::kBlock * (0x1p14 + 0.25);
+        const uint16_t scale = scale_of(R::kBlock * (square - slack));
+        if (scale == scale_of(R::kBlock * (square + slack))) return scale;
+    }
+    Vec::I squares = Vec::set(0);
+    for (int j = 0; j < R::kBlock; j += Vec::kWidth) {
+        squares = Vec::add_squares(squares, Vec::round_even(Vec::mul(load(j), Vec::set(unit))));
+    }
+    sums.square = R::kBlock * static_cast<int64_t>(Vec::sum64(squares));
+    return wire::rotated_scale<kFormat>(sums, in.exponent, false);
+}
+
+// Writes the scale of a block. The sums of a bad block are zeros: it becomes null.
+template <Format kFormat, bool kHasSquares, class Load>
+DILOCO_INLINE void write_scale(const EncodeSpan& span, int64_t block, const BlockSums& in,
+                               const Load& load) {
+    using R = wire::Rotation<kFormat>;
+    uint8_t* code = code_of<kFormat>(span, block);
+    wire::CoefficientSums sums{Vec::sum(in.magnitudes), 0, 0, 0};
+    if constexpr (R::kHasLevels) {
+        for (int byte = 0; byte < R::kKept / 8; byte += 8) {
+            uint64_t word;
+            __builtin_memcpy(&word, code + byte, sizeof(word));
+            sums.num_large += __builtin_popcountll(word);
+        }
+        sums.large_magnitude = Vec::sum_of_larger(in.larger, in.border, sums.num_large);
+    }
+    uint16_t scale = 0;
+    if constexpr (kHasSquares && R::kFolds == 1) {
+        if (sums.magnitude != 0) scale = unbiased_scale<kFormat>(in, sums, load);
+    } else {
+        if constexpr (kHasSquares) sums.square = static_cast<int64_t>(Vec::sum64(in.squares));
+        scale = wire::rotated_scale<kFormat>(sums, in.exponent, !kHasSquares);
+    }
     if (scale == 0) __builtin_memset(code, 0, wire::own_bytes(kFormat));
-    __builtin_memcpy(span.scales + 2 * in.block, &scale, sizeof(scale));
+    __builtin_memcpy(span.scales + 2 * block, &scale, sizeof(scale));
 }
 
 // Begins with x, block number `block`, and loads the next; returns the number of bad elements.
 // `before` is called once the block is loaded.
-template <Format kFormat, class LoadNext, class Before>
+template <Format kFormat, bool kHasSquares, class LoadNext, class Before>
 DILOCO_INLINE int64_t begin_block(const EncodeSpan& span, const SignBits<kFormat>& signs,
                                   int64_t block, const float* x, uint32_t largest,
-                                  Coefficients<kFormat>& out, LoadNext&& load_next,
+                                  Magnitudes<kFormat>& all, BlockSums& out, LoadNext&& load_next,
                                   Before&& before) {
     using R = wire::Rotation<kFormat>;
-    out.block = block;
     if (largest <= wire::kLargestRotatedBits) {
         alignas(64) Vec::I y[kKeptVectors<kFormat>];
         out.exponent = wire::block_exponent(largest);
-        load_folded<kFormat>(x, signs, out.exponent, y, load_next);
+        load_folded<kFormat, kHasSquares>(x, signs, y, out, load_next);
         before();
-        write_signs<kFormat>(y, code_of<kFormat>(span, block), out);
+        write_signs<kFormat, kHasSquares>(y, code_of<kFormat>(span, block), all, out);
         return 0;
     }
     for (int j = 0; j < R::kBlock; j += Vec::kWidth) load_next(j);
     before();
+    __builtin_memset(&all, 0, sizeof(all));
     __builtin_memset(&out, 0, sizeof(out));
-    out.block = block;
     return count_bad(x, R::kBlock);
 }
 
@@ -205,52 +269,77 @@ template <Format kFormat, bool kHasNewResidual>
 int64_t encode_rotated_sum(const EncodeSpan& span) {
     alignas(64) float x[wire::Rotation<kFormat>::kBlock];
     const SignBits<kFormat> signs(span.signs);
-    Coefficients<kFormat> coefficients;
+    Magnitudes<kFormat> all;
+    BlockSums sums;
     int64_t num_bad = 0;
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         const uint32_t largest = load_sum<kFormat>(span, block, x);
-        num_bad +=
-            begin_block<kFormat>(span, signs, block, x, largest, coefficients, [](int) {}, [] {});
-        finish_block<kFormat, kHasNewResidual>(span, coefficients);
+        num_bad += begin_block<kFormat, !kHasNewResidual>(
+            span, signs, block, x, largest, all, sums, [](int64_t) {}, [] {});
+        write_levels<kFormat>(all, code_of<kFormat>(span, block), sums);
+        write_scale<kFormat, !kHasNewResidual>(span, block, sums,
+                                               [&](int j) { return Vec::load(x + j); });
         if constexpr (kHasNewResidual) store_rotated_rest<kFormat>(span, block, x);
     }
     return num_bad;
 }
 
+// Levels wait for a sum over all coefficients of their block, so they are written after the next
+// block was loaded. Scales are the end of a long chain of dependent instructions: those of
+// kScalesAtOnce blocks are made together, so that the chains overlap.
 template <Format kFormat, bool kHasNewResidual, class Input>
 int64_t encode_rotated_input(const EncodeSpan& argument) {
+    constexpr int64_t kScalesAtOnce = 8, kSums = 2 * kScalesAtOnce;
     const EncodeSpan span = argument;
+    const int64_t num_blocks = span.num_blocks;
     Scratch scratch(span);
     const SignBits<kFormat> signs(span.signs);
-    Coefficients<kFormat> coefficients[2];
+    Magnitudes<kFormat> all[2];
+    BlockSums sums[kSums];
     int64_t num_bad = 0;
+    const auto finish_levels = [&](int64_t block) __attribute__((always_inline)) {
+        write_levels<kFormat>(all[block & 1], code_of<kFormat>(span, block), sums[block % kSums]);
+    };
+    const auto finish_scales = [&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; ++block) {
+            const Input input(span, block);
+            write_scale<kFormat, !kHasNewResidual>(span, block, sums[block % kSums],
+                                                   [&](int j) { return input.load(j); });
+        }
+    };
     uint32_t largest = load_block<Input>(argument, 0, scratch.x(0));
-    for (int64_t block = 0; block < span.num_blocks; ++block) {
+    for (int64_t block = 0; block < num_blocks; ++block) {
         // After the last block this load is in vain.
-        const Input next(span, block + 1 < span.num_blocks ? block + 1 : block);
+        const Input next(span, block + 1 < num_blocks ? block + 1 : block);
         const float* current = scratch.x(block);
         float* following = scratch.x(block + 1);
         Vec::I maxima = Vec::set(0);
-        const auto load_next = [&](int j) __attribute__((always_inline)) {
+        uint32_t next_largest = 0;
+        const auto load_next = [&](int64_t j) __attribute__((always_inline)) {
             const Vec::F v = next.load(j);
             maxima = Vec::max(maxima, magnitude_of(v));
             Vec::store(following + j, v);
         };
-        // The rest of a block is stored from x, whose place the block after the next one takes.
         const auto before = [&]() __attribute__((always_inline)) {
-            if (kHasNewResidual || block == 0) return;
-            finish_block<kFormat, kHasNewResidual>(span, coefficients[(block - 1) & 1]);
+            next_largest = Vec::largest(maxima);
+            if (!kHasNewResidual && block > 0) finish_levels(block - 1);
         };
-        num_bad += begin_block<kFormat>(span, signs, block, current, largest,
-                                        coefficients[block & 1], load_next, before);
+        num_bad += begin_block<kFormat, !kHasNewResidual>(span, signs, block, current, largest,
+                                                          all[block & 1], sums[block % kSums],
+                                                          load_next, before);
+        largest = next_largest;
         if constexpr (kHasNewResidual) {
-            finish_block<kFormat, kHasNewResidual>(span, coefficients[block & 1]);
+            // The rest of a block is stored from x, whose place the block after the next one takes.
+            finish_levels(block);
+            finish_scales(block, block + 1);
             store_rotated_rest<kFormat>(span, block, current);
+        } else if (block % kScalesAtOnce == 0 && block > 0) {
+            finish_scales(block - kScalesAtOnce, block);
         }
-        largest = Vec::largest(maxima);
     }
-    if (!kHasNewResidual && span.num_blocks > 0) {
-        finish_block<kFormat, kHasNewResidual>(span, coefficients[(span.num_blocks - 1) & 1]);
+    if (!kHasNewResidual && num_blocks > 0) {
+        finish_levels(num_blocks - 1);
+        finish_scales((num_blocks - 1) / kScalesAtOnce * kScalesAtOnce, num_blocks);
     }
     return num_bad;
 }

@@ -14,7 +14,7 @@ class DifferenceInput {
   public:
     DILOCO_INLINE DifferenceInput(const EncodeSpan& span, int64_t block)
         : span_(span), begin_(block * span.block_size) {}
-    DILOCO_INLINE Vec::F load(int n) const {
+    DILOCO_INLINE Vec::F load(int64_t n) const {
         const int64_t i = begin_ + n;
         const Vec::F x = Vec::sub(Vec::load(span_.outer + i), load_as(kParams, span_.params, i));
         if constexpr (!kHasResidual) return x;
@@ -31,7 +31,7 @@ class TensorInput {
   public:
     DILOCO_INLINE TensorInput(const EncodeSpan& span, int64_t block)
         : params_(static_cast<const float*>(span.params) + block * span.block_size) {}
-    DILOCO_INLINE Vec::F load(int n) const { return Vec::load(params_ + n); }
+    DILOCO_INLINE Vec::F load(int64_t n) const { return Vec::load(params_ + n); }
 
   private:
     const float* params_;
@@ -41,7 +41,7 @@ class AnyInput {
   public:
     DILOCO_INLINE AnyInput(const EncodeSpan& span, int64_t block)
         : span_(span), begin_(block * span.block_size) {}
-    DILOCO_INLINE Vec::F load(int n) const {
+    DILOCO_INLINE Vec::F load(int64_t n) const {
         const int64_t i = begin_ + n;
         Vec::F x = load_as(span_.param_dtype, span_.params, i);
         if (span_.outer != nullptr) x = Vec::sub(Vec::load(span_.outer + i), x);
@@ -62,7 +62,7 @@ class SumInput {
   public:
     DILOCO_INLINE SumInput(const EncodeSpan& span, int64_t block)
         : span_(span), begin_(block * span.block_size), sum_(span.terms, block) {}
-    DILOCO_INLINE Vec::F load(int n) const {
+    DILOCO_INLINE Vec::F load(int64_t n) const {
         const int64_t i = begin_ + n;
         Vec::F x = wire::has_scales(kFormat) && sum_.has_scale() ? sum_.template at<true>(i)
                                                                  : sum_.template at<false>(i);

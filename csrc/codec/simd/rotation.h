@@ -18,10 +18,6 @@ struct WideLanes {
     static constexpr int kWidth = Vec::kWidth;
     static Vec::I add(Vec::I a, Vec::I b) { return Vec::add(a, b); }
     static Vec::I sub(Vec::I a, Vec::I b) { return Vec::sub(a, b); }
-    template <int kStride>
-    static Vec::I butterfly(Vec::I v) {
-        return Vec::butterfly<kStride>(v);
-    }
 };
 struct NarrowLanes {
     static constexpr int kWidth = 2 * Vec::kWidth;

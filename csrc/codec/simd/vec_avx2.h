@@ -212,16 +212,8 @@ struct Vec {
         if constexpr (kStride == 2) return _mm256_shuffle_epi32(v, 0x4E);
         return _mm256_permute2x128_si256(v, v, 0x01);
     }
-    // v_i + v_(i ^ kStride) in lanes whose number lacks the bit kStride, v_(i ^ kStride) - v_i in
-    // the others.
-    template <int kStride>
-    static I butterfly(I v) {
-        const I sign = kStride == 1   ? _mm256_setr_epi32(1, -1, 1, -1, 1, -1, 1, -1)
-                       : kStride == 2 ? _mm256_setr_epi32(1, 1, -1, -1, 1, 1, -1, -1)
-                                      : _mm256_setr_epi32(1, 1, 1, 1, -1, -1, -1, -1);
-        return _mm256_add_epi32(across<kStride>(v), _mm256_sign_epi32(v, sign));
-    }
-    // The same in lanes of 16 bits.
+    // v_i + v_(i ^ kStride) in lanes of 16 bits whose number lacks the bit kStride,
+    // v_(i ^ kStride) - v_i in the others. Stages inside vectors of 32 bits: transform_lanes().
     template <int kStride>
     static I butterfly16(I v) {
         const I sign =
@@ -259,17 +251,57 @@ struct Vec {
     static void store_mask(uint8_t* bits, M mask) {
         *bits = static_cast<uint8_t>(_mm256_movemask_ps(as_float(mask)));
     }
-    // The bits of so many masks, or signs, are stored at once.
-    static constexpr int kMaskVectors = 4;
+    // The stages of a transform inside vectors are made on four vectors of consecutive elements at
+    // once, and without changes of signs: before a stage, vectors exchange lanes, so that what is
+    // to be added and subtracted stands in the same lanes of two vectors. load_halves() makes the
+    // first exchange while it loads: of bit 2 of an element's number and bit 4, in whose stage the
+    // vectors have been already. It leaves the stages of the bits 0 and 1 to transform_lanes(),
+    // afterwards the bits 0, 1, 2 of a lane's number are the bits 1, 3, 4 of the coefficient's, and
+    // the bits 0, 1 of the vector's number are the bits 0, 2.
+    static constexpr int kLaneVectors = 4;
+    static constexpr int kExchanged = 2;  // vectors that exchange halves are so far apart
+    static void load_halves(const I* from, I* v) {
+        const auto broadcast = [](const I* p, int half) __attribute__((always_inline)) {
+            return _mm256_broadcastsi128_si256(reinterpret_cast<const __m128i*>(p)[half]);
+        };
+        for (int i = 0; i < 2; ++i) {
+            v[i] = _mm256_blend_epi32(from[i], broadcast(from + i + 2, 0), 0xF0);
+            v[i + 2] = _mm256_blend_epi32(broadcast(from + i, 1), from[i + 2], 0xF0);
+        }
+    }
+    static void transform_lanes(I* v) {
+        for (int stage = 0; stage < 2; ++stage) {
+            for (int i = 0; i < 4; i += 2) {
+                const I low = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+                const I high = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+                v[i] = add(low, high);
+                v[i + 1] = sub(low, high);
+            }
+        }
+    }
+    // Stores the signs of four vectors from transform_lanes(), in the order of the coefficients.
     static void store_signs(uint8_t* bits, const I* v) {
-        // The packs work in 128-bit halves: afterwards every word holds four lanes of one vector.
-        const I words =
+        const I bytes =
             _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
-        const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-        const int mask = _mm256_movemask_epi8(_mm256_permutevar8x32_epi32(words, order));
+        const I order = _mm256_setr_epi8(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15, 0, 4,
+                                         1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15);
+        const int mask = _mm256_movemask_epi8(_mm256_shuffle_epi8(bytes, order));
         __builtin_memcpy(bits, &mask, sizeof(mask));
     }
-    static void store_masks(uint8_t* bits, const M* mask) { store_signs(bits, mask); }
+    // Stores the bits v > border of four such vectors, and adds what those elements lack to the
+    // border to `sum`.
+    static void store_larger(uint8_t* bits, I border, const I* v, I& sum) {
+        I lacking[4];
+        for (int i = 0; i < 4; ++i) {
+            lacking[i] = sub(border, v[i]);
+            sum = add(sum, min(lacking[i], _mm256_setzero_si256()));
+        }
+        store_signs(bits, lacking);
+    }
+    // The sum of the elements of which store_larger() stored bits.
+    static uint32_t sum_of_larger(I sum, int32_t border, int num_larger) {
+        return static_cast<uint32_t>(num_larger * border) - Vec::sum(sum);
+    }
     static M is_negative(I v) { return _mm256_srai_epi32(v, 31); }
     static I negate_where(M m, I v) { return sub(xor_(v, m), m); }
     static I add_where(M m, I a, I b) { return add(a, and_(m, b)); }
@@ -279,6 +311,13 @@ struct Vec {
         return _mm256_add_epi64(_mm256_add_epi64(sum, _mm256_mul_epi32(v, v)),
                                 _mm256_mul_epi32(odd, odd));
     }
+    static float sum(F v) {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+    // x in the first lane, 0 in the others.
+    static I set_first(int32_t x) { return _mm256_zextsi128_si256(_mm_cvtsi32_si128(x)); }
     static uint32_t sum(I v) {
         __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
         s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));

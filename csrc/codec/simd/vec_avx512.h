@@ -229,10 +229,22 @@ struct Vec {
         const auto word = static_cast<uint16_t>(mask);
         __builtin_memcpy(bits, &word, sizeof(word));
     }
-    // The bits of so many masks, or signs, are stored at once.
-    static constexpr int kMaskVectors = 1;
+    // The stages of a transform inside vectors; the coefficients stay in order.
+    static constexpr int kLaneVectors = 1;
+    static constexpr int kExchanged = 0;  // no halves are
+    static void load_halves(const I* from, I* v) { *v = *from; }
+    static void transform_lanes(I* v) {
+        *v = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(*v))));
+    }
     static void store_signs(uint8_t* bits, const I* v) { store_mask(bits, is_negative(*v)); }
-    static void store_masks(uint8_t* bits, const M* mask) { store_mask(bits, *mask); }
+    // Stores the bits v > border, and adds those elements to `sum`.
+    static void store_larger(uint8_t* bits, I border, const I* v, I& sum) {
+        const M mask = less(border, *v);
+        sum = add_where(mask, sum, *v);
+        store_mask(bits, mask);
+    }
+    // The sum of the elements of which store_larger() stored bits.
+    static uint32_t sum_of_larger(I sum, int32_t, int) { return Vec::sum(sum); }
     static M is_negative(I v) { return _mm512_movepi32_mask(v); }
     static I negate_where(M m, I v) { return _mm512_mask_sub_epi32(v, m, set(0), v); }
     static I add_where(M m, I a, I b) { return _mm512_mask_add_epi32(a, m, a, b); }
@@ -242,6 +254,9 @@ struct Vec {
         return _mm512_add_epi64(_mm512_add_epi64(sum, _mm512_mul_epi32(v, v)),
                                 _mm512_mul_epi32(odd, odd));
     }
+    static float sum(F v) { return _mm512_reduce_add_ps(v); }
+    // x in the first lane, 0 in the others.
+    static I set_first(int32_t x) { return _mm512_zextsi128_si512(_mm_cvtsi32_si128(x)); }
     static uint32_t sum(I v) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(v)); }
 
   private:
