@@ -38,7 +38,7 @@ def test_each_turn_of_the_phases_is_compared_with_itself() -> None:
                 now += slowness * seconds
                 rows.append((now, slowness * seconds, 0.02 if phase == "one slow" else 0.0))
             now = spans[-1].end + 1.0
-    found = steps.results_of(common.Report("test", quiet=True), spans, rows, 1.0)
+    found = steps.results_of(common.Report("test", quiet=True), spans, rows, 1.5)
     ratios = [found["phases"][phase]["p99_over_alone"] for phase in steps.PHASES]
     assert ratios == pytest.approx([1.0, 1.0, 1.05, 1.3, 1.0])
     assert [sentence.split(":")[0] for sentence in found["missed"]] == ["one stopped", "one slow"]
