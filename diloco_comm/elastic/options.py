@@ -66,7 +66,8 @@ class Elastic:
             to the registry.
         round_log_bytes: Most bytes of host memory for the payloads of the latest rounds, from which
             a replica that joins brings its copy of the state forward; default: 8 for each
-            parameter. 0: replicas copy the state while the others wait.
+            parameter, and at least two rounds of two replicas. 0: replicas copy the state while the
+            others wait.
         checkpoint: A ``state_dict()`` of an earlier process of this run. A replica that joins takes
             the outer state from the checkpoint, and copies only what the group has done since.
             Where a run begins it is not used: there, call ``load_state_dict``.

@@ -88,7 +88,8 @@ class RoundLog:
     The training thread writes; one other thread may read at the same time.
 
     Args:
-        max_bytes: Of payloads. The oldest rounds give way to new ones.
+        max_bytes: Of payloads. The oldest rounds of a fragment give way to its new ones. After a
+            round that is larger than this by itself, the log is empty.
     """
 
     def __init__(self, max_bytes: int) -> None:

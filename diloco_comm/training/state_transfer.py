@@ -17,6 +17,7 @@ from ..elastic.options import Elastic
 from ..elastic.transfer.donor import Donor
 from ..elastic.transfer.keys import KeyPair, Place
 from ..elastic.transfer.newcomer import Newcomer
+from ..ops.wire import Layout
 from ..rounds.checkpoint.load import restore_outer
 from ..rounds.checkpoint.save import set_numbers
 from ..rounds.round_log import RoundLog, state_tensors
@@ -32,6 +33,18 @@ _TURN_S = 0.05
 _REPORT_S = 1.0
 # Seconds without any progress after which a newcomer asks to be let in all the same.
 _PATIENCE_S = 30.0
+
+
+def default_log_bytes(parts: Sequence[SyncedFragment]) -> int:
+    """Return the default size of the log: ``_LOG_BYTES``, and two rounds of two replicas at least.
+
+    A round of two replicas has both payloads; an eighth is for what layouts pad.
+    """
+    round_bytes = sum(
+        2 * Layout.plan(part.num_elements, 2, 1, part.wire).payload_bytes for part in parts
+    )
+    num_elements = sum(part.num_elements for part in parts)
+    return max(_LOG_BYTES * num_elements, 2 * round_bytes + round_bytes // 4)
 
 
 class StateTransfer:
@@ -56,8 +69,7 @@ class StateTransfer:
         if elastic.checkpoint is not None:
             self._load_saved = restore_outer(parts, elastic.checkpoint, layout)
         limit = elastic.round_log_bytes
-        num_elements = sum(part.num_elements for part in parts)
-        self.log = RoundLog(_LOG_BYTES * num_elements if limit is None else limit)
+        self.log = RoundLog(default_log_bytes(parts) if limit is None else limit)
         self.is_pulling = True
         self.caught_up_bytes = 0
         self._driver: Driver | None = None

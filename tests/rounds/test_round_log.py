@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from problems import attach, train_step
-from torch import Tensor
+from torch import Tensor, nn
 from workers import Pool
 
-from diloco_comm import Streaming
+from diloco_comm import DiLoCo, Streaming
 from diloco_comm.rounds.round_log import RoundLog
+from diloco_comm.training.state_transfer import default_log_bytes
 
 NUM_ROUNDS, NUM_KEPT = 9, 3
 
@@ -67,3 +68,22 @@ def test_logged_payloads_stay_as_they_are(
     pool = workers(world)
     hashes = pool.run(train, True, options) + pool.run(train, False, options)
     assert len(set(hashes)) == 1
+
+
+def fill(rank: int, world: int, wire: str) -> list[int]:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, sync_every=2, wire=wire) as diloco:
+        diloco._rounds.log = log = RoundLog(default_log_bytes(diloco.parts))
+        for _ in range(12):
+            model(torch.randn(2, 64)).sum().backward()
+            optimizer.step()
+        return [entry.number for entry in log.rounds()]
+
+
+@pytest.mark.parametrize(("wire", "kept"), [("fp32", [4, 5]), ("int8", [3, 4, 5])])
+def test_the_default_keeps_two_rounds_of_two_replicas(
+    workers: Callable[..., Pool], wire: str, kept: list[int]
+) -> None:
+    assert workers(2).run(fill, wire) == [kept, kept]
