@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 PERIOD_S = 0.5
 # Seconds without a beat after which a replica whose connection broke is not waited for.
 _UNHEARD_AFTER_S = 2.0
+# The same for a replica whose host says that the process does not listen.
+_REFUSED_AFTER_S = 1.0
 
 
 @dataclass
@@ -206,6 +208,7 @@ class Elastic:
             self.min_replicas,
             suspect_after=max(2, round(self.suspect_after / PERIOD_S)),
             unheard_after=round(_UNHEARD_AFTER_S / PERIOD_S),
+            refused_after=round(_REFUSED_AFTER_S / PERIOD_S),
             founding_wait=round(self.founding_wait / PERIOD_S),
             is_durable=registry.is_durable,
             allows_rollback=self.rollback,

@@ -262,19 +262,23 @@ class DiLoCo(Saved):
             self._refuse_if_closed()
             self._elastic.take_step(self, take_step)
 
-    def _take_step(self, *, is_skipped: bool) -> None:
+    def _take_step(self, *, is_skipped: bool = False, is_again: bool = False) -> None:
         """Count an inner step, and exchange what is due.
 
         The local parameters of a part that is due are subtracted from the outer ones, encoded and
         sent. A mean that is due goes through the outer optimizer, into outer and local parameters.
+
+        Args:
+            is_again: The step is counted already, and what was due has not been exchanged.
         """
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self._rounds.uninterruptible.has_begun = is_done = False
         self.exchange.tell_of_lost_store()
-        self.inner_step += 1
+        self.inner_step += not is_again
         try:
-            self._skipped.observe(is_skipped=is_skipped)
+            if not is_again:
+                self._skipped.observe(is_skipped=is_skipped)
             due = self._plan.sent_at(self.inner_step)
             written = self._plan.written_at(self.inner_step, self._saved_writes)
             with self._recorder.deferred_callbacks(), self._all_workers(written, is_idle=not due):
@@ -284,7 +288,8 @@ class DiLoCo(Saved):
                 self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
         except BaseException as error:
-            self._take_step_back(error, is_done)
+            if not is_again:
+                self._take_step_back(error, is_done)
             raise
 
     def _take_step_back(self, error: BaseException, is_done: bool) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..base.errors import SyncError
 from ..elastic.core.events import Form
 from ..elastic.options import Elastic
+from ..elastic.views import View
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
@@ -48,6 +49,8 @@ class Trained(Protocol):
     _saved_writes: dict[int, set[int]]
 
     def _change_group(self, members: tuple[int, ...], store: dist.Store) -> None: ...
+
+    def _take_step(self, *, is_again: bool) -> None: ...
 
     def _flush(self) -> None: ...
 
@@ -103,7 +106,7 @@ class ElasticTraining:
             if self.transfer is not None:
                 self.transfer.close()
             raise
-        self._may_be_boundary = self._is_flushing = self._must_flush = False
+        self._may_be_boundary = self._is_flushing = self._must_flush = self._must_resend = False
         # Part and number of the round that broke off.
         self._failed: list[tuple[SyncedPart, int]] = []
         # All steps are taken and shared.
@@ -152,7 +155,7 @@ class ElasticTraining:
         if self.transfer is not None and isinstance(diloco._rounds, StepTimed):
             diloco._rounds.log = self.transfer.log
         if form.role == "join":
-            self._ask_for_flush(diloco)
+            self._ask_what_broke_off(diloco, view)
             self.leasing.change(diloco.exchange, diloco._rounds.parts, view.number)
 
     def refuse_to_load(self) -> None:
@@ -167,6 +170,8 @@ class ElasticTraining:
     def take_step(self, diloco: Trained, take_step: Callable[[], None]) -> None:
         """Go to the next view if the present one has ended, then take an inner step."""
         rounds = diloco._rounds
+        # After an interrupt, what was to be sent again is still to be sent.
+        self._resend(diloco)
         if self._may_be_boundary and self.group.is_boundary(rounds):
             self._go_on(diloco, None)
         elif self.group.before_step(rounds, diloco.inner_step):
@@ -177,15 +182,19 @@ class ElasticTraining:
         takes_part = plan.sent_at(step) or plan.written_at(step, diloco._saved_writes)
         # All workers of a replica look at the same steps, whatever becomes of a step.
         self._may_be_boundary = bool(takes_part)
+        self._unless_broken(diloco, take_step)
+        self._end_after_last_step(diloco)
+
+    def _unless_broken(self, diloco: Trained, call: Callable[[], None]) -> None:
+        """Call a function that waits for the others; where the view breaks, go to the next."""
         began = time.monotonic()
         try:
             with self.group.waiting():
-                take_step()
+                call()
         except SyncError as error:
             if not is_about_group(error):
                 raise
             self._go_on(diloco, error, began)
-        self._end_after_last_step(diloco)
 
     def _end_after_last_step(self, diloco: Trained) -> None:
         """Let newcomers in a last time and share what is left, if all steps are taken."""
@@ -203,14 +212,9 @@ class ElasticTraining:
 
     def flush(self, diloco: Trained, flush: Callable[[], None]) -> None:
         """Flush; in the next view again, where the present one ends before all is shared."""
-        self._is_flushing, began = True, time.monotonic()
+        self._is_flushing = True
         try:
-            with self.group.waiting():
-                flush()
-        except SyncError as error:
-            if not is_about_group(error):
-                raise
-            self._go_on(diloco, error, began)
+            self._unless_broken(diloco, flush)
         finally:
             self._is_flushing = False
 
@@ -221,6 +225,7 @@ class ElasticTraining:
             self._failed = [(part, error.round) for part in parts]
         self.group.go_on(partial(self._change, diloco), error, began)
         self._flush_with_others(diloco)
+        self._resend(diloco)
 
     def _change(
         self, diloco: Trained, members: tuple[int, ...], store: dist.Store, form: Form
@@ -244,20 +249,38 @@ class ElasticTraining:
         self.group.meter.discarded(len({(part.index, n) for part, n in sent if n >= part.round}))
         self._failed = []
         self.group.copied_bytes = diloco._agreement.copied_bytes
-        self._ask_for_flush(diloco)
+        self._ask_what_broke_off(diloco, form.view)
         self.leasing.change(diloco.exchange, diloco._rounds.parts, form.view.number)
 
-    def _ask_for_flush(self, diloco: Trained) -> None:
-        """Find out whether a flush broke off before all was shared; every member asks.
+    def _ask_what_broke_off(self, diloco: Trained, view: View) -> None:
+        """Find out whether a flush, or a send at this step, is to be repeated; every member asks.
 
         A member that has ended its flush before the view broke takes part in it again.
         """
-        own = [self._is_flushing, diloco._rounds.has_unsent(diloco.inner_step)]
+        step = diloco.inner_step
+        own = [self._is_flushing, diloco._rounds.has_unsent(step), _unsent_at(diloco, step)]
         with self.leasing.all_workers():
             views = gather_json(diloco.exchange, own)
-        is_flushing, has_unsent = (any(values) for values in zip(*views, strict=True))
-        self._must_flush = is_flushing and has_unsent
-        self._others_flush = is_flushing
+        flushing, unsent, due = zip(*views, strict=True)
+        self._others_flush = any(flushing)
+        self._must_flush = any(flushing) and any(unsent)
+        # A newcomer has nothing to send, and takes part from its first whole round on.
+        is_alike = all(parts == due[0] for parts in due)
+        self._must_resend = bool(due[0]) and is_alike and not (any(flushing) or view.joined)
+
+    def _resend(self, diloco: Trained) -> None:
+        """Exchange what was due when the last view broke, without another round of training."""
+        while self._must_resend and not self.group.is_done:
+            self._unless_broken(diloco, partial(self._send_again, diloco))
+
+    def _send_again(self, diloco: Trained) -> None:
+        self._may_be_boundary, self._must_resend = True, False
+        try:
+            diloco._take_step(is_again=True)
+        except KeyboardInterrupt:
+            # Before anything was sent: then the next step does it.
+            self._must_resend = not diloco._rounds.uninterruptible.has_begun
+            raise
 
     def _flush_with_others(self, diloco: Trained) -> None:
         while self._must_flush and not self.group.is_done:
@@ -267,6 +290,15 @@ class ElasticTraining:
         if self._others_flush and self._has_all_steps(diloco) and not self.group.is_done:
             self._is_finished = True
         self._others_flush = False
+
+
+def _unsent_at(diloco: Trained, inner_step: int) -> list[int]:
+    """Return the parts that were to be sent after this step, and of which no round is left."""
+    if not isinstance(diloco._rounds, StepTimed):
+        # The policies that move the local parameters at each send owe the next one what was lost.
+        return []
+    due = diloco._plan.sent_at(inner_step)
+    return [part.index for part in due if part.last_sent < inner_step and not part.in_flight]
 
 
 class NothingBeside:
