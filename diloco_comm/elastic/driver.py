@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from . import core
 from .beats import FINISHED, GONE, READY, TRAINING, Beat
 from .core import events as ev
+from .detecting import Detector, Refusals
 from .numbers import NumberChoice
-from .refusals import Refusals
 from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
 from .state_folder import StateFolder
 from .views import View, from_bytes
@@ -57,6 +57,7 @@ class Driver:
         say: Called with each action of the core, on the driver's thread.
         chooses_number: The number in ``state`` is a guess: take another if it is taken.
         folder: Of the launcher, in which this process notes its number and may be asked to leave.
+        detector: A further source of which processes have ended.
 
     Attributes:
         state: The core's newest state.
@@ -79,6 +80,7 @@ class Driver:
         say: Callable[[ev.Action], None],
         chooses_number: bool = False,
         folder: StateFolder | None = None,
+        detector: Detector | None = None,
     ) -> None:
         self._registry, self._period_s, self._say = registry, period_s, say
         self.state = state
@@ -99,12 +101,14 @@ class Driver:
         self._abandoned = -1
         self._ended: Ended | None = None
         self._counter = 0
-        self._refusals = Refusals()
+        self._detectors = [Refusals(), *([] if detector is None else [detector])]
         self._has_warned = False
         self._last_poll = self._last_answer = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
 
     def start(self) -> None:
+        for detector in self._detectors:
+            detector.begin(self.state.member.nonce)
         self._thread.start()
         _open.add(self)
 
@@ -195,14 +199,15 @@ class Driver:
             self._end("failed", f"{type(error).__name__}: {error}")
         finally:
             self._say_goodbye()
-            self._refusals.close()
+            for detector in self._detectors:
+                detector.close()
             self._registry.close()
 
     def _take_turn(self) -> bool:
         """Handle one event, or poll; return False when the thread shall end."""
         due = self._last_poll + self._period_s - time.monotonic()
-        is_hasty = self.state.stage not in (READY, TRAINING) or self.state.is_outside
-        is_hasty = is_hasty and not self.is_registry_lost
+        is_waiting = self.state.stage not in (READY, TRAINING) or self.state.is_outside
+        is_hasty = is_waiting and not self.is_registry_lost
         pause = min(due, _HASTE * self._period_s) if is_hasty else due
         try:
             event = self._events.get(timeout=max(0.0, pause))
@@ -243,21 +248,17 @@ class Driver:
         beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
         if self._choice is not None and self._take_free_number(beats, record):
             return
-        self._step(ev.Polled(record, tuple(beats), is_late, self._refused(beats)))
+        self._step(ev.Polled(record, tuple(beats), is_late, self._ended_among(beats)))
         self.beats = beats
         if not is_extra:
             self._break_off_silent_round()
 
-    def _refused(self, beats: Sequence[Beat]) -> tuple[str, ...]:
-        """Return the silent processes that do not listen any more."""
-        silent = {one.key for one in self.state.peers if one.silent_polls and not one.is_refused}
-        return self._refusals.look(
-            {
-                beat.member.nonce: beat.member.address
-                for beat in beats
-                if beat.member.key in silent and beat.stage not in (GONE, FINISHED)
-            }
-        )
+    def _ended_among(self, beats: Sequence[Beat]) -> tuple[str, ...]:
+        """Return the silent processes of which a detector says that they have ended."""
+        silent = {one.key for one in self.state.peers if one.silent_polls and not one.is_ended}
+        living = [beat.member for beat in beats if beat.stage not in (GONE, FINISHED)]
+        addresses = {one.nonce: one.address for one in living if one.key in silent}
+        return tuple(nonce for one in self._detectors for nonce in one.look(addresses))
 
     def _leave_if_asked(self) -> None:
         is_asked = self._folder is not None and self._folder.is_asked_to_leave

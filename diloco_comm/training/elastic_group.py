@@ -53,7 +53,7 @@ class ElasticGroup:
         view: In which this replica trains; None before the first.
         is_done: This replica has left the group.
         meter: Takes the times of this replica.
-        copied_bytes: Of outer state that newcomers of the view were given while all waited.
+        copied_bytes: Of state that newcomers of the view were given while all waited.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class ElasticGroup:
             say=self._say,
             chooses_number=elastic.replica is None,
             folder=folder,
+            detector=elastic.detector,
         )
         if self._transfer is not None:
             self._transfer.attach(self._driver, self._emit)

@@ -95,7 +95,8 @@ class ElasticTraining:
     ) -> None:
         shown = {"model": plan.description, "settings": _alike(settings), "of": plan.num_fragments}
         shown["total_steps"] = elastic.total_steps
-        self._total_steps = elastic.total_steps
+        shown["inner_state"] = elastic.inner_state
+        self._total_steps, self._gives_inner_state = elastic.total_steps, elastic.inner_state
         self.leasing = Leasing(workers)
         self.transfer = _transfer(elastic, plan, settings, workers)
         # Nobody waits longer than that for a replica, whatever is cut.
@@ -150,7 +151,8 @@ class ElasticTraining:
         if form.role == "broadcast" and self.transfer is not None:
             self.transfer.forget()
         more = {"init": form.role, "source_rank": source_rank, "admission": group}
-        begin({**arguments, **places, **more, "beside": beside})
+        more |= {"beside": beside, "inner_state": self._gives_inner_state}
+        begin({**arguments, **places, **more})
         group.copied_bytes = diloco._agreement.copied_bytes
         if self.transfer is not None and isinstance(diloco._rounds, StepTimed):
             diloco._rounds.log = self.transfer.log

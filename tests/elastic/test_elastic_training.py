@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from elastic_replicas import SUSPECT_AFTER_S, Fault, Run, check_one_line, live
 from elastic_replicas import registry as registry
-from fault_replicas import connect
+from fault_replicas import Setup, connect, hash_of
+from fault_simulation import Simulation
 from registries import Host
 from workers import Pool
 
 from diloco_comm import CO2, Blocking, Delayed, Eager, Streaming
+from diloco_comm.ops.digests import digest_of
 
 POLICIES: dict[str, dict[str, Any]] = {
     "blocking": {"overlap": Blocking()},
@@ -69,6 +71,39 @@ def test_the_host_of_the_store_dies(
     run = Run(3, 40, faults=(Fault(0, 20, "kill", stage),))
     ends = run_all(fresh_workers, registry, run, 3, {0})
     assert ends[1].members == (1, 2)
+
+
+def test_those_who_are_left_finish_the_round_that_broke_off(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """All bits are as if the one that dies had never been: its first round is theirs."""
+    run = Run(3, 24, faults=(Fault(2, 7, "kill", "vote"),), options={"sync_every": 8})
+    ends = run_all(fresh_workers, registry, run, 3, {2})
+    assert [view.inner_step for view in ends[0].views] == [0, 8]
+    assert ends[0].num_applied == ends[1].num_applied == 3
+    simulation = Simulation(Setup(wire="int8", sync_every=8), (0, 1))
+    simulation.run((0, 1), 1, 24)
+    for number in (0, 1):
+        assert ends[number].outer == f"{digest_of(simulation.outer):016x}"
+        assert ends[number].local == hash_of(list(simulation.replicas[number][0].parameters()))
+
+
+def test_a_death_is_found_out_between_two_rounds(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """No exchange is under way: the host of the dead process says that nobody listens there."""
+    run = Run(
+        3,
+        1000,
+        faults=(Fault(2, 20, "kill now"),),
+        options={"sync_every": 1000},
+        membership={"suspect_after": 600.0},
+        pace_s=0.02,
+        pace_while=2,
+    )
+    ends = run_all(fresh_workers, registry, run, 3, {2})
+    assert ends[0].views[-1].left == (2,) and ends[0].views[-1].inner_step < run.last_step
+    assert ends[0].num_applied == 1
 
 
 def test_a_replica_leaves_at_a_boundary(fresh_workers: Callable[..., Pool], registry: Host) -> None:

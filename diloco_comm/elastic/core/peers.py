@@ -35,17 +35,14 @@ def _look(peer: Peer | None, key: Key, counter: int, polled: Polled, limit: int)
         return Peer(key, counter, 0, True)
     # Where this process stood still, a counter that did not rise says nothing.
     silent = peer.silent_polls + (not polled.is_late)
-    is_refused = peer.is_refused or key[1] in polled.refused
-    return Peer(key, peer.counter, min(silent, limit), peer.is_heard, is_refused)
+    is_ended = peer.is_ended or key[1] in polled.ended
+    return Peer(key, peer.counter, min(silent, limit), peer.is_heard, is_ended)
 
 
 def is_dead(peer: Peer, state: State) -> bool:
-    """Whether a process beats no more, and its host says that the process does not listen.
-
-    A process listens as long as it lives, also while it stands still.
-    """
-    limit = state.settings.refused_after
-    return peer.is_refused and 0 < limit <= peer.silent_polls
+    """Whether a process beats no more, and a detector says that it has ended."""
+    limit = state.settings.ended_after
+    return peer.is_ended and 0 < limit <= peer.silent_polls
 
 
 def newly_suspected(state: State, peers: tuple[Peer, ...]) -> tuple[int, ...]:

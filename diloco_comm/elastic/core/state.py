@@ -22,7 +22,7 @@ class Settings:
         min_replicas: Fewer do not train.
         suspect_after: Polls in which a peer's counter must stand still for it to be suspected.
         unheard_after: The same for a peer whose connection broke; 0: no difference.
-        refused_after: The same for a peer that does not listen any more; 0: no difference.
+        ended_after: The same for a peer that has ended, as a detector says; 0: no difference.
         founding_wait: Polls for which the founders wait for more to come.
         is_durable: The registry keeps its record when it ends. If not, a view needs more than half
             of its base, or exactly half with the lowest of them.
@@ -33,7 +33,7 @@ class Settings:
     min_replicas: int = 1
     suspect_after: int = 20
     unheard_after: int = 0
-    refused_after: int = 0
+    ended_after: int = 0
     founding_wait: int = 0
     is_durable: bool = True
     allows_rollback: bool = False
@@ -53,14 +53,14 @@ class Peer:
         counter: Of its last beat; -1 if there is none.
         silent_polls: In which the counter stood still, at most ``suspect_after``.
         is_heard: The counter was seen to rise: an old beat may be that of a dead process.
-        is_refused: Since the counter rose last, its host has said that the process does not listen.
+        is_ended: A detector has said so since the counter rose last.
     """
 
     key: Key
     counter: int
     silent_polls: int = 0
     is_heard: bool = False
-    is_refused: bool = False
+    is_ended: bool = False
 
 
 @dataclass(frozen=True)

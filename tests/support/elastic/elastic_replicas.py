@@ -38,7 +38,7 @@ class Fault:
     Attributes:
         num_members: The replica waits for so many members.
         action: "kill" or "stop", at a stage of the next exchange; "kill in change", at a stage of
-            the next change of the group: "seal", "connect" or "open"; "leave" at once.
+            the next change of the group: "seal", "connect" or "open"; "leave" or "kill now".
         is_donor: The replica waits until it has sent some of its state to a newcomer.
     """
 
@@ -66,6 +66,7 @@ class Run:
         is_sharded: The workers of a replica share its parameters too, by FSDP2.
         pace_s: Seconds for which a replica rests after each inner step.
         pace_until: The replicas rest until this one is a member; -1: always.
+        pace_while: The replicas rest while this one is a member; -1: always.
         membership: Further arguments of ``Elastic``.
         checkpoint: File into which replica 0 saves at inner step ``saved_step``, and from which the
             others that join start; "" for none.
@@ -82,6 +83,7 @@ class Run:
     is_sharded: bool = False
     pace_s: float = PACE_S
     pace_until: int = -1
+    pace_while: int = -1
     membership: dict[str, Any] = field(default_factory=dict)
     checkpoint: str = ""
     saved_step: int = 0
@@ -101,6 +103,8 @@ class End:
     error: str = ""
     progress: list[JoinProgress] = field(default_factory=list)
     caught_up_bytes: int = 0
+    # Of the inner optimizer's state, by number of the view in which it was so.
+    inner: dict[int, str] = field(default_factory=dict)
 
 
 def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run) -> End:
@@ -126,10 +130,12 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
     optimizer = make_optimizer(model)
     views: list[ViewChanged] = []
     progress: list[JoinProgress] = []
+    inner: dict[int, str] = {}
 
     def note(happening: Any) -> None:
         if isinstance(happening, ViewChanged):
             views.append(happening)
+            inner[happening.number] = hash_of(inner_tensors(model, optimizer))
         elif isinstance(happening, JoinProgress):
             progress.append(happening)
 
@@ -138,11 +144,10 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         run="test",
         replica=rank,
         min_replicas=run.min_replicas,
-        suspect_after=SUSPECT_AFTER_S,
         founding_wait=2.0,
         quorum_wait=25,
         on_event=note,
-        **run.membership,
+        **{"suspect_after": SUSPECT_AFTER_S, **run.membership},
         checkpoint=torch.load(run.checkpoint) if run.checkpoint and rank >= run.founders else None,
     )
     diloco = DiLoCo(
@@ -176,9 +181,15 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         error,
         progress,
         0 if transfer_of(diloco) is None else transfer_of(diloco).caught_up_bytes,
+        inner,
     )
     diloco.close()
     return end
+
+
+def inner_tensors(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = [optimizer.state.get(param, {}) for param in model.parameters()]
+    return [local_part(value) for state in states for value in state.values()]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -201,7 +212,8 @@ def train_to_the_end(
                 if diloco.inner_step >= step:
                     signs.set(f"start {joiner}", "now")
         train(model, optimizer, replica, diloco.inner_step + 1)
-        if run.pace_until in diloco.members:
+        is_gone = run.pace_while >= 0 and run.pace_while not in diloco.members
+        if is_gone or run.pace_until in diloco.members:
             pace_s = 0.0
         time.sleep(pace_s)
     diloco.flush()
@@ -216,6 +228,8 @@ def transfer_of(diloco: DiLoCo) -> Any:
 def act(diloco: DiLoCo, fault: Fault) -> None:
     if fault.action == "leave":
         diloco.leave()
+    elif fault.action == "kill now":
+        os.kill(os.getpid(), signal.SIGKILL)
     elif fault.action == "kill in change":
         die_in_change(fault.stage)
     else:

@@ -1,4 +1,8 @@
-"""Ask the host of a silent process whether the process still listens."""
+"""Which silent processes have ended: further signs beside beats, which may be wrong.
+
+A sign lets the others go on without a process after a second without its beats. Without a sign they
+wait for the whole ``suspect_after``.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,31 @@ import select
 import socket
 import time
 from collections.abc import Mapping
+from typing import Protocol
 from urllib.parse import urlsplit
 
 # Seconds for which a host may take to answer; one that is cut off never does.
 _ANSWER_S = 2.0
+
+
+class Detector(Protocol):
+    """What the driver asks at each of its polls, on its thread: no method may wait for anything."""
+
+    def begin(self, nonce: str) -> None:
+        """Say to others, from now on, that the process of this name lives."""
+        ...
+
+    def look(self, silent: Mapping[str, str]) -> tuple[str, ...]:
+        """Return which of the silent processes have ended.
+
+        Args:
+            silent: The address of the store that each of them hosts, ``tcp://host:port``, by nonce.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all that this detector does; idempotent."""
+        ...
 
 
 class Refusals:
@@ -25,16 +50,14 @@ class Refusals:
     def __init__(self) -> None:
         self._attempts: dict[str, tuple[socket.socket, float]] = {}
 
-    def look(self, addresses: Mapping[str, str]) -> tuple[str, ...]:
-        """Return which processes are refused; begin or go on asking about each of the others.
+    def begin(self, nonce: str) -> None:
+        """Do nothing: this process listens already."""
 
-        Args:
-            addresses: ``tcp://host:port`` of each silent process, by nonce. Those that are not
-                named here any more are forgotten.
-        """
-        for nonce in self._attempts.keys() - addresses.keys():
+    def look(self, silent: Mapping[str, str]) -> tuple[str, ...]:
+        """Return which processes are refused; begin or go on asking about each of the others."""
+        for nonce in self._attempts.keys() - silent.keys():
             self._end(nonce)
-        return tuple(nonce for nonce, address in addresses.items() if self._ask(nonce, address))
+        return tuple(nonce for nonce, address in silent.items() if self._ask(nonce, address))
 
     def close(self) -> None:
         """End all attempts; idempotent."""
