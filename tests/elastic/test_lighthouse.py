@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,23 +16,45 @@ from registries import Host
 from diloco_comm import DiLoCo, Elastic
 from diloco_comm.elastic.lighthouse import LighthouseDetector
 
-coordination = pytest.importorskip(
+pytest.importorskip(
     "torchft.coordination", reason="torchft 0.2.0 is not installed: pip install torchft==0.2.0"
 )
 PATIENCE_S = 60.0
 
 
+SERVER = """
+import time
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(
+    bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, quorum_tick_ms=10,
+    heartbeat_timeout_ms=3000,
+)
+print(server.address().rsplit(":", 1)[1], flush=True)
+time.sleep(600)
+"""
+
+
+class Lighthouse:
+    """A lighthouse in a process of its own."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-c", SERVER]
+        self._process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, text=True, env=os.environ | {"RUST_LOG": "error"}
+        )
+        assert self._process.stdout is not None
+        self.address = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 @pytest.fixture
-def lighthouse() -> Iterator[Any]:
-    server = coordination.LighthouseServer(
-        bind="127.0.0.1:0",
-        min_replicas=1,
-        join_timeout_ms=60_000,
-        quorum_tick_ms=10,
-        heartbeat_timeout_ms=3000,
-    )
-    yield server
-    server.shutdown()
+def lighthouse() -> Iterator[Lighthouse]:
+    one = Lighthouse()
+    yield one
+    one.kill()
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -40,8 +64,8 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_who_sends_no_heartbeats_has_ended(lighthouse: Any) -> None:
-    all_of = {name: LighthouseDetector(lighthouse.address()) for name in "abc"}
+def test_who_sends_no_heartbeats_has_ended(lighthouse: Lighthouse) -> None:
+    all_of = {name: LighthouseDetector(lighthouse.address) for name in "abc"}
     silent = dict.fromkeys("abc", "")
     for name, one in all_of.items():
         one.begin(name)
@@ -56,15 +80,15 @@ def test_who_sends_no_heartbeats_has_ended(lighthouse: Any) -> None:
             one.close()
 
 
-def test_without_an_answer_there_is_no_sign(lighthouse: Any) -> None:
-    one, other = (LighthouseDetector(lighthouse.address()) for _ in range(2))
+def test_without_an_answer_there_is_no_sign(lighthouse: Lighthouse) -> None:
+    one, other = (LighthouseDetector(lighthouse.address) for _ in range(2))
     one.begin("a")
     other.begin("b")
     try:
         until(lambda: one._seen == {"a", "b"})
         other.close()
         until(lambda: one.look({"b": ""}) == ("b",))
-        lighthouse.shutdown()
+        lighthouse.kill()
         until(lambda: one.look({"b": ""}) == ())
     finally:
         one.close()
@@ -72,10 +96,12 @@ def test_without_an_answer_there_is_no_sign(lighthouse: Any) -> None:
         one.begin("c")
 
 
-def test_a_replica_tells_the_lighthouse_that_it_lives(lighthouse: Any, tmp_path: Path) -> None:
+def test_a_replica_tells_the_lighthouse_that_it_lives(
+    lighthouse: Lighthouse, tmp_path: Path
+) -> None:
     registry = Host(journal=tmp_path / "journal")
-    detector = LighthouseDetector(lighthouse.address())
-    watcher = LighthouseDetector(lighthouse.address())
+    detector = LighthouseDetector(lighthouse.address)
+    watcher = LighthouseDetector(lighthouse.address)
     watcher.begin("watcher")
     try:
         membership = Elastic(registry.address, founding_wait=0.0, detector=detector)
