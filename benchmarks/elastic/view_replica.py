@@ -41,6 +41,7 @@ class Formed:
 
     Attributes:
         seconds: From the end of the last view to the beginning of this one, here.
+        cpu_s: Of processor time that this process has taken, all its threads together.
         num_keys: In the store that this process hosts for meetings, before it forgets old views.
     """
 
@@ -48,6 +49,7 @@ class Formed:
     view: int
     members: tuple[int, ...]
     seconds: float
+    cpu_s: float
     num_keys: int
 
 
@@ -59,8 +61,9 @@ def meet_again_and_again(pipe: Connection, place: Place, settings: ViewSettings)
     def tell(happening: Happening) -> None:
         if isinstance(happening, ViewChanged):
             who = happening.number, happening.members
+            seconds = happening.seconds, time.process_time()
             num_keys = 0 if diloco is None else keys_of(diloco)
-            pipe.send(Formed(time.monotonic(), *who, happening.seconds, num_keys))
+            pipe.send(Formed(time.monotonic(), *who, *seconds, num_keys))
 
     diloco: DiLoCo | None = None
     diloco = DiLoCo(

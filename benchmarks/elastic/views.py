@@ -56,6 +56,12 @@ class Views:
                 views[one.view] = max(views.get(one.view, 0.0), one.seconds)
         return list(views.values())
 
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of all members together for one view, with its round."""
+        spent = [own[-1].cpu_s - own[0].cpu_s for own in self.formed.values() if len(own) > 1]
+        return sum(spent) / max(1, len(self.seconds))
+
 
 def run(settings: ViewSettings, folder: Path) -> Views:
     """Let a crew form views until every member has formed as many as it should."""
@@ -120,6 +126,7 @@ def results_of(views: Views, rss_mib: float) -> dict[str, Any]:
         "median_s": statistics.median(seconds) if seconds else None,
         "p95_s": common.percentile(seconds, 95) if seconds else None,
         "longest_s": seconds[-1] if seconds else None,
+        "cpu_s_a_view": views.cpu_s,
         "keys": [one.num_keys for one in views.formed[0]][-1:],
         "first_sample": vars(own[0]) if own else None,
         "last_sample": vars(own[-1]) if own else None,

@@ -22,7 +22,7 @@ def test_nothing_is_left_of_many_views(tmp_path: Path) -> None:
 
 
 def formed(number: int, num_keys: int = 20, members: tuple[int, ...] = (0, 1)) -> Formed:
-    return Formed(0.0, number, members, 0.1, num_keys)
+    return Formed(0.0, number, members, 0.1, 0.01 * number, num_keys)
 
 
 def test_what_is_wrong_is_named() -> None:

@@ -147,7 +147,8 @@ def test_no_two_replicas_take_the_same_sample(
     assert first.inner_step == joined.inner_step == LAST_STEP
     assert first.outer == joined.outer
     mine, theirs = set(first.samples), set(joined.samples)
-    assert len(mine) == len(first.samples) == BATCH * LAST_STEP
+    # The death ends the view between two steps, and who was ahead there takes these steps again.
+    assert len(mine) == len(first.samples) >= BATCH * LAST_STEP
     assert len(theirs) == len(joined.samples) and not mine & theirs
     # The lost replica's last samples, which it never shared, are given out again.
     lines = (tmp_path / "samples-1").read_text().splitlines()
