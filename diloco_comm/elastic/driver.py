@@ -13,12 +13,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from . import core
 from .beats import FINISHED, GONE, READY, TRAINING, Beat
 from .core import events as ev
 from .detecting import Detector, Refusals
+from .exits import Ended
 from .numbers import NumberChoice
 from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
 from .state_folder import StateFolder
@@ -28,23 +29,14 @@ logger = logging.getLogger(__name__)
 
 # A poll that comes this many periods after the last one says nothing about other processes.
 _LATE = 3.0
-# Part of a period between two looks while the training thread waits for others.
+# Part of a period between two looks of a process that waits to be let in.
 _HASTE = 0.2
+# Seconds between two looks while a change is under way, and the same as a part of its time so far:
+# a change takes tenths of a second, but one that waits for a replica may take many.
+_LOOK_S, _PATIENCE = 0.03, 0.1
 
 
 _open: weakref.WeakSet[Driver] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Why the driver takes no further part.
-
-    Attributes:
-        kind: "fenced", "refused", "drained" or "failed".
-    """
-
-    kind: str
-    reason: str
 
 
 class Driver:
@@ -103,7 +95,7 @@ class Driver:
         self._counter = 0
         self._detectors = [Refusals(), *([] if detector is None else [detector])]
         self._has_warned = False
-        self._last_poll = self._last_answer = time.monotonic()
+        self._last_poll = self._last_answer = self._stage_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
 
     def start(self) -> None:
@@ -206,9 +198,7 @@ class Driver:
     def _take_turn(self) -> bool:
         """Handle one event, or poll; return False when the thread shall end."""
         due = self._last_poll + self._period_s - time.monotonic()
-        is_waiting = self.state.stage not in (READY, TRAINING) or self.state.is_outside
-        is_hasty = is_waiting and not self.is_registry_lost
-        pause = min(due, _HASTE * self._period_s) if is_hasty else due
+        pause = min(due, self._pause())
         try:
             event = self._events.get(timeout=max(0.0, pause))
         except queue.Empty:
@@ -221,6 +211,14 @@ class Driver:
         # The others shall learn of it at once.
         self._poll(is_extra=True)
         return True
+
+    def _pause(self) -> float:
+        """Return the seconds until the next look, which may be one between two that measure."""
+        if self.is_registry_lost:
+            return self._period_s
+        if self.state.stage not in (READY, TRAINING):
+            return max(_LOOK_S, _PATIENCE * (time.monotonic() - self._stage_since))
+        return _HASTE * self._period_s if self.state.is_outside else self._period_s
 
     def _poll(self, *, is_extra: bool) -> None:
         now = time.monotonic()
@@ -301,7 +299,10 @@ class Driver:
             logger.warning("rounds go on, but nobody can come or go: %s", error)
 
     def _step(self, event: ev.Event) -> None:
+        stage = self.state.stage
         self.state, actions = core.step(self.state, event)
+        if self.state.stage != stage:
+            self._stage_since = time.monotonic()
         for action in actions:
             self._say(action)
             self._carry_out(action)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from ..elastic.core import events as ev
 from ..elastic.differences import found_difference
-from ..elastic.driver import Driver, Ended
-from ..elastic.exits import LEFT_STAGE, end_with_status
+from ..elastic.driver import Driver
+from ..elastic.exits import LEFT_STAGE, Ended, end_with_status
 from ..elastic.happenings import Fenced, Suspected, ViewChanged, Waiting
 from ..elastic.hosting import Host, meeting_place
 from ..elastic.options import PERIOD_S, Elastic

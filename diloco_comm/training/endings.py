@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError
-from ..elastic.driver import Ended
+from ..elastic.exits import Ended
 
 # Stages of the errors for which a replica waits in vain, by the kind of its driver's end.
 _STAGES = {"waited": "quorum", "failed": "registry"}

@@ -77,7 +77,7 @@ def test_those_who_are_left_finish_the_round_that_broke_off(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
     """All bits are as if the one that dies had never been: its first round is theirs."""
-    run = Run(3, 24, faults=(Fault(2, 7, "kill", "vote"),), options={"sync_every": 8})
+    run = Run(3, 24, faults=(Fault(2, 7, "kill", "header"),), options={"sync_every": 8})
     ends = run_all(fresh_workers, registry, run, 3, {2})
     assert [view.inner_step for view in ends[0].views] == [0, 8]
     assert ends[0].num_applied == ends[1].num_applied == 3
