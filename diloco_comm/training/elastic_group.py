@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
+from ..base.errors import NonFiniteError, SyncError
 from ..elastic.core import events as ev
 from ..elastic.differences import found_difference
 from ..elastic.driver import Driver
@@ -25,7 +25,7 @@ from ..elastic.views import View
 from ..exchange.waiting import WaitLog
 from ..replica.workers import ReplicaWorkers
 from ..rounds.runner import RoundRunner
-from .endings import error_of, lost_members, without_advice
+from .endings import error_of, is_about_group, lost_members, without_advice
 
 if TYPE_CHECKING:
     from .state_transfer import StateTransfer
@@ -216,7 +216,7 @@ class ElasticGroup:
                 unreported = error
             except SyncError as error:
                 self._failed(form, error)
-                if isinstance(error, ReplicaMismatch):
+                if not is_about_group(error):
                     raise
                 logger.warning("view %d could not begin: %s", form.view.number, error)
                 continue

@@ -143,6 +143,19 @@ def test_a_replica_of_two_workers_dies_and_another_joins(
 
 
 @pytest.mark.slow
+def test_a_worker_dies_in_the_seal(fresh_workers: Callable[..., Pool], registry: Host) -> None:
+    """Its replica has not said how far it is, and is lost as a whole; the others go on."""
+    faults = (
+        Fault(2, 20, "kill", "vote"),
+        Fault(1, 20, "kill in change", "seal", worker=1),
+    )
+    run = Run(3, 40, faults=faults, num_workers=2)
+    ends = run_all(fresh_workers, registry, run, 6, {3, 4, 5})
+    assert ends[0].members == (0,)
+    assert "another worker of this replica is gone" in ends[2].error
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["shard_group", "fsdp2"])
 def test_a_replica_of_two_workers_is_lost_and_regained(
     fresh_workers: Callable[..., Pool], registry: Host, is_sharded: bool

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from diloco_comm import DiLoCo, LeftBehind, Nesterov
+from diloco_comm import DiLoCo, LeftBehind, Nesterov, SyncError
 from diloco_comm.elastic.happenings import JoinProgress, ViewChanged
 from diloco_comm.elastic.options import Elastic
 from diloco_comm.exchange.membership import regroup, sealing
@@ -40,6 +40,7 @@ class Fault:
         action: "kill" or "stop", at a stage of the next exchange; "kill in change", at a stage of
             the next change of the group: "seal", "connect" or "open"; "leave" or "kill now".
         is_donor: The replica waits until it has sent some of its state to a newcomer.
+        worker: The only worker of the replica that does it; -1: all of them.
     """
 
     replica: int
@@ -49,6 +50,10 @@ class Fault:
     num_peers: int = 0
     num_members: int = 0
     is_donor: bool = False
+    worker: int = -1
+
+    def is_of(self, replica: int, worker: int) -> bool:
+        return self.replica == replica and self.worker in (worker, -1)
 
     def is_due(self, diloco: DiLoCo) -> bool:
         if self.is_donor and not transfer_of(diloco).served_bytes:
@@ -166,10 +171,14 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         },
     )
     try:
-        train_to_the_end(diloco, model, optimizer, rank, run, signs)
+        train_to_the_end(diloco, model, optimizer, rank, worker, run, signs)
         error = ""
     except LeftBehind as left:
         error = str(left)
+    except SyncError as lost:
+        if lost.stage != "replica":
+            raise
+        error = str(lost)
     end = End(
         diloco.outer_hash(),
         hash_of([local_part(one) for one in model.parameters()]),
@@ -197,9 +206,15 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def train_to_the_end(
-    diloco: DiLoCo, model: Any, optimizer: Any, replica: int, run: Run, signs: dist.Store
+    diloco: DiLoCo,
+    model: Any,
+    optimizer: Any,
+    replica: int,
+    worker: int,
+    run: Run,
+    signs: dist.Store,
 ) -> None:
-    faults = [fault for fault in run.faults if fault.replica == replica]
+    faults = [fault for fault in run.faults if fault.is_of(replica, worker)]
     pace_s = run.pace_s
     while diloco.inner_step < run.last_step and not diloco.is_done:
         for fault in [one for one in faults if one.is_due(diloco)]:
