@@ -28,8 +28,8 @@ from diloco_comm.tools.demo.chaos.messages import DONE, Ended
 # Seconds in which the next view must have formed, on any machine.
 _PATIENCE_S = 120.0
 _POLL_S = 0.05
-# Views between two looks at a process.
-_LOOK = 5
+# Looks at each process.
+_LOOKS = 200
 
 
 @dataclass
@@ -90,7 +90,8 @@ def _take(views: Views, crew: Crew, replica: Replica, message: Any) -> bool:
     own = views.formed[replica.number]
     own.append(message)
     # In the last view a process may have ended when it is looked at.
-    if len(own) % _LOOK == 0 and message.view < own[0].view + views.settings.num_views:
+    every = max(1, views.settings.num_views // _LOOKS)
+    if len(own) % every == 0 and message.view < own[0].view + views.settings.num_views:
         num_members = len(message.members)
         look = {f"replica {replica.number}": replica.pid}
         if replica.number == 0:

@@ -123,6 +123,10 @@ class Elastic:
         self.founding_wait = not_negative("founding_wait", self.founding_wait)
         flag("rollback", self.rollback)
         flag("inner_state", self.inner_state)
+        if self.detector is not None and not hasattr(self.detector, "look"):
+            raise TypeError(
+                f"detector must be a Detector such as LighthouseDetector, got {self.detector!r}"
+            )
         if self.round_log_bytes is not None:
             self.round_log_bytes = integer("round_log_bytes", self.round_log_bytes, 0)
         if self.join_bandwidth is not None:

@@ -277,7 +277,7 @@ class DiLoCo(Saved):
         self._refuse_if_unfit()
         self._rounds.uninterruptible.has_begun = is_done = False
         self.exchange.tell_of_lost_store()
-        self.inner_step += not is_again
+        self.inner_step += 0 if is_again else 1
         try:
             if not is_again:
                 self._skipped.observe(is_skipped=is_skipped)
