@@ -18,7 +18,7 @@ from dataclasses import replace
 from . import core
 from .beats import FINISHED, GONE, READY, TRAINING, Beat
 from .core import events as ev
-from .detecting import Detector, Refusals
+from .detecting import AGAIN_S, Detector, Signs
 from .exits import Ended
 from .numbers import NumberChoice
 from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
@@ -93,14 +93,13 @@ class Driver:
         self._abandoned = -1
         self._ended: Ended | None = None
         self._counter = 0
-        self._detectors = [Refusals(), *([] if detector is None else [detector])]
+        self._signs = Signs(detector)
         self._has_warned = False
         self._last_poll = self._last_answer = self._stage_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
 
     def start(self) -> None:
-        for detector in self._detectors:
-            detector.begin(self.state.member.nonce)
+        self._signs.begin(self.state.member.nonce)
         self._thread.start()
         _open.add(self)
 
@@ -191,8 +190,7 @@ class Driver:
             self._end("failed", f"{type(error).__name__}: {error}")
         finally:
             self._say_goodbye()
-            for detector in self._detectors:
-                detector.close()
+            self._signs.close()
             self._registry.close()
 
     def _take_turn(self) -> bool:
@@ -218,6 +216,8 @@ class Driver:
             return self._period_s
         if self.state.stage not in (READY, TRAINING):
             return max(_LOOK_S, _PATIENCE * (time.monotonic() - self._stage_since))
+        if self._signs.is_in_doubt:
+            return AGAIN_S
         return _HASTE * self._period_s if self.state.is_outside else self._period_s
 
     def _poll(self, *, is_extra: bool) -> None:
@@ -246,17 +246,12 @@ class Driver:
         beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
         if self._choice is not None and self._take_free_number(beats, record):
             return
-        self._step(ev.Polled(record, tuple(beats), is_late, self._ended_among(beats)))
+        self._step(
+            ev.Polled(record, tuple(beats), is_late, self._signs.ended_among(self.state, beats))
+        )
         self.beats = beats
         if not is_extra:
             self._break_off_silent_round()
-
-    def _ended_among(self, beats: Sequence[Beat]) -> tuple[str, ...]:
-        """Return the silent processes of which a detector says that they have ended."""
-        silent = {one.key for one in self.state.peers if one.silent_polls and not one.is_ended}
-        living = [beat.member for beat in beats if beat.stage not in (GONE, FINISHED)]
-        addresses = {one.nonce: one.address for one in living if one.key in silent}
-        return tuple(nonce for one in self._detectors for nonce in one.look(addresses))
 
     def _leave_if_asked(self) -> None:
         is_asked = self._folder is not None and self._folder.is_asked_to_leave

@@ -7,6 +7,7 @@ a lighthouse that starts again counts its quorums from the beginning, and knows 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
@@ -14,7 +15,8 @@ from typing import Any
 
 _PERIOD_S = 0.5
 # A lighthouse that was away answers no quorum that was asked for before; asking again is cheap.
-_ANSWER_S = 5.0
+# And a thread that waits for an answer when the process ends would abort the process.
+_ANSWER_S, _END_S = 2.0, 3.0
 
 
 class LighthouseDetector:
@@ -45,6 +47,7 @@ class LighthouseDetector:
         self.address, self._client_of = address, coordination.LighthouseClient
         self._name = ""
         self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._seen: frozenset[str] = frozenset()
         self._gone: frozenset[str] = frozenset()
 
@@ -60,15 +63,20 @@ class LighthouseDetector:
         # A quorum waits for the slowest replica, and this one must not seem dead meanwhile.
         for ask, name in ((self._beat, "beats"), (self._ask_for_quorum, "quorums")):
             words = f"diloco_comm {name}"
-            threading.Thread(target=self._repeat, args=(ask,), daemon=True, name=words).start()
+            thread = threading.Thread(target=self._repeat, args=(ask,), daemon=True, name=words)
+            thread.start()
+            self._threads.append(thread)
 
     def look(self, silent: Mapping[str, str]) -> tuple[str, ...]:
         """Return which of these processes the newest quorum has lost."""
         return tuple(self._gone & silent.keys())
 
     def close(self) -> None:
-        """Send no more heartbeats; idempotent."""
+        """Send no more heartbeats, and wait 3 seconds at most for the last answers; idempotent."""
         self._stop.set()
+        until = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _repeat(self, ask: Any) -> None:
         client = None
@@ -76,10 +84,14 @@ class LighthouseDetector:
             try:
                 if client is None:
                     client = self._client_of(self.address, timedelta(seconds=_ANSWER_S))
+                if self._stop.is_set():
+                    return
                 ask(client)
             except Exception:
-                # The lighthouse is away, or was for a while: its silence is no sign.
-                client, self._gone = None, frozenset()
+                client = None
+                if ask == self._beat:
+                    # The lighthouse is away: its silence is no sign.
+                    self._gone = frozenset()
             self._stop.wait(_PERIOD_S)
 
     def _beat(self, client: Any) -> None:

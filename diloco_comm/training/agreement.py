@@ -14,7 +14,7 @@ from ..replica.workers import ReplicaWorkers
 from ..rounds import joining
 from ..rounds.agreement import handshake, history
 from ..rounds.checkpoint.save import Scope
-from ..rounds.runner import Weight
+from ..rounds.weighing import Weight
 from .inner_state import InnerStates
 from .planning import Plan
 

@@ -105,21 +105,23 @@ class ElasticGroup:
                 folder=folder,
                 is_pulling=self._transfer is not None,
             )
+            driver = Driver(
+                registry,
+                state,
+                period_s=PERIOD_S,
+                say=self._say,
+                chooses_number=elastic.replica is None,
+                folder=folder,
+                detector=elastic.detector,
+            )
+            if self._transfer is not None:
+                self._transfer.attach(driver, self._emit)
+            driver.start()
         except BaseException:
             registry.close()
+            self._host = None
             raise
-        self._driver = Driver(
-            registry,
-            state,
-            period_s=PERIOD_S,
-            say=self._say,
-            chooses_number=elastic.replica is None,
-            folder=folder,
-            detector=elastic.detector,
-        )
-        if self._transfer is not None:
-            self._transfer.attach(self._driver, self._emit)
-        self._driver.start()
+        self._driver = driver
 
     @property
     def _speaks(self) -> bool:

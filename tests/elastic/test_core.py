@@ -77,7 +77,7 @@ def test_a_member_that_has_ended_is_left_out_before_it_is_suspected() -> None:
     actions = process.poll(mates[0], silent=silent, ended=("n2",))
     assert Break(4) in actions and Suspect((2,)) in actions
     process.tell(Broke(4))
-    assert proposal(process.poll(beat(1, BROKEN, one), silent=silent)).ids == (0, 1)
+    assert proposal(process.poll(beat(1, BROKEN, one), silent=silent, ended=("n2",))).ids == (0, 1)
 
 
 def test_a_beat_proves_a_detector_wrong() -> None:
@@ -90,6 +90,19 @@ def test_a_beat_proves_a_detector_wrong() -> None:
     assert process.poll(mate) == []
     assert not process.state.peers[0].is_ended
     assert process.polls(2, silent=(replace(mate, counter=6),)) == []
+
+
+def test_a_detector_takes_its_sign_back() -> None:
+    one = view(0, 1, 2)
+    process = Process(replace_settings(training(0, one), suspect_after=20, ended_after=2))
+    mates = beat(1, TRAINING, one), beat(2, TRAINING, one)
+    process.poll(*mates)
+    silent = (replace(mates[1], counter=2),)
+    assert Break(4) in process.polls(2, mates[0], silent=silent, ended=("n2",))
+    process.tell(Broke(4))
+    # The process that was taken for dead is waited for again.
+    after = process.polls(2, beat(1, BROKEN, one), silent=silent)
+    assert not [one for one in after if isinstance(one, Swap)]
 
 
 def test_a_late_poll_tells_nothing_of_one_that_has_ended() -> None:

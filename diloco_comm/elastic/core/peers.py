@@ -35,8 +35,7 @@ def _look(peer: Peer | None, key: Key, counter: int, polled: Polled, limit: int)
         return Peer(key, counter, 0, True)
     # Where this process stood still, a counter that did not rise says nothing.
     silent = peer.silent_polls + (not polled.is_late)
-    is_ended = peer.is_ended or key[1] in polled.ended
-    return Peer(key, peer.counter, min(silent, limit), peer.is_heard, is_ended)
+    return Peer(key, peer.counter, min(silent, limit), peer.is_heard, key[1] in polled.ended)
 
 
 def is_dead(peer: Peer, state: State) -> bool:

@@ -53,7 +53,7 @@ class Peer:
         counter: Of its last beat; -1 if there is none.
         silent_polls: In which the counter stood still, at most ``suspect_after``.
         is_heard: The counter was seen to rise: an old beat may be that of a dead process.
-        is_ended: A detector has said so since the counter rose last.
+        is_ended: A detector said so at the last poll, in which the counter stood still.
     """
 
     key: Key
