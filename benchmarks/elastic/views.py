@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic.checks import Resources, check_flat, resources
+from benchmarks.elastic.checks import Resources, are_enough, check_flat, resources
 from benchmarks.elastic.view_replica import Formed, ViewSettings, meet_again_and_again
 from benchmarks.support import common
 from diloco_comm.tools.common.ranks import WITH_OPTIMIZER
@@ -113,7 +113,10 @@ def violations(views: Views, rss_mib: float) -> list[str]:
         later = [one.num_keys for one in own[len(own) // 3 :]]
         if later and max(later) > 2 * later[0]:
             wrong.append(f"keys of replica {number}'s store grew from {later[0]} to {max(later)}")
-    for name, samples in views.samples.items():
+    for name in [*(f"replica {number}" for number in views.formed), "the registry"]:
+        samples = views.samples.get(name, [])
+        if not (views.failures or are_enough(samples)):
+            wrong.append(f"{len(samples)} looks at {name} are too few: form more views")
         wrong += check_flat(name, samples, rss_mib)
     return wrong
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -86,6 +87,67 @@ def test_those_who_are_left_finish_the_round_that_broke_off(
     for number in (0, 1):
         assert ends[number].outer == f"{digest_of(simulation.outer):016x}"
         assert ends[number].local == hash_of(list(simulation.replicas[number][0].parameters()))
+
+
+def test_what_is_sent_again_has_the_same_weight(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """A function that has given its tokens away has none left for the same inner step."""
+    faults = (Fault(2, 7, "kill", "header"), Fault(1, 15, "kill", "header"))
+    run = Run(3, 24, faults=faults, options={"sync_every": 8}, has_tokens=True)
+    ends = run_all(fresh_workers, registry, run, 3, {1, 2})
+    assert [view.inner_step for view in ends[0].views] == [0, 8, 16]
+    assert ends[0].weights == [8.0, 8.0, 8.0]
+
+
+def test_a_round_without_any_weight_is_sent_twice_at_most(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """All replicas send again with the same weights, which fails again; training goes on."""
+    run = Run(2, 8, options={"weight": no_weight_at_first})
+    ends = run_all(fresh_workers, registry, run, 2)
+    assert [view.inner_step for view in ends[0].views] == [0, 4, 4]
+    assert ends[0].weights == ends[1].weights == [1.0]
+
+
+WEIGHTS = itertools.chain([0.0], itertools.repeat(1.0))
+
+
+def no_weight_at_first() -> float:
+    return next(WEIGHTS)
+
+
+def test_a_part_whose_round_counts_is_not_sent_again(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """Two parts are due at a step, and the last that one replica does is its vote for the first."""
+    options = {"sync_every": 8, "fragments": 2, "offsets": [8, 8]}
+    run = Run(3, 24, faults=(Fault(2, 7, "kill between parts"),), options=options)
+    ends = run_all(fresh_workers, registry, run, 3, {2})
+    assert [view.inner_step for view in ends[0].views] == [0, 8]
+    assert ends[0].applied == ends[1].applied == {0: 3, 1: 3}
+    simulation = Simulation(Setup(wire="int8", fragments=2, sync_every=8), (0, 1, 2))
+    for step in range(1, 25):
+        living = (0, 1, 2) if step <= 8 else (0, 1)
+        for number in living:
+            simulation.train(number)
+        if step % 8 == 0:
+            simulation.sync(0, living)
+            simulation.sync(1, (0, 1))
+    for number in (0, 1):
+        assert ends[number].outer == f"{digest_of(simulation.outer):016x}"
+        assert ends[number].local == hash_of(list(simulation.replicas[number][0].parameters()))
+
+
+def test_a_round_that_breaks_off_at_one_worker_of_each_replica(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """The other workers have applied theirs: none of them may wait for another to send again."""
+    run = Run(3, 40, faults=(Fault(2, 20, "kill", "vote", worker=1),), num_workers=2)
+    ends = run_all(fresh_workers, registry, run, 6, {5})
+    assert ends[0].members == ends[1].members == (0, 1)
+    assert ends[0].inner_step == ends[3].inner_step == 40
+    assert "another worker of this replica is gone" in ends[4].error
 
 
 def test_a_death_is_found_out_between_two_rounds(
