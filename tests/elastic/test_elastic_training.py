@@ -139,6 +139,7 @@ def test_a_part_whose_round_counts_is_not_sent_again(
         assert ends[number].local == hash_of(list(simulation.replicas[number][0].parameters()))
 
 
+@pytest.mark.slow
 def test_a_round_that_breaks_off_at_one_worker_of_each_replica(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
