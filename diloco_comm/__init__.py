@@ -31,12 +31,18 @@ from .training.diloco import DiLoCo
 from .training.presets import co2, eager_diloco, fedavg, local_sgd, streaming_diloco
 
 if TYPE_CHECKING:
+    from .elastic.lighthouse import LighthouseDetector
     from .elastic.options import Elastic
     from .training.sampler import ElasticSampler
 
 # What only few programs need.
 __getattr__ = lazy_names(
-    __name__, {"Elastic": ".elastic.options", "ElasticSampler": ".training.sampler"}
+    __name__,
+    {
+        "Elastic": ".elastic.options",
+        "ElasticSampler": ".training.sampler",
+        "LighthouseDetector": ".elastic.lighthouse",
+    },
 )
 
 __version__ = "0.1.0"
@@ -54,6 +60,7 @@ __all__ = [
     "FromTorch",
     "HeavyBall",
     "LeftBehind",
+    "LighthouseDetector",
     "Nesterov",
     "NonFiniteError",
     "OuterOptimizer",

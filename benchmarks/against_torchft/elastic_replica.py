@@ -229,6 +229,8 @@ def main() -> int:
     windows = validation_windows(corpus.validation, 256, config.context)
     model = ByteTransformer(config, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), INNER_LR, betas=(0.9, 0.95), fused=True)
+    # The first pass allocates memory and starts threads: no other replica shall wait for that.
+    byte_loss(model, *batches.next()).backward()
     note("begins", parameters=sum(parameter.numel() for parameter in model.parameters()))
     side: Side = {"torchft": Theirs, "diloco": Ours}[place.side](model, optimizer, place, note)
     stop = Path(place.log).with_name("stop")

@@ -193,6 +193,11 @@ def resources(pid: int, num_members: int) -> Resources:
     return Resources(num_members, num_files, int(status["Threads"]), round(rss_mib, 1))
 
 
+def are_enough(samples: Sequence[Resources]) -> bool:
+    """Whether ``check_flat`` can see growth in samples that all have as many members."""
+    return (len(samples) - len(samples) // 3) // 4 >= _LEAST_SAMPLES
+
+
 def check_flat(name: str, samples: Sequence[Resources], rss_mib: float) -> list[str]:
     """I7: descriptors, threads and memory do not grow, at equal numbers of members.
 

@@ -13,11 +13,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from . import core
 from .beats import FINISHED, GONE, READY, TRAINING, Beat
 from .core import events as ev
+from .detecting import AGAIN_S, Detector, Signs
+from .exits import Ended
 from .numbers import NumberChoice
 from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
 from .state_folder import StateFolder
@@ -27,23 +29,14 @@ logger = logging.getLogger(__name__)
 
 # A poll that comes this many periods after the last one says nothing about other processes.
 _LATE = 3.0
-# Part of a period between two looks while the training thread waits for others.
+# Part of a period between two looks of a process that waits to be let in.
 _HASTE = 0.2
+# Seconds between two looks while a change is under way, and the same as a part of its time so far:
+# a change takes tenths of a second, but one that waits for a replica may take many.
+_LOOK_S, _PATIENCE = 0.03, 0.1
 
 
 _open: weakref.WeakSet[Driver] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Why the driver takes no further part.
-
-    Attributes:
-        kind: "fenced", "refused", "drained" or "failed".
-    """
-
-    kind: str
-    reason: str
 
 
 class Driver:
@@ -56,6 +49,7 @@ class Driver:
         say: Called with each action of the core, on the driver's thread.
         chooses_number: The number in ``state`` is a guess: take another if it is taken.
         folder: Of the launcher, in which this process notes its number and may be asked to leave.
+        detector: A further source of which processes have ended.
 
     Attributes:
         state: The core's newest state.
@@ -78,6 +72,7 @@ class Driver:
         say: Callable[[ev.Action], None],
         chooses_number: bool = False,
         folder: StateFolder | None = None,
+        detector: Detector | None = None,
     ) -> None:
         self._registry, self._period_s, self._say = registry, period_s, say
         self.state = state
@@ -98,11 +93,13 @@ class Driver:
         self._abandoned = -1
         self._ended: Ended | None = None
         self._counter = 0
+        self._signs = Signs(detector)
         self._has_warned = False
-        self._last_poll = self._last_answer = time.monotonic()
+        self._last_poll = self._last_answer = self._stage_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
 
     def start(self) -> None:
+        self._signs.begin(self.state.member.nonce)
         self._thread.start()
         _open.add(self)
 
@@ -193,13 +190,13 @@ class Driver:
             self._end("failed", f"{type(error).__name__}: {error}")
         finally:
             self._say_goodbye()
+            self._signs.close()
             self._registry.close()
 
     def _take_turn(self) -> bool:
         """Handle one event, or poll; return False when the thread shall end."""
         due = self._last_poll + self._period_s - time.monotonic()
-        is_hasty = self.state.stage not in (READY, TRAINING) and not self.is_registry_lost
-        pause = min(due, _HASTE * self._period_s) if is_hasty else due
+        pause = min(due, self._pause())
         try:
             event = self._events.get(timeout=max(0.0, pause))
         except queue.Empty:
@@ -212,6 +209,16 @@ class Driver:
         # The others shall learn of it at once.
         self._poll(is_extra=True)
         return True
+
+    def _pause(self) -> float:
+        """Return the seconds until the next look, which may be one between two that measure."""
+        if self.is_registry_lost:
+            return self._period_s
+        if self.state.stage not in (READY, TRAINING):
+            return max(_LOOK_S, _PATIENCE * (time.monotonic() - self._stage_since))
+        if self._signs.is_in_doubt:
+            return AGAIN_S
+        return _HASTE * self._period_s if self.state.is_outside else self._period_s
 
     def _poll(self, *, is_extra: bool) -> None:
         now = time.monotonic()
@@ -239,7 +246,9 @@ class Driver:
         beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
         if self._choice is not None and self._take_free_number(beats, record):
             return
-        self._step(ev.Polled(record, tuple(beats), is_late))
+        self._step(
+            ev.Polled(record, tuple(beats), is_late, self._signs.ended_among(self.state, beats))
+        )
         self.beats = beats
         if not is_extra:
             self._break_off_silent_round()
@@ -285,7 +294,10 @@ class Driver:
             logger.warning("rounds go on, but nobody can come or go: %s", error)
 
     def _step(self, event: ev.Event) -> None:
+        stage = self.state.stage
         self.state, actions = core.step(self.state, event)
+        if self.state.stage != stage:
+            self._stage_since = time.monotonic()
         for action in actions:
             self._say(action)
             self._carry_out(action)

@@ -1,8 +1,9 @@
-"""The exit status by which a process tells its launcher why its training has ended."""
+"""Why the training of a process has ended, and the exit status that tells its launcher."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from types import TracebackType
 
 from ..base.errors import LeftBehind, ReplicaMismatch, SyncError
@@ -21,6 +22,18 @@ LEFT = 143
 # Stages of a SyncError for which waiting was in vain.
 _WAITED = ("quorum", "registry")
 LEFT_STAGE = "left"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why the driver takes no further part.
+
+    Attributes:
+        kind: "fenced", "refused", "drained" or "failed".
+    """
+
+    kind: str
+    reason: str
 
 
 def status_of(error: BaseException) -> int | None:

@@ -15,7 +15,7 @@ class ViewChanged:
         reason: One sentence.
         seconds: For which this replica did not train because of the change.
         inner_step: From which all members go on.
-        copied_bytes: Of outer state that newcomers were given while all members waited.
+        copied_bytes: Of state that newcomers were given while all members waited.
     """
 
     number: int

@@ -35,6 +35,11 @@ class Host:
         """Show what must be equal on all replicas, for a process that is refused."""
         self._store.set(_SETTINGS, settings)
 
+    @property
+    def num_keys(self) -> int:
+        """Keys that the store holds now."""
+        return len(self._store.list_keys())
+
     def forget_before(self, number: int) -> None:
         """Delete the keys of the views before this number."""
         for key in self._store.list_keys():

@@ -16,6 +16,7 @@ from ..base.checks import flag, integer, not_negative, timeout_seconds
 from ..base.errors import SyncError
 from ..exchange.waiting import WaitLog
 from . import core
+from .detecting import Detector
 from .exits import LEFT_STAGE
 from .hosting import own_interface
 from .registry import connect
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 PERIOD_S = 0.5
 # Seconds without a beat after which a replica whose connection broke is not waited for.
 _UNHEARD_AFTER_S = 2.0
+# The same for a replica of which a detector says that its process has ended.
+_ENDED_AFTER_S = 1.0
 
 
 @dataclass
@@ -73,6 +76,12 @@ class Elastic:
             Where a run begins it is not used: there, call ``load_state_dict``.
         join_bandwidth: Most bytes a second that this replica asks for while it joins; None: no
             limit.
+        inner_state: A replica that joins is given the state of the inner optimizer (the moments of
+            AdamW) of the lowest replica that trains, byte for byte, at the boundary where it joins;
+            all replicas wait while it travels. Equal on all replicas. Default: it begins afresh.
+        detector: A further source of which processes have ended, see ``LighthouseDetector``; of one
+            DiLoCo. Beside it, each replica asks the host of a silent process whether the process
+            still listens.
         key, insecure: Of the connection to the registry; see ``registry.connect``.
         on_event: Called with each ``Happening``: ``ViewChanged`` and ``JoinProgress`` on the thread
             that trains or constructs DiLoCo, the others on the one that beats. Must return soon,
@@ -95,6 +104,8 @@ class Elastic:
     round_log_bytes: int | None = None
     checkpoint: Mapping[str, Any] | None = None
     join_bandwidth: float | None = None
+    inner_state: bool = False
+    detector: Detector | None = None
     key: str | Path | None = None
     insecure: bool | None = None
     on_event: Callable[[Happening], None] | None = None
@@ -112,6 +123,11 @@ class Elastic:
             self.replica = integer("replica", self.replica, 0)
         self.founding_wait = not_negative("founding_wait", self.founding_wait)
         flag("rollback", self.rollback)
+        flag("inner_state", self.inner_state)
+        if self.detector is not None and not hasattr(self.detector, "look"):
+            raise TypeError(
+                f"detector must be a Detector such as LighthouseDetector, got {self.detector!r}"
+            )
         if self.round_log_bytes is not None:
             self.round_log_bytes = integer("round_log_bytes", self.round_log_bytes, 0)
         if self.join_bandwidth is not None:
@@ -207,6 +223,7 @@ class Elastic:
             self.min_replicas,
             suspect_after=max(2, round(self.suspect_after / PERIOD_S)),
             unheard_after=round(_UNHEARD_AFTER_S / PERIOD_S),
+            ended_after=round(_ENDED_AFTER_S / PERIOD_S),
             founding_wait=round(self.founding_wait / PERIOD_S),
             is_durable=registry.is_durable,
             allows_rollback=self.rollback,

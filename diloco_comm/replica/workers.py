@@ -21,6 +21,9 @@ from .messages import WorkerMessages
 if TYPE_CHECKING:
     from .fragments import Fragment
 
+# Stage of the error of a worker whose replica has lost another worker.
+WORKMATE_STAGE = "replica"
+
 
 class ReplicaWorkers:
     """The workers of one replica, as a process group.
@@ -63,8 +66,13 @@ class ReplicaWorkers:
                     )
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every worker's value, in the order of the workers."""
-        return self._control.gather(value)
+        """Return every worker's value, in the order of the workers.
+
+        Raises:
+            SyncError: If another worker is gone.
+        """
+        with self._while_all_live():
+            return self._control.gather(value)
 
     def counted(self, params: Sequence[Tensor]) -> list[bool]:
         """Say for each parameter whether no worker before this one holds the same elements."""
@@ -74,11 +82,13 @@ class ReplicaWorkers:
 
     def least(self, number: int) -> int:
         """Return the least of all workers' numbers; a collective call."""
-        return -self._control.largest(-number)
+        with self._while_all_live():
+            return -self._control.largest(-number)
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """Say for each flag whether any worker has set the flag; a collective call."""
-        return self._control.any(flags)
+        with self._while_all_live():
+            return self._control.any(flags)
 
     # --------------------------------------------------------------------------- failures
 
@@ -128,13 +138,22 @@ class ReplicaWorkers:
         report = self._control.broadcast(_report(failure), worker)
         return None if own == severity else _error_of(worker, *report)
 
+    @contextmanager
+    def _while_all_live(self) -> Iterator[None]:
+        try:
+            yield
+        except SyncError:
+            raise
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
     def _gone(self, error: RuntimeError) -> SyncError:
         # The text of gloo without the source line before it and the advice after it.
         text = re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).split(". ")[0].split("\n")[0]
         return SyncError(
             "another worker of this replica is gone, and the replica cannot go on without it: "
             f"{text or type(error).__name__}",
-            stage="replica",
+            stage=WORKMATE_STAGE,
         )
 
 

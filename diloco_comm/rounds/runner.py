@@ -10,11 +10,10 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..base import checks
 from ..base.errors import NonFiniteError, SyncError
 from ..base.interrupts import Uninterruptible
 from ..base.trace import exchanged, span
@@ -33,9 +32,7 @@ from .metrics import Recorder
 from .norms import SharedNorms
 from .records import Records
 from .synced import Measure, SyncedPart
-
-# This replica's weight, or the function that returns it at each step that sends.
-Weight = float | Callable[[], float]
+from .weighing import Weighing, Weight
 
 
 class RoundRunner(ABC):
@@ -51,6 +48,7 @@ class RoundRunner(ABC):
     Attributes:
         announces_change: What is sent says that a change of the group is due.
         is_change_due: A round was applied of which a replica has said so.
+        voted_down: The inner step of the last round that was voted down, by the part's index.
         uninterruptible: Guards sections that Ctrl-C must not split. Entered while waiting for the
             replica's workers, never while waiting for other replicas.
     """
@@ -73,13 +71,14 @@ class RoundRunner(ABC):
         self.parts = parts
         self.settings = settings
         self.layout = layout
-        self.weight = weight
+        self._weighing = Weighing(weight, exchange)
         self.norms = norms
         self.impl = impl
         self._norms = SharedNorms(workers, parts, settings.overlap, sent=norms)
         self._records = Records(recorder, exchange)
         self._streaks = Streaks(settings)
         self._resets = Resets(exchange, parts, settings, impl, workers=workers, on_reset=on_reset)
+        self.voted_down: dict[int, int] = {}
         self.announces_change = self.is_change_due = False
         self.uninterruptible = Uninterruptible()
 
@@ -124,26 +123,13 @@ class RoundRunner(ABC):
 
     # ------------------------------------------------------------------------------- sending
 
-    def _offered_weight(self) -> tuple[float, Exception | None]:
-        """Return the weight to send with; NaN and the error if ``weight`` raises or is none.
-
-        With NaN the round fails at once on all replicas; without a send they would wait in vain.
-        """
-        try:
-            weight = self.weight() if callable(self.weight) else self.weight
-            return checks.not_negative("weight", weight), None
-        except Exception as error:
-            if self.exchange.size == 1:
-                raise
-            return math.nan, error
-
     def send(
         self, part: SyncedPart, inner_step: int, num_skipped: int, weight: float, kind: Kind
     ) -> RoundInFlight:
         """Encode a part and hand it to the engine; returns while it travels.
 
         Args:
-            weight: This replica's, see ``_offered_weight``; the others as in ``exchange_parts``.
+            weight: This replica's, see ``Weighing``; the others as in ``exchange_parts``.
 
         Raises:
             SyncError: The group died before.
@@ -307,6 +293,8 @@ class RoundRunner(ABC):
         self, part: SyncedPart, flight: RoundInFlight, inner_step: int, error: SyncError
     ) -> None:
         """Raise for a round that no replica applies, or record that it was skipped."""
+        if isinstance(error, NonFiniteError):
+            self.voted_down[part.index] = flight.sent_step
         if not isinstance(error, NonFiniteError) or self.settings.on_nonfinite == "raise":
             raise error
         self._records.skipped(part, flight, inner_step, error)
@@ -386,6 +374,7 @@ class RoundRunner(ABC):
         """Wait for what is in flight and forget it, and what is owed."""
         with contextlib.suppress(SyncError):
             self.settle_verdicts(-1)
+        self._weighing.forget()
         for part in self.parts:
             for flight in part.in_flight:
                 self._wait(part, flight)

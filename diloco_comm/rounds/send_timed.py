@@ -45,7 +45,7 @@ class SendTimed(RoundRunner):
         """
         if not parts:
             return
-        weight, first = self._offered_weight()
+        weight, first = self._weighing.offered(inner_step)
         due = [part.in_flight[0] if self._is_due(part) else None for part in parts]
         results = [
             None if flight is None else self._wait(part, flight)

@@ -59,7 +59,7 @@ class StepTimed(RoundRunner):
         self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind
     ) -> Exception | None:
         """Send the parts, as many as can be; return the first failure."""
-        weight, first = self._offered_weight() if parts else (0.0, None)
+        weight, first = self._weighing.offered(inner_step) if parts else (0.0, None)
         sent: list[tuple[SyncedPart, RoundInFlight]] = []
         with self.uninterruptible():
             try:

@@ -14,7 +14,8 @@ from ..replica.workers import ReplicaWorkers
 from ..rounds import joining
 from ..rounds.agreement import handshake, history
 from ..rounds.checkpoint.save import Scope
-from ..rounds.runner import Weight
+from ..rounds.weighing import Weight
+from .inner_state import InnerStates
 from .planning import Plan
 
 
@@ -44,7 +45,8 @@ class Agreement:
     Attributes:
         is_state_shared: All replicas have the same outer parameters after the same rounds.
         beside: See ``joining.share``; None where newcomers copy the state in ``share_state``.
-        copied_bytes: Of outer state that the newcomers of this group were given.
+        inner: Gives newcomers the state of the inner optimizers; None where they begin afresh.
+        copied_bytes: Of outer and inner state that the newcomers of this group were given.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Agreement:
         self._weight = None if callable(weight) else float(weight)
         self._impl = impl
         self.beside: joining.CopyBeside | None = None
+        self.inner: InnerStates | None = None
         self.copied_bytes = 0
         self.is_state_shared = settings.overlap.is_shared
 
@@ -130,6 +133,9 @@ class Agreement:
         parts = self._plan.parts
         shared = joining.share(exchange, parts, inner_step, outer, self._impl, beside)
         self.copied_bytes = shared.copied_bytes
+        if self.inner is not None:
+            self.inner.share(exchange)
+            self.copied_bytes += self.inner.copied_bytes
         if not shared.is_equal:
             self.refuse_different_state()
         return shared.inner_step

@@ -12,7 +12,7 @@ from torch import nn
 from ..base import env
 from ..base.checks import choice, flag, not_negative, timeout_seconds
 from ..methods.settings import Config, Settings, merge
-from ..rounds.runner import Weight
+from ..rounds.weighing import Weight
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -25,10 +25,11 @@ from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement import handshake
 from ..rounds.agreement.resets import OnReset, check_on_reset
 from ..rounds.metrics import Recorder
-from ..rounds.runner import Weight
+from ..rounds.weighing import Weight
 from .agreement import Agreement, meet_workers
 from .arguments import check_arguments, seconds_of, settings_among, weight_of
 from .connecting import connect, make_runner, shard_group_of, workers_of
+from .inner_state import InnerStates
 from .planning import Plan, make_plan
 from .saved import Saved
 
@@ -72,8 +73,9 @@ class DiLoCo(Saved):
         align_tensors: Let no block hold elements of two tensors (default: no), so that the noise
             of a rotated wire does not reach one tensor from another.
         weight: This replica's weight in the mean, a number or a callable (tokens of the round),
-            called once in each step that sends, whatever the number of fragments. When it raises,
-            that comes out of the step, and the round fails on the other replicas too.
+            called once in each step that sends, whatever the number of fragments; what is sent
+            again at this step has the same weight. When it raises, that comes out of the step,
+            and the round fails on the other replicas too.
         init: "broadcast" (weights of the lowest replica), "check" (raise if they differ) or
             "join" (take over the state of replicas that train already; see ``change_group``).
         impl: Force an implementation of the operators.
@@ -210,7 +212,8 @@ class DiLoCo(Saved):
         rounds = make_runner(exchange, plan, settings, recorder, workers, impl, **measures)
         super().__init__(model, optimizers, settings, plan, exchange, rounds, recorder, workers)
         self._agreement = Agreement(exchange, plan, settings, measures["weight"], impl)
-        self._agreement.beside = arguments.get("beside")
+        self._agreement.beside, is_given = arguments.get("beside"), arguments.get("inner_state")
+        self._agreement.inner = InnerStates(optimizers) if is_given else None
         try:
             with self._all_workers(self.parts):
                 init, source = arguments["init"], arguments.get("source_rank", 0)
@@ -262,20 +265,26 @@ class DiLoCo(Saved):
             self._refuse_if_closed()
             self._elastic.take_step(self, take_step)
 
-    def _take_step(self, *, is_skipped: bool) -> None:
+    def _take_step(self, *, is_skipped: bool = False, again: Collection[int] | None = None) -> None:
         """Count an inner step, and exchange what is due.
 
         The local parameters of a part that is due are subtracted from the outer ones, encoded and
         sent. A mean that is due goes through the outer optimizer, into outer and local parameters.
+
+        Args:
+            again: The step is counted already, and the exchange of these parts broke off.
         """
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self._rounds.uninterruptible.has_begun = is_done = False
         self.exchange.tell_of_lost_store()
-        self.inner_step += 1
+        self.inner_step += again is None
         try:
-            self._skipped.observe(is_skipped=is_skipped)
+            if again is None:
+                self._skipped.observe(is_skipped=is_skipped)
             due = self._plan.sent_at(self.inner_step)
+            if again is not None:
+                due = [part for part in due if part.index in again]
             written = self._plan.written_at(self.inner_step, self._saved_writes)
             with self._recorder.deferred_callbacks(), self._all_workers(written, is_idle=not due):
                 self._refuse_changes(dict.fromkeys([*due, *written]), is_sending=bool(due))
@@ -284,7 +293,8 @@ class DiLoCo(Saved):
                 self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
         except BaseException as error:
-            self._take_step_back(error, is_done)
+            if again is None:
+                self._take_step_back(error, is_done)
             raise
 
     def _take_step_back(self, error: BaseException, is_done: bool) -> None:

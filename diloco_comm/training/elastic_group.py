@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
+from ..base.errors import NonFiniteError, SyncError
 from ..elastic.core import events as ev
 from ..elastic.differences import found_difference
-from ..elastic.driver import Driver, Ended
-from ..elastic.exits import LEFT_STAGE, end_with_status
+from ..elastic.driver import Driver
+from ..elastic.exits import LEFT_STAGE, Ended, end_with_status
 from ..elastic.happenings import Fenced, Suspected, ViewChanged, Waiting
 from ..elastic.hosting import Host, meeting_place
 from ..elastic.options import PERIOD_S, Elastic
@@ -25,7 +25,7 @@ from ..elastic.views import View
 from ..exchange.waiting import WaitLog
 from ..replica.workers import ReplicaWorkers
 from ..rounds.runner import RoundRunner
-from .endings import error_of, lost_members, without_advice
+from .endings import error_of, is_about_group, lost_members, without_advice
 
 if TYPE_CHECKING:
     from .state_transfer import StateTransfer
@@ -53,7 +53,7 @@ class ElasticGroup:
         view: In which this replica trains; None before the first.
         is_done: This replica has left the group.
         meter: Takes the times of this replica.
-        copied_bytes: Of outer state that newcomers of the view were given while all waited.
+        copied_bytes: Of state that newcomers of the view were given while all waited.
     """
 
     def __init__(
@@ -105,20 +105,23 @@ class ElasticGroup:
                 folder=folder,
                 is_pulling=self._transfer is not None,
             )
+            driver = Driver(
+                registry,
+                state,
+                period_s=PERIOD_S,
+                say=self._say,
+                chooses_number=elastic.replica is None,
+                folder=folder,
+                detector=elastic.detector,
+            )
+            if self._transfer is not None:
+                self._transfer.attach(driver, self._emit)
+            driver.start()
         except BaseException:
             registry.close()
+            self._host = None
             raise
-        self._driver = Driver(
-            registry,
-            state,
-            period_s=PERIOD_S,
-            say=self._say,
-            chooses_number=elastic.replica is None,
-            folder=folder,
-        )
-        if self._transfer is not None:
-            self._transfer.attach(self._driver, self._emit)
-        self._driver.start()
+        self._driver = driver
 
     @property
     def _speaks(self) -> bool:
@@ -215,7 +218,7 @@ class ElasticGroup:
                 unreported = error
             except SyncError as error:
                 self._failed(form, error)
-                if isinstance(error, ReplicaMismatch):
+                if not is_about_group(error):
                     raise
                 logger.warning("view %d could not begin: %s", form.view.number, error)
                 continue

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError
-from ..elastic.driver import Ended
+from ..elastic.exits import Ended
+from ..replica.workers import WORKMATE_STAGE
 
 # Stages of the errors for which a replica waits in vain, by the kind of its driver's end.
 _STAGES = {"waited": "quorum", "failed": "registry"}
@@ -20,8 +21,9 @@ def error_of(end: Ended) -> SyncError:
 
 
 def is_about_group(error: SyncError) -> bool:
-    """Whether other members can go on after this error."""
-    return not isinstance(error, ReplicaMismatch | NonFiniteError)
+    """Whether this replica can go on with other members after this error."""
+    is_own = isinstance(error, ReplicaMismatch | NonFiniteError) or error.stage == WORKMATE_STAGE
+    return not is_own
 
 
 def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..methods.outer import SGD, HeavyBall, Nesterov
 from ..methods.overlap import CO2, Eager, Streaming
-from ..rounds.runner import Weight
+from ..rounds.weighing import Weight
 from .diloco import DiLoCo
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -6,7 +6,7 @@ This module is imported only where a membership is given.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..base.errors import SyncError
 from ..elastic.core.events import Form
 from ..elastic.options import Elastic
+from ..elastic.views import View
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
@@ -34,6 +35,8 @@ from .planning import Plan
 if TYPE_CHECKING:
     from .state_transfer import StateTransfer
 
+# So often a repeated flush may break off again, each time in another view.
+_MOST_REPEATS = 10
 _GIVEN_BY_VIEWS = ("group", "mesh", "store", "replica", "num_replicas", "members")
 
 
@@ -48,6 +51,8 @@ class Trained(Protocol):
     _saved_writes: dict[int, set[int]]
 
     def _change_group(self, members: tuple[int, ...], store: dist.Store) -> None: ...
+
+    def _take_step(self, *, again: Collection[int]) -> None: ...
 
     def _flush(self) -> None: ...
 
@@ -92,7 +97,8 @@ class ElasticTraining:
     ) -> None:
         shown = {"model": plan.description, "settings": _alike(settings), "of": plan.num_fragments}
         shown["total_steps"] = elastic.total_steps
-        self._total_steps = elastic.total_steps
+        shown["inner_state"] = elastic.inner_state
+        self._total_steps, self._gives_inner_state = elastic.total_steps, elastic.inner_state
         self.leasing = Leasing(workers)
         self.transfer = _transfer(elastic, plan, settings, workers)
         # Nobody waits longer than that for a replica, whatever is cut.
@@ -104,8 +110,12 @@ class ElasticTraining:
                 self.transfer.close()
             raise
         self._may_be_boundary = self._is_flushing = self._must_flush = False
+        self._workers = workers
         # Part and number of the round that broke off.
         self._failed: list[tuple[SyncedPart, int]] = []
+        # Parts to be sent again in this view, and the inner step at which some were sent again.
+        self._again: list[int] = []
+        self._again_at = -1
         # All steps are taken and shared.
         self._is_finished = self._others_flush = False
 
@@ -123,7 +133,7 @@ class ElasticTraining:
         """Come to the group, as a founder or a newcomer."""
         try:
             self.group.enter(partial(self._begin, diloco, begin, arguments))
-            self._flush_with_others(diloco)
+            self._repeat(diloco)
             self._end_after_last_step(diloco)
         except BaseException:
             self.group.close(is_finished=False)
@@ -147,12 +157,13 @@ class ElasticTraining:
         if form.role == "broadcast" and self.transfer is not None:
             self.transfer.forget()
         more = {"init": form.role, "source_rank": source_rank, "admission": group}
-        begin({**arguments, **places, **more, "beside": beside})
+        more |= {"beside": beside, "inner_state": self._gives_inner_state}
+        begin({**arguments, **places, **more})
         group.copied_bytes = diloco._agreement.copied_bytes
         if self.transfer is not None and isinstance(diloco._rounds, StepTimed):
             diloco._rounds.log = self.transfer.log
         if form.role == "join":
-            self._ask_for_flush(diloco)
+            self._ask_what_broke_off(diloco, view)
             self.leasing.change(diloco.exchange, diloco._rounds.parts, view.number)
 
     def refuse_to_load(self) -> None:
@@ -167,6 +178,8 @@ class ElasticTraining:
     def take_step(self, diloco: Trained, take_step: Callable[[], None]) -> None:
         """Go to the next view if the present one has ended, then take an inner step."""
         rounds = diloco._rounds
+        # After an interrupt, what was to be sent again is still to be sent.
+        self._repeat(diloco)
         if self._may_be_boundary and self.group.is_boundary(rounds):
             self._go_on(diloco, None)
         elif self.group.before_step(rounds, diloco.inner_step):
@@ -177,15 +190,26 @@ class ElasticTraining:
         takes_part = plan.sent_at(step) or plan.written_at(step, diloco._saved_writes)
         # All workers of a replica look at the same steps, whatever becomes of a step.
         self._may_be_boundary = bool(takes_part)
+        self._unless_broken(diloco, take_step)
+        self._end_after_last_step(diloco)
+
+    def _unless_broken(self, diloco: Trained, call: Callable[[], None]) -> None:
+        """Call a function that waits for the others; where the view breaks, go to the next."""
+        broken = self._broken_off(call)
+        if broken is not None:
+            self._go_on(diloco, *broken)
+
+    def _broken_off(self, call: Callable[[], None]) -> tuple[SyncError, float] | None:
+        """Call a function that waits for the others; return the end of the view, and its begin."""
         began = time.monotonic()
         try:
             with self.group.waiting():
-                take_step()
+                call()
         except SyncError as error:
             if not is_about_group(error):
                 raise
-            self._go_on(diloco, error, began)
-        self._end_after_last_step(diloco)
+            return error, began
+        return None
 
     def _end_after_last_step(self, diloco: Trained) -> None:
         """Let newcomers in a last time and share what is left, if all steps are taken."""
@@ -203,24 +227,64 @@ class ElasticTraining:
 
     def flush(self, diloco: Trained, flush: Callable[[], None]) -> None:
         """Flush; in the next view again, where the present one ends before all is shared."""
-        self._is_flushing, began = True, time.monotonic()
+        self._is_flushing = True
         try:
-            with self.group.waiting():
-                flush()
-        except SyncError as error:
-            if not is_about_group(error):
-                raise
-            self._go_on(diloco, error, began)
+            self._unless_broken(diloco, flush)
         finally:
             self._is_flushing = False
 
     def _go_on(self, diloco: Trained, error: SyncError | None, began: float | None = None) -> None:
-        began = time.monotonic() if began is None else began
+        """Go to the next view, and repeat there what broke off; on to another if that breaks."""
+        self._to_next_view(diloco, error, time.monotonic() if began is None else began)
+        self._repeat(diloco)
+
+    def _to_next_view(self, diloco: Trained, error: SyncError | None, began: float) -> None:
         if error is not None and error.round >= 0:
             parts = [part for part in diloco._rounds.parts if part.index == error.fragment]
             self._failed = [(part, error.round) for part in parts]
         self.group.go_on(partial(self._change, diloco), error, began)
-        self._flush_with_others(diloco)
+
+    def _repeat(self, diloco: Trained) -> None:
+        """Repeat, together with all members, what broke off when the last view ended.
+
+        Raises:
+            SyncError: A flush breaks off again and again: it is not for a member that has died.
+        """
+        num_broken = 0
+        try:
+            while not self.group.is_done and (self._must_flush or self._again):
+                broken = self._broken_off(partial(self._repeat_once, diloco))
+                if broken is None:
+                    break
+                num_broken += 1
+                if num_broken > _MOST_REPEATS:
+                    raise broken[0]
+                self._to_next_view(diloco, *broken)
+        finally:
+            self._is_flushing = False
+        # A member whose last flush broke off has ended it here, together with all others.
+        if self._others_flush and self._has_all_steps(diloco) and not self.group.is_done:
+            self._is_finished = True
+        self._others_flush = False
+
+    def _repeat_once(self, diloco: Trained) -> None:
+        if self._must_flush:
+            self._must_flush, self._is_flushing = False, True
+            diloco._flush()
+        else:
+            self._send_again(diloco)
+
+    def _send_again(self, diloco: Trained) -> None:
+        """Exchange what was due when the last view broke, without another round of training."""
+        parts, self._again, self._may_be_boundary = self._again, [], True
+        before, self._again_at = self._again_at, diloco.inner_step
+        try:
+            diloco._take_step(again=parts)
+        except KeyboardInterrupt:
+            if not diloco._rounds.uninterruptible.has_begun:
+                # Nothing was sent: then the next step does it.
+                self._again, self._again_at = parts, before
+            raise
 
     def _change(
         self, diloco: Trained, members: tuple[int, ...], store: dist.Store, form: Form
@@ -244,29 +308,53 @@ class ElasticTraining:
         self.group.meter.discarded(len({(part.index, n) for part, n in sent if n >= part.round}))
         self._failed = []
         self.group.copied_bytes = diloco._agreement.copied_bytes
-        self._ask_for_flush(diloco)
+        self._ask_what_broke_off(diloco, form.view)
         self.leasing.change(diloco.exchange, diloco._rounds.parts, form.view.number)
 
-    def _ask_for_flush(self, diloco: Trained) -> None:
-        """Find out whether a flush broke off before all was shared; every member asks.
+    def _ask_what_broke_off(self, diloco: Trained, view: View) -> None:
+        """Find out whether a flush, or a send at this step, is to be repeated; every member asks.
 
-        A member that has ended its flush before the view broke takes part in it again.
+        A member that has ended its flush before the view broke takes part in it again. What was
+        sent again once, and broke off again, is left to the next send of the schedule.
         """
-        own = [self._is_flushing, diloco._rounds.has_unsent(diloco.inner_step)]
+        step = diloco.inner_step
+        unsent = [] if step == self._again_at else _unsent_at(diloco, step)
+        own = [self._is_flushing, diloco._rounds.has_unsent(step), unsent]
         with self.leasing.all_workers():
             views = gather_json(diloco.exchange, own)
-        is_flushing, has_unsent = (any(values) for values in zip(*views, strict=True))
-        self._must_flush = is_flushing and has_unsent
-        self._others_flush = is_flushing
+        flushing, has_unsent, due = zip(*views, strict=True)
+        # A newcomer has nothing to send, and takes part from its first whole round on.
+        is_alike = all(parts == due[0] for parts in due) and not (any(flushing) or view.joined)
+        found = any(flushing), any(flushing) and any(has_unsent), due[0] if is_alike else []
+        self._others_flush, self._must_flush, self._again = self._agree_in_replica(found)
 
-    def _flush_with_others(self, diloco: Trained) -> None:
-        while self._must_flush and not self.group.is_done:
-            self._must_flush = False
-            self.flush(diloco, diloco._flush)
-        # A member whose last flush broke off has ended it here, together with all others.
-        if self._others_flush and self._has_all_steps(diloco) and not self.group.is_done:
-            self._is_finished = True
-        self._others_flush = False
+    def _agree_in_replica(
+        self, found: tuple[bool, bool, list[int]]
+    ) -> tuple[bool, bool, list[int]]:
+        """Return what all workers of this replica repeat: a round may break off at some alone."""
+        if self._workers is None:
+            return found
+        flushing, must_flush, again = zip(*self._workers.gather(found), strict=True)
+        is_alike = all(parts == again[0] for parts in again)
+        return any(flushing), any(must_flush), again[0] if is_alike else []
+
+
+def _unsent_at(diloco: Trained, inner_step: int) -> list[int]:
+    """Return the parts that were to be sent after this step, and of which no round is left.
+
+    What was voted down because it is not finite would be voted down again.
+    """
+    rounds = diloco._rounds
+    if not isinstance(rounds, StepTimed):
+        # The policies that move the local parameters at each send owe the next one what was lost.
+        return []
+    return [
+        part.index
+        for part in diloco._plan.sent_at(inner_step)
+        if part.last_sent < inner_step
+        and not part.in_flight
+        and rounds.voted_down.get(part.index) != inner_step
+    ]
 
 
 class NothingBeside:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from elastic_process import (
@@ -64,6 +65,57 @@ def test_a_silent_member_is_waited_for_until_it_is_suspected() -> None:
     assert Suspect((2,)) in actions
     after = proposal(actions)
     assert after.ids == (0, 1) and after.left == (2,) and after.reason == "replicas [2] left"
+
+
+def test_a_member_that_has_ended_is_left_out_before_it_is_suspected() -> None:
+    one = view(0, 1, 2)
+    process = Process(replace_settings(training(0, one), suspect_after=20, ended_after=2))
+    mates = beat(1, TRAINING, one), beat(2, TRAINING, one)
+    process.poll(*mates)
+    silent = (replace(mates[1], counter=2),)
+    assert process.polls(3, mates[0], silent=silent) == []
+    actions = process.poll(mates[0], silent=silent, ended=("n2",))
+    assert Break(4) in actions and Suspect((2,)) in actions
+    process.tell(Broke(4))
+    assert proposal(process.poll(beat(1, BROKEN, one), silent=silent, ended=("n2",))).ids == (0, 1)
+
+
+def test_a_beat_proves_a_detector_wrong() -> None:
+    one = view(0, 1)
+    process = Process(replace_settings(training(0, one), suspect_after=20, ended_after=2))
+    mate = beat(1, TRAINING, one)
+    process.poll(mate)
+    # Heard in the first of the two polls, and silent in the second one.
+    process.poll(silent=(replace(mate, counter=2),), ended=("n1",))
+    assert process.poll(mate) == []
+    assert not process.state.peers[0].is_ended
+    assert process.polls(2, silent=(replace(mate, counter=6),)) == []
+
+
+def test_a_detector_takes_its_sign_back() -> None:
+    one = view(0, 1, 2)
+    process = Process(replace_settings(training(0, one), suspect_after=20, ended_after=2))
+    mates = beat(1, TRAINING, one), beat(2, TRAINING, one)
+    process.poll(*mates)
+    silent = (replace(mates[1], counter=2),)
+    assert Break(4) in process.polls(2, mates[0], silent=silent, ended=("n2",))
+    process.tell(Broke(4))
+    # The process that was taken for dead is waited for again.
+    after = process.polls(2, beat(1, BROKEN, one), silent=silent)
+    assert not [one for one in after if isinstance(one, Swap)]
+
+
+def test_a_late_poll_tells_nothing_of_one_that_has_ended() -> None:
+    one = view(0, 1)
+    process = Process(replace_settings(training(0, one), suspect_after=20, ended_after=2))
+    mate = beat(1, TRAINING, one)
+    process.poll(mate)
+    silent = (replace(mate, counter=2),)
+    assert process.polls(4, silent=silent, ended=("n1",), is_late=True) == []
+
+
+def replace_settings(state: State, **options: Any) -> State:
+    return replace(state, settings=replace(state.settings, **options))
 
 
 def test_the_others_wait_before_they_propose_instead() -> None:

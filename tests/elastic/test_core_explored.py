@@ -54,6 +54,17 @@ SETTLED: dict[str, Make] = {
     "two-suspect-each-other": lambda: Model(
         cores(), members(2), Budget(breaks=1, suspicions=2), highest=2, **NO_ROUND
     ),
+    "two-ended": lambda: Model(
+        cores(ended_after=1), members(2), Budget(deaths=1, failures=1), tells_ended=True
+    ),
+    "two-ended-by-mistake": lambda: Model(
+        cores(ended_after=1),
+        members(2),
+        Budget(breaks=1, suspicions=1),
+        highest=2,
+        tells_ended=True,
+        **ONE_ROUND,
+    ),
     "two-again": lambda: Model(cores(), AGAIN, Budget(deaths=1), highest=4, **ONE_ROUND),
     "two-again-at-least-two": lambda: Model(
         cores(min_replicas=2), AGAIN, Budget(deaths=1), highest=4, **ONE_ROUND
@@ -104,6 +115,14 @@ LARGE: dict[str, Make] = {
     ),
     "three-suspected": lambda: Model(
         cores(), members(3), Budget(deaths=1, suspicions=1), highest=2, **NO_ROUND
+    ),
+    "three-ended-by-mistake": lambda: Model(
+        cores(ended_after=1),
+        members(3),
+        Budget(deaths=1, suspicions=1),
+        highest=2,
+        tells_ended=True,
+        **NO_ROUND,
     ),
     "three-newcomer": lambda: Model(
         cores(), (*members(2), Slot(2, "c", "later")), Budget(), highest=2, **ONE_ROUND

@@ -24,7 +24,7 @@ from diloco_comm.elastic.totals import ElasticTotals
 from diloco_comm.rounds.agreement.handshake import gather_json
 from diloco_comm.training import leasing
 
-NUM_SAMPLES, BATCH, LAST_STEP = 1 << 20, 3, 400
+NUM_SAMPLES, BATCH, LAST_STEP, SYNC_EVERY = 1 << 20, 3, 400, 4
 
 
 @dataclass
@@ -47,7 +47,7 @@ def attach(registry: str, replica: int | None, **options: Any) -> tuple[DiLoCo, 
         model,
         optimizer,
         membership=membership,
-        sync_every=4,
+        sync_every=SYNC_EVERY,
         block_size=BLOCK,
         chunk_bytes=512,
         timeout=40.0,
@@ -147,7 +147,10 @@ def test_no_two_replicas_take_the_same_sample(
     assert first.inner_step == joined.inner_step == LAST_STEP
     assert first.outer == joined.outer
     mine, theirs = set(first.samples), set(joined.samples)
-    assert len(mine) == len(first.samples) == BATCH * LAST_STEP
+    # The death ends the view between two steps, and who was ahead there takes these steps again:
+    # fewer than a round, as all have met in the last one.
+    assert len(mine) == len(first.samples)
+    assert BATCH * LAST_STEP <= len(mine) < BATCH * (LAST_STEP + SYNC_EVERY)
     assert len(theirs) == len(joined.samples) and not mine & theirs
     # The lost replica's last samples, which it never shared, are given out again.
     lines = (tmp_path / "samples-1").read_text().splitlines()

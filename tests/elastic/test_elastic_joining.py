@@ -175,3 +175,28 @@ def test_a_replica_from_a_checkpoint_takes_the_rounds_since(
     num_bytes = ends[2].progress[-1].received_bytes + ends[2].caught_up_bytes
     assert num_bytes <= rounds * 2 * 1.2 * NUM_PARAMETERS
     assert ends[2].progress[-1].is_ready
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": Eager()}], ids=["beside training", "at the boundary"]
+)
+def test_a_newcomer_has_the_inner_state_of_its_donor(
+    fresh_workers: Callable[..., Pool], registry: Host, options: dict[str, Any]
+) -> None:
+    run = Run(
+        2,
+        LAST_STEP,
+        joins={2: 4},
+        options=options,
+        membership={**LARGE_LOG, "inner_state": True},
+        pace_s=0.08,
+        pace_until=2,
+    )
+    ends = run_all(fresh_workers, registry, run, 3)
+    joined = joined_with(ends, 2)
+    donor, other, newcomer = (end.inner[joined.number] for end in ends)
+    assert newcomer == donor != other
+    # AdamW has two moments of each parameter, and counts the steps of each tensor.
+    num_tensors = len(list(make_model().parameters()))
+    inner_bytes = 8 * NUM_PARAMETERS + 4 * num_tensors
+    assert joined.copied_bytes == inner_bytes + (STATE_BYTES if options else 0)

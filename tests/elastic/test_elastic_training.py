@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 from elastic_replicas import SUSPECT_AFTER_S, Fault, Run, check_one_line, live
 from elastic_replicas import registry as registry
-from fault_replicas import connect
+from fault_replicas import Setup, connect, hash_of
+from fault_simulation import Simulation
 from registries import Host
 from workers import Pool
 
 from diloco_comm import CO2, Blocking, Delayed, Eager, Streaming
+from diloco_comm.ops.digests import digest_of
 
 POLICIES: dict[str, dict[str, Any]] = {
     "blocking": {"overlap": Blocking()},
@@ -71,6 +74,101 @@ def test_the_host_of_the_store_dies(
     assert ends[1].members == (1, 2)
 
 
+def test_those_who_are_left_finish_the_round_that_broke_off(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """All bits are as if the one that dies had never been: its first round is theirs."""
+    run = Run(3, 24, faults=(Fault(2, 7, "kill", "header"),), options={"sync_every": 8})
+    ends = run_all(fresh_workers, registry, run, 3, {2})
+    assert [view.inner_step for view in ends[0].views] == [0, 8]
+    assert ends[0].num_applied == ends[1].num_applied == 3
+    simulation = Simulation(Setup(wire="int8", sync_every=8), (0, 1))
+    simulation.run((0, 1), 1, 24)
+    for number in (0, 1):
+        assert ends[number].outer == f"{digest_of(simulation.outer):016x}"
+        assert ends[number].local == hash_of(list(simulation.replicas[number][0].parameters()))
+
+
+def test_what_is_sent_again_has_the_same_weight(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """A function that has given its tokens away has none left for the same inner step."""
+    faults = (Fault(2, 7, "kill", "header"), Fault(1, 15, "kill", "header"))
+    run = Run(3, 24, faults=faults, options={"sync_every": 8}, has_tokens=True)
+    ends = run_all(fresh_workers, registry, run, 3, {1, 2})
+    assert [view.inner_step for view in ends[0].views] == [0, 8, 16]
+    assert ends[0].weights == [8.0, 8.0, 8.0]
+
+
+def test_a_round_without_any_weight_is_sent_twice_at_most(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """All replicas send again with the same weights, which fails again; training goes on."""
+    run = Run(2, 8, options={"weight": no_weight_at_first})
+    ends = run_all(fresh_workers, registry, run, 2)
+    assert [view.inner_step for view in ends[0].views] == [0, 4, 4]
+    assert ends[0].weights == ends[1].weights == [1.0]
+
+
+WEIGHTS = itertools.chain([0.0], itertools.repeat(1.0))
+
+
+def no_weight_at_first() -> float:
+    return next(WEIGHTS)
+
+
+def test_a_part_whose_round_counts_is_not_sent_again(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """Two parts are due at a step, and the last that one replica does is its vote for the first."""
+    options = {"sync_every": 8, "fragments": 2, "offsets": [8, 8]}
+    run = Run(3, 24, faults=(Fault(2, 7, "kill between parts"),), options=options)
+    ends = run_all(fresh_workers, registry, run, 3, {2})
+    assert [view.inner_step for view in ends[0].views] == [0, 8]
+    assert ends[0].applied == ends[1].applied == {0: 3, 1: 3}
+    simulation = Simulation(Setup(wire="int8", fragments=2, sync_every=8), (0, 1, 2))
+    for step in range(1, 25):
+        living = (0, 1, 2) if step <= 8 else (0, 1)
+        for number in living:
+            simulation.train(number)
+        if step % 8 == 0:
+            simulation.sync(0, living)
+            simulation.sync(1, (0, 1))
+    for number in (0, 1):
+        assert ends[number].outer == f"{digest_of(simulation.outer):016x}"
+        assert ends[number].local == hash_of(list(simulation.replicas[number][0].parameters()))
+
+
+@pytest.mark.slow
+def test_a_round_that_breaks_off_at_one_worker_of_each_replica(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """The other workers have applied theirs: none of them may wait for another to send again."""
+    run = Run(3, 40, faults=(Fault(2, 20, "kill", "vote", worker=1),), num_workers=2)
+    ends = run_all(fresh_workers, registry, run, 6, {5})
+    assert ends[0].members == ends[1].members == (0, 1)
+    assert ends[0].inner_step == ends[3].inner_step == 40
+    assert "another worker of this replica is gone" in ends[4].error
+
+
+def test_a_death_is_found_out_between_two_rounds(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """No exchange is under way: the host of the dead process says that nobody listens there."""
+    run = Run(
+        3,
+        1000,
+        faults=(Fault(2, 20, "kill now"),),
+        options={"sync_every": 1000},
+        membership={"suspect_after": 600.0},
+        pace_s=0.02,
+        pace_while=2,
+    )
+    ends = run_all(fresh_workers, registry, run, 3, {2})
+    assert ends[0].views[-1].left == (2,) and ends[0].views[-1].inner_step < run.last_step
+    assert ends[0].num_applied == 1
+
+
 def test_a_replica_leaves_at_a_boundary(fresh_workers: Callable[..., Pool], registry: Host) -> None:
     run = Run(3, 48, faults=(Fault(0, 14, "leave"),))
     ends = run_all(fresh_workers, registry, run, 3)
@@ -105,6 +203,19 @@ def test_a_replica_of_two_workers_dies_and_another_joins(
     run = Run(2, 240, joins={2: 8}, faults=faults, num_workers=2)
     ends = run_all(fresh_workers, registry, run, 6, {2, 3})
     assert ends[0].members == ends[4].members == (0, 2)
+
+
+@pytest.mark.slow
+def test_a_worker_dies_in_the_seal(fresh_workers: Callable[..., Pool], registry: Host) -> None:
+    """Its replica has not said how far it is, and is lost as a whole; the others go on."""
+    faults = (
+        Fault(2, 20, "kill", "vote"),
+        Fault(1, 20, "kill in change", "seal", worker=1),
+    )
+    run = Run(3, 40, faults=faults, num_workers=2)
+    ends = run_all(fresh_workers, registry, run, 6, {3, 4, 5})
+    assert ends[0].members == (0,)
+    assert "another worker of this replica is gone" in ends[2].error
 
 
 @pytest.mark.slow

@@ -10,16 +10,13 @@ from collections.abc import Iterable
 
 from ..beats import FINISHED, GONE, Beat
 from ..views import Key
+from .events import Polled
 from .state import Peer, State
 
 
-def look(state: State, beats: Iterable[Beat], is_late: bool) -> tuple[Peer, ...]:
-    """Return the peers as they are after a poll.
-
-    Args:
-        is_late: This process stood still: a counter that did not rise says nothing.
-    """
-    counters = {beat.member.key: beat.counter for beat in beats}
+def look(state: State, polled: Polled) -> tuple[Peer, ...]:
+    """Return the peers as they are after a poll."""
+    counters = {beat.member.key: beat.counter for beat in polled.beats}
     known = {peer.key: peer for peer in state.peers}
     view = state.recorded
     keys = set(counters)
@@ -27,26 +24,43 @@ def look(state: State, beats: Iterable[Beat], is_late: bool) -> tuple[Peer, ...]
         keys |= {*view.keys, *view.base_members}
     keys.discard(state.key)
     limit = state.settings.suspect_after
-    return tuple(sorted(_look(known.get(k), k, counters.get(k, -1), is_late, limit) for k in keys))
+    return tuple(sorted(_look(known.get(k), k, counters.get(k, -1), polled, limit) for k in keys))
 
 
-def _look(peer: Peer | None, key: Key, counter: int, is_late: bool, limit: int) -> Peer:
+def _look(peer: Peer | None, key: Key, counter: int, polled: Polled, limit: int) -> Peer:
     if peer is None:
         return Peer(key, counter)
     if counter not in (peer.counter, -1):
         # A beat where there was none has come since the last poll.
         return Peer(key, counter, 0, True)
-    silent = peer.silent_polls + (not is_late)
-    return Peer(key, peer.counter, min(silent, limit), peer.is_heard)
+    # Where this process stood still, a counter that did not rise says nothing.
+    silent = peer.silent_polls + (not polled.is_late)
+    return Peer(key, peer.counter, min(silent, limit), peer.is_heard, key[1] in polled.ended)
+
+
+def is_dead(peer: Peer, state: State) -> bool:
+    """Whether a process beats no more, and a detector says that it has ended."""
+    limit = state.settings.ended_after
+    return peer.is_ended and 0 < limit <= peer.silent_polls
 
 
 def newly_suspected(state: State, peers: tuple[Peer, ...]) -> tuple[int, ...]:
     """Return the ids of members of the recorded view that are suspected since ``peers`` is so."""
-    view, limit = state.recorded, state.settings.suspect_after
+    view = state.recorded
     members = set() if view is None else {*view.keys, *view.base_members}
-    before = {peer.key for peer in state.peers if peer.silent_polls >= limit}
-    now = {peer.key for peer in peers if peer.silent_polls >= limit}
+    now, before = _suspected(state, peers), _suspected(state, state.peers)
     return tuple(sorted({id for id, nonce in (now - before) & members}))
+
+
+def silent_members(state: State) -> tuple[int, ...]:
+    """Return the ids of members of the recorded view that are suspected."""
+    view, silent = state.recorded, _suspected(state, state.peers)
+    return () if view is None else tuple(id for id, nonce in view.keys if (id, nonce) in silent)
+
+
+def _suspected(state: State, peers: Iterable[Peer]) -> set[Key]:
+    limit = state.settings.suspect_after
+    return {peer.key for peer in peers if peer.silent_polls >= limit or is_dead(peer, state)}
 
 
 class Roster:
@@ -63,6 +77,13 @@ class Roster:
         self._peers = {peer.key: peer for peer in state.peers}
         self._limit = state.settings.suspect_after
         self._unheard, self._unheard_limit = state.unheard, state.settings.unheard_after
+        self._dead = {peer.key for peer in state.peers if is_dead(peer, state)}
+
+    def has_died(self, key: Key) -> bool:
+        """Whether a process has ended without a word; see ``is_dead``."""
+        beat = self.beats.get(key)
+        has_ended = beat is not None and beat.stage in (GONE, FINISHED)
+        return key in self._dead and not has_ended
 
     def may_live(self, key: Key) -> bool:
         """Whether a process is neither suspected nor gone, though it may never have been heard."""
@@ -74,7 +95,8 @@ class Roster:
         if key[1] in self._unheard and self._unheard_limit:
             # That its connection broke says the same: two signs make a short wait enough.
             limit = min(limit, self._unheard_limit)
-        return peer is not None and peer.silent_polls < limit and not has_ended
+        is_silent = peer is None or peer.silent_polls >= limit or key in self._dead
+        return not (is_silent or has_ended)
 
     def lives(self, key: Key) -> bool:
         """Whether a process was heard lately."""

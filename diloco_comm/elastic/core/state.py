@@ -22,6 +22,7 @@ class Settings:
         min_replicas: Fewer do not train.
         suspect_after: Polls in which a peer's counter must stand still for it to be suspected.
         unheard_after: The same for a peer whose connection broke; 0: no difference.
+        ended_after: The same for a peer that has ended, as a detector says; 0: no difference.
         founding_wait: Polls for which the founders wait for more to come.
         is_durable: The registry keeps its record when it ends. If not, a view needs more than half
             of its base, or exactly half with the lowest of them.
@@ -32,6 +33,7 @@ class Settings:
     min_replicas: int = 1
     suspect_after: int = 20
     unheard_after: int = 0
+    ended_after: int = 0
     founding_wait: int = 0
     is_durable: bool = True
     allows_rollback: bool = False
@@ -51,12 +53,14 @@ class Peer:
         counter: Of its last beat; -1 if there is none.
         silent_polls: In which the counter stood still, at most ``suspect_after``.
         is_heard: The counter was seen to rise: an old beat may be that of a dead process.
+        is_ended: A detector said so at the last poll, in which the counter stood still.
     """
 
     key: Key
     counter: int
     silent_polls: int = 0
     is_heard: bool = False
+    is_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,13 @@ class State:
         """The view that the last record holds; None if there was no record."""
         return from_bytes(self.record, self.settings.run) if self.record else None
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether this process is ready, and others train that have not let it in."""
+        number, members = (NO_VIEW, ()) if self.recorded is None else self.recorded.last_open
+        is_ready = self.stage == READY and not self.is_pulling
+        return is_ready and number != NO_VIEW and self.key not in members
+
     def has_tried(self, view: View) -> bool:
         return self.attempt is not None and self.attempt.attempt == view.attempt
 
@@ -169,10 +180,3 @@ def own_beat(state: State, beats: tuple[Beat, ...]) -> Beat:
 
 
 _OF_STATE = ("stage", "view", "attempt", "voted", "has_state", "is_leaving", "unreachable")
-
-
-def silent_members(state: State) -> tuple[int, ...]:
-    """Return the ids of members of the recorded view that are suspected."""
-    view, limit = state.recorded, state.settings.suspect_after
-    silent = {peer.key for peer in state.peers if peer.silent_polls >= limit}
-    return () if view is None else tuple(id for id, nonce in view.keys if (id, nonce) in silent)

@@ -141,7 +141,7 @@ def _note(turn: Turn, record: bytes) -> None:
 
 def _polled(turn: Turn, event: Polled) -> None:
     _note(turn, event.record)
-    peers = look(turn.state, event.beats, event.is_late)
+    peers = look(turn.state, event)
     suspected = newly_suspected(turn.state, peers)
     turn.change(peers=peers)
     if suspected:
@@ -179,7 +179,8 @@ def _watch(turn: Turn, roster: Roster) -> None:
     view = state.recorded
     if view is None or view.phase != OPEN:
         return
-    if any(_has_broken(roster.beats.get(key), view) for key in view.keys if key != state.key):
+    others = [key for key in view.keys if key != state.key]
+    if any(_has_broken(roster.beats.get(key), view) or roster.has_died(key) for key in others):
         turn.break_off()
         return
     alive = [roster.beats[key] for key in view.keys if roster.lives(key)]

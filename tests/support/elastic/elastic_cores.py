@@ -48,7 +48,9 @@ class Cores:
         self._states: list[State] = []
         self._numbers: dict[State, int] = {}
         self._steps: dict[tuple[int, Event], tuple[int, tuple[Action, ...]]] = {}
-        self._polls: dict[tuple[int, bytes, Heard], tuple[int, tuple[Action, ...]]] = {}
+        self._polls: dict[
+            tuple[int, bytes, Heard, tuple[str, ...]], tuple[int, tuple[Action, ...]]
+        ] = {}
         self._beats: list[Beat] = []
         self._beat_numbers: dict[Beat, int] = {}
         self._beat_of: dict[int, int] = {}
@@ -87,13 +89,16 @@ class Cores:
         self._beats.append(beat)
         return self._beat_numbers.setdefault(beat, len(self._beats) - 1)
 
-    def poll(self, number: int, record: bytes, beats: Heard) -> tuple[int, tuple[Action, ...]]:
+    def poll(
+        self, number: int, record: bytes, beats: Heard, ended: tuple[str, ...] = ()
+    ) -> tuple[int, tuple[Action, ...]]:
         """Let a process poll.
 
         Args:
             beats: Numbers of beats, and whether the counter is another than it was.
+            ended: Nonces of processes that have ended, as a detector says.
         """
-        key = number, record, beats
+        key = number, record, beats, ended
         known = self._polls.get(key)
         if known is None:
             counters = {peer.key: peer.counter for peer in self[number].peers}
@@ -103,7 +108,8 @@ class Cores:
                 last = counters.get(beat.member.key, -1)
                 counter = (last + 1) % 2 if is_fresh else max(0, last)
                 heard.append(replace(beat, counter=counter))
-            known = self._polls[key] = self.step(number, Polled(record, tuple(heard)))
+            polled = Polled(record, tuple(heard), ended=ended)
+            known = self._polls[key] = self.step(number, polled)
         return known
 
     def _number(self, state: State) -> int:

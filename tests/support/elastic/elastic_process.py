@@ -72,14 +72,20 @@ class Process:
         self.state, actions = step(self.state, event)
         return list(actions)
 
-    def poll(self, *beats: Beat, silent: tuple[Beat, ...] = (), is_late: bool = False) -> list[Any]:
+    def poll(
+        self,
+        *beats: Beat,
+        silent: tuple[Beat, ...] = (),
+        is_late: bool = False,
+        ended: tuple[str, ...] = (),
+    ) -> list[Any]:
         """Poll twice, so that ``beats`` are heard, and return all actions."""
         actions: list[Action] = []
         for _ in range(2):
             self._counter += 1
             heard = [replace(one, counter=self._counter) for one in beats]
             own = beat_of(self.state, self._counter)
-            polled = Polled(self.record, (own, *heard, *silent), is_late)
+            polled = Polled(self.record, (own, *heard, *silent), is_late, ended)
             actions += self.tell(polled)
             if any(isinstance(one, (Swap, Form)) for one in actions):
                 break

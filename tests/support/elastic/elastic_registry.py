@@ -101,7 +101,13 @@ class Polling(Bounds):
         if self.has_late_beats:
             unread = [0 if q == p else mask | bit for q, mask in enumerate(world.unread)]
             world = world._replace(unread=tuple(unread))
-        core, actions = self.cores.poll(world.processes[p].core, world.record, tuple(heard))
+        ended = [
+            slot.nonce
+            for q, slot in enumerate(self.slots)
+            if self.tells_ended and (world.processes[q] == DEAD or unheard >> q & 1)
+        ]
+        number = world.processes[p].core
+        core, actions = self.cores.poll(number, world.record, tuple(heard), tuple(ended))
         return self._moved(world, p, core, actions)
 
     def _beat(self, world: World, q: int, is_new: bool) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from diloco_comm import DiLoCo, LeftBehind, Nesterov
+from diloco_comm import DiLoCo, LeftBehind, Nesterov, SyncError
 from diloco_comm.elastic.happenings import JoinProgress, ViewChanged
 from diloco_comm.elastic.options import Elastic
 from diloco_comm.exchange.membership import regroup, sealing
@@ -38,8 +39,10 @@ class Fault:
     Attributes:
         num_members: The replica waits for so many members.
         action: "kill" or "stop", at a stage of the next exchange; "kill in change", at a stage of
-            the next change of the group: "seal", "connect" or "open"; "leave" at once.
+            the next change of the group: "seal", "connect" or "open"; "leave" or "kill now"; "kill
+            between parts": at the next send of two parts, when the round of the first has ended.
         is_donor: The replica waits until it has sent some of its state to a newcomer.
+        worker: The only worker of the replica that does it; -1: all of them.
     """
 
     replica: int
@@ -49,6 +52,10 @@ class Fault:
     num_peers: int = 0
     num_members: int = 0
     is_donor: bool = False
+    worker: int = -1
+
+    def is_of(self, replica: int, worker: int) -> bool:
+        return self.replica == replica and self.worker in (worker, -1)
 
     def is_due(self, diloco: DiLoCo) -> bool:
         if self.is_donor and not transfer_of(diloco).served_bytes:
@@ -66,7 +73,10 @@ class Run:
         is_sharded: The workers of a replica share its parameters too, by FSDP2.
         pace_s: Seconds for which a replica rests after each inner step.
         pace_until: The replicas rest until this one is a member; -1: always.
+        pace_while: The replicas rest while this one is a member; -1: always.
         membership: Further arguments of ``Elastic``.
+        has_tokens: The weight of a replica is a function that returns its tokens since the last
+            call: one more than its number, in each inner step.
         checkpoint: File into which replica 0 saves at inner step ``saved_step``, and from which the
             others that join start; "" for none.
         joins: Inner step of replica 0 at which each further replica is started, by number.
@@ -82,7 +92,9 @@ class Run:
     is_sharded: bool = False
     pace_s: float = PACE_S
     pace_until: int = -1
+    pace_while: int = -1
     membership: dict[str, Any] = field(default_factory=dict)
+    has_tokens: bool = False
     checkpoint: str = ""
     saved_step: int = 0
 
@@ -101,6 +113,12 @@ class End:
     error: str = ""
     progress: list[JoinProgress] = field(default_factory=list)
     caught_up_bytes: int = 0
+    # Weight of each applied round.
+    weights: list[float] = field(default_factory=list)
+    # Number of applied rounds of each fragment.
+    applied: dict[int, int] = field(default_factory=dict)
+    # Of the inner optimizer's state, by number of the view in which it was so.
+    inner: dict[int, str] = field(default_factory=dict)
 
 
 def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run) -> End:
@@ -126,10 +144,12 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
     optimizer = make_optimizer(model)
     views: list[ViewChanged] = []
     progress: list[JoinProgress] = []
+    inner: dict[int, str] = {}
 
     def note(happening: Any) -> None:
         if isinstance(happening, ViewChanged):
             views.append(happening)
+            inner[happening.number] = hash_of(inner_tensors(model, optimizer))
         elif isinstance(happening, JoinProgress):
             progress.append(happening)
 
@@ -138,19 +158,20 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         run="test",
         replica=rank,
         min_replicas=run.min_replicas,
-        suspect_after=SUSPECT_AFTER_S,
         founding_wait=2.0,
         quorum_wait=25,
         on_event=note,
-        **run.membership,
+        **{"suspect_after": SUSPECT_AFTER_S, **run.membership},
         checkpoint=torch.load(run.checkpoint) if run.checkpoint and rank >= run.founders else None,
     )
+    tokens = Tokens()
     diloco = DiLoCo(
         model,
         optimizer,
         membership=membership,
         shard_group=group,
         **{
+            "weight": tokens.take if run.has_tokens else 1.0,
             "sync_every": 4,
             "wire": "int8",
             "block_size": BLOCK,
@@ -161,10 +182,15 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         },
     )
     try:
-        train_to_the_end(diloco, model, optimizer, rank, run, signs)
+        train_to_the_end(diloco, model, optimizer, rank, worker, run, signs, tokens)
         error = ""
     except LeftBehind as left:
         error = str(left)
+    except SyncError as lost:
+        if lost.stage != "replica":
+            raise
+        error = str(lost)
+    rounds = [one for one in diloco.metrics() if one.is_applied]
     end = End(
         diloco.outer_hash(),
         hash_of([local_part(one) for one in model.parameters()]),
@@ -172,13 +198,32 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         diloco.members,
         views,
         diloco.is_done or bool(error),
-        sum(one.is_applied for one in diloco.metrics()),
+        len(rounds),
         error,
         progress,
         0 if transfer_of(diloco) is None else transfer_of(diloco).caught_up_bytes,
+        [one.weight for one in rounds],
+        dict(Counter(one.fragment for one in rounds)),
+        inner,
     )
     diloco.close()
     return end
+
+
+class Tokens:
+    """Count tokens, as a training loop may; who takes them begins to count anew."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def take(self) -> float:
+        count, self.count = self.count, 0
+        return float(count)
+
+
+def inner_tensors(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = [optimizer.state.get(param, {}) for param in model.parameters()]
+    return [local_part(value) for state in states for value in state.values()]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -186,9 +231,16 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def train_to_the_end(
-    diloco: DiLoCo, model: Any, optimizer: Any, replica: int, run: Run, signs: dist.Store
+    diloco: DiLoCo,
+    model: Any,
+    optimizer: Any,
+    replica: int,
+    worker: int,
+    run: Run,
+    signs: dist.Store,
+    tokens: Tokens,
 ) -> None:
-    faults = [fault for fault in run.faults if fault.replica == replica]
+    faults = [fault for fault in run.faults if fault.is_of(replica, worker)]
     pace_s = run.pace_s
     while diloco.inner_step < run.last_step and not diloco.is_done:
         for fault in [one for one in faults if one.is_due(diloco)]:
@@ -200,8 +252,10 @@ def train_to_the_end(
             for joiner, step in run.joins.items():
                 if diloco.inner_step >= step:
                     signs.set(f"start {joiner}", "now")
+        tokens.count += replica + 1
         train(model, optimizer, replica, diloco.inner_step + 1)
-        if run.pace_until in diloco.members:
+        is_gone = run.pace_while >= 0 and run.pace_while not in diloco.members
+        if is_gone or run.pace_until in diloco.members:
             pace_s = 0.0
         time.sleep(pace_s)
     diloco.flush()
@@ -216,12 +270,32 @@ def transfer_of(diloco: DiLoCo) -> Any:
 def act(diloco: DiLoCo, fault: Fault) -> None:
     if fault.action == "leave":
         diloco.leave()
+    elif fault.action == "kill now":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.action == "kill between parts":
+        die_between_parts(diloco)
     elif fault.action == "kill in change":
         die_in_change(fault.stage)
     else:
         diloco.exchange.inject_fault(
             action=fault.action, stage=fault.stage, num_peers=fault.num_peers
         )
+
+
+def die_between_parts(diloco: DiLoCo) -> None:
+    """Let SIGKILL end this process before its next send of a second part, with the first shared."""
+    send, flights = diloco._rounds.send, []
+
+    def send_one(*arguments: Any) -> Any:
+        if flights:
+            flights[0].wait()
+            # The last vote is on its way.
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        flights.append(send(*arguments))
+        return flights[0]
+
+    diloco._rounds.send = send_one  # type: ignore[method-assign]
 
 
 def die_in_change(stage: str) -> None:
