@@ -111,7 +111,7 @@ def share(
     def count(job: Any) -> None:
         nonlocal received
         finish(job)
-        received += job.received_bytes
+        received += job.counters["received_bytes"]
 
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
