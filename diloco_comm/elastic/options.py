@@ -78,7 +78,9 @@ class Elastic:
             limit.
         inner_state: A replica that joins is given the state of the inner optimizer (the moments of
             AdamW) of the lowest replica that trains, byte for byte, at the boundary where it joins;
-            all replicas wait while it travels. Equal on all replicas. Default: it begins afresh.
+            all replicas wait while it travels. Equal on all replicas, which then need inner
+            optimizers of one class. A state of other than tensors and numbers is not given, and the
+            log says so. Default: a replica that joins begins with a fresh state.
         detector: A further source of which processes have ended, see ``LighthouseDetector``; of one
             DiLoCo. Beside it, each replica asks the host of a silent process whether the process
             still listens.

@@ -29,7 +29,6 @@ from ..rounds.weighing import Weight
 from .agreement import Agreement, meet_workers
 from .arguments import check_arguments, seconds_of, settings_among, weight_of
 from .connecting import connect, make_runner, shard_group_of, workers_of
-from .inner_state import InnerStates
 from .planning import Plan, make_plan
 from .saved import Saved
 
@@ -188,7 +187,9 @@ class DiLoCo(Saved):
         else:
             from .views import ElasticTraining
 
-            self._elastic = ElasticTraining(membership, plan, settings, workers, seconds)
+            self._elastic = ElasticTraining(
+                membership, plan, settings, workers, seconds, optimizers
+            )
             self._elastic.enter(self, begin, arguments)
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
@@ -212,8 +213,7 @@ class DiLoCo(Saved):
         rounds = make_runner(exchange, plan, settings, recorder, workers, impl, **measures)
         super().__init__(model, optimizers, settings, plan, exchange, rounds, recorder, workers)
         self._agreement = Agreement(exchange, plan, settings, measures["weight"], impl)
-        self._agreement.beside, is_given = arguments.get("beside"), arguments.get("inner_state")
-        self._agreement.inner = InnerStates(optimizers) if is_given else None
+        self._agreement.beside, self._agreement.inner = map(arguments.get, ("beside", "inner"))
         try:
             with self._all_workers(self.parts):
                 init, source = arguments["init"], arguments.get("source_rank", 0)

@@ -1,169 +1,335 @@
 """Give newcomers the state of the inner optimizers of a replica that trains, exactly.
 
-The state is ``torch.optim.Optimizer.state``: tensors and numbers of each trained parameter.
-Learning rates and other options of ``param_groups`` stay those of the newcomer's program.
+The state is ``torch.optim.Optimizer.state``: tensors and numbers of each trained parameter, under
+the parameter's name in the model. Learning rates and other options of ``param_groups`` stay those
+of the newcomer's program.
+
+A state that cannot be given breaks no view: the newcomer begins with its own state, and all
+replicas log why.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from typing import Any
+import logging
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ..base.errors import ReplicaMismatch, SyncError
+from ..base.errors import SyncError
 from ..base.memory import memory_order
 from ..exchange.exchange import Exchange
 from ..ops.digests import digest_of
+from ..replica import sharding
+from ..replica.fragment_rules import Named
+from ..replica.fragments import is_dense
 from ..rounds.agreement.handshake import gather_json
 
-# Bytes that travel at once: members that train already need so much room, and no more.
-_PIECE_BYTES = 1 << 24
+logger = logging.getLogger(__name__)
+
+# Bytes that travel at once: tensors on a GPU need so much host memory meanwhile.
+_PIECE_BYTES = 1 << 25
+# Options that choose how a step is computed, and not what the state is.
+_WAYS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class _Owner(NamedTuple):
+    """A trained parameter, with the optimizer and the group of options that it is in."""
+
+    param: Tensor
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return self.optimizer.state.get(self.param, {})
+
+    @property
+    def kind(self) -> str:
+        return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
+
+
+class _Form(NamedTuple):
+    """What a newcomer needs to make room for a tensor: of this worker's shard if it is sharded."""
+
+    shape: list[int]
+    strides: list[int]
+    dtype: torch.dtype
+    is_sharded: bool
+    is_beside: bool  # on the parameter's device
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class InnerStates:
     """The state of the inner optimizers of one replica, or of one of its workers.
 
     Args:
-        optimizers: As given to ``DiLoCo``; in the same order on all replicas.
+        named: The trained parameters, by their names in the model.
+        optimizers: As given to ``DiLoCo``.
 
     Attributes:
-        copied_bytes: Of inner state that the newcomers of the last group were given.
+        copied_bytes: Of inner state that each newcomer of the last group was given.
+
+    Raises:
+        TypeError: If an optimizer has no state such as those of torch have.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, named: Named, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._names = {id(param): name for name, param in named}
         self._optimizers = list(optimizers)
         self.copied_bytes = 0
+        # What a newcomer had before it was given another state.
+        self._before: list[tuple[_Owner, dict[Any, Any] | None]] = []
+        for optimizer in self._optimizers:
+            if not isinstance(getattr(optimizer, "state", None), MutableMapping):
+                raise TypeError(
+                    "inner_state=True needs optimizers with a state for each parameter, as those "
+                    f"of torch.optim have, got {type(optimizer).__name__}"
+                )
+
+    def describe(self) -> dict[str, str]:
+        """Return what all replicas must have alike, by parameter: class and options of the state.
+
+        The options are those that are set to True, those that are words, and whether there is a
+        momentum; without those that choose how a step is computed, such as ``fused``.
+        """
+        return {
+            name: " ".join([owner.kind, *sorted(_switches(owner.group))])
+            for name, owner in sorted(self._owners().items())
+        }
 
     def share(self, exchange: Exchange) -> None:
         """Give the newcomers the state of the lowest replica that trains; a collective call.
 
         Raises:
-            ReplicaMismatch: On a newcomer that trains other parameters, or whose source has a state
-                that does not consist of tensors and numbers.
-            SyncError: On all replicas, if a newcomer's state is not that of the source.
+            SyncError: On all replicas, if what a newcomer has received is not the state of the
+                source, or a replica is gone; a newcomer's optimizers are as before.
         """
+        self.copied_bytes = 0
         source_rank = _source_rank(exchange)
         is_source, is_new = exchange.rank == source_rank, exchange.replica in exchange.joined
         blobs = exchange.exchange_objects(self._table() if is_source else b"")
-        entries = torch.load(io.BytesIO(blobs[source_rank]), weights_only=True)
-        if is_new:
-            self._make_room(entries)
-        tensors = self._tensors() if is_source or is_new else []
-        sizes = [size for entry in entries for size in entry["sizes"]]
-        self.copied_bytes = sum(sizes)
-        for piece in _pieces(tensors, sizes):
-            exchange.broadcast(piece, source_rank)
-        digests = gather_json(exchange, f"{digest_of(tensors):016x}" if tensors else "")
-        wrong = [
-            replica
-            for replica, digest in zip(exchange.members, digests, strict=True)
-            if replica in exchange.joined and digest != digests[source_rank]
-        ]
+        table = torch.load(io.BytesIO(blobs[source_rank]), weights_only=True)
+        own = self._difference(table) if is_new and not table["refusal"] else table["refusal"]
+        refusals = gather_json(exchange, own)
+        for replica, refusal in zip(exchange.members, refusals, strict=True):
+            if replica in exchange.joined and refusal:
+                logger.warning(
+                    "replica %d is not given the inner state of replica %d, and goes on with its "
+                    "own: %s",
+                    replica,
+                    exchange.members[source_rank],
+                    refusal,
+                )
+        ranks = [exchange.members.index(replica) for replica in exchange.joined]
+        if ranks := [rank for rank in ranks if not refusals[rank]]:
+            self._copy(exchange, source_rank, ranks, table["entries"])
+
+    def forget(self) -> None:
+        """Give the optimizers of a newcomer back what they had before; idempotent."""
+        for owner, before in self._before:
+            owner.optimizer.state.pop(owner.param, None)
+            if before is not None:
+                owner.optimizer.state[owner.param] = before
+        self._before = []
+
+    def keep(self) -> None:
+        """Keep what this newcomer was given: its view has begun."""
+        self._before = []
+
+    # -------------------------------------------------------------------------- the copy
+
+    def _copy(
+        self, exchange: Exchange, source_rank: int, ranks: Sequence[int], table: dict[str, Any]
+    ) -> None:
+        entries = {
+            name: {key: _Form(*what) if is_tensor else what for key, (is_tensor, what) in row}
+            for name, (_, row) in table.items()
+        }
+        states: dict[str, dict[str, Any]] = {}
+        if exchange.rank == source_rank:
+            owners = self._owners()
+            states = {name: owners[name].state for name in entries}
+        elif exchange.rank in ranks:
+            states = self._rooms(entries)
+        values = [value for state in states.values() for value in state.values()]
+        tensors = [_bytes_of(value) for value in values if isinstance(value, Tensor)]
+        forms = [form for entry in entries.values() for form in entry.values()]
+        sizes = [form.num_bytes for form in forms if isinstance(form, _Form)]
+        for piece in _pieces(sizes):
+            parts = [tensors[i][begin:end] for i, begin, end in piece] if states else []
+            exchange.copy_to(parts, source_rank, ranks, [end - begin for _, begin, end in piece])
+        digests = gather_json(exchange, f"{digest_of(tensors):016x}" if states else "")
+        wrong = [exchange.members[rank] for rank in ranks if digests[rank] != digests[source_rank]]
         if wrong:
             raise SyncError(
-                f"replicas {wrong} have another inner state than replica "
-                f"{exchange.members[source_rank]}, from which they have received it",
+                f"replicas {wrong} have received another inner state than replica "
+                f"{exchange.members[source_rank]} has",
                 stage="inner_state",
             )
+        self.copied_bytes = sum(sizes)
+        if exchange.rank in ranks:
+            self._install(states)
 
-    def _owners(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
-        """Yield each trained parameter with its optimizer."""
+    def _rooms(self, entries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Make a state for each parameter beside that of the optimizer; its tensors hold anything.
+
+        Only what ``_install`` is given after the digests have agreed reaches the optimizer.
+        """
+        owners = self._owners()
+        return {
+            name: {
+                key: _room(owners[name].param, key, what) if isinstance(what, _Form) else what
+                for key, what in entry.items()
+            }
+            for name, entry in entries.items()
+        }
+
+    def _install(self, states: dict[str, dict[str, Any]]) -> None:
+        owners = self._owners()
+        for name, state in states.items():
+            owner = owners[name]
+            self._before.append((owner, owner.optimizer.state.pop(owner.param, None)))
+            if state:
+                placed = {key: _placed(owner, key, value) for key, value in state.items()}
+                owner.optimizer.state[owner.param] = placed
+
+    # -------------------------------------------------------------------- descriptions
+
+    def _owners(self) -> dict[str, _Owner]:
+        """Find the owners anew: ``Optimizer.load_state_dict`` replaces the groups."""
+        found: dict[str, _Owner] = {}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for param in group["params"]:
-                    yield optimizer, param
-
-    def _tensors(self) -> list[Tensor]:
-        """Return the bytes of all tensors of the state, uint8, where they lie."""
-        return [
-            _bytes_of(value)
-            for optimizer, param in self._owners()
-            for value in optimizer.state.get(param, {}).values()
-            if isinstance(value, Tensor)
-        ]
+                    name = self._names.get(id(param))
+                    if name is None:
+                        continue  # it is frozen
+                    while name in found:
+                        name += ", again"  # in one more optimizer
+                    found[name] = _Owner(param, optimizer, group)
+        return found
 
     def _table(self) -> bytes:
-        """Describe the state of each parameter: its tensors, and all other values as they are."""
-        entries = []
-        for optimizer, param in self._owners():
-            state = optimizer.state.get(param, {})
-            values = {str(name): _description(param, value) for name, value in state.items()}
-            sizes = [_bytes_of(one).numel() for one in state.values() if isinstance(one, Tensor)]
-            entries.append({"shape": list(param.shape), "values": values, "sizes": sizes})
-        table = io.BytesIO()
-        torch.save(entries, table)
-        return table.getvalue()
+        """Describe the state of each parameter, or say why it cannot be given."""
+        entries: dict[str, Any] = {}
+        refusal = next((r for r in map(_loose_state, self._optimizers) if r), "")
+        for name, owner in sorted(self._owners().items()):
+            row = []
+            for key, value in owner.state.items():
+                if _is_carried(owner.param, key, value):
+                    row.append((key, _described(owner.param, value)))
+                elif not refusal:
+                    refusal = (
+                        f"{owner.kind} keeps {key!r} of {name!r}, a {type(value).__name__}, and "
+                        "inner_state=True gives dense tensors and numbers under names"
+                    )
+            entries[name] = owner.kind, row
+        file = io.BytesIO()
+        torch.save({"refusal": refusal, "entries": {} if refusal else entries}, file)
+        return file.getvalue()
 
-    def _make_room(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Give each parameter a state like that of the source, whose tensors hold anything."""
-        owners = list(self._owners())
-        own, given = [list(p.shape) for _, p in owners], [entry["shape"] for entry in entries]
-        if own != given:
-            raise ReplicaMismatch(
-                "inner_state=True needs the same parameters in the same order in the optimizers of "
-                f"all replicas: this replica's have the shapes {own}, and the group's {given}",
-                stage="inner_state",
-            )
-        for (optimizer, param), entry in zip(owners, entries, strict=True):
-            values = entry["values"]
-            if other := [name for name, (kind, _) in values.items() if kind == "other"]:
-                raise ReplicaMismatch(
-                    f"inner_state=True gives tensors and numbers, and {other} in the state of "
-                    f"{type(optimizer).__name__} are neither: leave inner_state out",
-                    stage="inner_state",
+    def _difference(self, table: dict[str, Any]) -> str:
+        """Say why this newcomer cannot take the state; "" if it can."""
+        own, given = self._owners(), table["entries"]
+        if other := sorted(own.keys() ^ given.keys()):
+            place = "only here" if other[0] in own else "not here"
+            return f"its optimizers train {other[0]!r} {place}"
+        for name, (kind, row) in given.items():
+            if own[name].kind != kind:
+                return f"{name!r} is trained by {own[name].kind} here and by {kind} there"
+            here, there = set(own[name].state), {key for key, _ in row}
+            if here and there and here != there:
+                return (
+                    f"the state of {name!r} consists of {sorted(map(str, here))} here and of "
+                    f"{sorted(there)} there"
                 )
-            optimizer.state.pop(param, None)
-            if values:
-                optimizer.state[param] = {n: _room(param, *one) for n, one in values.items()}
+        return ""
 
 
 def _source_rank(exchange: Exchange) -> int:
     return min(rank for rank, r in enumerate(exchange.members) if r not in exchange.joined)
 
 
-def _description(param: Tensor, value: Any) -> tuple[str, Any]:
-    """Return of which kind a value is, and what a newcomer needs to make one."""
-    if isinstance(value, Tensor):
-        if value.shape == param.shape:
-            return "like", value.dtype
-        is_beside = value.device == param.device
-        return "tensor", (list(value.shape), value.dtype, is_beside)
-    is_plain = value is None or isinstance(value, int | float | str)
-    return ("plain", value) if is_plain else ("other", None)
+def _switches(group: dict[str, Any]) -> Iterator[str]:
+    for key, value in group.items():
+        if key in _WAYS:
+            continue
+        if value is True or (key == "momentum" and value):
+            yield key
+        elif isinstance(value, str):
+            yield f"{key}={value}"
 
 
-def _room(param: Tensor, kind: str, what: Any) -> Any:
-    if kind == "like":
-        # Also of a sharded parameter, and in its order in memory.
-        return torch.empty_like(param, dtype=what, requires_grad=False)
-    if kind == "tensor":
-        shape, dtype, is_beside = what
-        return torch.empty(shape, dtype=dtype, device=param.device if is_beside else "cpu")
-    return what
+def _loose_state(optimizer: torch.optim.Optimizer) -> str:
+    """Say which state belongs to no parameter; "" if there is none."""
+    loose = [key for key in optimizer.state if not isinstance(key, Tensor)]
+    if not loose:
+        return ""
+    return (
+        f"{type(optimizer).__name__} keeps a state under {loose[0]!r}, and inner_state=True gives "
+        "the states of parameters"
+    )
+
+
+def _is_carried(param: Tensor, key: Any, value: Any) -> bool:
+    if not isinstance(key, str):
+        return False
+    if value is None or type(value) in (bool, int, float, str):
+        return True
+    if not isinstance(value, Tensor):
+        return False
+    # Around its worker's shard, a newcomer makes a DTensor like its parameter.
+    if sharding.is_sharded(value) and sharding.position(value) != sharding.position(param):
+        return False
+    local = sharding.local(value)
+    return type(local.data) is Tensor and local.layout == torch.strided and is_dense(local)
+
+
+def _described(param: Tensor, value: Any) -> tuple[bool, Any]:
+    """Return whether a value is a tensor, and the tensor's form or else the value."""
+    if not isinstance(value, Tensor):
+        return False, value
+    local = sharding.local(value)
+    is_beside = local.device == sharding.local(param).device
+    form = list(local.shape), list(local.stride()), local.dtype
+    return True, (*form, sharding.is_sharded(value), is_beside)
+
+
+def _room(param: Tensor, key: str, form: _Form) -> Tensor:
+    # As torch has counts of steps: on the host, unless the newcomer's own options say otherwise.
+    device = sharding.local(param).device if form.is_beside and key != "step" else "cpu"
+    room = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device)
+    return sharding.like(room, param) if form.is_sharded else room
+
+
+def _placed(owner: _Owner, key: str, value: Any) -> Any:
+    """Put a count of steps where the newcomer's options want it, as torch's load_state_dict."""
+    is_on_device = owner.group.get("fused") or owner.group.get("capturable")
+    if key == "step" and is_on_device and isinstance(value, Tensor):
+        return value.to(dtype=torch.float32, device=sharding.local(owner.param).device)
+    return value
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, or of this worker's part of a sharded one."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return memory_order(local.detach()).view(torch.uint8)
+    """Return the bytes of a tensor, or of this worker's part of a sharded one, where they lie."""
+    return memory_order(sharding.local(tensor)).view(torch.uint8)
 
 
-def _pieces(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Yield what travels at once; scratch memory on a replica that has nothing to do with it."""
-    scratch = None if tensors else torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu")
-    piece: list[Tensor] = []
+def _pieces(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield what travels at once: numbers of tensors, and where their bytes begin and end."""
+    piece: list[tuple[int, int, int]] = []
     room = _PIECE_BYTES
     for place, size in enumerate(sizes):
         begin = 0
         while begin < size:
             end = min(size, begin + room)
-            used = _PIECE_BYTES - room
-            one = tensors[place][begin:end] if scratch is None else scratch[used:][: end - begin]
-            piece.append(one)
+            piece.append((place, begin, end))
             begin, room = end, room - (end - begin)
             if not room:
                 yield piece

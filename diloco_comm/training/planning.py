@@ -63,6 +63,11 @@ class Plan:
         """Return all parameters that are exchanged."""
         return [param for part in self.parameter_parts() for param in part.fragment.params]
 
+    def named(self) -> Named:
+        """Return all parameters that are exchanged, with their names in the model."""
+        parts = [part.fragment for part in self.parameter_parts()]
+        return [pair for one in parts for pair in zip(one.names, one.params, strict=True)]
+
     def sent_at(self, inner_step: int) -> list[SyncedPart]:
         """Return the parts that are sent after this inner step."""
         return [self.parts[index] for index in self.schedule.due(inner_step)]

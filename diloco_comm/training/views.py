@@ -6,11 +6,12 @@ This module is imported only where a membership is given.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from ..base.errors import SyncError
@@ -29,6 +30,7 @@ from ..rounds.synced import SyncedPart
 from .agreement import Agreement
 from .elastic_group import ElasticGroup
 from .endings import is_about_group
+from .inner_state import InnerStates
 from .leasing import Leasing
 from .planning import Plan
 
@@ -94,11 +96,15 @@ class ElasticTraining:
         settings: Settings,
         workers: ReplicaWorkers | None,
         timeout_s: float,
+        optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         shown = {"model": plan.description, "settings": _alike(settings), "of": plan.num_fragments}
         shown["total_steps"] = elastic.total_steps
         shown["inner_state"] = elastic.inner_state
-        self._total_steps, self._gives_inner_state = elastic.total_steps, elastic.inner_state
+        self._total_steps = elastic.total_steps
+        self._inner = InnerStates(plan.named(), optimizers) if elastic.inner_state else None
+        if self._inner is not None:
+            shown["inner_optimizer"] = self._inner.describe()
         self.leasing = Leasing(workers)
         self.transfer = _transfer(elastic, plan, settings, workers)
         # Nobody waits longer than that for a replica, whatever is cut.
@@ -133,9 +139,13 @@ class ElasticTraining:
         """Come to the group, as a founder or a newcomer."""
         try:
             self.group.enter(partial(self._begin, diloco, begin, arguments))
+            if self._inner is not None:
+                self._inner.keep()
             self._repeat(diloco)
             self._end_after_last_step(diloco)
         except BaseException:
+            if self._inner is not None:
+                self._inner.forget()
             self.group.close(is_finished=False)
             raise
 
@@ -156,8 +166,11 @@ class ElasticTraining:
         beside: CopyBeside = NothingBeside() if self.transfer is None else self.transfer
         if form.role == "broadcast" and self.transfer is not None:
             self.transfer.forget()
+        if self._inner is not None:
+            # An attempt before this one may have failed after it had given the inner state.
+            self._inner.forget()
         more = {"init": form.role, "source_rank": source_rank, "admission": group}
-        more |= {"beside": beside, "inner_state": self._gives_inner_state}
+        more |= {"beside": beside, "inner": self._inner}
         begin({**arguments, **places, **more})
         group.copied_bytes = diloco._agreement.copied_bytes
         if self.transfer is not None and isinstance(diloco._rounds, StepTimed):

@@ -239,22 +239,45 @@ class Member:
         Raises:
             ReplicaMismatch: If the numbers of bytes or the sources differ; nothing is changed.
         """
+        peers = [rank for rank in range(self.size) if rank != source_rank]
+        self.copy_to(tensors, source_rank, peers, [tensor.nbytes for tensor in tensors])
+
+    def copy_to(
+        self,
+        tensors: Sequence[Tensor],
+        source_rank: int,
+        target_ranks: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
+        """Copy the tensors of one rank to some others, exactly and in place; all ranks call this.
+
+        Args:
+            tensors: Of any dtype; ignored on a rank that neither sends nor receives.
+            sizes: Bytes of each tensor, on all ranks.
+
+        Raises:
+            ReplicaMismatch: If the sizes or the sources differ; nothing is changed.
+        """
         if not 0 <= source_rank < self.size:
             raise ValueError(f"source_rank must be in [0, {self.size}), got {source_rank}")
-        buffers = [_as_bytes(tensor) for tensor in tensors]
         header = _C.Header("broadcast")
         header.source_rank = source_rank
-        header.num_elements = sum(buffer.numel() for buffer in buffers)
-        header.layout_hash = _hash_sizes([buffer.numel() for buffer in buffers])
+        header.num_elements, header.layout_hash = sum(sizes), _hash_sizes(sizes)
         if self.size == 1:
             self._engine.check_process()
             return
-        is_source = self.rank == source_rank
-        peers = [rank for rank in range(self.size) if rank != source_rank]
-        sends = [(peer, b) for b in buffers for peer in peers if b.numel()] if is_source else []
-        recvs = [] if is_source else [(source_rank, b) for b in buffers if b.numel()]
-        _finish(self._begin(self._engine.submit, header, sends=sends, recvs=recvs))
-        if not is_source:
+        is_source, is_target = self.rank == source_rank, self.rank in target_ranks
+        buffers = [_as_bytes(tensor) for tensor in tensors] if is_source or is_target else []
+        sends = [(peer, b) for b in buffers for peer in target_ranks if b.numel()]
+        recvs = [(source_rank, b) for b in buffers if b.numel()]
+        job = self._begin(
+            self._engine.submit,
+            header,
+            sends=sends if is_source else [],
+            recvs=recvs if is_target else [],
+        )
+        _finish(job)
+        if is_target:
             for tensor, buffer in zip(tensors, buffers, strict=True):
                 _write_back(tensor, buffer)
 
@@ -325,7 +348,7 @@ def _write_back(tensor: Tensor, buffer: Tensor) -> None:
         target.copy_(buffer.view(target.dtype).view(target.shape))
 
 
-def _hash_sizes(sizes: list[int]) -> int:
+def _hash_sizes(sizes: Sequence[int]) -> int:
     digest = 1469598103934665603
     for size in sizes:
         digest = ((digest ^ size) * 1099511628211) & ((1 << 64) - 1)
