@@ -115,7 +115,12 @@ class CommitStorage:
     def write(
         self, commit: Commit, payloads: Sequence[Sequence[Tensor]], model: ServedModel
     ) -> bool:
-        """Write a merge to the disk (fsync); False if the disk takes it only later."""
+        """Write a merge to the disk (fsync); False if the disk takes it only later.
+
+        A merge that is on the disk already, and not published, is not written again.
+        """
+        if self.keeper.kept_version > sum(each.version for each in model.published):
+            return True
         if not self.may_begin or not self.keeper.may_write:
             return False
         record = record_of(commit, payloads, model)
