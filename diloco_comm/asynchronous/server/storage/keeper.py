@@ -83,7 +83,7 @@ class Keeper:
 
     @property
     def has_first(self) -> bool:
-        """The journals are kept since the snapshot ``first``."""
+        """Whether the folder has the snapshot ``first``, with which the kept journals begin."""
         return self._storage.has_first
 
     def begin_tape(self) -> None:

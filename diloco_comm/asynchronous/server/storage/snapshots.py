@@ -153,7 +153,7 @@ class Storage:
 
     @property
     def has_first(self) -> bool:
-        """The journals are kept since the snapshot ``first``."""
+        """Whether the folder has the snapshot ``first``, with which the kept journals begin."""
         return self._first.exists()
 
     def begin_tape(self) -> None:
