@@ -184,8 +184,8 @@ class ReportReceiver:
         """Refuse a report for the size or the place of a run; its learner reports again later."""
         if not self.state.status.refused["size"]:
             logger.warning(
-                "learner %s sends runs of another size, and is refused: %s; further refusals of "
-                "this kind are counted in the status alone",
+                "what learner %s sends is refused: %s; the status counts further refusals for size "
+                "or place, which are not logged",
                 session.worker,
                 wrong,
             )
