@@ -33,15 +33,31 @@ def test_each_turn_of_the_phases_is_compared_with_itself() -> None:
     spans, rows, now = [], [], 0.0
     for slowness in (1.0, 2.0):
         for phase, seconds in zip(steps.PHASES, (1.0, 1.0, 1.05, 1.3, 1.0), strict=True):
-            spans.append(steps.Span(phase, now, now + 100 * slowness))
+            spans.append(steps.Span(phase, now - 0.5, now + 27 * slowness))
             for _ in range(20):
                 now += slowness * seconds
                 rows.append((now, slowness * seconds, 0.02 if phase == "one slow" else 0.0))
-            now = spans[-1].end
-    found = steps.results_of(common.Report("test", quiet=True), spans, rows, 1.0)
+            now = spans[-1].end + 1.0
+    found = steps.results_of(common.Report("test", quiet=True), spans, rows, 1.5)
     ratios = [found["phases"][phase]["p99_over_alone"] for phase in steps.PHASES]
     assert ratios == pytest.approx([1.0, 1.0, 1.05, 1.3, 1.0])
     assert [sentence.split(":")[0] for sentence in found["missed"]] == ["one stopped", "one slow"]
+
+
+def test_a_step_that_blocks_beyond_its_phase_counts() -> None:
+    spans, rows, now = [], [], 0.0
+    for phase in steps.PHASES:
+        spans.append(steps.Span(phase, now - 0.5, now + 100))
+        last = [120.0] if phase == "one stopped" else [1.0] * 89
+        for seconds in [1.0] * 10 + last:
+            rows.append((now + seconds, seconds, 0.0))
+            now += seconds
+        now = max(now, spans[-1].end) + 1.0
+    found = steps.results_of(common.Report("test", quiet=True), spans, rows, 1.0)
+    assert [sentence.split(":")[0] for sentence in found["missed"]] == ["one stopped"] * 2
+    assert found["phases"]["one stopped"]["p99_over_alone"] > 10
+    with pytest.raises(ValueError, match="has begun no step while it trained alone"):
+        steps.results_of(common.Report("test", quiet=True), spans, rows[:60], 1.0)
 
 
 def test_a_merge_and_its_floor() -> None:
@@ -68,8 +84,9 @@ def test_learners_of_the_benchmark_train_leave_and_come_back() -> None:
             for learner in reversed(learners):
                 learner.tell("leave")
                 learner.tell("rest")
+        counts = [learner.tell("rest") for learner in learners]
         figures = [learner.figures() for learner in learners]
-    assert all(each["num_messages"] > 0 and each["steps"] for each in figures)
+    assert min(counts) > 0 and all(each["steps"] for each in figures)
     assert all(x > 0 for x in commits.latencies(figures, "commits"))
     assert any(each["pushes"] and each["arrivals"] for each in figures)
     assert all(

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+from pathlib import Path
 
 from benchmarks.asynchronous.syncer import commits, load, merge, processes, steps
 from benchmarks.support import common
@@ -36,6 +38,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="turns of all phases, or merges measured")
     parser.add_argument("--elements", type=int, help="of the model")
     parser.add_argument("--step-ms", type=float, default=20.0, help="length of an inner step")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="of journals, in commits"
+    )
     parser.add_argument("--check", action="store_true", help="end with 1 if a bound is missed")
     parser.add_argument("--given", default="{}", help=argparse.SUPPRESS)
     common.add_output(parser)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.asynchronous.syncer.processes import running
 from benchmarks.support import common
@@ -20,15 +23,20 @@ def measure(report: common.Report, options: argparse.Namespace) -> dict[str, Any
     report.print(
         "#                        COMMIT at all learners, ms    values at all learners, ms"
     )
-    report.print("#  elements   journal   commits     p50      p99               p50      p99")
-    for elements, is_kept in ((100_000, False), (100_000, True), (4_000_000, True)):
-        if options.elements:
-            elements = options.elements
+    report.print(f"# journals in a folder of {file_system(options.folder)}")
+    report.print(
+        "#  elements   journal   commits     p50      p99               p50      p99   skipped"
+    )
+    rows = [(100_000, False), (100_000, True), (4_000_000, True)]
+    if options.elements:
+        rows = [(options.elements, False), (options.elements, True)]
+    for elements, is_kept in rows:
         settings = {
             "fragments": 4, "sync_every": 8, "quorum": _LEARNERS, "gamma": 0.0, "wire": "int8",
             "wire_down": "int4", "receipt": "carry",
         }  # fmt: skip
-        with running(_LEARNERS, settings, elements=elements, step_s=step_s, is_kept=is_kept) as (
+        server = {"is_kept": is_kept, "folder": str(options.folder)}
+        with running(_LEARNERS, settings, elements=elements, step_s=step_s, **server) as (
             _,
             learners,
         ):
@@ -37,21 +45,30 @@ def measure(report: common.Report, options: argparse.Namespace) -> dict[str, Any
             time.sleep(seconds)
             figures = [learner.figures() for learner in learners]
         told, here = (latencies(figures, name) for name in ("commits", "arrivals"))
+        num_skipped = len(told) - len(here)
         cells = [1e3 * common.percentile(x, p) for x in (told, here) for p in (50, 99)]
         report.print(
             f"   {elements:8d}   {'fsync' if is_kept else 'none':7} {len(told):9d}"
-            f" {cells[0]:7.2f} {cells[1]:8.2f} {cells[2]:17.2f} {cells[3]:8.2f}"
+            f" {cells[0]:7.2f} {cells[1]:8.2f} {cells[2]:17.2f} {cells[3]:8.2f} {num_skipped:9d}"
         )
         results[f"{elements} elements, {'fsync' if is_kept else 'no journal'}"] = {
-            "commit_s": told, "values_s": here,
+            "commit_s": told, "values_s": here, "skipped": num_skipped,
         }  # fmt: skip
     return results
+
+
+def file_system(folder: Path) -> str:
+    """Return the kind of file system on which a folder is, as the kernel names it."""
+    mounts = psutil.disk_partitions(all=True)
+    above = [each for each in mounts if folder.resolve().is_relative_to(each.mountpoint)]
+    return max(above, key=lambda each: len(each.mountpoint)).fstype if above else "unknown kind"
 
 
 def latencies(figures: list[dict[str, Any]], name: str) -> list[float]:
     """Return the seconds from the last report to the last learner that has what it led to.
 
-    Versions that a learner skipped, or to which not all have reported, are left out.
+    Versions that a learner skipped, or to which not all have reported, are left out: a learner
+    whose values come late takes a newer version.
     """
     pushed, heard = _by_version(figures, "pushes"), _by_version(figures, name)
     found = []

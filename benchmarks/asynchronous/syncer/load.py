@@ -29,13 +29,18 @@ def measure_messages(report: common.Report, options: argparse.Namespace) -> dict
         with running(num_learners, settings, elements=elements, step_s=0.0) as (server, learners):
             for learner in learners:
                 learner.tell("join")
-            process, begin = psutil.Process(server.pid), time.monotonic()
-            before = sum(process.cpu_times()[:2])
+            time.sleep(1.0)
+            process = psutil.Process(server.pid)
+            num_before = sum(learner.tell("pace", 0.0) for learner in learners)
+            begin, cpu_before = time.monotonic(), sum(process.cpu_times()[:2])
             time.sleep(seconds)
-            cpu_s, wall_s = sum(process.cpu_times()[:2]) - before, time.monotonic() - begin
+            end, cpu_after = time.monotonic(), sum(process.cpu_times()[:2])
+            num_after = sum(learner.tell("pace", 0.0) for learner in learners)
             figures = [learner.figures() for learner in learners]
-        rate = sum(each["num_messages"] for each in figures) / wall_s
-        commits = len({(p, v) for each in figures for p, v, _ in each["commits"]}) / wall_s
+        wall_s, cpu_s = end - begin, cpu_after - cpu_before
+        rate = (num_after - num_before) / wall_s
+        inside = {(p, v) for each in figures for p, v, at in each["commits"] if begin <= at <= end}
+        commits = len(inside) / wall_s
         cores = cpu_s / wall_s
         report.print(
             f"   {num_learners:8d} {rate:12.0f} {commits:11.0f} {cores:16.2f} {rate / cores:24.0f}"
@@ -74,6 +79,8 @@ def measure_memory(report: common.Report, options: argparse.Namespace) -> dict[s
             f"   {wire:5}  {down:9} {commits:8d} {(peak - idle) / 2**20:20.0f} {sizes:22.2f}"
         )
         results[f"{wire}, {down}"] = {"sizes": sizes, "commits": commits}
+        if commits < merges:
+            results["missed"].append(f"{wire}, {down}: {commits} merges in time, not {merges}")
         if sizes > MOST_MODELS:
             results["missed"].append(f"{wire}, {down}: {sizes:.2f} models, at most {MOST_MODELS}")
     for sentence in results["missed"]:

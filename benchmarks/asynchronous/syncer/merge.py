@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.support import common
+from diloco_comm.asynchronous.decoupled.fragment_round import Merge
 from diloco_comm.asynchronous.decoupled.gathering import Gathered
 from diloco_comm.asynchronous.decoupled.pieces import Piece
+from diloco_comm.asynchronous.decoupled.serving.model import ServedModel
 from diloco_comm.asynchronous.decoupled.serving.storage import digest
+from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.shared import SharedFragment
+from diloco_comm.asynchronous.decoupled.syncer import Commit
 from diloco_comm.asynchronous.model.shared import layout_of
 from diloco_comm.base.memory import empty_pages
 from diloco_comm.methods.outer import Nesterov
@@ -61,8 +65,14 @@ def measure(report: common.Report, options: argparse.Namespace) -> dict[str, Any
         calls[f"{merge}: {REPORTS} reports arrive"] = lambda merge=merge: gather(merge)
         calls[f"{merge}: merge"] = lambda merge=merge: step(merge)
     calls["copy for the learners"] = fragments["mean"].copy_values
-    calls["hashes for the tape"] = lambda: [digest([each]) for each in payloads]
+    model, commit = _coded(num_elements)
+    calls["commit coded in int4"] = lambda: model._code(commit, model.published[0])
+    hashed = [*payloads, *commit.values]
+    calls["hashes for the tape"] = lambda: [digest([each]) for each in hashed]
     times = common.interleave(calls, rounds=options.rounds or 9)
+    whole = [name for name in calls if name != "floor" and not name.startswith("mean")]
+    rows = zip(*(times[name] for name in whole), strict=True)
+    times["rda: all of it, coded"] = [sum(row) for row in rows]
     report.print(f"# {REPORTS} reports in int8 of {num_elements} elements, Nesterov, one thread")
     report.print("#  what                          median ms   speed over the floor's")
     results: dict[str, Any] = {"times_s": times, "shares": {}, "missed": []}
@@ -75,6 +85,16 @@ def measure(report: common.Report, options: argparse.Namespace) -> dict[str, Any
     for sentence in results["missed"]:
         report.print(f"# missed: {sentence}")
     return results
+
+
+def _coded(num_elements: int) -> tuple[ServedModel, Commit]:
+    """Return a model whose commits are coded, and a commit of random values."""
+    settings = DecoupledSettings(fragments=["0"], wire="int8", wire_down="int4")
+    pieces = [[Piece((0,), num_elements, "mean")]]
+    flats = [[torch.zeros(num_elements)]]
+    model = ServedModel(pieces, flats, settings, Nesterov(0.7, 0.9), 1)
+    values = [torch.randn(num_elements, generator=torch.Generator().manual_seed(0))]
+    return model, Commit(0, 1, {}, values, Merge(0, (), ()), [])
 
 
 def _payload(layout: Layout, seed: int) -> Tensor:

@@ -53,7 +53,7 @@ def serve(given: str) -> None:
     """Serve until SIGTERM; print the address first."""
     torch.set_num_threads(1)
     options = json.loads(given)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.pop("folder", None)) as folder:
         if options.pop("is_kept", False):
             options["snapshot"] = Path(folder) / "state"
         server = DecoupledServer(DecoupledSettings(**options.pop("settings")), **options)
@@ -66,7 +66,7 @@ def serve(given: str) -> None:
 
 
 class Loop:
-    """A training loop whose inner step is a sleep, and what happened in it.
+    """A training loop whose inner step is a sleep and an addition, and what happened in it.
 
     Attributes:
         steps: When each step ended, its seconds, and those of them in the hook.
@@ -78,6 +78,11 @@ class Loop:
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
         self._model = Blocks(options["elements"], options["fragments"])
+        generator = torch.Generator().manual_seed(int(options["name"].removeprefix("w")))
+        self._params = list(self._model.parameters())
+        self._changes = [
+            1e-3 * torch.randn(each.shape, generator=generator) for each in self._params
+        ]
         self._learner: DecoupledDiLoCo | None = None
         self.pace_s = options["step_s"]
         self.steps: list[tuple[float, float, float]] = []
@@ -102,8 +107,9 @@ class Loop:
         has_arrived = courier._take_run
 
         def sending(message):
-            self.num_messages += 1
-            return send(message)
+            is_sent = send(message)
+            self.num_messages += is_sent
+            return is_sent
 
         def hearing(message):
             self.num_messages += 1
@@ -135,6 +141,8 @@ class Loop:
         begin = time.monotonic()
         if self.pace_s:
             time.sleep(self.pace_s)
+        with torch.no_grad():
+            torch._foreach_add_(self._params, self._changes)
         hook_s = 0.0
         if self._learner is not None:
             before = self._learner._hook_s
@@ -168,13 +176,13 @@ def learn(given: str) -> None:
             elif what in ("join", "leave"):
                 getattr(loop, what)()
             is_training = what != "rest"
-            print(json.dumps({"done": what}), flush=True)
+            print(json.dumps({"done": what, "num_messages": loop.num_messages}), flush=True)
         if is_training:
             loop.step()
         else:
             time.sleep(0.01)
     figures = {name: getattr(loop, name) for name in ("steps", "pushes", "commits", "arrivals")}
-    print(json.dumps({**figures, "num_messages": loop.num_messages}), flush=True)
+    print(json.dumps(figures), flush=True)
     loop.leave()
 
 
@@ -221,12 +229,12 @@ class Process:
             raise RuntimeError(f"process {self.pid} of the benchmark has ended or hangs")
         return json.loads(line)
 
-    def tell(self, *words: object) -> None:
-        """Tell a learner what to do, and wait until it is done."""
+    def tell(self, *words: object) -> int:
+        """Tell a learner what to do, and wait until it is done; returns its messages so far."""
         assert self._process.stdin is not None
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
         self._process.stdin.flush()
-        self.answer()
+        return self.answer()["num_messages"]
 
     def signal(self, number: int) -> None:
         """Send a signal."""

@@ -17,6 +17,8 @@ MOST_RATIO, MOST_SHARE = 1.10, 0.01
 # Seconds of a phase that are left out: what the phase before has begun is still under way.
 _SETTLE_S = 0.5
 _SLOWER = 3.0
+# The least number of steps in a phase, over that of sleeps without a pause.
+_LEAST_STEPS = 0.6
 
 
 @dataclass
@@ -91,13 +93,19 @@ def results_of(
     step_s: float,
 ) -> dict[str, Any]:
     """Print the table; each turn of the phases is compared with itself."""
-    report.print(f"# an inner step is a sleep of {1e3 * step_s:g} ms; learners are processes")
+    report.print(
+        f"# an inner step is a sleep of {1e3 * step_s:g} ms and an addition to all parameters; "
+        "learners are processes"
+    )
     report.print(
         "#  phase             steps    p50 ms    p99 ms   p99 over alone   hook, % of time"
     )
     by_phase: dict[str, list[list[tuple[float, float, float]]]] = {}
     for span in spans:
-        inside = [each for each in steps if span.begin + each[1] <= each[0] <= span.end]
+        # A step that begins here counts, however late it ends.
+        inside = [each for each in steps if span.begin <= each[0] - each[1] < span.end]
+        if not inside:
+            raise ValueError(f"the learner has begun no step while it trained {span.phase}")
         by_phase.setdefault(span.phase, []).append(inside)
     tails = {
         phase: [common.percentile([each[1] for each in turn], 99) for turn in turns]
@@ -116,6 +124,9 @@ def results_of(
             "steps": len(every), "p50_ms": p50, "p99_ms": p99, "p99_over_alone": ratio,
             "hook_share": share, "p99_by_turn_ms": [1e3 * tail for tail in tails[phase]],
         }  # fmt: skip
+        expected = sum(span.end - span.begin for span in spans if span.phase == phase) / step_s
+        if len(every) < _LEAST_STEPS * expected:
+            results["missed"].append(f"{phase}: {len(every)} steps of about {expected:.0f}")
         if phase in PHASES[2:] and ratio > MOST_RATIO:
             results["missed"].append(f"{phase}: p99 {ratio:.3f} of alone, at most {MOST_RATIO}")
         if share > MOST_SHARE:

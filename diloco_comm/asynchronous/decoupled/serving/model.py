@@ -126,10 +126,8 @@ class ServedModel:
         first, values, payloads = self.first[commit.fragment], [], []
         for offset, (new, old) in enumerate(zip(commit.values, before.values, strict=True)):
             layout = self.down[first + offset]
-            payload, bad = (
-                torch.zeros(layout.payload_bytes, dtype=torch.uint8),
-                torch.zeros(1, dtype=torch.int64),
-            )
+            payload = empty_pages((layout.payload_bytes,), torch.uint8)
+            bad = torch.zeros(1, dtype=torch.int64)
             ops.encode(
                 new,
                 [old],
@@ -146,7 +144,7 @@ class ServedModel:
             if bad.item():
                 return None
             payloads.append(payload)
-            values.append(old + decode(payload, layout, impl=self.impl))
+            values.append(decode(payload, layout, impl=self.impl).add_(old))
         return values, payloads
 
     # -------------------------------------------------------------------------- in a saved state
