@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,13 +33,14 @@ class CodedFragment(WatchedFragment):
         """Bytes of one coded commit."""
         return sum(layout.payload_bytes for layout in self.layouts)
 
-    def copy_values(self) -> list[Tensor]:
+    def copy_values(self, room: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return copies of the values that the learners have after the newest commit."""
         if self._num_sent < self.num_merges:
             self._num_sent = self.num_merges
             for index, layout in enumerate(self.layouts):
                 self._send(index, layout)
-        return [each.clone() for each in self._at_learners]
+        room = self.room_for_copy() if room is None else room
+        return [copy.copy_(each) for copy, each in zip(room, self._at_learners, strict=True)]
 
     def _send(self, index: int, layout: Layout) -> None:
         base = self._at_learners[index] if self._has_feedback else self._sent[index]

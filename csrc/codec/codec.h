@@ -119,8 +119,8 @@ void merge(const MergeArgs& args, int64_t begin, int64_t end);
 // One chunk: begin is a multiple of kNormChunk, end at most begin + kNormChunk.
 Norms norms(const NormsArgs& args, int64_t begin, int64_t end);
 // The dot products of pairs of payloads over one chunk, (0, 0), (1, 0), (1, 1), (2, 0) and so on in
-// `products`, from row `first_row` on; zeros before it. begin is a multiple of the block size, end
-// at most begin + kNormChunk.
+// `products`, from row `first_row` on; the rows before `first_row` become zeros. begin is a
+// multiple of the block size, end at most begin + kNormChunk.
 void gram(const GramArgs& args, int64_t begin, int64_t end, double* products);
 
 // The implementation called `name` ("": the fastest that this machine runs), or null when it is

@@ -13,6 +13,8 @@ namespace {
 constexpr int64_t kGramStretch = wire::kLargestBlock;
 // Scales below this bound keep scale * code finite in fp32.
 constexpr float kLargestPlainScale = 0x1p120f;
+// So dot_codes gives exact sums of a block (codec/kernels.h).
+static_assert(wire::kLargestBlock <= 1 << 16);
 
 // The first pair of a row: (row, 0).
 int first_pair(int row) { return num_pairs(row); }
@@ -27,7 +29,8 @@ void decode_stretch(const GramArgs& args, int term, int64_t begin, int64_t end, 
     std::fill(values + (end - begin), values + kGramStretch, 0.0f);
 }
 
-// The products of decoded values, for all formats. At most kGramStretch elements.
+// Adds the products of decoded values, for all formats. The range [begin, end) has at most
+// kGramStretch elements.
 void add_decoded(const GramArgs& args, int64_t begin, int64_t end, double* products) {
     static thread_local std::vector<float> scratch;
     scratch.resize(static_cast<size_t>(args.num_terms * kGramStretch));
@@ -48,8 +51,9 @@ void add_decoded(const GramArgs& args, int64_t begin, int64_t end, double* produ
     }
 }
 
-// The same for a block of int8 codes, as sums of integers: decoded values have at most 16 bits,
-// so the sum over a block is exact in fp64 in any order. False if a scale is too large for that.
+// Adds the products of one block of int8 codes, as sums of integers: decoded values have at most 16
+// bits, so the sum over a block is exact in fp64 in any order. Returns false, and adds nothing, if
+// a scale is too large for that.
 bool add_codes(const GramArgs& args, int64_t begin, int64_t end, double* products) {
     const PayloadPosition at = locate(args.layout, begin);
     const int8_t* codes[kMaxGramTerms];

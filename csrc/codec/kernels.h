@@ -120,7 +120,8 @@ struct DotSpan {
     double* lanes;
 };
 
-// sums[k] = the sum of a[i] * others[k][i] over int8 codes, which is exact: at most 2^16 elements.
+// sums[k] = the sum of a[i] * others[k][i] over int8 codes. The sums are exact in 32 bits, since
+// there are at most 2^16 elements.
 struct CodeDotSpan {
     int64_t num_elements;
     const int8_t* a;

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from async_helpers import Flat, Peer, Relay, wait_until
-from cli_helpers import run_cli
+from cli_helpers import check_misuse, run_cli
 from decoupled_processes import SIZE, attach, make_server
 
 from diloco_comm import SGD
 from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
 from diloco_comm.asynchronous.decoupled.fragment_round import Report
 from diloco_comm.asynchronous.decoupled.pieces import Piece
+from diloco_comm.asynchronous.decoupled.serving import status
 from diloco_comm.asynchronous.decoupled.serving.model import ServedModel
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.tape import replay
@@ -160,7 +163,9 @@ def test_a_successor_does_not_use_the_number_of_a_refused_report() -> None:
         successor.close()
 
 
-def test_a_report_in_runs_of_another_size_is_refused_and_the_learner_goes_on() -> None:
+def test_a_report_in_runs_of_another_size_is_refused_and_the_learner_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with make_server({"fragments": 1, **CARRY}) as server:
         model, learner = attach(server.address, "a")
         link = learner._shards[0].link
@@ -173,7 +178,8 @@ def test_a_report_in_runs_of_another_size_is_refused_and_the_learner_goes_on() -
         train(model, learner, 4)
         assert learner.flush(20.0)
         assert (learner.metrics.refused, learner.metrics.merged) == (1, 0)
-        assert server.report()["refused"]["size"] == 1
+        assert server.report()["refused"] == {"size": 1}
+        assert "what learner a sends is refused: a run of this" in caplog.text
         link.send_runs = send_runs  # type: ignore[method-assign]
         train(model, learner, 4)
         assert learner.flush(20.0)
@@ -185,8 +191,8 @@ def test_a_report_in_runs_of_another_size_is_refused_and_the_learner_goes_on() -
 # --------------------------------------------------------------------------------------- folders
 
 
-def run_once(folder: Path, steps: int, *, keep_tape: bool) -> None:
-    with make_server(CARRY, snapshot=folder, keep_tape=keep_tape, snapshot_every=2) as server:
+def run_once(folder: Path, steps: int, **options: bool) -> None:
+    with make_server(CARRY, snapshot=folder, snapshot_every=2, **options) as server:
         model, learner = attach(server.address, "a")
         for _ in range(steps):
             train(model, learner, 1)
@@ -207,9 +213,20 @@ def test_a_tape_that_is_not_kept_any_more_ends_with_a_word(
 ) -> None:
     run_once(tmp_path, 6, keep_tape=True)
     kept = replay(tmp_path).last
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "lock"}
+    words = "has a tape of the run.*: give keep_tape to go on with the tape, or drop_tape to remove"
+    with pytest.raises(ValueError, match=words):
+        make_server(CARRY, snapshot=tmp_path)
+    ended = run_cli(
+        "serve", "--decoupled", "--address", "tcp://127.0.0.1:0", "--snapshot", tmp_path
+    )
+    check_misuse(ended, "give --keep-tape to go on with the tape, or --drop-tape to remove the")
+    with pytest.raises(ValueError, match="keep_tape and drop_tape exclude each other"):
+        make_server(CARRY, snapshot=tmp_path, keep_tape=True, drop_tape=True)
+    assert all((tmp_path / name).read_bytes() == data for name, data in files.items())
     with caplog.at_level(logging.WARNING):
-        run_once(tmp_path, 6, keep_tape=False)
-    assert "has a tape since the begin of the run, and this server does not keep it" in caplog.text
+        run_once(tmp_path, 6, drop_tape=True)
+    assert "the next snapshot removes the tape in" in caplog.text
     assert not (tmp_path / "first").exists()
     begin = replay(tmp_path).last
     assert begin > kept
@@ -283,4 +300,41 @@ def test_the_status_of_many_learners_and_fragments_fits_into_a_message(letter: s
     shown = [row["reported"] for row in report["fragments"]]
     assert shown[0] == sorted(names[:63])[: len(shown[0])] and len(shown[0]) < 63
     assert len(report["learners"]) >= 32
+
+    class Leaving(Counter):
+        def __getitem__(self, name: str) -> int:
+            """All leave while another thread asks for the status."""
+            for each in names:
+                syncer.leave(each, 0.0)
+            return super().__getitem__(name)
+
+    state.merged = Leaving()
+    again = server.report()
+    assert again["learners"].keys() == report["learners"].keys() and again["num_learners"] == 64
+    assert server.report()["num_learners"] == 0
     server.stop()
+
+
+def test_peers_get_a_status_again_that_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For twenty times as long as its making took, at most a second."""
+    now, took = 100.0, 0.01
+
+    def make(state: object) -> dict:
+        nonlocal now
+        now += took
+        return {"made_at": now}
+
+    monkeypatch.setattr(status, "report_of", make)
+    monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=lambda: now))
+    kept = status.KeptStatus(None)  # type: ignore[arg-type]
+    first = kept.get()
+    now += 0.19
+    assert kept.get() == first
+    now += 0.02
+    assert kept.get() != first
+    now, took = 200.0, 3.0
+    first = kept.get()
+    now += 0.9
+    assert kept.get() == first
+    now += 0.2
+    assert kept.get() != first

@@ -106,6 +106,19 @@ def test_opposite_directions_fall_back_to_the_mean(angle: float, is_mean: bool) 
         assert math.hypot(*merged) == pytest.approx(1.0, rel=1e-4)
 
 
+@pytest.mark.parametrize("merge", ["rda", "mean"])
+def test_a_factor_beyond_fp32_falls_back_to_the_mean(merge: str) -> None:
+    """A tiny report beside a usual one would get the factor 2.5e43, and the model -inf."""
+    assert coefficients([[1.0, 0.0], [0.0, 1e-44]], [1.0, 1.0]) == [0.5, 0.5]
+    wire = WireFormat("fp32")
+    fragment = shared(torch.zeros(2), merge, wire)
+    rows = [torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1e-44])]
+    factors = fragment.merge([[encoded(row, wire)] for row in rows], [1.0, 1.0])
+    assert factors == [[0.5, 0.5]] and fragment.values[0].tolist()[0] == -0.5
+    # With a factor that fp32 holds the report keeps its direction.
+    assert coefficients([[1.0, 0.0], [0.0, 1e-30]], [1.0, 1.0])[1] > 1e29
+
+
 def test_zeros_have_a_radius_and_no_direction() -> None:
     assert coefficients([[0.0, 0.0], [0.0, 0.0]], [1.0, 3.0]) == [0.25, 0.75]
     assert coefficients([[0.0, 0.0], [0.0, 2.0]], [1.0, 3.0]) == [0.0, 0.75]

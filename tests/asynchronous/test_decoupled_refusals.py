@@ -134,6 +134,7 @@ def test_settings_out_of_their_range() -> None:
     for given, words in (
         ({"merge": "median"}, "merge must be one of mean, rda"),
         ({"quorum": 0}, "quorum must be an integer of at least 1"),
+        ({"quorum": 1025}, "quorum must be at most 1024, the reports that one merge takes, got"),
         ({"gamma": 2.0}, "grace must lie in [0, 1]"),
         ({"shard": "2/2"}, "shard must be i/S"),
         ({"wire_down": "sub4"}, "wire_down must be a wire that keeps its rounding errors"),
@@ -151,6 +152,7 @@ def test_options_of_the_command_line() -> None:
         (("--decoupled", "--shard", "3"), "--shard must be i/S"),
         (("--decoupled", "--rule", "delayed"), "--rule must be one of nesterov, heavy-ball, sgd"),
         (("--decoupled", "--keep-tape"), "keep_tape needs a snapshot folder"),
+        (("--drop-tape",), "--drop-tape needs --decoupled"),
         (("--decoupled", "--wire-down", "sub4"), "--wire-down must be a wire that keeps"),
         (("--decoupled", "--model-sizes", "3"), "--model-sizes must be at least 5, got 3"),
     ):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from diloco_comm.asynchronous.decoupled.fragment_round import (
+    MAX_REPORTS,
     FragmentRound,
     Merge,
     Phase,
@@ -23,7 +26,7 @@ def report_of(name: str, seq: int = 1, base: int = 0, steps: int = 2, tokens: in
     return Report(name, seq, base, steps, tokens)
 
 
-def called(names: str = "abc", **options) -> FragmentRound:
+def called(names: Sequence[str] = "abc", **options) -> FragmentRound:
     each = FragmentRound(QuorumRule(**options))
     for name in names:
         each.join(name)
@@ -44,6 +47,22 @@ def test_the_quorum_counts_distinct_learners() -> None:
     merge = each.merge(2.0)
     assert merge is not None and [r.learner for r in merge.reports] == ["a", "b"]
     assert merge.weights == (0.5, 0.5)
+
+
+def test_a_round_takes_as_many_reports_as_a_merge() -> None:
+    """1024; the next learner keeps the progress for the next round."""
+    each = called((), quorum=1, overlap_steps=100_000)
+    names = [f"{number:04d}" for number in range(MAX_REPORTS + 1)]
+    for name in names:
+        each.join(name)
+    assert not any(send(each, name, 1.0) for name in names[:-1])
+    assert "has 1024 reports, and a merge takes no more" in send(each, names[-1], 1.0)
+    # The grace window need not last any longer.
+    merge = each.merge(1.0)
+    assert merge is not None and [r.learner for r in merge.reports] == names[:-1]
+    each.commit()
+    each.call(2.0)
+    assert send(each, names[-1], 2.0, base=1) == ""
 
 
 def test_weights_are_tokens_squared_over_steps() -> None:

@@ -14,7 +14,7 @@ from decoupled_processes import SIZE, attach, make_server
 
 from diloco_comm import HeavyBall
 from diloco_comm.asynchronous.decoupled.tape import replay
-from diloco_comm.asynchronous.server.storage.snapshots import read_snapshot
+from diloco_comm.asynchronous.server.storage.snapshots import Storage, read_snapshot
 
 SETTINGS = {"wire": "int4", "wire_down": "int4", "merge": "rda", "receipt": "carry"}
 
@@ -113,6 +113,23 @@ def test_without_a_kept_tape_the_newest_snapshot_begins_it(tmp_path: Path) -> No
     assert replay(folder).last == replay(folder).first == sum(versions)
     with pytest.raises(ValueError, match="has no snapshot of a syncer"):
         replay(tmp_path)
+
+
+def test_a_tape_of_another_format_is_refused(tmp_path: Path) -> None:
+    """A tape without a number, as before there were formats, has format 1."""
+    record(tmp_path / "s", 2, keep_tape=True)
+    header, tensors = read_snapshot(tmp_path / "s" / "snapshot")
+    assert header.pop("format") == 2
+    for number in (None, 3):
+        folder = tmp_path / f"format-{number}"
+        storage = Storage(folder, keeps_journals=True)
+        storage.save(header if number is None else {**header, "format": number}, tensors)
+        storage.release()
+        words = f"have format {number or 1}, and this version of diloco_comm reads format 2"
+        with pytest.raises(ValueError, match=words):
+            make_server(SETTINGS, outer=HeavyBall(0.5, 0.8), snapshot=folder, keep_tape=True)
+        with pytest.raises(ValueError, match=words):
+            replay(folder)
 
 
 def test_a_snapshot_of_other_settings_is_refused(tmp_path: Path) -> None:

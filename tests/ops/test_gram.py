@@ -94,6 +94,25 @@ def test_scales_of_any_size_in_int8(impl: str, scale: float) -> None:
     assert bool(actual.isfinite().all()) == (abs(scale) < 1e37)
 
 
+@every_impl
+@pytest.mark.parametrize("block_size", [32, 1024])
+@pytest.mark.parametrize("num_elements", [1, 1023, 1024, 3 * 1024 + 17])
+def test_the_largest_sums_of_int8_codes(impl: str, block_size: int, num_elements: int) -> None:
+    """Nine payloads of codes of -128, which no encoder writes, and blocks that end anywhere."""
+    wire = WireFormat("int8", block_size)
+    payloads, layout = payloads_of(9, num_elements, wire)
+    begin = wire.code_offset(layout.run_elements)
+    for payload in payloads:
+        payload[begin : begin + num_elements] = 0x80
+    actual = gram(payloads, layout, 0, num_elements, impl)
+    assert_same(actual, gram(payloads, layout, 0, num_elements, "reference"), "gram")
+    # A mixture of signs: no sum of products in pairs may saturate.
+    for number, payload in enumerate(payloads):
+        payload[begin + number : begin + num_elements : 9] = 0x7F
+    actual = gram(payloads, layout, 0, num_elements, impl)
+    assert_same(actual, gram(payloads, layout, 0, num_elements, "reference"), "gram")
+
+
 @pytest.mark.parametrize("impl", [*CPU_IMPLS, "reference"])
 def test_an_empty_range_has_zero_products(impl: str) -> None:
     payloads, layout = payloads_of(2, 40, WireFormat("int8", 32))

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from .merging import normalised, report_weight
 
+# Reports of one merge: the outer step takes so many payloads.
+MAX_REPORTS = 1024
+
 
 class Phase(enum.Enum):
     """What the round of a fragment waits for."""
@@ -27,8 +30,8 @@ class QuorumRule:
     """When the reports of a round are merged.
 
     Args:
-        quorum: K, the distinct learners whose reports make a quorum. Where fewer take part in a
-            round, all of them make the quorum.
+        quorum: K, the distinct learners whose reports make a quorum, at most ``MAX_REPORTS``. Where
+            fewer take part in a round, all of them make the quorum.
         grace: gamma, the share of the slack that the grace window takes; 0 for no window. The
             default is this library's: the paper states none.
         overlap_steps: tau, the inner steps that a learner can take before a merge comes late.
@@ -41,6 +44,11 @@ class QuorumRule:
     def __post_init__(self) -> None:
         if isinstance(self.quorum, bool) or not isinstance(self.quorum, int) or self.quorum < 1:
             raise ValueError(f"quorum must be an integer of at least 1, got {self.quorum!r}")
+        if self.quorum > MAX_REPORTS:
+            raise ValueError(
+                f"quorum must be at most {MAX_REPORTS}, the reports that one merge takes, got "
+                f"{self.quorum}"
+            )
         if not 0 <= self.grace <= 1:
             raise ValueError(f"grace must lie in [0, 1], got {self.grace!r}")
         if self.overlap_steps < 0:
@@ -159,19 +167,22 @@ class FragmentRound:
             return f"learner {report.learner!r} takes no part"
         if report.learner in self._reports:
             return f"learner {report.learner!r} has reported in this round"
+        if len(self._reports) >= MAX_REPORTS:
+            return f"this round has {MAX_REPORTS} reports, and a merge takes no more"
         if report.tokens < 1 or report.steps < 1:
             return f"a report needs steps and tokens, got {report.steps} and {report.tokens}"
         return ""
 
     def _look(self, now: float, step_s: float, sync_s: float) -> None:
-        """Open the grace window with the quorum; close the window when nobody can join any more."""
+        """Open the grace window with the quorum; close it when no report can come any more."""
         present = len(self.learners | self.reported)
         if self.phase is Phase.CALLED and self._reports:
             if len(self._reports) < min(self.rule.quorum, present):
                 return
             self.phase = Phase.GRACE
             self.deadline = now + self.rule.window(step_s, now - self._called_at, sync_s)
-        if self.phase is Phase.GRACE and self.learners <= self.reported:
+        is_full = len(self._reports) >= MAX_REPORTS
+        if self.phase is Phase.GRACE and (is_full or self.learners <= self.reported):
             self.deadline = now
 
     def merge(self, now: float) -> Merge | None:

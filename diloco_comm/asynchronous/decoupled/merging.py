@@ -23,6 +23,8 @@ MERGES = ("mean", "rda")
 # A mean of unit vectors that is shorter than this has no direction: fp32 values leave about 1e-7 of
 # rounding errors in each unit vector.
 LEAST_DIRECTION = 1e-6
+# The outer step takes factors in fp32.
+_LARGEST_FACTOR = torch.finfo(torch.float32).max
 # Payloads in one call of ``ops.gram``.
 MAX_GRAM = 64
 
@@ -54,7 +56,8 @@ def direction_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float
     """Return the factors a_m of the payloads with which their sum is the RDA merge.
 
     A pseudo-gradient of zeros has a radius, 0, and no direction. If the weighted mean of the
-    directions is shorter than ``LEAST_DIRECTION``, the factors are those of the mean.
+    directions is shorter than ``LEAST_DIRECTION``, or a factor is too large for fp32, the factors
+    are those of the mean.
 
     Args:
         gram: fp64 [M * M], from ``ops.gram``.
@@ -78,7 +81,9 @@ def direction_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float
     if not square >= LEAST_DIRECTION**2:
         return shares
     factor = sum(w * radius for w, radius in zip(shares, radii, strict=True)) / math.sqrt(square)
-    return [factor * each for each in b]
+    factors = [factor * each for each in b]
+    # The comparison is false for NaN too.
+    return factors if all(each <= _LARGEST_FACTOR for each in factors) else shares
 
 
 def merge_coefficients(

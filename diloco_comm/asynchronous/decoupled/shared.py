@@ -32,7 +32,7 @@ class SharedFragment:
 
     Attributes:
         values: The shared parameters, fp32 [num_elements] for each piece.
-        num_merges: Outer steps taken.
+        num_merges: Outer steps begun; a merge that raises in its step leaves half of it.
 
     Raises:
         ValueError: If the outer optimizer is another.
@@ -61,9 +61,18 @@ class SharedFragment:
         self.momenta = [torch.zeros_like(each) if has_momentum else None for each in self.values]
         self.num_merges = 0
 
-    def copy_values(self) -> list[Tensor]:
-        """Return copies of the shared parameters, for the learners."""
-        return [_copy(each) for each in self.values]
+    def copy_values(self, room: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Return copies of the shared parameters, for the learners.
+
+        Args:
+            room: From ``room_for_copy``: the copies take no further memory.
+        """
+        room = self.room_for_copy() if room is None else room
+        return [copy.copy_(each) for copy, each in zip(room, self.values, strict=True)]
+
+    def room_for_copy(self) -> list[Tensor]:
+        """Return tensors like the shared parameters, with any values."""
+        return [_empty_like(each) for each in self.values]
 
     def merge(
         self,
@@ -83,7 +92,8 @@ class SharedFragment:
 
         Raises:
             ValueError: If a payload holds NaN or Inf where directions are needed. Then nothing is
-                changed. A mean does not look at the values; ``Gathered`` does.
+                changed, ``num_merges`` included. A mean does not look at the values; ``Gathered``
+                does.
         """
         by_piece = list(zip(*payloads, strict=True))
         if factors is None:
@@ -93,9 +103,9 @@ class SharedFragment:
             ]
         lr = self.outer.lr
         rate = float(lr(self.num_merges) if callable(lr) else lr)
+        self.num_merges += 1
         for index, each in enumerate(by_piece):
             self._step(index, each, factors[index], rate)
-        self.num_merges += 1
         return factors
 
     def _step(
@@ -124,11 +134,11 @@ class SharedFragment:
         )
 
 
-def _copy(values: Tensor) -> Tensor:
-    """Return a copy; the page faults of a large one would take longer than the merge."""
+def _empty_like(values: Tensor) -> Tensor:
+    """Return room for a copy; the page faults of a large one would take longer than the merge."""
     if values.nbytes < _LARGE_BYTES:
-        return values.clone()
-    return empty_pages(tuple(values.shape)).copy_(values)
+        return torch.empty_like(values)
+    return empty_pages(tuple(values.shape))
 
 
 def flatten(tensors: Sequence[Tensor], piece: Piece) -> Tensor:

@@ -91,6 +91,10 @@ class Syncer:
         """Mean seconds of an inner step over the learners; 0 as long as none is known."""
         return sum(self._step_s.values()) / len(self._step_s) if self._step_s else 0.0
 
+    def steps(self) -> dict[str, int]:
+        """Return the inner steps of all learners; any thread may call this method."""
+        return self._steps.copy()
+
     def steps_of(self, learner: str) -> int:
         """Return the inner steps that a learner has taken."""
         return self._steps[learner]
@@ -98,6 +102,11 @@ class Syncer:
     def step_s_of(self, learner: str) -> float | None:
         """Return the seconds of a learner's last inner step; None before its first."""
         return self._step_s.get(learner)
+
+    @property
+    def has_unsent(self) -> bool:
+        """An ``advance`` that raised has left messages to the next one."""
+        return bool(self._unsent)
 
     @property
     def deadline(self) -> float | None:
@@ -139,8 +148,9 @@ class Syncer:
     def advance(self, now: float) -> list[Call | Commit]:
         """Merge and call what is due, and return the messages to all learners, in order.
 
-        If a merge raises, the fragment's reports and the messages made before stay: the next
-        ``advance`` merges these reports, and returns these messages too.
+        If a merge raises before its outer step, the fragment's reports and the messages made before
+        stay: the next ``advance`` merges these reports, and returns these messages too. If the step
+        itself raises, half of it may be taken: the fragment is neither merged nor called any more.
         """
         messages = self._unsent
         for index, each in enumerate(self.rounds):
@@ -157,17 +167,20 @@ class Syncer:
     def _commit(self, index: int, merge: Merge, now: float) -> Commit:
         gathered, fragment = self._gathered[index], self.fragments[index]
         learners = [report.learner for report in merge.reports]
+        before = fragment.num_merges
         try:
-            factors = gathered.factors(learners, merge.weights)
+            factors, room = gathered.factors(learners, merge.weights), fragment.room_for_copy()
             fragment.merge(gathered.payloads(learners), merge.weights, factors)
         except BaseException:
-            self.rounds[index].reopen(now)
+            # A step that broke off has moved some pieces: a second one would move them twice.
+            if fragment.num_merges == before:
+                self.rounds[index].reopen(now)
             raise
+        merged = {report.learner: report.seq for report in merge.reports}
+        values = fragment.copy_values(room)
         self.rounds[index].commit()
         gathered.clear()
-        merged = {report.learner: report.seq for report in merge.reports}
-        values, version = fragment.copy_values(), self.rounds[index].version
-        return Commit(index, version, merged, values, merge, factors)
+        return Commit(index, self.rounds[index].version, merged, values, merge, factors)
 
     def _is_due(self, index: int) -> bool:
         if self.rounds[index].phase is not Phase.IDLE or not self._steps:

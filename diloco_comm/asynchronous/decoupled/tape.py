@@ -12,7 +12,7 @@ from torch import Tensor
 from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
 from ..server.storage.snapshots import read_journal, read_snapshot
 from .serving.model import ServedModel
-from .serving.storage import check_header, repeat
+from .serving.storage import check_format, check_header, repeat
 from .settings import DecoupledSettings
 
 _OUTERS: dict[str, Callable[..., OuterOptimizer]] = {
@@ -57,7 +57,7 @@ def replay(folder: Path, on_merge: OnMerge = lambda record, model: None) -> Repl
         on_merge: Called after each merge with the tape's record and the model.
 
     Raises:
-        ValueError: If there is no tape, or a merge gives other bits.
+        ValueError: If there is no tape, the tape has another format, or a merge gives other bits.
         OSError: If the folder cannot be read.
     """
     newest, first = folder / "snapshot", folder / "first"
@@ -98,6 +98,7 @@ def _load(path: Path) -> ServedModel:
     def make(header: dict[str, Any]) -> dict[str, Tensor]:
         if "settings" not in header:
             raise ValueError(f"{path} is a snapshot of asynchronous training: it has no tape")
+        check_format(header)
         settings = DecoupledSettings.from_json(header["settings"])
         numbers = dict(header["outer"])
         outer = _OUTERS[numbers.pop("name")](**numbers)

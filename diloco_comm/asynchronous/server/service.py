@@ -81,6 +81,10 @@ class Service(ABC):
     def report(self) -> dict[str, Any]:
         """Return the status as JSON types."""
 
+    def _status(self) -> dict[str, Any]:
+        """Return the status for a peer, which needs no session to ask."""
+        return self.report()
+
     def _answer_stranger(self, message: Message) -> Message | None:
         """Return the answer to a message that needs no session, or None for other messages."""
         return None
@@ -197,7 +201,7 @@ class Service(ABC):
             if answer is not None:
                 self._send(peer, answer)
             elif message.kind == Kind.STATUS:
-                self._send(peer, Message(Kind.REPORT, meta={"status": self.report()}))
+                self._send(peer, Message(Kind.REPORT, meta={"status": self._status()}))
             elif message.kind == self.greeting:
                 self._attendance.greet(peer, connection_of(frames[1]), message)
             elif message.kind in (Kind.HELLO, Kind.JOIN, Kind.SETTINGS):

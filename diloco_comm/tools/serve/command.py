@@ -32,7 +32,7 @@ diloco-comm serve keygen keys --worker paris --worker tokyo
 # Options of one kind of server alone.
 DECOUPLED_OPTIONS = (
     "quorum", "gamma", "delay", "fragments", "merge", "by_mean", "wire", "wire_down", "receipt",
-    "alpha", "error_feedback", "shard", "keep_tape",
+    "alpha", "error_feedback", "shard", "keep_tape", "drop_tape",
 )  # fmt: skip
 ASYNCHRONOUS_OPTIONS = ("period", "activation", "discount", "max_staleness", "dylu", "grace")
 
@@ -113,6 +113,9 @@ def serve(
     keep_tape: Annotated[
         bool, typer.Option("--keep-tape", help="--decoupled: keep all journals in --snapshot.")
     ] = False,
+    drop_tape: Annotated[
+        bool, typer.Option("--drop-tape", help="--decoupled: remove the tape in --snapshot.")
+    ] = False,
     keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
     key_name: Annotated[str, typer.Option(help="Pair of keys for --status.")] = "worker",
     insecure: Annotated[
@@ -171,9 +174,10 @@ def serve(
     }
     if decoupled:
         names = [*DECOUPLED_OPTIONS, "sync_every"]
-        given = {name: context.params[name] for name in names if name != "keep_tape"}
+        tape = {"keep_tape": keep_tape, "drop_tape": drop_tape}
+        given = {name: context.params[name] for name in names if name not in tape}
         outer = {"rule": _rule_of(context, rule), "lr": lr, "momentum": momentum}
-        server_options |= {"keep_tape": keep_tape}
+        server_options |= tape
         make = partial(_make_decoupled, context, given, outer, server_options)
     else:
         make = partial(_make_asynchronous, rule, rule_options, server_options)

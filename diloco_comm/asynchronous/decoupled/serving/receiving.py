@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from ...server.uploads import Upload
 from ..fragment_round import Report
 from ..settings import FP32
 from .state import SyncerState
+
+logger = logging.getLogger(__name__)
 
 # The upload of parameters to start from, in place of a fragment.
 _START = -1
@@ -179,12 +182,19 @@ class ReportReceiver:
 
     def _refuse_run(self, session: Session, offer: Offer, p: int, wrong: str) -> None:
         """Refuse a report for the size or the place of a run; its learner reports again later."""
-        self.state.status.count_refusal("size")
+        if not self.state.status.refused["size"]:
+            logger.warning(
+                "what learner %s sends is refused: %s; the status counts further refusals for size "
+                "or place, which are not logged",
+                session.worker,
+                wrong,
+            )
         self._drop(session.worker, p)
         if p == _START:
+            self.state.status.count_refusal("size")
             self._send(session.peer, Message(Kind.REFUSED, meta={"reason": wrong}))
             return
-        self._note_refusal(p, offer.report, wrong)
+        self._note_refusal(p, offer.report, wrong, kind="size")
         self._answer(session, p, offer.upload.seq, wrong)
 
     def _complete(self, session: Session, offer: Offer, p: int) -> None:
@@ -200,11 +210,11 @@ class ReportReceiver:
             self.state.memory.give_back(upload.payloads)
         self._answer(session, p, upload.seq, refusal)
 
-    def _note_refusal(self, p: int, report: Report, refusal: str) -> None:
+    def _note_refusal(self, p: int, report: Report, refusal: str, kind: str = "report") -> None:
         self._refused[report.learner, p] = (report.seq, refusal)
         # A learner that starts again under this name does not use the number of a refused report.
         self._note_seq(report, p)
-        self.state.status.count_refusal("report")
+        self.state.status.count_refusal(kind)
         self.state.refused(p, report)
 
     def _answer(self, session: Session, p: int, seq: int, refusal: str) -> None:

@@ -19,7 +19,7 @@ from ..settings import DecoupledSettings, check_outer
 from .model import KEPT_MODELS
 from .receiving import ReportReceiver
 from .state import SyncerState
-from .status import report_of
+from .status import KeptStatus, report_of
 from .storage import CommitStorage
 from .telling import Teller
 
@@ -37,6 +37,8 @@ class DecoupledServer(Service):
             a merge is on the disk (fsync) before any learner gets it.
         snapshot_every: Merges between two snapshots.
         keep_tape: Keep all journals, so that the whole run can be repeated.
+        drop_tape: Without ``keep_tape``: remove a tape that is in the folder, at the next snapshot.
+            Else such a folder is refused.
         keys: Folder of CURVE keys (``diloco-comm serve keygen``).
         insecure: Allow an address that other machines reach, without keys.
         model_sizes: Memory in fp32 models. The server keeps up to five; reports on their way take
@@ -48,7 +50,8 @@ class DecoupledServer(Service):
 
     Raises:
         ValueError: For invalid arguments, for an address that is open to the network without keys,
-            and for a snapshot of other settings.
+            for a snapshot of other settings or of another format, and for a tape that is neither
+            kept nor dropped.
         OSError: If the socket cannot listen on the address, or the snapshot folder cannot be
             written or belongs to another server.
     """
@@ -68,6 +71,7 @@ class DecoupledServer(Service):
         snapshot: str | Path | None = None,
         snapshot_every: int = 100,
         keep_tape: bool = False,
+        drop_tape: bool = False,
         keys: str | Path | None = None,
         insecure: bool = False,
         model_sizes: float = KEPT_MODELS + 1.0,
@@ -79,17 +83,22 @@ class DecoupledServer(Service):
         lost_after = check_lost_after(lost_after)
         if snapshot_every < 1:
             raise ValueError(f"snapshot_every must be at least 1, got {snapshot_every}")
+        if keep_tape and drop_tape:
+            raise ValueError("keep_tape and drop_tape exclude each other")
         if model_sizes < KEPT_MODELS:
             raise ValueError(f"model_sizes must be at least {KEPT_MODELS}, got {model_sizes:g}")
         storage = None
         if snapshot is not None:
-            storage = CommitStorage(Path(snapshot), snapshot_every, keeps_tape=keep_tape)
-        elif keep_tape:
-            raise ValueError("keep_tape needs a snapshot folder")
+            storage = CommitStorage(
+                Path(snapshot), snapshot_every, keeps_tape=keep_tape, drops_tape=drop_tape
+            )
+        elif keep_tape or drop_tape:
+            raise ValueError(f"{'keep_tape' if keep_tape else 'drop_tape'} needs a snapshot folder")
         self.state = SyncerState(
             settings, check_outer(outer), storage=storage, model_sizes=model_sizes, impl=impl
         )
         super().__init__(self.state, address, keys, lost_after, self.state.begin)
+        self._kept_status = KeptStatus(self.state)
         self._receiver = ReportReceiver(self.state, self._send)
         self._teller = Teller(self.state, self._send)
         self._attendance = Attendance(
@@ -125,6 +134,9 @@ class DecoupledServer(Service):
     def report(self) -> dict[str, Any]:
         """Return the status as JSON types."""
         return report_of(self.state)
+
+    def _status(self) -> dict[str, Any]:
+        return self._kept_status.get()
 
     def _answer_stranger(self, message: Message) -> Message | None:
         if message.kind != Kind.SETTINGS:

@@ -275,8 +275,8 @@ class SyncerState:
             payloads = [self.held[key] for key in keys]
             if self.storage is not None and not self.storage.write(commit, payloads, self.model):
                 return False
-            self._unsaved.popleft()
             self.model.publish(commit)
+            self._unsaved.popleft()
             self.merged.update(report.learner for report in commit.merge.reports)
             self._drop_old_readers(commit.fragment)
             self.is_news = True
@@ -295,9 +295,19 @@ class SyncerState:
     # ------------------------------------------------------------------------------- the files
 
     def save(self) -> None:
-        """Write a snapshot, unless a merge waits for the journal."""
-        if self.storage is not None and self.model is not None and not self._unsaved:
+        """Write a snapshot, unless a merge has not been published."""
+        if self.storage is not None and self.model is not None and self._is_published(self.model):
             self.storage.save(self.model, self.layout, self.run)
+
+    def _is_published(self, model: ServedModel) -> bool:
+        """Return whether the parameters are those of the published versions.
+
+        A merge waits for the disk, or an error has broken it off. A snapshot of its parameters
+        would have the version before, so its reports would count again.
+        """
+        pairs = zip(model.published, model.syncer.fragments, strict=True)
+        is_same = all(published.version == f.num_merges for published, f in pairs)
+        return is_same and not self._unsaved and not model.syncer.has_unsent
 
     def save_if_due(self) -> None:
         """Write a snapshot if one is due."""

@@ -20,6 +20,10 @@ from .model import ServedModel
 
 logger = logging.getLogger(__name__)
 
+# The format of snapshot and tape. Raise the number when a record has other fields, or when a merge
+# or a digest gives other bits for the same reports.
+FORMAT = 2
+
 
 @dataclass
 class Found:
@@ -37,10 +41,14 @@ class CommitStorage:
         folder: Folder of the snapshot and the journal.
         every: Merges between two snapshots.
         keeps_tape: Keep the journals from before the newest snapshot, and the first snapshot.
+        drops_tape: Allow the next snapshot to remove a tape that an earlier syncer has kept.
     """
 
-    def __init__(self, folder: Path, every: int, *, keeps_tape: bool = False) -> None:
-        self.folder, self.every, self.keeps_tape = folder, every, keeps_tape
+    def __init__(
+        self, folder: Path, every: int, *, keeps_tape: bool = False, drops_tape: bool = False
+    ) -> None:
+        self.folder, self.every = folder, every
+        self.keeps_tape, self.drops_tape = keeps_tape, drops_tape
         self._keeper: Keeper | None = None
 
     @property
@@ -53,7 +61,8 @@ class CommitStorage:
 
         Raises:
             OSError: If another server has the folder, or the folder cannot be written.
-            ValueError: If the folder's model has other settings.
+            ValueError: If the folder's model has other settings, or the folder has a tape that is
+                neither kept nor dropped.
         """
         self._keeper = Keeper(self.folder, self.every, waits=True, keeps_journals=self.keeps_tape)
         if not self.keeper.exists:
@@ -65,6 +74,11 @@ class CommitStorage:
             raise
 
     def _restore(self, settings: DecoupledSettings, outer: OuterOptimizer, impl: str) -> Found:
+        if self.keeper.has_first and not self.keeps_tape and not self.drops_tape:
+            raise ValueError(
+                f"{self.folder} has a tape of the run, and the next snapshot would remove the "
+                "tape: give keep_tape to go on with the tape, or drop_tape to remove the tape"
+            )
         models: list[ServedModel] = []
 
         def make(header: dict[str, Any]) -> dict[str, Tensor]:
@@ -75,19 +89,15 @@ class CommitStorage:
         header, _ = self.keeper.load(make)
         model = models[0]
         model.loaded(header)
-        self._look_at_tape(model.num_commits)
+        self._begin_tape(model.num_commits)
         for record, body in self.keeper.replay(model.num_commits):
             repeat(model, record, body)
         return Found(model, header["layout"], header["run"])
 
-    def _look_at_tape(self, version: int) -> None:
-        """Say so if a tape ends here, or begins later than the run."""
-        if self.keeper.has_first and not self.keeps_tape:
-            logger.warning(
-                "%s has a tape since the begin of the run, and this server does not keep it "
-                "(--keep-tape): the next snapshot removes it",
-                self.folder,
-            )
+    def _begin_tape(self, version: int) -> None:
+        """Log where a tape ends, or begins later than the run."""
+        if self.keeper.has_first and self.drops_tape:
+            logger.warning("the next snapshot removes the tape in %s (drop_tape)", self.folder)
         elif self.keeps_tape and not self.keeper.has_first:
             logger.warning(
                 "%s has no tape of the merges before the snapshot, since the server ran without "
@@ -105,7 +115,12 @@ class CommitStorage:
     def write(
         self, commit: Commit, payloads: Sequence[Sequence[Tensor]], model: ServedModel
     ) -> bool:
-        """Write a merge to the disk (fsync); False if the disk takes it only later."""
+        """Write a merge to the disk (fsync); False if the disk takes it only later.
+
+        A merge that is on the disk already, and not published, is not written again.
+        """
+        if self.keeper.kept_version > sum(each.version for each in model.published):
+            return True
         if not self.may_begin or not self.keeper.may_write:
             return False
         record = record_of(commit, payloads, model)
@@ -119,6 +134,7 @@ class CommitStorage:
     def save(self, model: ServedModel, layout: int, run: int) -> None:
         """Write a snapshot and begin a new journal, if the disk takes both."""
         header = {
+            "format": FORMAT,
             "settings": model.settings.to_json(),
             "outer": model.syncer.fragments[0].outer.config(),
             "layout": layout,
@@ -142,6 +158,7 @@ def check_header(
     """Raise ValueError unless a snapshot goes together with the settings."""
     if "settings" not in header:
         raise ValueError("the snapshot is one of asynchronous training, not of decoupled training")
+    check_format(header)
     difference = settings.difference(DecoupledSettings.from_json(header["settings"]))
     if difference:
         raise ValueError(f"the snapshot was made with {difference}")
@@ -149,6 +166,16 @@ def check_header(
         raise ValueError(
             f"the snapshot was made with the outer optimizer {header['outer']}, this one is "
             f"{outer.config()}"
+        )
+
+
+def check_format(header: dict[str, Any]) -> None:
+    """Raise ValueError if the merges after a snapshot would not give the same bits here."""
+    found = header.get("format", 1)
+    if found != FORMAT:
+        raise ValueError(
+            f"the snapshot and the tape have format {found}, and this version of diloco_comm reads "
+            f"format {FORMAT}: use the version that wrote them"
         )
 
 

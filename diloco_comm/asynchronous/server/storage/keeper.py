@@ -83,7 +83,7 @@ class Keeper:
 
     @property
     def has_first(self) -> bool:
-        """The journals are kept since the snapshot ``first``."""
+        """Whether the folder has the snapshot ``first``, with which the kept journals begin."""
         return self._storage.has_first
 
     def begin_tape(self) -> None:
@@ -99,7 +99,12 @@ class Keeper:
         return self._storage.load(make)
 
     def replay(self, version: int) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
-        """Yield the updates after the snapshot of this version, then continue the journal."""
+        """Yield the updates after the snapshot of this version, then continue the journal.
+
+        Raises:
+            OSError: If the caller ``waits`` for the disk and the updates cannot be written to the
+                disk (fsync): nobody may be told of them.
+        """
         self.saved_version = self.kept_version = version
         for record, body in self._storage.replay(version):
             yield record, body
@@ -109,6 +114,11 @@ class Keeper:
             self._storage.continue_journal(version)
             self._is_journalled = True
         except OSError as error:
+            if self._waits:
+                raise OSError(
+                    f"{_reason(error, self.folder)}; the journal must be on the disk before "
+                    "anybody gets the updates in it"
+                ) from None
             self._fail(error)
 
     # ------------------------------------------------------------------------------------ writing

@@ -9,6 +9,7 @@ still holds a snapshot and the journal that belongs to the snapshot.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -35,6 +36,10 @@ def _view(tensor: Tensor) -> memoryview:
 
 def _write_record(file: BinaryIO, header: dict[str, Any], payloads: Sequence[Payload]) -> None:
     text = json.dumps(header).encode()
+    if len(text) > _MAX_HEADER:
+        raise OSError(
+            errno.EFBIG, f"the header has {len(text)} bytes of JSON, at most {_MAX_HEADER} are read"
+        )
     size = sum(payload.nbytes for payload in payloads)
     _write(file, _LENGTH.pack(size, len(text), zlib.crc32(text)) + text)
     for payload in payloads:
@@ -148,7 +153,7 @@ class Storage:
 
     @property
     def has_first(self) -> bool:
-        """The journals are kept since the snapshot ``first``."""
+        """Whether the folder has the snapshot ``first``, with which the kept journals begin."""
         return self._first.exists()
 
     def begin_tape(self) -> None:
@@ -206,26 +211,25 @@ class Storage:
                 self._first.unlink(missing_ok=True)  # of a process that ended before the next line
                 os.link(self._scratch, self._first)
             os.replace(self._scratch, self._path)
-            # The journals of the old snapshot are removed next: after a loss of power the folder
-            # must not have lost them and kept the old snapshot.
-            self._sync_folder()
 
     def begin_journal(self, version: int) -> None:
         """Begin the journal of the snapshot of this version, and remove all others.
 
         Raises:
-            OSError: If the journal cannot be written; the folder then has no journal.
+            OSError: If the journal or the folder cannot be written; no journal is removed then.
         """
         self._whole = 0
-        try:
-            self._open_journal(version, "wb")
-        finally:
-            # The other journals belong to snapshots that have been replaced.
-            old = [] if self._keeps_journals else [self._first, *self.folder.glob("journal-*")]
-            for path in old:
-                if path != self._journal_path(version):
-                    with suppress(OSError):
-                        path.unlink()
+        self._open_journal(version, "wb")
+        # After a loss of power the folder must not have lost the old journals and kept the old
+        # snapshot.
+        with _naming(self.folder):
+            self._sync_folder()
+        # The other journals belong to snapshots that have been replaced.
+        old = [] if self._keeps_journals else [self._first, *self.folder.glob("journal-*")]
+        for path in old:
+            if path != self._journal_path(version):
+                with suppress(OSError):
+                    path.unlink()
 
     def _open_journal(self, version: int, mode: str) -> None:
         self.close()
@@ -298,7 +302,9 @@ class Storage:
     def continue_journal(self, version: int) -> None:
         """Append to the journal that was replayed.
 
-        A record that was not written whole is cut off: its worker never got the outcome.
+        A record that was not written whole is cut off: its worker never got the outcome. The other
+        records are on the disk (fsync) when this method returns: a server that was killed between
+        writing a record and its fsync may have left it in the memory of the operating system alone.
 
         Raises:
             OSError: If the journal cannot be written; the server then writes no journal.
@@ -308,6 +314,14 @@ class Storage:
             with _naming(path):
                 os.truncate(path, self._whole)
         self._open_journal(version, "ab")
+        assert self._journal is not None
+        try:
+            with _naming(path):
+                os.fsync(self._journal.fileno())
+                self._sync_folder()
+        except OSError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the journal."""
