@@ -14,6 +14,9 @@ from ..base.checks import choice, flag, not_negative, timeout_seconds
 from ..methods.settings import Config, Settings, merge
 from ..rounds.weighing import Weight
 
+# What the views of a membership say.
+_GIVEN_BY_VIEWS = ("group", "mesh", "store", "replica", "num_replicas", "members")
+
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Check the arguments of ``DiLoCo`` that are no ``Settings``.
@@ -29,9 +32,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     choice("init", arguments["init"], ("broadcast", "check", "join"))
     choice("offload", arguments["offload"], (None, "cpu"))
     if arguments["membership"] is not None:
-        from .views import check_membership
-
-        check_membership(arguments)
+        _check_membership(arguments)
 
 
 def weight_of(weight: Weight) -> Weight:
@@ -47,3 +48,25 @@ def seconds_of(timeout: float | timedelta | None) -> float:
 def settings_among(arguments: Mapping[str, Any], config: Config | None) -> Settings:
     """Return the settings among the arguments of ``DiLoCo``: fields and arguments share names."""
     return merge({field.name: arguments[field.name] for field in fields(Settings)}, config)
+
+
+def _check_membership(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of ``DiLoCo`` that go with ``membership``.
+
+    Raises:
+        TypeError, ValueError: For the first one that cannot be.
+    """
+    from ..elastic.options import Elastic
+
+    membership = arguments["membership"]
+    if not isinstance(membership, Elastic):
+        raise TypeError(f"membership must be an Elastic, got {membership!r}")
+    given = [name for name in _GIVEN_BY_VIEWS if arguments[name] is not None]
+    if given:
+        raise ValueError(f"membership finds the replicas: leave out {', '.join(given)}")
+    if arguments["init"] != "broadcast":
+        raise ValueError(
+            f"membership knows who begins and who joins: leave out init, got {arguments['init']!r}"
+        )
+    if arguments["backend"] == "nccl":
+        raise ValueError('membership exchanges over gloo: give backend="gloo", got "nccl"')

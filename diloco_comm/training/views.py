@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 # So often a repeated flush may break off again, each time in another view.
 _MOST_REPEATS = 10
-_GIVEN_BY_VIEWS = ("group", "mesh", "store", "replica", "num_replicas", "members")
 
 
 class Trained(Protocol):
@@ -57,26 +56,6 @@ class Trained(Protocol):
     def _take_step(self, *, again: Collection[int]) -> None: ...
 
     def _flush(self) -> None: ...
-
-
-def check_membership(arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of ``DiLoCo`` that go with ``membership``.
-
-    Raises:
-        TypeError, ValueError: For the first one that cannot be.
-    """
-    membership = arguments["membership"]
-    if not isinstance(membership, Elastic):
-        raise TypeError(f"membership must be an Elastic, got {membership!r}")
-    given = [name for name in _GIVEN_BY_VIEWS if arguments[name] is not None]
-    if given:
-        raise ValueError(f"membership finds the replicas: leave out {', '.join(given)}")
-    if arguments["init"] != "broadcast":
-        raise ValueError(
-            f"membership knows who begins and who joins: leave out init, got {arguments['init']!r}"
-        )
-    if arguments["backend"] == "nccl":
-        raise ValueError('membership exchanges over gloo: give backend="gloo", got "nccl"')
 
 
 class ElasticTraining:
