@@ -234,8 +234,8 @@ class Signs:
 
 def _begin(address: str) -> socket.socket | None:
     """Begin to connect; None where that cannot be tried."""
-    url = urlsplit(address)
     try:
+        url = urlsplit(address)
         # The name of a host is not looked up: that may take long.
         family, kind, _, _, place = socket.getaddrinfo(
             url.hostname, url.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST

@@ -62,12 +62,15 @@ class Held:
             learned, as the next view counts steps; () for a newcomer.
         sends: For each fragment the inner step of this member's last send, as the present view
             counts steps; () for a newcomer.
+        has_sent: For each fragment whether this member has sent it since the present view began:
+            also at the very step at which the view began, where a broken round is sent again.
     """
 
     drawn: int = 0
     unapplied: tuple[int, ...] = ()
     sent: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
+    has_sent: tuple[bool, ...] = ()
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Held:
@@ -76,6 +79,7 @@ class Held:
             tuple(values["unapplied"]),
             tuple(values["sent"]),
             tuple(values["sends"]),
+            tuple(values["has_sent"]),
         )
 
 
@@ -112,6 +116,8 @@ class Account:
         num_old: How many of ``taken`` this replica had taken before the view.
         used: How many of ``taken`` had been used for an inner step when the view began.
         set_back: Inner steps by which changes that broke off have set this replica back.
+        sends: For each fragment the inner step of this replica's last send before the view; () if
+            the replica has sent nothing then.
     """
 
     view: int
@@ -122,6 +128,7 @@ class Account:
     num_old: int = 0
     used: int = 0
     set_back: int = 0
+    sends: tuple[int, ...] = ()
 
     @property
     def drawn(self) -> int:
@@ -141,10 +148,12 @@ class Account:
         """
         used = self.num_used(inner_step)
         sends = tuple(one + self.set_back for one in sent)
+        before = self.sends or (self.step,) * len(sends)
+        has_sent = tuple(one > old for one, old in zip(sends, before, strict=True))
         # Before the first of ``taken`` there is nothing of this replica that could be unapplied.
         sent = tuple(max(one, inner_step - used) for one in sent)
         unapplied = max(0, inner_step - min(sent, default=inner_step))
-        return Held(self.drawn, tuple(self.taken[used - unapplied :]), sent, sends)
+        return Held(self.drawn, tuple(self.taken[used - unapplied :]), sent, sends, has_sent)
 
     def num_applied(self, replica: int, held: Mapping[int, Held]) -> int:
         """Return how many leases of another member outer steps hold, since the view began.
@@ -158,8 +167,12 @@ class Account:
         # Where a round travels during inner steps, a member may have sent it and another not yet.
         # A round that some member has not sent is in no outer step.
         sends = [min(each) for each in zip(*(one.sends for one in held.values()), strict=True)]
+        have_sent = [all(each) for each in zip(*(m.has_sent for m in held.values()), strict=True)]
         begun = self.begun(replica).sent or (self.step,) * len(sends)
-        now = [one if one > self.step else old for old, one in zip(begun, sends, strict=True)]
+        now = [
+            one if is_sent else old
+            for old, one, is_sent in zip(begun, sends, have_sent, strict=True)
+        ]
         return min(now, default=0) - min(begun, default=0)
 
     def begun(self, replica: int) -> Held:
@@ -233,6 +246,7 @@ class Book:
             list(own.unapplied),
             len(own.unapplied),
             old.num_used(inner_step) - num_dropped,
+            sends=tuple(one - old.set_back for one in own.sends),
         )
         return plan
 

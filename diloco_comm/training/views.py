@@ -137,6 +137,7 @@ class ElasticTraining:
         store: dist.Store,
         form: Form,
     ) -> None:
+        self._repeat_nothing()
         view, group = form.view, self.group
         if form.role == "change":
             raise RuntimeError(f"view {view.number} asks for a state that this replica lacks")
@@ -259,18 +260,27 @@ class ElasticTraining:
             self._is_finished = True
         self._others_flush = False
 
+    def _repeat_nothing(self) -> None:
+        """Forget what an attempt at a view has found out, which broke off later."""
+        self._others_flush, self._must_flush, self._again = False, False, []
+
     def _repeat_once(self, diloco: Trained) -> None:
         if self._must_flush:
             self._must_flush, self._is_flushing = False, True
-            diloco._flush()
+            try:
+                diloco._flush()
+            except KeyboardInterrupt:
+                self._must_flush = True
+                raise
         else:
             self._send_again(diloco)
 
     def _send_again(self, diloco: Trained) -> None:
         """Exchange what was due when the last view broke, without another round of training."""
-        parts, self._again, self._may_be_boundary = self._again, [], True
-        before, self._again_at = self._again_at, diloco.inner_step
+        diloco._rounds.uninterruptible.has_begun = False
+        parts, before = self._again, self._again_at
         try:
+            self._again, self._again_at, self._may_be_boundary = [], diloco.inner_step, True
             diloco._take_step(again=parts)
         except KeyboardInterrupt:
             if not diloco._rounds.uninterruptible.has_begun:
@@ -286,6 +296,7 @@ class ElasticTraining:
                 f"view {form.view.number} begins anew, and this replica has the state of view "
                 f"{form.view.base}: start this replica again"
             )
+        self._repeat_nothing()
         rounds = diloco._rounds
         rounds.is_change_due = rounds.announces_change = self._may_be_boundary = False
         sent = [(part, flight.number) for part in rounds.parts for flight in part.in_flight]

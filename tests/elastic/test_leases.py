@@ -188,10 +188,13 @@ def test_leases_are_disjoint_and_none_is_left_out(
 ) -> None:
     """Also where changes break off on some members when others have ended them."""
     group = Group(size, lost, chance)
+    has_newcomers = False
     for num_steps, shares, breaks_off, num_lost, num_new, num_failures in events:
         group.train(num_steps)
-        if shares and num_steps:
+        # What broke off is sent again at the first step of a view that nobody has joined.
+        if shares and (num_steps or not has_newcomers):
             group.share()
+        has_newcomers = num_new > 0
         group.train(num_steps // 2)
         if breaks_off:
             group.send_on_some()
@@ -214,7 +217,7 @@ def test_a_lost_replica(lost: str, again: tuple[int, ...]) -> None:
     for _ in range(4):
         book.draw()
     held = book.held(4, [2])[FIRST_PLAN]
-    assert held == Held(4, (4, 6), (2,), (2,))
+    assert held == Held(4, (4, 6), (2,), (2,), (True,))
     assert book.prepare(1, {0: held}, (0,), 4) == Plan((0,), 8, again)
 
 
@@ -233,6 +236,23 @@ def test_a_round_that_one_member_has_not_sent_counts_for_nobody() -> None:
     assert plans[0] == plans[1]
     # Of the lost replica's leases 2, 5, 8, ... those of the first four steps are shared.
     assert [lease for lease in plans[0].again if lease % 3 == 2] == [14, 17, 20, 23, 26]
+
+
+def test_a_round_that_is_sent_again_at_the_first_step_of_a_view_counts() -> None:
+    """The round of step 4 breaks off as replica 2 dies, and is sent again; then replica 1 dies."""
+    books = {r: Book(r, REPEAT, Account(FIRST_PLAN, Plan((0, 1, 2)), 0)) for r in range(2)}
+    for book in books.values():
+        for _ in range(4):
+            book.draw()
+    held = {r: book.held(4, [0])[FIRST_PLAN] for r, book in books.items()}
+    for book in books.values():
+        assert book.prepare(1, held, (0, 1), 4).again == (2, 5, 8, 11)
+        book.go_on(1)
+        book.draw()
+    again = {0: books[0].held(5, [4])[1]}
+    assert again[0].has_sent == (True,)
+    # Replica 1 took leases 1, 4, 7 and 10 before the round, and lease 5 after the round.
+    assert books[0].prepare(2, again, (0,), 5).again == (5, 8, 11)
 
 
 def test_what_a_slower_replica_left_out_comes_again() -> None:

@@ -70,7 +70,8 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int] | None:
         return None
     size, length, checksum = _LENGTH.unpack(fixed)
     text = file.read(length) if length <= _MAX_HEADER else b""
-    if len(text) < length or zlib.crc32(text) != checksum:
+    # After a loss of power a file may end in zeros, whose checksum is that of no bytes.
+    if not length or len(text) < length or zlib.crc32(text) != checksum:
         return None
     return json.loads(text), size
 
