@@ -60,7 +60,9 @@ def check_command(block: Block, words: list[str]) -> None:
         targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
         assert {word for word in words[1:] if "=" not in word} <= targets, block.place
     if "-m" in words and (module := words[words.index("-m") + 1]).startswith("benchmarks."):
-        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), block.place
+        path = ROOT / module.replace(".", "/")
+        script = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        assert script.exists(), block.place
     ours = r"(?:benchmarks|examples|tests|docs|csrc|kernels|\.ci)/\S+"
     files = [word for word in words if re.fullmatch(ours, word) and "results/" not in word]
     assert [file for file in files if not (ROOT / file).exists()] == [], block.place
