@@ -23,14 +23,17 @@ class Weighing:
     def offered(self, inner_step: int) -> tuple[float, Exception | None]:
         """Return the weight to send with; NaN and the error if ``weight`` raises or is none.
 
-        What is sent again at an inner step has the weight of the first send. With NaN the round
-        fails at once on all replicas; without a send they would wait in vain.
+        What is sent again at an inner step has the weight of the first send, unless that was 0:
+        if all replicas have no weight, the round fails, and a function may do better later. With
+        NaN the round fails at once on all replicas; without a send they would wait in vain.
         """
         try:
-            if inner_step not in self._last:
-                given = self._weight() if callable(self._weight) else self._weight
-                self._last = {inner_step: checks.not_negative("weight", given)}
-            return self._last[inner_step], None
+            if self._last.get(inner_step):
+                return self._last[inner_step], None
+            given = self._weight() if callable(self._weight) else self._weight
+            weight = checks.not_negative("weight", given)
+            self._last = {inner_step: weight}
+            return weight, None
         except Exception as error:
             if self._exchange.size == 1:
                 raise
