@@ -128,21 +128,20 @@ class Recorder:
 
     def _tell(self) -> Exception | None:
         """Call the callbacks; an exchange that ends during a callback is told after it."""
-        first: Exception | None = None
         if self._is_telling:
-            return first
+            return None
         try:
-            self._is_telling = True
             try:
-                first = self._call_all()
+                return self._call_all()
             finally:
                 self._is_telling = False
         finally:
             # A Ctrl-C may come just before the same line in the inner ``finally``.
             self._is_telling = False
-        return first
 
     def _call_all(self) -> Exception | None:
+        # Set here: Python 3.11 runs no ``finally`` after a Ctrl-C at the line of an inner ``try``.
+        self._is_telling = True
         first: Exception | None = None
         while self._untold:
             metrics = self._untold.popleft()
