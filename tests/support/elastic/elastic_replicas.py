@@ -72,7 +72,8 @@ class Run:
         num_workers: Of each replica, which share its outer state.
         is_sharded: The workers of a replica share its parameters too, by FSDP2.
         pace_s: Seconds for which a replica rests after each inner step.
-        pace_until: The replicas rest until this one is a member; -1: always.
+        pace_until: The replicas rest until this one is a member, and ten times as long in the
+            second half of their steps, so that they do not end without it; -1: always.
         pace_while: The replicas rest while this one is a member; -1: always.
         membership: Further arguments of ``Elastic``.
         has_tokens: The weight of a replica is a function that returns its tokens since the last
@@ -257,6 +258,8 @@ def train_to_the_end(
         is_gone = run.pace_while >= 0 and run.pace_while not in diloco.members
         if is_gone or run.pace_until in diloco.members:
             pace_s = 0.0
+        elif run.pace_until >= 0 and diloco.inner_step > run.last_step // 2:
+            pace_s = 10 * run.pace_s
         time.sleep(pace_s)
     diloco.flush()
 
