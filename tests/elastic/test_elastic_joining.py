@@ -140,7 +140,7 @@ def test_a_donor_dies_while_its_state_is_copied(
         joins={3: 4},
         faults=(fault,),
         options={"fragments": 4},
-        membership={**LARGE_LOG, "join_bandwidth": STATE_BYTES / 2},
+        membership={**LARGE_LOG, "join_bandwidth": STATE_BYTES / 4},
         pace_s=0.08,
         pace_until=3,
     )

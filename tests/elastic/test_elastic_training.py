@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -100,21 +100,34 @@ def test_what_is_sent_again_has_the_same_weight(
     assert ends[0].weights == [8.0, 8.0, 8.0]
 
 
+@dataclass
+class NoWeightAtFirst:
+    """A weight that is 0 for the first calls, and 1 afterwards."""
+
+    num_calls: int
+
+    def __call__(self) -> float:
+        self.num_calls -= 1
+        return 0.0 if self.num_calls >= 0 else 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "views", "weights"),
+    [(1, [0, 4], [1.0, 1.0]), (2, [0, 4, 4], [1.0])],
+    ids=["counts when sent again", "fails twice"],
+)
 def test_a_round_without_any_weight_is_sent_twice_at_most(
-    fresh_workers: Callable[..., Pool], registry: Host
+    fresh_workers: Callable[..., Pool],
+    registry: Host,
+    num_calls: int,
+    views: list[int],
+    weights: list[float],
 ) -> None:
-    """All replicas send again with the same weights, which fails again; training goes on."""
-    run = Run(2, 8, options={"weight": no_weight_at_first})
+    """The function is asked again for what is sent again; after two failures training goes on."""
+    run = Run(2, 8, options={"weight": NoWeightAtFirst(num_calls)})
     ends = run_all(fresh_workers, registry, run, 2)
-    assert [view.inner_step for view in ends[0].views] == [0, 4, 4]
-    assert ends[0].weights == ends[1].weights == [1.0]
-
-
-WEIGHTS = itertools.chain([0.0], itertools.repeat(1.0))
-
-
-def no_weight_at_first() -> float:
-    return next(WEIGHTS)
+    assert [view.inner_step for view in ends[0].views] == views
+    assert ends[0].weights == ends[1].weights == weights
 
 
 def test_a_part_whose_round_counts_is_not_sent_again(

@@ -78,9 +78,14 @@ class Link:
         return is_able and self.num_open < MAX_OPEN
 
     @property
-    def load(self) -> tuple[int, int]:
-        """How busy the donor is; the least is asked first."""
-        return self.num_open, 0 if self.status is None else self.status.num_newcomers
+    def load(self) -> tuple[int, int, int]:
+        """How busy the donor is; the least is asked first.
+
+        Of donors that are equally busy, that one is asked which has sent the fewest bytes: with a
+        limited bandwidth only one request is open at a time.
+        """
+        num_newcomers = 0 if self.status is None else self.status.num_newcomers
+        return self.num_open, num_newcomers, self.received_bytes
 
     def has_open(self, kind: Kind) -> bool:
         return any(asked.kind == kind for asked in self._open.values())
