@@ -181,8 +181,9 @@ class ElasticTraining:
             return
         step, plan = diloco.inner_step + 1, diloco._plan
         takes_part = plan.sent_at(step) or plan.written_at(step, diloco._saved_writes)
-        # All workers of a replica look at the same steps, whatever becomes of a step.
-        self._may_be_boundary = bool(takes_part)
+        # All workers of a replica look at the same steps, whatever becomes of a step. A worker that
+        # is alone looks always: after an interrupt, a round is applied in a step after its own.
+        self._may_be_boundary = bool(takes_part) or self._workers is None
         self._unless_broken(diloco, take_step)
         self._end_after_last_step(diloco)
 

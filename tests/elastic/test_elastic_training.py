@@ -182,6 +182,25 @@ def test_a_death_is_found_out_between_two_rounds(
     assert ends[0].num_applied == 1
 
 
+def test_a_boundary_is_no_later_after_an_interrupt(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    """The round that ends the view is applied in the step after the one that a Ctrl-C broke off."""
+    run = Run(
+        2,
+        160,
+        joins={2: 4},
+        options={"sync_every": 20},
+        interrupted=1,
+        pace_s=0.02,
+        pace_until=2,
+    )
+    ends = run_all(fresh_workers, registry, run, 3)
+    assert any(view.joined == (2,) for view in ends[1].views)
+    # Of the steps after the boundary, the others take none.
+    assert ends[1].num_steps <= run.last_step + 1
+
+
 def test_a_replica_leaves_at_a_boundary(fresh_workers: Callable[..., Pool], registry: Host) -> None:
     run = Run(3, 48, faults=(Fault(0, 14, "leave"),))
     ends = run_all(fresh_workers, registry, run, 3)

@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +81,8 @@ class Run:
             call: one more than its number, in each inner step.
         checkpoint: File into which replica 0 saves at inner step ``saved_step``, and from which the
             others that join start; "" for none.
+        interrupted: Replica that a Ctrl-C breaks off in its first wait for each round of its first
+            view, and that goes on; -1: none.
         joins: Inner step of replica 0 at which each further replica is started, by number.
     """
 
@@ -98,6 +101,7 @@ class Run:
     has_tokens: bool = False
     checkpoint: str = ""
     saved_step: int = 0
+    interrupted: int = -1
 
 
 @dataclass
@@ -120,6 +124,8 @@ class End:
     applied: dict[int, int] = field(default_factory=dict)
     # Of the inner optimizer's state, by number of the view in which it was so.
     inner: dict[int, str] = field(default_factory=dict)
+    # Inner steps that it took, also those that a change of the group took back; 0 after an error.
+    num_steps: int = 0
 
 
 def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run) -> End:
@@ -182,8 +188,9 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
             **run.options,
         },
     )
+    num_steps = 0
     try:
-        train_to_the_end(diloco, model, optimizer, rank, worker, run, signs, tokens)
+        num_steps = train_to_the_end(diloco, model, optimizer, rank, worker, run, signs, tokens)
         error = ""
     except LeftBehind as left:
         error = str(left)
@@ -206,6 +213,7 @@ def live(rank: int, world: int, store: tuple[str, int], registry: str, run: Run)
         [one.weight for one in rounds],
         dict(Counter(one.fragment for one in rounds)),
         inner,
+        num_steps,
     )
     diloco.close()
     return end
@@ -240,9 +248,11 @@ def train_to_the_end(
     run: Run,
     signs: dist.Store,
     tokens: Tokens,
-) -> None:
+) -> int:
     faults = [fault for fault in run.faults if fault.is_of(replica, worker)]
-    pace_s = run.pace_s
+    pace_s, num_steps = run.pace_s, 0
+    if replica == run.interrupted:
+        interrupt_waits(diloco)
     while diloco.inner_step < run.last_step and not diloco.is_done:
         for fault in [one for one in faults if one.is_due(diloco)]:
             faults.remove(fault)
@@ -254,7 +264,9 @@ def train_to_the_end(
                 if diloco.inner_step >= step:
                     signs.set(f"start {joiner}", "now")
         tokens.count += replica + 1
-        train(model, optimizer, replica, diloco.inner_step + 1)
+        with suppress(*([KeyboardInterrupt] if replica == run.interrupted else [])):
+            num_steps += 1
+            train(model, optimizer, replica, diloco.inner_step + 1)
         is_gone = run.pace_while >= 0 and run.pace_while not in diloco.members
         if is_gone or run.pace_until in diloco.members:
             pace_s = 0.0
@@ -262,6 +274,7 @@ def train_to_the_end(
             pace_s = 10 * run.pace_s
         time.sleep(pace_s)
     diloco.flush()
+    return num_steps
 
 
 def transfer_of(diloco: DiLoCo) -> Any:
@@ -283,6 +296,19 @@ def act(diloco: DiLoCo, fault: Fault) -> None:
         diloco.exchange.inject_fault(
             action=fault.action, stage=fault.stage, num_peers=fault.num_peers
         )
+
+
+def interrupt_waits(diloco: DiLoCo) -> None:
+    """Break each first wait for a round off, as a Ctrl-C does; the round is under way meanwhile."""
+    wait, flights = diloco._rounds._wait, []
+
+    def wait_once_more(part: Any, flight: Any) -> Any:
+        if not any(flight is other for other in flights):
+            flights.append(flight)
+            raise KeyboardInterrupt
+        return wait(part, flight)
+
+    diloco._rounds._wait = wait_once_more  # type: ignore[method-assign]
 
 
 def die_between_parts(diloco: DiLoCo) -> None:
