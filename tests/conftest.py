@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +24,10 @@ from zygote import Zygote, look_up_names_in_files_only
 # test in this process may bring about.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts pytest in the background lets pytest ignore SIGINT, and so all programs of it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 look_up_names_in_files_only()
 # The programs that tests start look names up as they like, but wait for an answer only once.

@@ -111,9 +111,10 @@ class LearnerPiece:
             layout.wire.block_size,
             impl=impl,
         )
-        then = self.base - sent
+        then = torch.sub(self.base, sent, out=sent)
         if self.residuals.new is not None and self.residuals.value is not None:
-            then = then - self.residuals.new / self.residuals.decay + self.residuals.value
+            then -= self.residuals.new / self.residuals.decay
+            then += self.residuals.value
         return then
 
     def write(self, impl: str = "") -> None:
@@ -297,7 +298,7 @@ class Learner:
         alpha = self.receipt.alpha if self.receipt.mode == "blend" else 0.0
         if self.receipt.mode == "carry" and has_more:
             start = piece.snapshot(self.impl) if is_merged else piece.base
-            values = values + (piece.values() - start)
+            values = (piece.values() - start).add_(values)
         ops.merge(values, piece.tensors, alpha, impl=self.impl)
 
     def restart(self, versions: Sequence[int], values: Sequence[Sequence[Tensor]]) -> None:

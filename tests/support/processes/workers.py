@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from zygote import Zygote, die_with_parent
+from zygote import Zygote
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 # Peers of a worker that raised may wait for it; after this they are dumped and killed.
@@ -44,7 +44,6 @@ class WorkerError(RuntimeError):
 
 def worker_main(connection: Connection, log: str) -> None:
     """Serve jobs until the connection closes; never returns."""
-    die_with_parent()
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -43,9 +43,12 @@ PRELOAD = (
 # --------------------------------------------------------------------------------- in the zygote
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
+    """Let SIGKILL end this process when the process ``parent`` ends, or at once if that is gone."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def look_up_names_in_files_only() -> None:
@@ -68,11 +71,12 @@ def serve(fd: int, preload: Sequence[str], path: list[str]) -> list[str] | None:
     Returns:
         The words of the program, or None.
     """
-    die_with_parent()
+    die_with_parent(os.getppid())
     programs.be_silent_at_end()
     look_up_names_in_files_only()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     environment = dict(os.environ)  # before the modules change it
+    zygote = os.getpid()
     for name in (*PRELOAD, *preload):
         importlib.import_module(name)
     # A collection in a worker would look at a million objects of torch's, and copy their pages.
@@ -99,6 +103,7 @@ def serve(fd: int, preload: Sequence[str], path: list[str]) -> list[str] | None:
                 ours, theirs = socket.socketpair()
                 answer = os.fork()
                 if answer == 0:
+                    die_with_parent(zygote)
                     for other in (ours, *clients):
                         other.close()
                     line = programs.Line(Connection(theirs.detach()), environment)
@@ -115,7 +120,6 @@ def _begin(
     request: str, argument: Any, fds: list[int], line: programs.Line, path: list[str]
 ) -> list[str]:
     """Go on as a worker, or return the words of a program."""
-    die_with_parent()
     if request == "worker":
         line.control.close()
         importlib.import_module("workers").worker_main(Connection(fds[0]), argument)

@@ -210,6 +210,7 @@ class DecoupledDiLoCo:
         # The syncer may have asked for another name.
         self._learner.rename(self.name)
         self._take()
+        self._wake()
 
     # ---------------------------------------------------------------------------------- training
 
@@ -244,7 +245,15 @@ class DecoupledDiLoCo:
 
         Call this method in long pauses of training; errors are those of ``step``.
         """
-        self._exchange()
+        try:
+            self._exchange()
+        finally:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let the couriers see what was taken and reported; ``stepped`` does that too."""
+        for shard in self._shards:
+            shard.carrier.ring()
 
     def _exchange(self) -> None:
         for shard in self._shards:
@@ -320,7 +329,7 @@ class DecoupledDiLoCo:
         end = time.monotonic() + (self._timeout if timeout is None else timeout)
         tokens = [shard.carrier.note() for shard in self._shards]
         while True:
-            self._exchange()
+            self.poll()
             pairs = zip(self._shards, tokens, strict=True)
             late = [s for s, token in pairs if not s.carrier.is_settled_after(token)]
             waiting = [i for i, p in enumerate(self._learner.fragments) if p.is_busy]
@@ -363,6 +372,7 @@ class DecoupledDiLoCo:
     def outer_parameters(self) -> Iterator[None]:
         """Put the newest shared parameters that are here into the model, for evaluation."""
         self._take()
+        self._wake()
         tensors = [
             piece_t for p in self._learner.fragments for q in p.pieces for piece_t in q.tensors
         ]

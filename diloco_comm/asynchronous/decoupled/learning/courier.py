@@ -76,7 +76,7 @@ class Courier(Postbox):
         """Leave the server and end the thread; idempotent."""
         if self._is_over:
             return
-        self._ring()
+        self.ring()
         self._is_over = True
         if self._thread is threading.current_thread():
             return  # The garbage collector runs in any thread; this one ends by itself.

@@ -110,13 +110,12 @@ class Postbox:
         """Note the inner steps taken, and the seconds of the last one."""
         with self._lock:
             self._steps, self._step_s = steps, seconds
-        self._ring()
+        self.ring()
 
     def report(self, fragment: int, report: Report, payloads: list[Tensor]) -> None:
-        """Leave a report with the courier."""
+        """Leave a report with the courier; ``ring`` comes next."""
         with self._lock:
             self._parts[fragment].outgoing = Outgoing(report, payloads)
-        self._ring()
 
     def arrivals(self) -> list[Arrival]:
         """Return the versions that have arrived; at most one for each fragment."""
@@ -124,13 +123,15 @@ class Postbox:
             return [part.arrival for part in self._parts if part.arrival is not None]
 
     def taken(self, arrival: Arrival) -> None:
-        """Note that the training thread has a version, so that the next one may be fetched."""
+        """Note that the training thread has a version, so that the next one may be fetched.
+
+        ``ring`` comes next.
+        """
         with self._lock:
             part = self._parts[arrival.fragment]
             # The courier may have brought another version since, of another run.
             if part.arrival is arrival:
                 part.arrival = None
-        self._ring()
 
     def refusals(self) -> list[tuple[int, int, str]]:
         """Return and forget the refused reports: fragment, number, reason."""
@@ -154,7 +155,7 @@ class Postbox:
         with self._lock:
             self._token += 1
             token = self._token
-        self._ring()
+        self.ring()
         return token
 
     @property
@@ -190,7 +191,11 @@ class Postbox:
         if error is not None:
             raise error
 
-    def _ring(self) -> None:
+    def ring(self) -> None:
+        """Wake the courier, once for all that was left: the training thread may wait for the GIL.
+
+        The courier's thread gets the GIL with this call, and keeps it for up to 5 ms.
+        """
         if not self._is_over:
             with suppress(BlockingIOError):
                 os.write(self._ringer, b"!")

@@ -48,7 +48,8 @@ class ServedModel:
 
     Args:
         pieces: The pieces of each fragment.
-        flats: The parameters at version 0, fp32 [num_elements] for each piece of each fragment.
+        flats: The parameters at version 0, fp32 [num_elements] for each piece of each fragment. The
+            model keeps these tensors as version 0.
         settings: The settings of the run.
         outer: The outer optimizer.
         total: Fragments of the whole model, of which other syncers may have some.
@@ -85,9 +86,7 @@ class ServedModel:
         self.sizes = [piece.num_elements for each in self.pieces for piece in each]
         self.down = [layout_of(size, settings.down) for size in self.sizes]
         self.whole = [layout_of(size, FP32) for size in self.sizes]
-        self.published = [
-            Published(0, fragment.copy_values(), None, {}) for fragment in self.syncer.fragments
-        ]
+        self.published = [Published(0, list(flat), None, {}) for flat in flats]
 
     @property
     def num_elements(self) -> int:

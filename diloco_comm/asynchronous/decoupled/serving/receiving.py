@@ -241,11 +241,14 @@ class ReportReceiver:
             self._begin(session, report, _START, 0, layouts, payloads or [])
 
     def _start(self, session: Session, upload: Upload) -> None:
-        flats = []
+        flats, payloads = [], upload.payloads[::-1]
+        upload.payloads = []
         if not upload.garbage:
-            pairs = zip(upload.payloads, upload.layouts, strict=True)
-            flats = [decode(payload[:], layout) for payload, layout in pairs]
-        self.state.memory.give_back(upload.payloads)
+            # A payload is given back as soon as it is decoded, so that no two models are in memory.
+            for layout in upload.layouts:
+                flats.append(decode(payloads[-1][:], layout))
+                self.state.memory.give_back([payloads.pop()])
+        self.state.memory.give_back(payloads)
         if upload.garbage or not all(bool(torch.isfinite(flat).all()) for flat in flats):
             self.state.status.count_refusal("non-finite")
             reason = "the learner's parameters are not finite"
