@@ -91,3 +91,14 @@ def test_a_merge_that_fails_is_repeated() -> None:
     assert commits[1].values[0].tolist() == [-0.5, -1.0, -1.5, -2.0]
     with pytest.raises(ValueError, match="only a merge can be undone, got phase idle"):
         syncer.rounds[1].reopen(3.0)
+
+
+def test_merges_beyond_the_most_stay_due() -> None:
+    """Every commit has a copy of its values: few of them are in memory at once."""
+    syncer = called_syncer("mean", num_fragments=3)
+    good = payload_of(syncer, 1.0, 2.0, 3.0, 4.0)
+    assert not any(send(syncer, name, good, index) for name in "ab" for index in range(3))
+    for index in range(3):
+        (commit,) = syncer.advance(2.0, most_merges=1)
+        assert isinstance(commit, Commit) and (commit.fragment, commit.version) == (index, 1)
+    assert syncer.advance(2.0, most_merges=1) == []

@@ -145,18 +145,23 @@ class Syncer:
         refusal = here.refusal(report) or self._gathered[fragment].add(report.learner, payloads)
         return refusal or here.report(report, now, self.step_s, self.sync_s)
 
-    def advance(self, now: float) -> list[Call | Commit]:
+    def advance(self, now: float, most_merges: int | None = None) -> list[Call | Commit]:
         """Merge and call what is due, and return the messages to all learners, in order.
+
+        Args:
+            most_merges: Fragments to merge at most, since each commit has a copy of its values; the
+                others stay due. None: all.
 
         If a merge raises before its outer step, the fragment's reports and the messages made before
         stay: the next ``advance`` merges these reports, and returns these messages too. If the step
         itself raises, half of it may be taken: the fragment is neither merged nor called any more.
         """
-        messages = self._unsent
+        messages, num_merges = self._unsent, 0
         for index, each in enumerate(self.rounds):
-            merge = each.merge(now)
+            merge = None if num_merges == most_merges else each.merge(now)
             if merge is not None:
                 messages.append(self._commit(index, merge, now))
+                num_merges += 1
             if self._is_due(index):
                 each.call(now)
                 self._called[index].update(self._steps)

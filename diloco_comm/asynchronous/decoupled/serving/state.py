@@ -254,15 +254,21 @@ class SyncerState:
 
     def advance(self, now: float) -> None:
         """Merge and call what is due. A commit is published once it is on the disk."""
-        if self.model is None or not self._write_out():
-            return
+        is_published = self.model is not None and self._write_out()
+        while is_published and self._merge_next(now):
+            is_published = self._write_out()
+
+    def _merge_next(self, now: float) -> bool:
+        """Merge one fragment that is due, and call what is due; return whether one was merged."""
+        assert self.model is not None
         begin = time.perf_counter()
-        messages = self.model.syncer.advance(now)
+        messages = self.model.syncer.advance(now, most_merges=1)
         if messages:
             self.status.apply_s += time.perf_counter() - begin
             self.is_news = True
-        self._unsaved += [message for message in messages if isinstance(message, Commit)]
-        self._write_out()
+        commits = [message for message in messages if isinstance(message, Commit)]
+        self._unsaved += commits
+        return bool(commits)
 
     def _write_out(self) -> bool:
         """Write merges to the journal and publish them; False while the disk takes none."""
