@@ -99,7 +99,7 @@ def compare(wire: str, number: int, count: int) -> dict[str, Any]:
 def report(rows: list[dict[str, Any]]) -> list[str]:
     """Return a line for each wire and set of implementations: elements compared, bytes that differ.
 
-    A processor without AVX-512 compares fewer implementations.
+    On a processor without AVX-512 fewer implementations are compared.
     """
     lines = [f"#{'wire':>9} {'elements':>14} {'bad':>8} {'differing bytes':>16}  implementations"]
     for wire, names in dict.fromkeys(map(_kind, rows)):

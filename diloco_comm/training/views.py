@@ -95,6 +95,8 @@ class ElasticTraining:
                 self.transfer.close()
             raise
         self._may_be_boundary = self._is_flushing = self._must_flush = False
+        # The step before was broken off; always False with several workers.
+        self._is_late = False
         self._workers = workers
         # Part and number of the round that broke off.
         self._failed: list[tuple[SyncedPart, int]] = []
@@ -181,10 +183,12 @@ class ElasticTraining:
             return
         step, plan = diloco.inner_step + 1, diloco._plan
         takes_part = plan.sent_at(step) or plan.written_at(step, diloco._saved_writes)
-        # All workers of a replica look at the same steps, whatever becomes of a step. A worker that
-        # is alone looks always: after an interrupt, a round is applied in a step after its own.
-        self._may_be_boundary = bool(takes_part) or self._workers is None
+        # All workers of a replica look at the same steps, whatever becomes of a step.
+        self._may_be_boundary = bool(takes_part) or self._is_late
+        # If a Ctrl-C breaks this step off, the next one applies the round.
+        self._is_late = self._workers is None
         self._unless_broken(diloco, take_step)
+        self._is_late = False
         self._end_after_last_step(diloco)
 
     def _unless_broken(self, diloco: Trained, call: Callable[[], None]) -> None:

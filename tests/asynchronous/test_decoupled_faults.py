@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from decoupled_processes import SIZE, Play, attach, hash_of, make_server
 
 from diloco_comm.asynchronous.decoupled.tape import replay
 from diloco_comm.asynchronous.worker.link import ServerLost, read_status
+from diloco_comm.ops.residuals import Residuals
 
 CARRY = {"receipt": "carry"}
 
@@ -167,6 +170,38 @@ def test_a_syncer_on_a_full_disk_sends_no_commit_until_there_is_room(
     done = replay(tmp_path / "copy")
     assert done.versions == before.versions
     assert replay(folder).last == sum(learner.metrics.versions)
+
+
+def test_a_ctrl_c_in_the_hook_waits_for_the_end_of_the_hook(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The difference to the version before is added once, so learners have the same values."""
+    turn, num_turns = Residuals.turn, 0
+
+    def interrupted(residuals: Residuals, *arguments: Any) -> None:
+        nonlocal num_turns
+        num_turns += 1
+        if num_turns == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        turn(residuals, *arguments)
+
+    with make_server({**CARRY, "wire_down": "int8"}) as server:
+        model, learner = attach(server.address, "a")
+        monkeypatch.setattr(Residuals, "turn", interrupted)
+        num_interrupts = 0
+        for number in range(8):
+            model.descend(torch.linspace(1.0, 2.0 + number, SIZE))
+            try:
+                learner.step()
+                assert learner.flush(20.0)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+        assert num_interrupts == 1 and learner.flush(20.0)
+        other, second = attach(server.address, "b")
+        with learner.outer_parameters():
+            assert torch.equal(model.values(), other.values())
+        for each in (learner, second):
+            each.close()
 
 
 def test_a_syncer_without_its_folder_is_another_run() -> None:

@@ -56,6 +56,8 @@ class Link:
         self._numbers = itertools.count(1)
         # Before the connection is there, the donor may not have heard of this process's key.
         self._since = time.monotonic()
+        # When bytes were asked for last.
+        self._last_asked = 0.0
         self._blocked_at = 0.0
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
@@ -78,14 +80,14 @@ class Link:
         return is_able and self.num_open < MAX_OPEN
 
     @property
-    def load(self) -> tuple[int, int, int]:
+    def load(self) -> tuple[int, int, float]:
         """How busy the donor is; the least is asked first.
 
-        Of donors that are equally busy, that one is asked which has sent the fewest bytes: with a
-        limited bandwidth only one request is open at a time.
+        With a limited bandwidth one request is open at a time, so that all donors are equally busy.
+        Then the donor is next that was not asked for the longest time.
         """
         num_newcomers = 0 if self.status is None else self.status.num_newcomers
-        return self.num_open, num_newcomers, self.received_bytes
+        return self.num_open, num_newcomers, self._last_asked
 
     def has_open(self, kind: Kind) -> bool:
         return any(asked.kind == kind for asked in self._open.values())
@@ -106,6 +108,8 @@ class Link:
             return False
         self._blocked_at = 0.0
         self._open[number] = Asked(kind, time.monotonic(), num_bytes, take)
+        if num_bytes:
+            self._last_asked = self._open[number].at
         return True
 
     def receive(self) -> None:

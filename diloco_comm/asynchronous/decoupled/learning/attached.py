@@ -18,6 +18,7 @@ from torch import nn
 from ....base import env
 from ....base.checks import choice, integer
 from ....base.errors import NonFiniteError
+from ....base.interrupts import deferred_interrupts
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
 from ....replica.hooks import StepHooks, hookable
 from ...worker.link import ServerLost
@@ -261,6 +262,8 @@ class DecoupledDiLoCo:
         self._take()
         self._answer_calls()
 
+    # A Ctrl-C in the middle could let a difference be added twice. The method never waits.
+    @deferred_interrupts()
     def _take(self) -> None:
         """Write the versions that have arrived into the model."""
         for shard in self._shards:
@@ -292,6 +295,8 @@ class DecoupledDiLoCo:
         commit = Commit(index, arrival.version, merged, values, Merge(0, (), ()), [])
         self._learner.receive(commit, may_skip=True)
 
+    # A Ctrl-C in the middle could leave a report that is never sent. The method never waits.
+    @deferred_interrupts()
     def _answer_calls(self) -> None:
         owners: dict[int, tuple[Courier, int]] = {}
         for shard in self._shards:
@@ -371,8 +376,10 @@ class DecoupledDiLoCo:
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
         """Put the newest shared parameters that are here into the model, for evaluation."""
-        self._take()
-        self._wake()
+        try:
+            self._take()
+        finally:
+            self._wake()
         tensors = [
             piece_t for p in self._learner.fragments for q in p.pieces for piece_t in q.tensors
         ]

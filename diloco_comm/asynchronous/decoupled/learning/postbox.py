@@ -113,7 +113,7 @@ class Postbox:
         self.ring()
 
     def report(self, fragment: int, report: Report, payloads: list[Tensor]) -> None:
-        """Leave a report with the courier; ``ring`` comes next."""
+        """Leave a report with the courier; the caller calls ``ring`` afterwards."""
         with self._lock:
             self._parts[fragment].outgoing = Outgoing(report, payloads)
 
@@ -125,7 +125,7 @@ class Postbox:
     def taken(self, arrival: Arrival) -> None:
         """Note that the training thread has a version, so that the next one may be fetched.
 
-        ``ring`` comes next.
+        The caller calls ``ring`` afterwards.
         """
         with self._lock:
             part = self._parts[arrival.fragment]
@@ -192,9 +192,10 @@ class Postbox:
             raise error
 
     def ring(self) -> None:
-        """Wake the courier, once for all that was left: the training thread may wait for the GIL.
+        """Wake the courier, which then looks at all that was left.
 
-        The courier's thread gets the GIL with this call, and keeps it for up to 5 ms.
+        The courier's thread gets the GIL with this call, and may keep the GIL for 5 ms: so one call
+        comes after all reports and versions of an inner step.
         """
         if not self._is_over:
             with suppress(BlockingIOError):

@@ -244,7 +244,7 @@ class ReportReceiver:
         flats, payloads = [], upload.payloads[::-1]
         upload.payloads = []
         if not upload.garbage:
-            # A payload is given back as soon as it is decoded, so that no two models are in memory.
+            # A payload is given back as soon as it is decoded: beside the model there is one piece.
             for layout in upload.layouts:
                 flats.append(decode(payloads[-1][:], layout))
                 self.state.memory.give_back([payloads.pop()])
