@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from ..ledger import Ledger
 from ..syncer import Commit
 from .courier import Courier
 from .joining import Shard, addresses_of, check_shards, describe, open_shard, parameters_of
+from .metrics import DecoupledMetrics
 from .postbox import Arrival
 
 logger = logging.getLogger(__name__)
@@ -39,33 +39,6 @@ _LOOK_S = 0.2
 def _close(shards: list[Shard]) -> None:
     for shard in shards:
         shard.close()
-
-
-@dataclass(frozen=True)
-class DecoupledMetrics:
-    """The figures of a learner so far.
-
-    Attributes:
-        steps: Inner steps taken.
-        versions: Version of each fragment in the model.
-        reports, merged, refused: Reports made, merged, and refused by the server.
-        commits: Versions that were written into the model.
-        step_ledgers, token_ledgers: What became of the inner steps and tokens, by fragment.
-        hook_s: Seconds that the hook took of the training thread, in all.
-        sent_bytes, received_bytes: Bytes of messages.
-    """
-
-    steps: int
-    versions: tuple[int, ...]
-    reports: int
-    merged: int
-    refused: int
-    commits: int
-    step_ledgers: tuple[Ledger, ...]
-    token_ledgers: tuple[Ledger, ...]
-    hook_s: float
-    sent_bytes: int
-    received_bytes: int
 
 
 class DecoupledDiLoCo:
