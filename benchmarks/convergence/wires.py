@@ -76,8 +76,8 @@ CELLS = (
     Cell(num_replicas=2, wires=_FEW),
     Cell(num_replicas=8, wires=_FEW),
     Cell(sync_every=100, rounds=6, wires=_FEW),
-    Cell(rounds=150, wires=("fp32", "int1r", "sub8", "topk64"), seeds=(0, 1)),
-    Cell("1.4M", wires=("fp32", "int1r", "sub8", "topk64"), seeds=(0,)),
+    Cell(rounds=150, wires=(*_FEW, SPARSE_LOCO)),
+    Cell("1.4M", wires=(*_FEW, SPARSE_LOCO)),
 )
 
 
