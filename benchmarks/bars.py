@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.against_torchft import peer as torchft_peer
 from benchmarks.exchange import netns
 from benchmarks.support import common
+from diloco_comm.ops.phases import received_bits
 from diloco_comm.ops.wire import WireFormat
 from diloco_comm.tools.common import outputs
 
@@ -158,8 +159,7 @@ def ratio_of_bytes(wire: str, world: int) -> float:
     """Return the bytes that a rank receives in gloo's fp32 all-reduce over those on a wire."""
     form = WireFormat(wire)
     phases = 2 * (world - 1) / world
-    payloads = world - 1 if form.is_gathered else phases
-    return phases * 32 / (payloads * form.bits_per_element)
+    return phases * 32 / received_bits(form, world)
 
 
 def loopback() -> Iterator[Figure]:

@@ -57,7 +57,7 @@ class Header:
     @property
     def epoch(self) -> int: ...
 
-class Plan:
+class Layout:
     def __init__(
         self,
         num_elements: int,
@@ -68,8 +68,15 @@ class Plan:
         block_size: int,
         code_offset: int,
         code_unit: tuple[int, int],
+    ) -> None: ...
+
+class Plan:
+    def __init__(
+        self,
+        layout: Layout,
+        mean_layout: Layout,
         world_size: int,
-        is_gathered: bool,
+        num_phases: int,
         num_lanes: int,
         window: int,
         impl: str,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.convergence.sparse_loco import SparseLoCo
 from diloco_comm import ops
+from diloco_comm.ops.phases import mean_layout, num_phases
 from diloco_comm.ops.residuals import Residuals
 from diloco_comm.ops.wire import Layout, WireFormat, encoding_keys
 
@@ -35,6 +36,7 @@ class OnWire:
         size = sum(p.numel() for p in params)
         self.wire, self.seed = wire, seed
         self.layout = Layout.plan(size, num_replicas, wire=wire)
+        self._mean = mean_layout(self.layout, num_replicas)
         self._payloads = [
             torch.zeros(self.layout.payload_bytes, dtype=torch.uint8) for _ in range(num_replicas)
         ]
@@ -42,7 +44,7 @@ class OnWire:
         # An owner reduces the elements of one run.
         for rank, residuals in enumerate(self._residuals):
             begin, end = self.layout.run_range(rank)
-            residuals.plan_reduction(end - begin)
+            residuals.plan_reduction(end - begin if self._mean == self.layout else 0)
 
     def _new_residuals(self, size: int, error_feedback: bool) -> Residuals:
         return Residuals(
@@ -77,8 +79,9 @@ class OnWire:
             )
             residuals.encoded()
         terms = self._payloads
-        if world > 2 and not self.wire.is_gathered:
+        if num_phases(self.wire, world) == 2:
             terms = [self._reduce([key[1] for key in keys], bad)]
+            form = (layout.run_elements, self._mean.wire.name, self._mean.wire.block_size)
         for residuals in self._residuals:
             residuals.turn(0)
         mean = torch.empty_like(outer)
@@ -90,10 +93,15 @@ class OnWire:
 
     def _reduce(self, keys: Sequence[int], bad: Tensor) -> Tensor:
         layout, world = self.layout, len(self._payloads)
-        result = torch.zeros_like(self._payloads[0])
+        mean = self._mean
+        result = torch.zeros(mean.payload_bytes, dtype=torch.uint8)
         for rank in range(world):
             run = slice(rank * layout.run_bytes, (rank + 1) * layout.run_bytes)
             begin, end = layout.run_range(rank)
+            if mean != layout:
+                part = result[rank * mean.run_bytes : (rank + 1) * mean.run_bytes]
+                self._reencode(run, part, end - begin, keys[rank], bad)
+                continue
             residual, new_residual = self._residuals[rank].reduction(0)
             ops.reduce(
                 torch.cat([payload[run] for payload in self._payloads]),
@@ -110,6 +118,15 @@ class OnWire:
                 nonfinite=bad,
             )
         return result
+
+    def _reencode(self, run: slice, result: Tensor, length: int, key: int, bad: Tensor) -> None:
+        """Reduce the payloads' runs to a mean on another wire."""
+        layout, mean, world = self.layout, self._mean, len(self._payloads)
+        runs, values = [payload[run] for payload in self._payloads], torch.empty(length)
+        form = (layout.run_elements, self.wire.name, self.wire.block_size)
+        ops.decode(runs, [1.0 / world] * world, [values], 0, length, *form)
+        form = (layout.run_elements, mean.wire.name, mean.wire.block_size)
+        ops.encode(None, [values], result, 0, length, *form, rng_key=key, nonfinite=bad)
 
 
 class BySparseLoCo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -11,36 +11,13 @@ from torch import Tensor
 from .. import _C
 from ..base.errors import SyncError
 from ..base.memory import CPU, Payload
+from ..ops.phases import mean_layout, num_phases
 from ..ops.residuals import Residuals
 from ..ops.wire import WIRES, Layout, WireFormat
 from ..ops.wire_options import check_options
+from .chunks import auto_chunk_bytes
 from .headers import Header, to_native
 from .round import Round, Standing, Terms
-
-# Payload sizes up to which a chunk has so many bytes, measured by
-# benchmarks/exchange/all_reduce.py --chunk
-# at 100 Mbit/s, at 1 Gbit/s and on a loopback.
-_CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 768 << 10), (24 << 20, 1536 << 10))
-_LARGE_CHUNK = 4 << 20
-_MANY_ELEMENTS = 16 << 20
-_CHUNK_OF_MANY = 8 << 20
-# On streams a chunk costs a few launches and the link is fast; not measured.
-_STREAM_CHUNK = 16 << 20
-
-
-def auto_chunk_bytes(payload_bytes: int, num_elements: int) -> int:
-    """Choose the chunk of a payload by a table (benchmarks/exchange/all_reduce.py --chunk).
-
-    Each message wakes a few threads, which costs fast links time; but with large chunks a slow
-    link idles while the last is reduced, and the ranks' flows crowd each other out. Work on the
-    processors goes by elements, not bytes: many of them make large chunks worth while.
-    """
-    if num_elements > _MANY_ELEMENTS:
-        return _CHUNK_OF_MANY
-    for limit, chunk_bytes in _CHUNKS:
-        if payload_bytes <= limit:
-            return chunk_bytes
-    return _LARGE_CHUNK
 
 
 class ExchangeBuffers:
@@ -53,6 +30,10 @@ class ExchangeBuffers:
         device: Of the fragment. The engine's own buffers are in host memory, page-locked then.
         is_streamed: Its exchanges stay on the device; see ``streams``.
         layout: How payloads are laid out in the current group.
+        mean_layout: How the payloads of a mean are: as ``layout``, but where owners of runs encode
+            the mean on a wire of its own (``phases``).
+        num_phases: 0 for one rank; 1: all payloads go to all ranks; 2: runs are reduced by their
+            owners, then gathered.
         residuals: What encoding loses. The residuals of the reduction, with three ranks and more,
             have [num_chunks * run_elements]: the runs that this rank owns, one after the other.
     """
@@ -66,6 +47,7 @@ class ExchangeBuffers:
         residual_dtype: torch.dtype = torch.float32,
         carries: bool = False,
         num_under_way: int = 1,
+        must_gather: bool = False,
         device: torch.device = CPU,
         is_streamed: bool = False,
     ) -> None:
@@ -83,7 +65,7 @@ class ExchangeBuffers:
         self.wire = wire
         self.error_feedback = error_feedback
         self.applied_epoch = 0
-        self.num_under_way = num_under_way
+        self.num_under_way, self._must_gather = num_under_way, must_gather
         self.residuals = Residuals(
             num_elements,
             error_feedback=error_feedback,
@@ -118,31 +100,27 @@ class ExchangeBuffers:
         Raises:
             ValueError: If chunk_bytes would make more chunks than an exchange may have.
         """
-        block, wire = self.wire.block_size, self.wire
-        payload = Layout.plan(self.num_elements, world_size, 1, wire).payload_bytes
-        most = -(-self.num_elements // (world_size * block))
-        if self.is_streamed:
-            chunk_bytes = chunk_bytes or _STREAM_CHUNK
-        chunk_bytes = chunk_bytes or auto_chunk_bytes(payload, self.num_elements)
+        wire = self.wire
+        self.num_phases = num_phases(wire, world_size, must_gather=self._must_gather)
+        reduces = self.num_phases == 2
+        whole = Layout.plan(self.num_elements, world_size, 1, wire)
+        # The mean of short payloads may be longer than these are.
+        payload = mean_layout(whole, world_size, must_gather=self._must_gather).payload_bytes
+        most = -(-self.num_elements // (world_size * wire.block_size))
+        chunk_bytes = chunk_bytes or auto_chunk_bytes(payload, self.num_elements, self.is_streamed)
         num_chunks = max(1, min(round(payload / chunk_bytes), most))
         self.rank, self.world_size, self.num_chunks = rank, world_size, num_chunks
         self.layout = Layout.plan(self.num_elements, world_size, num_chunks, wire)
         layout = self.layout
+        self.mean_layout = mean_layout(layout, world_size, must_gather=self._must_gather)
         # Whole payloads need no staging: the link gets all there is.
-        reduces = self.num_phases == 2
         window = min(window * lanes, num_chunks) if reduces else num_chunks
         self.window = window
         self.native = _C.Plan(
-            layout.num_elements,
-            layout.num_runs,
-            layout.run_elements,
-            layout.run_bytes,
-            wire.name,
-            block,
-            wire.code_offset(layout.run_elements),
-            wire.code_unit,
+            _native(layout),
+            _native(self.mean_layout),
             world_size,
-            wire.is_gathered,
+            self.num_phases,
             lanes,
             window,
             impl,
@@ -150,23 +128,18 @@ class ExchangeBuffers:
         self.staging_bytes = window * world_size * layout.run_bytes if reduces else 0
         self._spares = []
         self._owns = [self._new_payload()]
-        self._results = [self._new_payload(self.num_received)] if world_size > 1 else []
+        self._results = [self._new_result()] if world_size > 1 else []
         if self._owner == (rank, layout):
             return
         self._owner = (rank, layout)
-        self.residuals.plan_reduction(num_chunks * layout.run_elements if reduces else 0)
-
-    @property
-    def num_phases(self) -> int:
-        """0 for one rank; 1: all payloads go to all ranks; 2: shards are reduced, then gathered."""
-        if self.world_size == 1:
-            return 0
-        return 1 if self.world_size == 2 or self.wire.is_gathered else 2
+        # An encoding on a wire of its own keeps no errors.
+        keeps_errors = reduces and self.mean_layout == layout
+        self.residuals.plan_reduction(num_chunks * layout.run_elements if keeps_errors else 0)
 
     @property
     def num_received(self) -> int:
         """Payloads that an exchange leaves here besides the own one."""
-        return self.world_size - 1 if self.wire.is_gathered else min(self.world_size - 1, 1)
+        return self.world_size - 1 if self.num_phases == 1 else min(self.world_size - 1, 1)
 
     @property
     def residual(self) -> Tensor | None:
@@ -182,12 +155,15 @@ class ExchangeBuffers:
         is_unsure = self.error_feedback and not self.residuals.carries
         if is_unsure and any(r.state == "started" for r in self.rounds):
             raise RuntimeError("with error feedback, wait() for a round before the next start()")
-        own = self._take(self._owns, [r.own for r in (*self.rounds, *self._owed)], 1)
+        owns = [r.own for r in (*self.rounds, *self._owed)]
+        own = self._take(self._owns, owns, self._new_payload, self.layout.payload_bytes)
         result = None
         if self.world_size > 1:
             held = [r.result for r in self.rounds]
-            result = self._take(self._results, held, self.num_received)
-        return Round(header, self.layout, own, result, rank=self.rank)
+            result = self._take(self._results, held, self._new_result, self._result_bytes)
+        return Round(
+            header, self.layout, self.mean_layout, self.num_phases, own, result, rank=self.rank
+        )
 
     def native_header(self, header: Header, stochastic: bool) -> _C.Header:
         """Return a header of these buffers as the engine takes it."""
@@ -205,9 +181,11 @@ class ExchangeBuffers:
         self._ended.pop(round.key, None)
         self.residuals.encoded()
 
-    def adopt(self, header: Header, layout: Layout, own: Tensor, terms: Terms) -> None:
+    def adopt(
+        self, header: Header, layout: Layout, own: Tensor, mean_layout: Layout, terms: Terms
+    ) -> None:
         """Take in a round of a saved state, which is agreed and not applied."""
-        round = Round(header, layout, Payload(own, own), None, "agreed", terms)
+        round = Round(header, layout, mean_layout, 0, Payload(own, own), None, "agreed", terms)
         self.rounds.append(round)
 
     def forget(self) -> None:
@@ -284,7 +262,7 @@ class ExchangeBuffers:
 
     def put_back(self, payloads: Sequence[Payload]) -> None:
         """Use buffers that ``take_out`` gave away for later rounds, if they still fit."""
-        sizes = {self.layout.payload_bytes, self.num_received * self.layout.payload_bytes}
+        sizes = {self.layout.payload_bytes, self._result_bytes}
         self._spares += [payload for payload in payloads if payload.tensor.numel() in sizes]
 
     def _end(self, round: Round, state: Literal["applied", "rejected"]) -> None:
@@ -350,19 +328,49 @@ class ExchangeBuffers:
             if round.state == "started" and round.is_done:
                 self.resolve(round)
 
-    def _take(self, pool: list[Payload], busy: list[Payload | None], payloads: int) -> Payload:
+    def _take(
+        self,
+        pool: list[Payload],
+        busy: Sequence[Payload | None],
+        make: Callable[[], Payload],
+        size: int,
+    ) -> Payload:
         for buffer in pool:
             if not any(buffer is other for other in busy):
                 return buffer
-        pool.append(self._spare(payloads) or self._new_payload(payloads))
+        pool.append(self._spare(size) or make())
         return pool[-1]
 
-    def _spare(self, payloads: int) -> Payload | None:
+    def _spare(self, size: int) -> Payload | None:
         for index, spare in enumerate(self._spares):
-            if spare.tensor.numel() == payloads * self.layout.payload_bytes:
+            if spare.tensor.numel() == size:
                 return self._spares.pop(index)
         return None
 
-    def _new_payload(self, payloads: int = 1) -> Payload:
+    @property
+    def _result_bytes(self) -> int:
+        return self.num_received * self.mean_layout.payload_bytes
+
+    def _new_payload(self) -> Payload:
+        return self._make(self.layout.payload_bytes)
+
+    def _new_result(self) -> Payload:
+        return self._make(self._result_bytes)
+
+    def _make(self, size: int) -> Payload:
         voters = self.world_size if self.is_streamed else 0
-        return Payload.make(payloads * self.layout.payload_bytes, self.device, voters=voters)
+        return Payload.make(size, self.device, voters=voters)
+
+
+def _native(layout: Layout) -> _C.Layout:
+    wire = layout.wire
+    return _C.Layout(
+        layout.num_elements,
+        layout.num_runs,
+        layout.run_elements,
+        layout.run_bytes,
+        wire.name,
+        wire.block_size,
+        wire.code_offset(layout.run_elements),
+        wire.code_unit,
+    )

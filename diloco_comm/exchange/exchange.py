@@ -158,6 +158,7 @@ class Exchange(StreamMember):
         error_feedback: bool = False,
         residual_dtype: torch.dtype = torch.float32,
         carries: bool = False,
+        must_gather: bool = False,
         device: torch.device | None = None,
     ) -> ExchangeBuffers:
         """Allocate the persistent buffers of one fragment.
@@ -165,14 +166,12 @@ class Exchange(StreamMember):
         Args:
             num_elements: Elements of the fragment, at least 1.
             wire: What travels.
-            error_feedback: Keep what encoding loses, and add it to the next round.
-            residual_dtype: Of what is kept, fp32 or bf16.
-            carries: The caller moves the parameters at each send; see ``residuals``.
+            error_feedback: Keep what encoding loses, as fp32 or bf16, and add it to the next round.
+            carries, must_gather: See ``residuals`` and ``phases``.
             device: Of the fragment; default: that of this exchange.
 
         Raises:
-            ValueError: If there is no element, or chunk_bytes would cut it into more chunks than an
-                exchange may have.
+            ValueError: If there is no element, or chunk_bytes would make too many chunks.
         """
         device = self.device if device is None else device
         buffers = ExchangeBuffers(
@@ -181,6 +180,7 @@ class Exchange(StreamMember):
             error_feedback=error_feedback,
             residual_dtype=residual_dtype,
             carries=carries,
+            must_gather=must_gather,
             num_under_way=self.num_under_way,
             device=device,
             is_streamed=self.collectives == "nccl" and device.type != "cpu",

@@ -94,10 +94,12 @@ class Round:
     """One exchange of a fragment, from its start until it is applied or dropped.
 
     Attributes:
+        layout, mean_layout: Of the own payload, and of those of the mean; see ``ExchangeBuffers``.
+        num_phases: Likewise; 0 of a saved round.
         own: The own encoded values.
         result: The other payloads in the order of ranks, or the mean; None with one rank, and in a
             saved round.
-        terms: The mean, laid out as ``layout``, once the round is agreed or voted.
+        terms: The mean, laid out as ``mean_layout``, once the round is agreed or voted.
         headers: Of all ranks, as soon as the round has them for good.
         rank: In the group of ``epoch``.
         job: The exchange; None of a saved round, and of one that is held before it is sent.
@@ -106,6 +108,8 @@ class Round:
 
     header: Header
     layout: Layout
+    mean_layout: Layout
+    num_phases: int
     own: Payload
     result: Payload | None
     state: RoundState = "started"
@@ -152,18 +156,15 @@ class Round:
     def received(self) -> list[Tensor]:
         """The payloads that the exchange brings, in rank order."""
         assert self.result is not None
-        return list(self.result.tensor.split(self.layout.payload_bytes))
+        return list(self.result.tensor.split(self.mean_layout.payload_bytes))
 
     def combine(self, weights: Sequence[float]) -> Terms:
         """Return the terms of the mean, of payloads that need not be complete yet."""
         own = self.own.tensor
         if self.result is None:
             return [(own, 1.0)]
-        if len(weights) == 2:
-            payloads = [self.result.tensor]
-        elif self.layout.wire.is_gathered:
-            payloads = self.received
-        else:
+        if self.num_phases == 2:
             return [(self.result.tensor, 1.0)]
+        payloads = self.received
         payloads.insert(self.rank, own)
         return list(zip(payloads, weights, strict=True))

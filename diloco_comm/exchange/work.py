@@ -82,13 +82,13 @@ class ExchangeWork:
 
     Attributes:
         payload: The own encoded values; complete as soon as ``start`` has returned.
-        layout: Of the payload.
+        layout, mean_layout: Of the payload, and of those of the mean.
         buffers, round: The fragment's, whose states decide how far this exchange is.
     """
 
     def __init__(self, buffers: ExchangeBuffers, round: Round) -> None:
         self.payload = round.own.tensor
-        self.layout = round.layout
+        self.layout, self.mean_layout = round.layout, round.mean_layout
         self.buffers = buffers
         self.round = round
         self._num_collected = 0  # runs of the result
@@ -200,7 +200,7 @@ class ExchangeWork:
         return mean
 
     def _collect(self, num_runs: int, terms: Terms, out: Tensor, impl: str) -> None:
-        layout = self.layout
+        layout = self.mean_layout
         begin, end = (
             min(runs * layout.run_elements, layout.num_elements)
             for runs in (self._num_collected, num_runs)
@@ -225,7 +225,7 @@ class ExchangeWork:
         counters = dict(job.counters)
         return Mean(
             terms=round.terms,
-            layout=round.layout,
+            layout=round.mean_layout,
             headers=round.headers,
             weights=list(job.weights),
             seconds={**job.seconds, "encode": job.encode_seconds, "wait": self._wait_s},

@@ -4,9 +4,7 @@ The functions have the names and arguments of ``torch.ops.diloco_comm.*`` (less 
 the same bytes. All arithmetic is IEEE fp32, one rounding for each operation, sub-normals kept.
 ``all_reduce`` is what a whole exchange must leave behind, computed in one process.
 
-Imports torch, the sizes of ``wire.py``, the bits of ``reference_runs.py``, the digest of
-``reference_digest.py``, the sums of ``reference_sums.py`` and the access to tensors of
-``reference_fragment.py``, nothing else.
+Imports torch, and of the package ``wire.py``, ``phases.py`` and the ``reference_*`` modules alone.
 """
 
 from __future__ import annotations
@@ -19,9 +17,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .phases import mean_layout, num_phases
 from .reference_codec import HUGE, SMALLEST_SCALE
 from .reference_digest import digest as digest
-from .reference_fragment import fp32, gather, runs_of, scatter, total_elements
+from .reference_fragment import fp32, gather, normalised, runs_of, scatter, total_elements
 from .reference_runs import decode_run, encode_run
 from .reference_sums import ordered_sum, sum_by_blocks
 from .wire import Layout, WireFormat, encoding_keys
@@ -329,12 +328,7 @@ def gram(
             matrix[i, j] = matrix[j, i] = sum_by_blocks(product, block_size)
 
 
-def normalised(weights: Sequence[float]) -> list[float]:
-    """Return weights over their sum (fp64, in rank order), each rounded once to fp32."""
-    total = sum(float(weight) for weight in weights)
-    return [fp32(float(weight) / total).item() for weight in weights]
-
-
+@_exact
 def all_reduce(
     params: Sequence[Sequence[Tensor]],
     layout: Layout,
@@ -352,7 +346,7 @@ def all_reduce(
     new_reduce_residual: Tensor | None = None,
     nonfinite: Tensor | None = None,
 ) -> list[tuple[Tensor, float]]:
-    """Return the terms (payload, coefficient) that the exchange of one fragment leaves everywhere.
+    """Return the terms (payload, coefficient) that an exchange leaves, laid out as ``mean_layout``.
 
     Args:
         params: The fragment's tensors of each rank, in rank order.
@@ -381,12 +375,19 @@ def all_reduce(
             stochastic, keys[rank][0], old, new, counts[rank],
         )  # fmt: skip
     terms = list(zip(payloads, coefficients, strict=True))
-    if world_size > 2 and not wire.is_gathered:
-        average = torch.zeros_like(payloads[0])
+    if num_phases(wire, world_size) == 2:
+        mean = mean_layout(layout, world_size)
+        average = torch.zeros(mean.payload_bytes, dtype=torch.uint8)
         for run_idx in range(layout.num_runs):
             owner = run_idx % world_size
             begin, end = layout.run_range(run_idx)
             run = slice(run_idx * layout.run_bytes, (run_idx + 1) * layout.run_bytes)
+            if mean != layout:
+                x = _combine(payloads, coefficients, run_idx, form[0], wire, end - begin)
+                part = average[run_idx * mean.run_bytes : (run_idx + 1) * mean.run_bytes]
+                how = (0, False, keys[owner][1], False)
+                counts[owner] += encode_run(x, part, form[0], mean.wire, *how)
+                continue
             old = None if reduce_residual is None else reduce_residual[begin:end]
             new = None if new_reduce_residual is None else new_reduce_residual[begin:end]
             reduce(

@@ -15,6 +15,12 @@ def fp32(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float32)
 
 
+def normalised(weights: Sequence[float]) -> list[float]:
+    """Return weights over their sum (fp64, in rank order), each rounded once to fp32."""
+    total = sum(float(weight) for weight in weights)
+    return [fp32(float(weight) / total).item() for weight in weights]
+
+
 def flat(tensor: Tensor) -> Tensor:
     """View a dense tensor as one dimension, in the order of its memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

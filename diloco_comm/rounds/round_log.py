@@ -20,7 +20,7 @@ from torch import Tensor
 from ..base.memory import Payload
 from ..exchange.work import Mean
 from ..methods.outer_state import Update
-from ..ops.wire import Layout
+from ..ops.wire import Layout, WireFormat
 from .synced import SyncedFragment, SyncedPart
 
 
@@ -32,7 +32,7 @@ class LoggedRound:
         before, after: History of the fragment before and after the round; see ``history``.
         num_steps: Outer steps before this one.
         coefficients: One for each payload.
-        num_runs, run_elements: Of the layout of the payloads.
+        num_runs, run_elements, wire: Of the layout of the payloads.
         num_bytes: Of all payloads.
     """
 
@@ -45,6 +45,7 @@ class LoggedRound:
     coefficients: tuple[float, ...]
     num_runs: int
     run_elements: int
+    wire: str
     num_bytes: int
 
 
@@ -130,6 +131,7 @@ class RoundLog:
             tuple(coefficient for _, coefficient in mean.terms),
             mean.layout.num_runs,
             mean.layout.run_elements,
+            mean.layout.wire.name,
             size,
         )
         with self._lock:
@@ -269,7 +271,9 @@ def replay(part: SyncedFragment, entry: LoggedRound, payloads: Tensor, impl: str
         raise ValueError(
             f"round {entry.number} of fragment {entry.fragment} does not follow {standing}"
         )
-    layout = Layout(part.num_elements, entry.num_runs, entry.run_elements, part.wire)
+    # Only element wires have a choice of block sizes, and their means are on the part's own wire.
+    wire = part.wire if entry.wire == part.wire.name else WireFormat(entry.wire)
+    layout = Layout(part.num_elements, entry.num_runs, entry.run_elements, wire)
     if payloads.numel() != layout.payload_bytes * len(entry.coefficients):
         raise ValueError(
             f"round {entry.number} of fragment {entry.fragment} has {payloads.numel()} bytes, "

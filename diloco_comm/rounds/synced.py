@@ -189,6 +189,7 @@ class SyncedFragment(SyncedPart):
         error_feedback: bool,
         *,
         carries: bool,
+        must_gather: bool = False,
         feedback_decay: float | None = None,
         loader: _C.ChunkLoader | None = None,
     ) -> None:
@@ -196,7 +197,7 @@ class SyncedFragment(SyncedPart):
         self.loader = loader
         self.fragment = fragment
         self.wire, self.error_feedback, self.carries = wire, error_feedback, carries
-        self.feedback_decay = feedback_decay
+        self.must_gather, self.feedback_decay = must_gather, feedback_decay
         self._padding = fragment.padding()
         self.device = device_of(self.tensors())
         if loader is None:
@@ -261,6 +262,7 @@ class SyncedFragment(SyncedPart):
                 self.wire,
                 error_feedback=self.error_feedback,
                 carries=self.carries,
+                must_gather=self.must_gather,
                 device=self.device,
             )
             if self.feedback_decay is not None:

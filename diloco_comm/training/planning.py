@@ -182,6 +182,8 @@ def _parameter_parts(
             settings.error_feedback,
             feedback_decay=settings.feedback_decay,
             carries=settings.overlap.rounds > 0,
+            # Own payloads are added to the mean where outer parameters differ.
+            must_gather=not settings.overlap.is_shared,
             loader=loader,
         )
         for fragment, wire in zip(fragments, wires, strict=True)

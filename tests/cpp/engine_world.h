@@ -36,6 +36,7 @@ inline std::shared_ptr<Plan> make_plan(int64_t num_elements, int size, int64_t n
     const int64_t scales = (2 * (run_elements / kBlock) + 15) / 16 * 16;
     const int64_t run_bytes = scales + (run_elements + 15) / 16 * 16;
     plan->layout = {num_elements, runs, run_elements, run_bytes, "int8", kBlock, scales, 1, 1};
+    plan->mean_layout = plan->layout;
     plan->num_chunks = num_chunks;
     plan->num_phases = size == 1 ? 0 : size == 2 ? 1 : 2;
     plan->window = kWindow;

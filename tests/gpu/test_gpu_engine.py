@@ -35,7 +35,7 @@ def against_host(rank: int, world: int, device: str, library: str, names: list[s
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_methods_equal_those_in_host_memory(device: str, world: int, replicas, stand_in) -> None:
     assert replicas(world).run(against_host, device, stand_in, NAMES[world]) == [[]] * world
 

@@ -69,7 +69,7 @@ def against_engine(rank: int, world: int, device: str, library: str, names: list
     return wrong
 
 
-@pytest.mark.parametrize(("device", "world"), cases(1, 2, 3, 4))
+@pytest.mark.parametrize(("device", "world"), cases(1, 2, 3, 4, 5))
 def test_streams_equal_the_engine(device: str, world: int, replicas, stand_in) -> None:
     result = replicas(world).run(against_engine, device, stand_in, NAMES[world], timeout=100)
     assert result == [[]] * world

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from typing import Any
 
@@ -59,18 +61,26 @@ def hashes(rank: int, world: int, wires: list[str]) -> list[list[str]]:
     return results
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_outer_parameters_stay_bit_identical(world: int, workers) -> None:
-    results = workers(world).run(hashes, ["int2r", "sub8", "topk64"])
+@pytest.mark.parametrize(
+    ("world", "wires"),
+    [
+        (2, ["int2r", "sub8", "topk64"]),
+        (3, ["int2r", "sub8", "topk64"]),
+        # Owners encode the mean on int1r, but under Eager, where all payloads go to all.
+        (5, ["sub2"]),
+    ],
+)
+def test_outer_parameters_stay_bit_identical(world: int, wires: list[str], workers) -> None:
+    results = workers(world).run(hashes, wires)
     assert all(result == results[0] for result in results)
     assert all(len(set(seen)) > 2 for seen in results[0])
 
 
 def survive(rank: int, world: int, wires: list[str]) -> list[Any]:
     """Replica 1 leaves in the middle of a round; the others go on without it."""
-    ends = []
+    ends, others = [], [number for number in range(world) if number != 1]
     for wire in wires:
-        for overlap in (Blocking(), Streaming(2, 0.5), Eager()):
+        for overlap in (Blocking(), Streaming(2, 0.5), Delayed(), Eager()):
             options = {"error_feedback": wire.startswith("topk"), "timeout": 60}
             model, optimizer, diloco = attach(wire=wire, overlap=overlap, **options)
             with diloco:
@@ -80,7 +90,7 @@ def survive(rank: int, world: int, wires: list[str]) -> list[Any]:
                     try:
                         train_step(model, optimizer, rank, diloco.inner_step, WIDTH)
                     except SyncError:
-                        diloco.change_group([0, 2])
+                        diloco.change_group(others)
                 if rank == 1:
                     continue
                 diloco.flush()
@@ -90,13 +100,57 @@ def survive(rank: int, world: int, wires: list[str]) -> list[Any]:
     return ends
 
 
-@pytest.mark.parametrize("wire", ["int2r", "int1r", "sub8", "topk64"])
-def test_survivors_stay_bit_identical(wire: str, workers) -> None:
-    first, _, third = workers(3).run(survive, [wire])
-    assert [end[:3] for end in first] == [end[:3] for end in third]
-    assert all(members == (0, 2) and min(rounds) >= 3 for members, rounds, *_ in first)
-    assert len({end[2] for end in first}) == 3
+@pytest.mark.parametrize(
+    ("world", "wire"),
+    # From 5 to 4 replicas, sub2 goes from a mean on int1r to payloads that all replicas add up.
+    [(3, "int2r"), (3, "int1r"), (3, "sub8"), (3, "topk64"), (5, "sub2")],
+)
+def test_survivors_stay_bit_identical(world: int, wire: str, workers) -> None:
+    first, _, *rest = workers(world).run(survive, [wire])
+    for other in rest:
+        assert [end[:3] for end in first] == [end[:3] for end in other]
+    living = (0, *range(2, world))
+    assert all(members == living and min(rounds) >= 3 for members, rounds, *_ in first)
+    assert len({end[2] for end in first}) == 4
     assert all(math.isfinite(value) for end in first for value in end[3])
+
+
+def resume(rank: int, world: int, overlap: Any) -> tuple[str, str, set[str]]:
+    """Save in the middle of a round; go on, and go on from what was saved."""
+    ends, state, local = [], {}, {}
+    for is_resumed in (False, True):
+        model, optimizer, diloco = attach(wire="sub2", overlap=overlap, fragments=1)
+        with diloco:
+            if is_resumed:
+                model.load_state_dict(local)
+                diloco.load_state_dict(state)
+            for step in range(7 if is_resumed else 0, 14):
+                if step == 7 and not is_resumed:
+                    state = copy.deepcopy(diloco.state_dict())
+                    local = copy.deepcopy(model.state_dict())
+                train_step(model, optimizer, rank, step, WIDTH)
+            diloco.flush()
+            ends.append(diloco.outer_hash())
+    in_flight = {
+        flight.get("mean_wire", "")
+        for value in _texts(state)
+        for flight in json.loads(value)["rounds"]
+    }
+    return ends[0], ends[1], in_flight
+
+
+def _texts(state: Any) -> list[str]:
+    """The entries of a saved state that list rounds under way."""
+    if isinstance(state, dict):
+        return [text for value in state.values() for text in _texts(value)]
+    return [state] if isinstance(state, str) and '"rounds"' in state else []
+
+
+@pytest.mark.parametrize("overlap", [Streaming(2, 0.5), Delayed(), Eager()], ids=repr)
+def test_a_saved_round_keeps_the_wire_of_its_mean(overlap: Any, workers) -> None:
+    results = workers(5).run(resume, overlap)
+    assert len({end for one, other, _ in results for end in (one, other)}) == 1
+    assert [wires for *_, wires in results] == [{"" if overlap == Eager() else "int1r"}] * 5
 
 
 def hashes_with(rank: int, world: int, arguments: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ def train(rank: int, world: int, is_logged: bool, options: dict[str, Any]) -> st
     model, optimizer, diloco = attach(rank, **options)
     with diloco:
         num_payloads = world if world == 2 or options["wire"] == "sub8" else 1
-        sizes = [part.buffers.layout.payload_bytes for part in diloco.parts]
+        sizes = [part.buffers.mean_layout.payload_bytes for part in diloco.parts]
         log = RoundLog(NUM_KEPT * num_payloads * sum(sizes))
         if is_logged:
             diloco._rounds.log = log
@@ -60,6 +60,7 @@ def train(rank: int, world: int, is_logged: bool, options: dict[str, Any]) -> st
         (2, {"wire": "fp32", "fragments": 2, "overlap": Streaming(1, 0.5)}),
         (3, {"wire": "int4", "fragments": 2}),
         (3, {"wire": "sub8"}),
+        (5, {"wire": "sub2"}),
     ],
 )
 def test_logged_payloads_stay_as_they_are(

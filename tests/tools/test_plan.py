@@ -193,5 +193,10 @@ def test_memory_counts_outer_state_and_payloads() -> None:
     assert eager == pytest.approx(2.5 * size, rel=0.02)
     assert Request(1e9, 24, 0.1, method="dp").extra_memory_bytes == 0
     # Each replica holds the payloads of all on a wire that is gathered.
-    gathered = Request(1e9, 24, 0.1, workers=8, wire="sub2").extra_memory_bytes
-    assert gathered == pytest.approx(1e9 * (8 + 8 * 0.5156 / 8), rel=0.001)
+    gathered = Request(1e9, 24, 0.1, workers=8, wire="sub4").extra_memory_bytes
+    assert gathered == pytest.approx(1e9 * (8 + 8 * 0.2656 / 8), rel=0.001)
+    # With many replicas, an own payload and a mean on int1r; but not under Eager.
+    reduced = Request(1e9, 24, 0.1, workers=16, wire="sub8").extra_memory_bytes
+    assert reduced == pytest.approx(1e9 * (8 + (0.1406 + 1.0625) / 8), rel=0.001)
+    eager = Request(1e9, 24, 0.1, workers=16, wire="sub8", method="eager").extra_memory_bytes
+    assert eager == pytest.approx(1e9 * (8 + 2 * 16 * 0.1406 / 8), rel=0.001)

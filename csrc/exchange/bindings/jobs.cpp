@@ -14,22 +14,27 @@ namespace {
 
 using std::chrono::milliseconds;
 
-std::shared_ptr<Plan> make_plan(int64_t num_elements, int64_t num_runs, int64_t run_elements,
-                                int64_t run_bytes, const std::string& wire, int64_t block_size,
-                                int64_t code_offset, std::pair<int64_t, int64_t> code_unit,
-                                int64_t world_size, bool is_gathered, int num_lanes, int window,
+Layout make_layout(int64_t num_elements, int64_t num_runs, int64_t run_elements, int64_t run_bytes,
+                   const std::string& wire, int64_t block_size, int64_t code_offset,
+                   std::pair<int64_t, int64_t> code_unit) {
+    return {num_elements, num_runs,    run_elements,    run_bytes,       wire,
+            block_size,   code_offset, code_unit.first, code_unit.second};
+}
+
+std::shared_ptr<Plan> make_plan(const Layout& layout, const Layout& mean_layout, int64_t world_size,
+                                int num_phases, int num_lanes, int window,
                                 const std::string& impl) {
     auto plan = std::make_shared<Plan>();
-    plan->layout = {num_elements, num_runs,    run_elements,    run_bytes,       wire,
-                    block_size,   code_offset, code_unit.first, code_unit.second};
-    plan->num_chunks = num_runs / world_size;
+    plan->layout = layout;
+    plan->mean_layout = mean_layout;
+    plan->num_chunks = layout.num_runs / world_size;
     TORCH_CHECK_VALUE(plan->num_chunks <= kMaxChunks, "an exchange has at most ", kMaxChunks,
                       " chunks, got ", plan->num_chunks, ": chunk_bytes is too small for ",
-                      num_elements, " elements");
-    plan->num_phases = world_size == 1 ? 0 : world_size == 2 || is_gathered ? 1 : 2;
+                      layout.num_elements, " elements");
+    plan->num_phases = num_phases;
     plan->window = window;
-    plan->schedule = make_schedule(static_cast<int>(plan->num_chunks),
-                                   static_cast<int>(plan->num_phases), num_lanes, window);
+    plan->schedule =
+        make_schedule(static_cast<int>(plan->num_chunks), num_phases, num_lanes, window);
     plan->impl = impl;
     return plan;
 }
@@ -89,7 +94,7 @@ uint64_t digest_of(Job& job) {
     if (!job.is_done || !job.has_payload()) return 0;
     const Plan& plan = *job.plan;
     const int64_t num_payloads = plan.num_phases == 1 ? plan.world_size() : 1;
-    const int64_t num_bytes = num_payloads * plan.payload_bytes();
+    const int64_t num_bytes = num_payloads * plan.mean_bytes();
     return codec::finish_digest(job.digest.product, job.digest.sum,
                                 static_cast<uint64_t>(num_bytes));
 }
@@ -141,11 +146,13 @@ std::string standing_name(Job& job) {
 }  // namespace
 
 void register_jobs(py::module_& m) {
+    py::class_<Layout>(m, "Layout")
+        .def(py::init(&make_layout), py::arg("num_elements"), py::arg("num_runs"),
+             py::arg("run_elements"), py::arg("run_bytes"), py::arg("wire"), py::arg("block_size"),
+             py::arg("code_offset"), py::arg("code_unit"));
     py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
-        py::init(&make_plan), py::arg("num_elements"), py::arg("num_runs"), py::arg("run_elements"),
-        py::arg("run_bytes"), py::arg("wire"), py::arg("block_size"), py::arg("code_offset"),
-        py::arg("code_unit"), py::arg("world_size"), py::arg("is_gathered"), py::arg("num_lanes"),
-        py::arg("window"), py::arg("impl"));
+        py::init(&make_plan), py::arg("layout"), py::arg("mean_layout"), py::arg("world_size"),
+        py::arg("num_phases"), py::arg("num_lanes"), py::arg("window"), py::arg("impl"));
     py::class_<Failure>(m, "Failure")
         .def_readonly("kind", &Failure::kind)
         .def_readonly("message", &Failure::message)

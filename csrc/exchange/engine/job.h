@@ -60,6 +60,9 @@ constexpr int64_t kMaxChunks = int64_t{1} << 19;
 // Common to all exchanges of one fragment's buffers; made once.
 struct Plan {
     Layout layout;
+    // Of the payloads of the result. In two phases, of the mean, which may be on another wire: runs
+    // hold the same elements, and take other bytes.
+    Layout mean_layout;
     int64_t num_chunks = 1;
     int64_t num_phases = 0;  // 0: one rank; 1: all payloads to all ranks; 2: reduce and publish
     int64_t window = 1;
@@ -68,6 +71,9 @@ struct Plan {
 
     int64_t world_size() const { return layout.num_runs / num_chunks; }
     int64_t payload_bytes() const { return layout.num_runs * layout.run_bytes; }
+    // Whether owners encode the mean on another wire than that of the payloads.
+    bool reencodes() const { return num_phases == 2 && mean_layout.wire != layout.wire; }
+    int64_t mean_bytes() const { return mean_layout.num_runs * mean_layout.run_bytes; }
 };
 
 // Why a job ended without a result. `kind` names the Python exception.

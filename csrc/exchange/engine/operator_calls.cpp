@@ -3,6 +3,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <string>
+
 namespace diloco {
 namespace {
 
@@ -29,10 +31,40 @@ void call_encode(const Job& job, int64_t begin, int64_t end) {
           job.encode.residual, job.encode.new_residual, bad, plan.impl});
 }
 
+namespace {
+
+// The mean goes onto another wire than the payloads: it is decoded to fp32, and encoded.
+void reencode(const Job& job, const at::Tensor& received, const at::Tensor& result, int64_t length,
+              const at::Tensor& values) {
+    const Plan& plan = *job.plan;
+    const Layout &layout = plan.layout, &mean = plan.mean_layout;
+    const std::string impl = job.staging ? std::string() : plan.impl;
+    c10::List<at::Tensor> payloads, mean_values;
+    for (size_t rank = 0; rank < job.weights.size(); ++rank) {
+        payloads.push_back(
+            received.narrow(0, static_cast<int64_t>(rank) * layout.run_bytes, layout.run_bytes));
+    }
+    mean_values.push_back(values.narrow(0, 0, length));
+    call("diloco_comm::decode",
+         {payloads, c10::List<double>(job.weights), mean_values, int64_t{0}, length,
+          layout.run_elements, layout.wire, layout.block_size, impl});
+    call("diloco_comm::encode",
+         {c10::IValue(), mean_values, result, int64_t{0}, length, mean.run_elements, mean.wire,
+          mean.block_size, false, job.reduce_key, c10::IValue(), c10::IValue(), job.reduce_bad,
+          impl});
+}
+
+}  // namespace
+
 void call_reduce(const Job& job, const at::Tensor& received, const at::Tensor& result, int64_t run,
-                 int64_t chunk) {
+                 int64_t chunk, at::Tensor& values) {
     const Plan& plan = *job.plan;
     const int64_t length = plan.layout.run_length(run);
+    if (plan.reencodes()) {
+        // Kept for the next call: new pages would cost as much as the decoding.
+        if (!values.defined() || values.numel() < length) values = at::empty({length}, at::kFloat);
+        return reencode(job, received, result, length, values);
+    }
     const auto own_part = [&](const at::Tensor& residual) {
         return residual.defined() ? residual.narrow(0, chunk * plan.layout.run_elements, length)
                                   : residual;

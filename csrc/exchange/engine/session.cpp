@@ -103,10 +103,10 @@ void Session::deliver_chunk(Job& job, int64_t chunk) {
         return;
     }
     Staging& staging = *job.staging;
-    const int64_t num_bytes = transport_.size() * job.plan->layout.run_bytes;
+    const int64_t num_bytes = transport_.size() * job.plan->mean_layout.run_bytes;
     const int64_t num_payloads = job.plan->num_phases == 1 ? num_peers() : 1;
     for (int64_t place = 0; place < num_payloads; ++place) {
-        const int64_t at = place * job.plan->payload_bytes() + chunk * num_bytes;
+        const int64_t at = place * job.plan->mean_bytes() + chunk * num_bytes;
         staging.stored = staging.queue->store(staging.result.narrow(0, at, num_bytes),
                                               job.result.narrow(0, at, num_bytes), staging.begin);
     }
@@ -124,7 +124,7 @@ void Session::digest_chunk(Job& job, const uint8_t* payload, int64_t chunk, int6
     const Kind kind = Kind(job.header.kind);
     if (kind != Kind::kSync && kind != Kind::kFlush) return;
     Stopwatch watch(job.seconds["digest"]);
-    const Layout& layout = job.plan->layout;
+    const Layout& layout = job.plan->mean_layout;
     const int64_t first = chunk * transport_.size();
     for (int64_t run = first; run < first + transport_.size(); ++run) {
         const int64_t at = (source * layout.num_runs + run) * layout.run_bytes;
@@ -224,7 +224,7 @@ void Session::post_chunk(Job& job, const Step& step) {
 }
 
 void Session::post_exchange(Job& job, const Step& step, const at::Tensor& staging) {
-    const Layout& layout = job.plan->layout;
+    const Layout &layout = job.plan->layout, &mean = job.plan->mean_layout;
     const int64_t size = transport_.size();
     const int64_t first = step.chunk * size;
     const int64_t stride = layout.run_bytes;
@@ -238,9 +238,9 @@ void Session::post_exchange(Job& job, const Step& step, const at::Tensor& stagin
         chunk.exchange_recvs.push_back(transport_.recv(step.lane, from, data_tag(0, step.chunk),
                                                        received + from * stride,
                                                        used_bytes(transport_.rank())));
-        chunk.publish_recvs.push_back(transport_.recv(step.lane, from, data_tag(1, step.chunk),
-                                                      bytes(job.result) + (first + from) * stride,
-                                                      used_bytes(from)));
+        chunk.publish_recvs.push_back(transport_.recv(
+            step.lane, from, data_tag(1, step.chunk),
+            bytes(job.result) + (first + from) * mean.run_bytes, mean.used_bytes(first + from)));
     }
     for (int i = 1; i <= num_peers(); ++i) {
         const int to = peer(i);
@@ -262,11 +262,13 @@ void Session::reduce(Job& job, int64_t chunk, const at::Tensor& staging) {
         staging.narrow(0, (chunk % job.plan->window) * size * stride, size * stride);
     std::memcpy(bytes(received) + transport_.rank() * stride, bytes(job.payload) + run * stride,
                 static_cast<size_t>(layout.used_bytes(run)));
-    call_reduce(job, received, job.result.narrow(0, run * stride, stride), run, chunk);
+    const int64_t mean_stride = job.plan->mean_layout.run_bytes;
+    call_reduce(job, received, job.result.narrow(0, run * mean_stride, mean_stride), run, chunk,
+                mean_values_);
 }
 
 void Session::post_publish(Job& job, const Step& step) {
-    const Layout& layout = job.plan->layout;
+    const Layout& layout = job.plan->mean_layout;
     const int64_t run = step.chunk * static_cast<int64_t>(transport_.size()) + transport_.rank();
     InFlight& chunk = in_flight_[static_cast<size_t>(step.chunk % (2 * job.plan->window + 1))];
     for (int i = 1; i <= num_peers(); ++i) {

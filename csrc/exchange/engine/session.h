@@ -113,6 +113,7 @@ class Session {
     std::vector<Receipt> vote_recvs_;
     std::vector<Receipt> control_sends_;
     std::vector<InFlight> in_flight_;
+    at::Tensor mean_values_;  // see call_reduce
 };
 
 }  // namespace diloco

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...ops.wire import WireFormat
 from ...rounds.round_log import LoggedRound, Standing
 
 
@@ -56,6 +57,7 @@ def _logged(
     coefficients: Any,
     num_runs: Any,
     run_elements: Any,
+    wire: Any,
     num_bytes: Any,
 ) -> LoggedRound:
     return LoggedRound(
@@ -68,6 +70,7 @@ def _logged(
         tuple([float(one) for one in coefficients]),
         _count(num_runs),
         _count(run_elements),
+        WireFormat(wire).name,
         _count(num_bytes),
     )
 

@@ -55,7 +55,9 @@ class StreamJob:
         self.driver, self.control = driver, control
         # Not the round itself: it holds this job, and such a circle lives until the next collection
         # of garbage, with the round's payloads on the device.
-        self._header, self._layout, self._ballot = round.header, round.layout, round.own.ballot
+        self._header, self._ballot = round.header, round.own.ballot
+        num_payloads = len(members) if round.num_phases == 1 else 1
+        self._digest_bytes = num_payloads * round.mean_layout.payload_bytes
         self.encoded, self.data, self.done = events
         self._presumed, self.members = presumed, members
         self.weights = shares([header.weight for header in presumed])
@@ -78,8 +80,7 @@ class StreamJob:
     def digest(self) -> int:
         """Of the payloads, once the vote is on the host."""
         product, total = self._ballot.host_digest.tolist()
-        num_payloads = 2 if len(self.members) == 2 else 1
-        return finish_digest(product, total, num_payloads * self._layout.payload_bytes)
+        return finish_digest(product, total, self._digest_bytes)
 
     @property
     def standing(self) -> str:

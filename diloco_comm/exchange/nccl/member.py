@@ -150,10 +150,10 @@ class StreamMember(Member):
         events: tuple[torch.Event, ...],
     ) -> StreamJob:
         """Make the job of an exchange that is enqueued."""
-        payload_bytes = buffers.layout.payload_bytes
-        sent = (self.size - 1) * payload_bytes
+        sent = (self.size - 1) * buffers.layout.payload_bytes
         if buffers.num_phases == 2:
-            sent = 2 * (sent // self.size)
+            both = buffers.layout.payload_bytes + buffers.mean_layout.payload_bytes
+            sent = (self.size - 1) * (both // self.size)
         presumed = [
             buffers.native_header(replace(round.header, weight=weight), sending.stochastic)
             for weight in sending.offered

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ... import _C, ops
 from ...base.memory import Ballot, vote_token
+from ...ops.wire import Layout
 from ..buffers import ExchangeBuffers
 from ..round import Round
 from .connections import Connections
@@ -164,25 +165,25 @@ class StreamDriver(Connections):
             impl=self.impl,
         )
 
-    def _chunk(self, buffers: ExchangeBuffers, buffer: Tensor, chunk: int) -> Tensor:
-        num_bytes = self.size * buffers.layout.run_bytes
+    def _chunk(self, layout: Layout, buffer: Tensor, chunk: int) -> Tensor:
+        num_bytes = self.size * layout.run_bytes
         return buffer[chunk * num_bytes : (chunk + 1) * num_bytes]
 
     def _received(self, buffers: ExchangeBuffers, chunk: int) -> Tensor:
-        return self._chunk(buffers, self._staging, chunk % buffers.window)
+        return self._chunk(buffers.layout, self._staging, chunk % buffers.window)
 
-    def _run(self, buffers: ExchangeBuffers, buffer: Tensor, chunk: int) -> Tensor:
-        begin = (chunk * self.size + self.rank) * buffers.layout.run_bytes
-        return buffer[begin : begin + buffers.layout.run_bytes]
+    def _own_run(self, layout: Layout, buffer: Tensor, chunk: int) -> Tensor:
+        begin = (chunk * self.size + self.rank) * layout.run_bytes
+        return buffer[begin : begin + layout.run_bytes]
 
     def _post_exchange(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int
     ) -> None:
         assert self.group is not None and round.result is not None
         self.side.wait_event(self._encoded[chunk])
-        own = self._chunk(buffers, round.own.tensor, chunk)
+        own = self._chunk(buffers.layout, round.own.tensor, chunk)
         if buffers.num_phases == 1:
-            parts = [self._chunk(buffers, part, chunk) for part in round.received]
+            parts = [self._chunk(buffers.layout, part, chunk) for part in round.received]
             work = self._send_to_all(self.group, parts, own)
         else:
             work = self._send_chunk(self.group, self._received(buffers, chunk), own)
@@ -200,6 +201,9 @@ class StreamDriver(Connections):
         begin, end = layout.run_range(chunk * self.size + self.rank)
         if begin == end:
             return
+        if buffers.mean_layout != layout:
+            self._reencode(buffers, round, sending, chunk, end - begin)
+            return
 
         def part(values: Tensor | None) -> Tensor | None:
             first = chunk * layout.run_elements
@@ -207,7 +211,7 @@ class StreamDriver(Connections):
 
         ops.reduce(
             self._received(buffers, chunk),
-            self._run(buffers, round.result.tensor, chunk),
+            self._own_run(layout, round.result.tensor, chunk),
             sending.weights,
             end - begin,
             layout.run_elements,
@@ -223,12 +227,47 @@ class StreamDriver(Connections):
             impl=self.impl,
         )
 
+    def _reencode(
+        self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int, length: int
+    ) -> None:
+        """Enqueue a reduction whose mean goes onto another wire than the payloads."""
+        assert round.result is not None and round.own.ballot is not None
+        layout, mean = buffers.layout, buffers.mean_layout
+        received = self._received(buffers, chunk)
+        result = self._own_run(mean, round.result.tensor, chunk)
+        values = torch.empty(length, device=self.device)
+        ops.decode(
+            list(received.split(layout.run_bytes)),
+            sending.weights,
+            [values],
+            0,
+            length,
+            layout.run_elements,
+            layout.wire.name,
+            layout.wire.block_size,
+            impl=self.impl,
+        )
+        ops.encode(
+            None,
+            [values],
+            result,
+            0,
+            length,
+            mean.run_elements,
+            mean.wire.name,
+            mean.wire.block_size,
+            rng_key=sending.reduce_key,
+            nonfinite=round.own.ballot.bad_mean,
+            impl=self.impl,
+        )
+
     def _post_publish(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int
     ) -> None:
         assert self.group is not None and round.result is not None
         result = round.result.tensor
-        own, everyone = self._run(buffers, result, chunk), self._chunk(buffers, result, chunk)
+        layout = buffers.mean_layout
+        own, everyone = self._own_run(layout, result, chunk), self._chunk(layout, result, chunk)
         self._works["publish", chunk] = self.group._allgather_base(everyone, own)
 
     def _wait_publish(
@@ -247,8 +286,8 @@ class StreamDriver(Connections):
         ballot = round.own.ballot
         ballot.digest.zero_()
         for source, payload in enumerate(payloads):
-            for begin, end in buffers.layout.filled():
-                first_word = (source * buffers.layout.payload_bytes + begin) // 8
+            for begin, end in buffers.mean_layout.filled():
+                first_word = (source * buffers.mean_layout.payload_bytes + begin) // 8
                 ops.digest(
                     payload[begin:end],
                     ballot.digest,

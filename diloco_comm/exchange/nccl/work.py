@@ -42,7 +42,7 @@ class StreamWork(ExchangeWork):
         job.block_caller()
         return Mean(
             terms=round.combine(job.weights),
-            layout=round.layout,
+            layout=round.mean_layout,
             headers=[from_native(header) for header in job.headers],
             weights=list(job.weights),
             seconds={},

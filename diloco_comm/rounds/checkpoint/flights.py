@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,8 +52,8 @@ def pack_shared(
     """
     rounds: list[dict[str, Any]] = []
     payloads: dict[str, dict[str, Tensor]] = {}
-    num_terms = len(members) if _has_own_terms(members, buffers.wire) else 1
-    zeros = canonical(buffers.num_elements, buffers.wire)
+    num_terms = 1 if buffers.num_phases == 2 else len(members)
+    zeros = canonical(buffers.num_elements, buffers.mean_layout.wire)
     for flight in flights:
         mean = flight.wait()
         numbers = {name: getattr(flight, name) for name in _SHARED}
@@ -63,6 +63,9 @@ def pack_shared(
             "weight_sum": weight_sum(mean),
             "digest": mean.digest if flight.has_digest else None,
         }
+        # The mean of short payloads may be on another wire (``phases``).
+        wire = mean.layout.wire
+        numbers |= {} if wire == buffers.wire else {"mean_wire": wire.name}
         reset = flight.reset_replicas()
         numbers |= {"reset": list(reset)} if reset else {}
         rounds.append({**numbers, "coefficients": [c for _, c in mean.terms]})
@@ -71,17 +74,14 @@ def pack_shared(
     for k in range(len(flights), depth):
         empty = [_zeros(zeros, buffers) for _ in range(num_terms)]
         payloads[str(k)] = {str(i): payload for i, payload in enumerate(empty)}
-    text = {
+    text: dict[str, Any] = {
         "members": list(members),
         "wire": buffers.wire.name,
         "block_size": buffers.wire.block_size,
     }
+    # Payloads on other wires are terms of the mean, or not, by the number of members alone.
+    text |= {"is_reduced": True} if buffers.num_phases == 2 and buffers.wire.is_gathered else {}
     return json.dumps({**text, "history": history, "rounds": rounds}), payloads
-
-
-def _has_own_terms(members: Sequence[int], wire: WireFormat) -> bool:
-    """Whether the terms of a mean are the members' payloads; else there is one, the mean."""
-    return len(members) <= 2 or wire.is_gathered
 
 
 def pack_own(
@@ -92,7 +92,7 @@ def pack_own(
         flight.measured_norm()
     numbers = [{name: getattr(flight, name) for name in _OWN} for flight in flights]
     payloads: dict[str, Tensor] = {}
-    if not _has_own_terms(members, buffers.wire):
+    if buffers.num_phases == 2:
         zeros = canonical(buffers.num_elements, buffers.wire)
         for k in range(max(depth, len(flights))):
             own = flights[k].own if k < len(flights) else None
@@ -133,7 +133,8 @@ class Saved:
             part.in_flight.append(flight)
             terms = flight.mean.terms
             own = terms[0][0] if flight.own is None else flight.own
-            part.buffers.adopt(flight.mean.headers[0], flight.layout, own, terms)
+            mean = flight.mean
+            part.buffers.adopt(mean.headers[0], flight.layout, own, mean.layout, terms)
 
 
 def unpack(
@@ -174,11 +175,16 @@ def unpack(
     for k, numbers in enumerate(meta["rounds"]):
         coefficients = numbers.pop("coefficients")
         found = payloads.get(str(k), {})
-        tensors = [reader.read(found.get(str(i))) for i in range(len(coefficients))]
+        mean_reader = reader
+        if "mean_wire" in numbers:
+            one_run = canonical(buffers.num_elements, WireFormat(numbers.pop("mean_wire")))
+            mean_reader = replace(reader, layout=one_run, target=one_run)
+        tensors = [mean_reader.read(found.get(str(i))) for i in range(len(coefficients))]
         terms = list(zip(tensors, coefficients, strict=True))
         mine = own["flights"][k] if own and k < len(own["flights"]) else {"weight": 1.0}
-        kept = _own_payload(reader, tensors, meta["members"], replica, own, k)
-        saved.flights.append(_flight_of(part.index, numbers, mine, kept, terms, target, replica))
+        kept = _own_payload(reader, tensors, meta, replica, own, k)
+        layouts = target, mean_reader.target
+        saved.flights.append(_flight_of(part.index, numbers, mine, kept, terms, layouts, replica))
     for i, coefficient in enumerate(own["corrections"] if own else []):
         payload = reader.read(own["corrected"].get(str(i)) if own else None)
         saved.corrections.append(Own(payload, coefficient, target))
@@ -191,13 +197,14 @@ def _flight_of(
     mine: Mapping[str, Any],
     own: Tensor | None,
     terms: Terms,
-    layout: Layout,
+    layouts: tuple[Layout, Layout],
     replica: int,
 ) -> RoundInFlight:
     """Return a round that has arrived: one header carries the numbers that all replicas share.
 
     Args:
         numbers, mine: Of the round, as ``pack_shared`` and ``pack_own`` made them.
+        layouts: Of the own payload, and of those of the mean.
     """
     header = Header(
         numbers["kind"],
@@ -209,12 +216,12 @@ def _flight_of(
     )
     # States of older versions have no digest.
     digest, reset = numbers.get("digest"), tuple(numbers.get("reset", ()))
-    mean = Mean(terms, layout, [header], [1.0], {}, 0, 0, digest=digest or 0)
+    mean = Mean(terms, layouts[1], [header], [1.0], {}, 0, 0, digest=digest or 0)
     return RoundInFlight(
         **{name: numbers[name] for name in _SHARED},
         **mine,
         own=own,
-        layout=layout,
+        layout=layouts[0],
         is_reset=replica in reset,
         mean=mean,
         has_digest=digest is not None,
@@ -234,12 +241,14 @@ def saved_writes(parts: Sequence[SyncedPart]) -> dict[int, set[int]]:
 def _own_payload(
     reader: _Reader,
     tensors: list[Tensor],
-    members: list[int],
+    meta: Mapping[str, Any],
     replica: int,
     own: Mapping[str, Any] | None,
     k: int,
 ) -> Tensor | None:
-    if _has_own_terms(members, reader.layout.wire):
+    members = meta["members"]
+    is_gathered = len(members) <= 2 or reader.layout.wire.is_gathered
+    if is_gathered and not meta.get("is_reduced", False):
         return tensors[members.index(replica)] if replica in members else None
     return reader.read(own["payloads"][str(k)]) if own and str(k) in own["payloads"] else None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...ops.phases import held_bits, received_bits
 from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
 from .settings import Setting
 from .simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
@@ -111,12 +112,12 @@ class Request:
         """Bits that a replica sends for each parameter in one exchange of all of them."""
         if self.bits is not None:
             return self.bits
-        # Reduce-scatter and all-gather: each sends all but a replica's own part. A wire that is
-        # gathered sends all of it to every other replica.
-        phases = 2 * (self.workers - 1) / self.workers
-        if self.wire_format.is_gathered:
-            phases = self.workers - 1
-        return phases * self.wire_format.bits_per_element
+        return received_bits(self.wire_format, self.workers, must_gather=self._must_gather)
+
+    @property
+    def _must_gather(self) -> bool:
+        # Eager adds the own payload to the mean.
+        return self.method == "eager"
 
     @property
     def work(self) -> Work:
@@ -165,10 +166,8 @@ class Request:
         if self.method == "dp":
             return 0.0
         rounds = self.rounds if self.method in ROUND_LATE else 0
-        payload = self.wire_format.bits_per_element / 8
-        # The own payload and the received ones; those of all others on a wire that is gathered.
-        num_payloads = self.workers if self.wire_format.is_gathered else 2
-        return self.params * (4 + 4 + num_payloads * (rounds + 1) * payload)
+        bits = held_bits(self.wire_format, self.workers, must_gather=self._must_gather)
+        return self.params * (4 + 4 + (rounds + 1) * bits / 8)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.headers import Header
 from diloco_comm.exchange.work import Mean
 from diloco_comm.ops import reference
+from diloco_comm.ops.phases import mean_layout
 from diloco_comm.ops.wire import Layout, WireFormat
 
 CHUNK_BYTES = 4096
@@ -58,7 +59,7 @@ def reference_digest(
     params: list[list[Tensor]], layout: Layout, weights: list[float], **kwargs: Any
 ) -> str:
     terms = reference.all_reduce(params, layout, weights, **kwargs)
-    outcome = Mean(terms, layout, [], [], {}, 0, 0)
+    outcome = Mean(terms, mean_layout(layout, len(params)), [], [], {}, 0, 0)
     return digest(outcome)
 
 
