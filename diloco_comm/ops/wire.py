@@ -124,7 +124,7 @@ class WireFormat:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all replicas get all payloads, so that nothing is encoded a second time."""
+        """Whether all of a few replicas get all payloads; ``phases`` says how few these are."""
         return self.is_sparse or self.name.startswith("sub")
 
     @property
