@@ -140,6 +140,19 @@ def test_a_limit_of_bytes_is_kept() -> None:
         assert group.newcomer.received_bytes <= 4 << 20
 
 
+def test_bytes_that_were_asked_for_in_vain_are_given_back() -> None:
+    with training(Nesterov, 2, bytes_per_s=1000.0) as group:
+        group.turn_until(lambda: received_some(group))
+        newcomer = group.newcomer
+        copy = newcomer.copies[0]
+        piece = next(piece for piece in copy.pieces if piece.standing is None)
+        allowed = newcomer._allowed_bytes
+        newcomer._spend(copy.bytes_of(piece))
+        piece.is_asked = True
+        newcomer._take_piece(copy, piece, newcomer._usable()[0], None)
+        assert (piece.is_asked, newcomer._allowed_bytes) == (False, allowed)
+
+
 # ------------------------------------------------------------------------- from a checkpoint
 
 

@@ -325,6 +325,7 @@ class Newcomer:
     ) -> None:
         values = values_of(link, answer, Kind.PAYLOADS, end - begin)
         if values is None:
+            self._spend(begin - end)  # nothing has come
             download.wanted.append((begin, end))
             if answer is not None and answer.kind == Kind.GONE:
                 # Every donor's log loses the round: another look tells what is left.
@@ -340,6 +341,7 @@ class Newcomer:
         piece.is_asked = False
         values = values_of(link, answer, Kind.ELEMENTS, copy.bytes_of(piece))
         if values is None or answer is None:
+            self._spend(-copy.bytes_of(piece))
             return
         copy.put(piece, standing_of(answer), values)
         piece.source, piece.is_confirmed = link.name, False
