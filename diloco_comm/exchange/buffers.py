@@ -76,7 +76,7 @@ class ExchangeBuffers:
             device=device,
             reduces_on=device if is_streamed else CPU,
         )
-        self._owner: tuple[int, Layout] | None = None
+        self._owner: tuple[int, int, Layout] | None = None
         self._owns: list[Payload] = []
         self._results: list[Payload] = []
         self._spares: list[Payload] = []
@@ -129,9 +129,11 @@ class ExchangeBuffers:
         self._spares = []
         self._owns = [self._new_payload()]
         self._results = [self._new_result()] if world_size > 1 else []
-        if self._owner == (rank, layout):
+        # Groups of other sizes may have equal layouts, with other owners.
+        owner = rank, world_size, layout
+        if self._owner == owner:
             return
-        self._owner = (rank, layout)
+        self._owner = owner
         # An encoding on a wire of its own keeps no errors.
         keeps_errors = reduces and self.mean_layout == layout
         self.residuals.plan_reduction(num_chunks * layout.run_elements if keeps_errors else 0)

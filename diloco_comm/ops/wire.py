@@ -382,15 +382,17 @@ def rng_key(seed: int, replica: int, stage: int, round: int, fragment: int) -> i
 def encoding_keys(
     wire: WireFormat, stochastic: bool, seed: int, replica: int, round: int, fragment: int
 ) -> tuple[int, int]:
-    """Return the keys with which a replica encodes its payload, and reduces the runs it owns.
+    """Return the keys with which a replica encodes its payload, and the mean of runs it owns.
 
-    The owners of a rotated payload's runs share one key, which names no replica: so the reduced
-    payload can be laid out anew (``Layout.rearrange``). Where nothing is random, both are 0.
+    The owners of a rotated mean's runs share one key, which names no replica: so the mean can be
+    laid out anew (``Layout.rearrange``). Where nothing is random, a key is 0.
     """
-    if not (stochastic or wire.is_rotated):
-        return 0, 0
-    owner = 0 if wire.is_rotated else replica
-    return (
-        rng_key(seed, replica, STAGE_ENCODE, round, fragment),
-        rng_key(seed, owner, STAGE_REDUCE, round, fragment),
-    )
+    # The owners' wire is rotated where that of the payloads is, and for sparse payloads (phases).
+    is_mean_rotated = wire.is_rotated or wire.is_sparse
+    own = mean = 0
+    if stochastic or wire.is_rotated:
+        own = rng_key(seed, replica, STAGE_ENCODE, round, fragment)
+    if stochastic or is_mean_rotated:
+        owner = 0 if is_mean_rotated else replica
+        mean = rng_key(seed, owner, STAGE_REDUCE, round, fragment)
+    return own, mean

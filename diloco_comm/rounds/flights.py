@@ -71,6 +71,15 @@ class RoundInFlight:
     exposed_s: float = 0.0
     outer_step_s: float = 0.0
 
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The replicas whose payloads are the terms of the mean, in order; none if owners made it.
+
+        For a round that has arrived.
+        """
+        assert self.mean is not None
+        return self.members if len(self.members) == len(self.mean.terms) else ()
+
     def measured_norm(self) -> float:
         """Return the pseudo-gradient's norm, or NaN when it was not measured."""
         if self.reading is not None:

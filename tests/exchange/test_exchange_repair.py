@@ -82,6 +82,44 @@ def test_a_repaired_round_owes_what_its_encoding_lost(
         assert num_hashes == 1 and sizes == (1, 1, world - 1)
 
 
+def _miss_the_vote_on_sub2(
+    rank: int, world: int, address: tuple[str, int], n: int
+) -> tuple[int, list[float]]:
+    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
+    ex = Exchange(store, rank, range(world), timeout=20.0, report_patience=2.0)
+    buffers = ex.buffers(n, WireFormat("sub2"))
+    if rank == world - 1:
+        ex.inject_fault(action="kill", stage="vote", num_peers=1)
+    work = ex.start(buffers, outer=None, params=[values(1, rank, n)], header=Header("sync"))
+    last = 0
+    try:
+        mean = work.wait(20)
+        layout, terms = mean.layout, mean.terms
+        buffers.commit()
+    except SyncError:
+        last = -1
+    repairs = ex.change_group(range(world - 1), last_rounds={0: last})
+    if repairs:
+        layout, terms = repairs[0].layout, repairs[0].terms
+    decoded = decode(Mean(terms, layout, [], [], {}, 0, 0))
+    ex.close()
+    return last, decoded.tolist()
+
+
+# With 9,000 elements the runs of the mean have a multiple of the bytes of the payloads' runs.
+@pytest.mark.parametrize(("world", "n"), [(5, 20_000), (5, 9_000), (6, 9_000)])
+def test_a_repaired_mean_is_on_the_wire_of_its_owners(
+    fresh_workers: Callable[..., Pool], world: int, n: int
+) -> None:
+    pool = fresh_workers(world, init_group=False)
+    results = pool.run(_miss_the_vote_on_sub2, pool.store, n, expect_exit={world - 1})[:-1]
+    assert sorted(last for last, _ in results) == [-1] * (world - 2) + [0]
+    assert all(mean == results[0][1] for _, mean in results)
+    exact = torch.stack([values(1, rank, n) for rank in range(world)]).mean(0)
+    found = torch.tensor(results[0][1])
+    assert float(found @ exact / (exact @ exact)) == pytest.approx(1, abs=0.2)
+
+
 def _not_voted(rank: int, world: int, address: tuple[str, int]) -> str:
     """Replica 0 says that it has not applied a round which it never saw."""
     ex, _ = _connect(address, rank, world)

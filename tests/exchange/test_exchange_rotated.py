@@ -27,7 +27,7 @@ from diloco_comm.ops.wire import ROTATED_WIRES, Layout, WireFormat
 WIRES = [*ROTATED_WIRES, "topk64"]
 Workers = Callable[[int], Pool]
 SIZES = [1, 30_011]
-WEIGHTS = [1.0, 3.0, 0.0, 0.5, 2.0]
+WEIGHTS = [1.0, 3.0, 0.0, 0.5, 2.0, 1.0, 1.0, 0.25, 1.0, 1.5]
 
 
 def digest_of_payloads(params: list[list[torch.Tensor]], layout: Layout, **kwargs: int) -> str:
@@ -80,6 +80,10 @@ def test_worlds_agree_with_the_reference(workers: Workers, world: int) -> None:
     check_pairs(workers(world).run(_exchange_sizes, WIRES, 1, 0.0, 4096))
 
 
+def test_ten_replicas_encode_a_sparse_mean_on_int2r(workers: Workers) -> None:
+    check_pairs(workers(10).run(_exchange_sizes, ["topk256"], 1, 0.0, 4096))
+
+
 @pytest.mark.parametrize(("world", "lanes"), [(2, 3), (4, 2)])
 def test_random_delays_do_not_mix_messages(workers: Workers, world: int, lanes: int) -> None:
     check_pairs(workers(world).run(_exchange_sizes, ["int2r", "sub2"], lanes, 300.0, 512))
@@ -127,6 +131,32 @@ def _mean_of_rounds(rank: int, world: int, wire: str) -> list[float]:
             buffers.commit()
             errors.append(float((total / (round + 1) - mean).norm() / mean.norm()))
         return [errors[0], errors[-1]]
+
+
+def _mean_of_sparse_rounds(rank: int, world: int) -> list[float]:
+    """As above, against the mean of what the payloads hold."""
+    n = 8192
+    with exchange(rank, world) as ex:
+        buffers = ex.buffers(n, WireFormat("topk256"))
+        inputs = [values(3, replica, n) for replica in range(world)]
+        decoded = []
+        for x in inputs:
+            layout = Layout.plan(n, 1, 1, buffers.wire)
+            payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
+            reference.encode(None, [x], payload, 0, n, layout.run_elements, "topk256", 4096)
+            decoded.append(decode_own(payload, layout))
+        mean = torch.stack(decoded).double().mean(0)
+        total, errors = torch.zeros(n, dtype=torch.float64), []
+        for round in range(64):
+            total += decode(sync(ex, buffers, [inputs[rank]], round=round, seed=1)).double()
+            buffers.commit()
+            errors.append(float((total / (round + 1) - mean).norm() / mean.norm()))
+        return [errors[0], errors[-1]]
+
+
+def test_the_error_of_owners_of_sparse_payloads_averages_away(workers: Workers) -> None:
+    for first, last in workers(10).run(_mean_of_sparse_rounds):
+        assert 0.25 < first < 0.5 and last < first / 6
 
 
 @pytest.mark.parametrize(("world", "wire"), [(3, "int2r"), (3, "int1r"), (3, "sub8"), (5, "sub2")])

@@ -11,7 +11,7 @@
 namespace diloco {
 
 constexpr uint32_t kMagic = 0x434c4944;  // "DILC"
-constexpr uint16_t kProtocolVersion = 3;
+constexpr uint16_t kProtocolVersion = 4;
 
 enum class Kind : uint32_t {
     kSync = 1,

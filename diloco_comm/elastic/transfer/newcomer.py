@@ -275,6 +275,11 @@ class Newcomer:
     def _spend(self, num_bytes: int) -> None:
         self._allowed_bytes -= num_bytes
 
+    def _give_back(self, answer: Message | None, num_bytes: int) -> None:
+        """Take back what was spent on an answer without a body."""
+        if answer is None or answer.kind in (Kind.LATER, Kind.GONE, Kind.REFUSED):
+            self._allowed_bytes += num_bytes
+
     def _ask_for_rounds(self) -> None:
         for index, download in self._downloads.items():
             entry = download.entry
@@ -325,7 +330,7 @@ class Newcomer:
     ) -> None:
         values = values_of(link, answer, Kind.PAYLOADS, end - begin)
         if values is None:
-            self._spend(begin - end)  # nothing has come
+            self._give_back(answer, end - begin)
             download.wanted.append((begin, end))
             if answer is not None and answer.kind == Kind.GONE:
                 # Every donor's log loses the round: another look tells what is left.
@@ -341,7 +346,7 @@ class Newcomer:
         piece.is_asked = False
         values = values_of(link, answer, Kind.ELEMENTS, copy.bytes_of(piece))
         if values is None or answer is None:
-            self._spend(-copy.bytes_of(piece))
+            self._give_back(answer, copy.bytes_of(piece))
             return
         copy.put(piece, standing_of(answer), values)
         piece.source, piece.is_confirmed = link.name, False

@@ -35,7 +35,7 @@ _PATIENCE_S = 10.0
 class Repair:
     """A round that counts and that this replica has not applied; see ``termination``.
 
-    ``terms`` are laid out as ``layout``, which is that of the group at the time. A round counts
+    ``terms`` are laid out as ``layout``, that of a mean in the group at the time. A round counts
     only when all survivors have voted, and a replica that votes has the whole result: the terms are
     this replica's own, kept since its exchange ended. ``headers`` are those of that group, in rank
     order; the own header alone where streams were given up before the others had come.
@@ -51,7 +51,7 @@ class Repair:
     @classmethod
     def of(cls, round: Round) -> Repair:
         headers = round.headers or [round.header]
-        return cls(*round.key, round.terms, round.layout, headers, round.digest)
+        return cls(*round.key, round.terms, round.mean_layout, headers, round.digest)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class StreamDriver(Connections):
     """Enqueues the exchanges of one replica in one epoch.
 
     Attributes:
-        max_blocks: Of the grid of each kernel on the side stream.
+        max_blocks: Of the grid of each kernel on the side stream, but those of ``_reencode``.
     """
 
     def __init__(

@@ -66,6 +66,9 @@ def pack_shared(
         # The mean of short payloads may be on another wire (``phases``).
         wire = mean.layout.wire
         numbers |= {} if wire == buffers.wire else {"mean_wire": wire.name}
+        # A round may be of a larger or smaller group than the present one.
+        usual = _usual_senders(members, buffers.wire)
+        numbers |= {} if flight.senders == usual else {"senders": list(flight.senders)}
         reset = flight.reset_replicas()
         numbers |= {"reset": list(reset)} if reset else {}
         rounds.append({**numbers, "coefficients": [c for _, c in mean.terms]})
@@ -74,14 +77,17 @@ def pack_shared(
     for k in range(len(flights), depth):
         empty = [_zeros(zeros, buffers) for _ in range(num_terms)]
         payloads[str(k)] = {str(i): payload for i, payload in enumerate(empty)}
-    text: dict[str, Any] = {
+    text = {
         "members": list(members),
         "wire": buffers.wire.name,
         "block_size": buffers.wire.block_size,
     }
-    # Payloads on other wires are terms of the mean, or not, by the number of members alone.
-    text |= {"is_reduced": True} if buffers.num_phases == 2 and buffers.wire.is_gathered else {}
     return json.dumps({**text, "history": history, "rounds": rounds}), payloads
+
+
+def _usual_senders(members: Sequence[int], wire: WireFormat) -> tuple[int, ...]:
+    """The senders of a round that does not name them; see ``RoundInFlight.senders``."""
+    return tuple(members) if len(members) <= 2 or wire.is_gathered else ()
 
 
 def pack_own(
@@ -92,13 +98,14 @@ def pack_own(
         flight.measured_norm()
     numbers = [{name: getattr(flight, name) for name in _OWN} for flight in flights]
     payloads: dict[str, Tensor] = {}
-    if buffers.num_phases == 2:
-        zeros = canonical(buffers.num_elements, buffers.wire)
-        for k in range(max(depth, len(flights))):
-            own = flights[k].own if k < len(flights) else None
-            payloads[str(k)] = (
-                _zeros(zeros, buffers) if own is None else _pack(own, flights[k].layout)
-            )
+    zeros = canonical(buffers.num_elements, buffers.wire)
+    is_reduced = buffers.num_phases == 2
+    for k, flight in enumerate(flights):
+        if is_reduced or not flight.senders:
+            own = flight.own
+            payloads[str(k)] = _zeros(zeros, buffers) if own is None else _pack(own, flight.layout)
+    for k in range(len(flights), depth if is_reduced else 0):
+        payloads[str(k)] = _zeros(zeros, buffers)
     return numbers, payloads
 
 
@@ -182,9 +189,17 @@ def unpack(
         tensors = [mean_reader.read(found.get(str(i))) for i in range(len(coefficients))]
         terms = list(zip(tensors, coefficients, strict=True))
         mine = own["flights"][k] if own and k < len(own["flights"]) else {"weight": 1.0}
-        kept = _own_payload(reader, tensors, meta, replica, own, k)
+        usual = _usual_senders(meta["members"], wire)
+        senders = tuple(numbers.pop("senders", usual))
+        if replica in senders:
+            kept: Tensor | None = tensors[senders.index(replica)]
+        else:
+            apart = own["payloads"] if own and not senders else {}
+            kept = reader.read(apart[str(k)]) if str(k) in apart else None
         layouts = target, mean_reader.target
-        saved.flights.append(_flight_of(part.index, numbers, mine, kept, terms, layouts, replica))
+        flight = _flight_of(part.index, numbers, mine, kept, terms, layouts, replica)
+        flight.members = senders
+        saved.flights.append(flight)
     for i, coefficient in enumerate(own["corrections"] if own else []):
         payload = reader.read(own["corrected"].get(str(i)) if own else None)
         saved.corrections.append(Own(payload, coefficient, target))
@@ -236,21 +251,6 @@ def saved_writes(parts: Sequence[SyncedPart]) -> dict[int, set[int]]:
         for flight in part.in_flight:
             writes.setdefault(flight.apply_step, set()).add(part.index)
     return writes
-
-
-def _own_payload(
-    reader: _Reader,
-    tensors: list[Tensor],
-    meta: Mapping[str, Any],
-    replica: int,
-    own: Mapping[str, Any] | None,
-    k: int,
-) -> Tensor | None:
-    members = meta["members"]
-    is_gathered = len(members) <= 2 or reader.layout.wire.is_gathered
-    if is_gathered and not meta.get("is_reduced", False):
-        return tensors[members.index(replica)] if replica in members else None
-    return reader.read(own["payloads"][str(k)]) if own and str(k) in own["payloads"] else None
 
 
 @dataclass

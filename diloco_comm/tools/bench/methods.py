@@ -14,6 +14,7 @@ from ... import ops, reference
 from ...exchange.exchange import Exchange
 from ...exchange.headers import Header
 from ...exchange.work import Mean
+from ...ops.phases import mean_layout
 from ...ops.wire import ELEMENT_WIRES, Layout, WireFormat
 
 # Half a quantisation step beside a value x, as (factor of |x|, factor of the block's scale).
@@ -156,6 +157,7 @@ def defined_mean(sources: Sequence[Tensor], layout: Layout, round: int) -> Tenso
         round: The number of the exchange, on which random signs depend.
     """
     terms = reference.all_reduce([[source] for source in sources], layout, round=round)
+    layout = mean_layout(layout, len(sources))
     mean = torch.empty_like(sources[0])
     payloads, coefficients = zip(*terms, strict=True)
     form = (layout.run_elements, layout.wire.name, layout.wire.block_size)
