@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.convergence.sparse_loco import SparseLoCo
 from diloco_comm import ops
+from diloco_comm.methods.overlap import Terms
 from diloco_comm.ops.phases import mean_layout, num_phases
 from diloco_comm.ops.residuals import Residuals
 from diloco_comm.ops.wire import Layout, WireFormat, encoding_keys
@@ -27,90 +29,145 @@ class Mean(Protocol):
         """Bits an element of one payload, with scales and without padding."""
 
 
+@dataclass
+class Sent:
+    """A round that all replicas have sent.
+
+    Attributes:
+        step: The inner step of the send.
+        payloads, layout: What each replica has encoded.
+        terms, mean_layout: Payloads and coefficients whose sum is the mean.
+        is_bad: A value was such that the wire does not carry it: there is no mean.
+    """
+
+    step: int
+    payloads: list[Tensor]
+    layout: Layout
+    terms: Terms
+    mean_layout: Layout
+    is_bad: bool
+
+    def mean(self) -> Tensor:
+        """Return the mean, fp32 [num_elements]; NaN if there is none."""
+        layout = self.mean_layout
+        mean = torch.empty(layout.num_elements)
+        payloads = [payload for payload, _ in self.terms]
+        weights = [weight for _, weight in self.terms]
+        ops.decode(payloads, weights, [mean], 0, layout.num_elements, *_form(layout))
+        return mean.fill_(float("nan")) if self.is_bad else mean
+
+
 class OnWire:
-    """The mean on a wire of the package: what an exchange computes, without the exchange."""
+    """The rounds of one fragment on a wire: what an exchange computes, without the exchange.
+
+    Args:
+        params: Of one replica.
+        fragment: Index of the fragment, for random signs.
+        carries, must_gather: See ``ops.residuals`` and ``ops.phases``.
+    """
 
     def __init__(
-        self, wire: WireFormat, params: Params, num_replicas: int, error_feedback: bool, seed: int
+        self,
+        wire: WireFormat,
+        params: Params,
+        num_replicas: int,
+        error_feedback: bool,
+        seed: int,
+        *,
+        fragment: int = 0,
+        carries: bool = False,
+        must_gather: bool = False,
     ) -> None:
         size = sum(p.numel() for p in params)
-        self.wire, self.seed = wire, seed
+        self.wire, self.seed, self.fragment = wire, seed, fragment
         self.layout = Layout.plan(size, num_replicas, wire=wire)
-        self._mean = mean_layout(self.layout, num_replicas)
-        self._payloads = [
-            torch.zeros(self.layout.payload_bytes, dtype=torch.uint8) for _ in range(num_replicas)
+        self._num_phases = num_phases(wire, num_replicas, must_gather=must_gather)
+        self._mean = mean_layout(self.layout, num_replicas, must_gather=must_gather)
+        # As the engine has it, in fp32.
+        self.share = float(torch.tensor(1.0 / num_replicas))
+        self._residuals = [
+            Residuals(
+                size,
+                error_feedback=error_feedback,
+                dtype=torch.float32,
+                carries=carries,
+                decay=wire.feedback_decay,
+            )
+            for _ in range(num_replicas)
         ]
-        self._residuals = [self._new_residuals(size, error_feedback) for _ in range(num_replicas)]
         # An owner reduces the elements of one run.
         for rank, residuals in enumerate(self._residuals):
             begin, end = self.layout.run_range(rank)
             residuals.plan_reduction(end - begin if self._mean == self.layout else 0)
 
-    def _new_residuals(self, size: int, error_feedback: bool) -> Residuals:
-        return Residuals(
-            size,
-            error_feedback=error_feedback,
-            dtype=torch.float32,
-            carries=False,
-            decay=self.wire.feedback_decay,
-        )
-
     def bits(self) -> float:
         return self.wire.bits_per_element
 
     def mean(self, outer: Tensor, replicas: Sequence[Params], round: int) -> Tensor:
+        return self.send([outer] * len(replicas), replicas, round).mean()
+
+    def send(
+        self,
+        outers: Sequence[Tensor | None],
+        replicas: Sequence[Params],
+        round: int,
+        step: int = 0,
+    ) -> Sent:
+        """Encode outer - local of each replica, and reduce the payloads where owners do that.
+
+        Args:
+            outers: fp32 [num_elements] of each replica; None encodes the tensors themselves.
+            replicas: The tensors of each replica.
+            round: Number of the round, for random signs.
+            step: The inner step of the send.
+        """
         layout, world = self.layout, len(replicas)
-        form = (layout.run_elements, self.wire.name, self.wire.block_size)
         bad = torch.zeros(1, dtype=torch.int64)
-        keys = [encoding_keys(self.wire, False, self.seed, r, round, 0) for r in range(world)]
-        for rank, params in enumerate(replicas):
+        keys = [
+            encoding_keys(self.wire, False, self.seed, rank, round, self.fragment)
+            for rank in range(world)
+        ]
+        payloads = [torch.zeros(layout.payload_bytes, dtype=torch.uint8) for _ in range(world)]
+        for rank, (outer, params) in enumerate(zip(outers, replicas, strict=True)):
             residuals = self._residuals[rank]
             ops.encode(
                 outer,
                 params,
-                self._payloads[rank],
+                payloads[rank],
                 0,
                 layout.num_elements,
-                *form,
+                *_form(layout),
                 rng_key=keys[rank][0],
-                residual=residuals.value,
+                residual=residuals.added,
                 new_residual=residuals.new,
                 nonfinite=bad,
             )
             residuals.encoded()
-        terms = self._payloads
-        if num_phases(self.wire, world) == 2:
-            terms = [self._reduce([key[1] for key in keys], bad)]
-            form = (layout.run_elements, self._mean.wire.name, self._mean.wire.block_size)
+        terms = [(payload, self.share) for payload in payloads]
+        if self._num_phases == 2:
+            terms = [(self._reduce(payloads, [key[1] for key in keys], bad), 1.0)]
         for residuals in self._residuals:
             residuals.turn(0)
-        mean = torch.empty_like(outer)
-        weights = [1.0 / len(terms)] * len(terms)
-        ops.decode(terms, weights, [mean], 0, layout.num_elements, *form)
-        if bad.item():
-            mean.fill_(float("nan"))
-        return mean
+        return Sent(step, payloads, layout, terms, self._mean, bool(bad.item()))
 
-    def _reduce(self, keys: Sequence[int], bad: Tensor) -> Tensor:
-        layout, world = self.layout, len(self._payloads)
-        mean = self._mean
+    def _reduce(self, payloads: list[Tensor], keys: Sequence[int], bad: Tensor) -> Tensor:
+        layout, mean, world = self.layout, self._mean, len(payloads)
         result = torch.zeros(mean.payload_bytes, dtype=torch.uint8)
         for rank in range(world):
             run = slice(rank * layout.run_bytes, (rank + 1) * layout.run_bytes)
             begin, end = layout.run_range(rank)
+            runs = [payload[run] for payload in payloads]
             if mean != layout:
                 part = result[rank * mean.run_bytes : (rank + 1) * mean.run_bytes]
-                self._reencode(run, part, end - begin, keys[rank], bad)
+                self._reencode(runs, part, end - begin, keys[rank], bad)
                 continue
             residual, new_residual = self._residuals[rank].reduction(0)
             ops.reduce(
-                torch.cat([payload[run] for payload in self._payloads]),
+                torch.cat(runs),
                 result[run],
-                [1.0 / world] * world,
+                [self.share] * world,
                 end - begin,
-                layout.run_elements,
-                self.wire.name,
-                self.wire.block_size,
+                *_form(layout),
                 rng_key=keys[rank],
                 index_begin=begin,
                 residual=residual,
@@ -119,14 +176,18 @@ class OnWire:
             )
         return result
 
-    def _reencode(self, run: slice, result: Tensor, length: int, key: int, bad: Tensor) -> None:
+    def _reencode(
+        self, runs: list[Tensor], result: Tensor, length: int, key: int, bad: Tensor
+    ) -> None:
         """Reduce the payloads' runs to a mean on another wire."""
-        layout, mean, world = self.layout, self._mean, len(self._payloads)
-        runs, values = [payload[run] for payload in self._payloads], torch.empty(length)
-        form = (layout.run_elements, self.wire.name, self.wire.block_size)
-        ops.decode(runs, [1.0 / world] * world, [values], 0, length, *form)
-        form = (layout.run_elements, mean.wire.name, mean.wire.block_size)
+        values, weights = torch.empty(length), [self.share] * len(runs)
+        ops.decode(runs, weights, [values], 0, length, *_form(self.layout))
+        form = _form(self._mean)
         ops.encode(None, [values], result, 0, length, *form, rng_key=key, nonfinite=bad)
+
+
+def _form(layout: Layout) -> tuple[int, str, int]:
+    return layout.run_elements, layout.wire.name, layout.wire.block_size
 
 
 class BySparseLoCo:

@@ -6,16 +6,18 @@
     python -m benchmarks.convergence.wires --report --page docs/explanation/bits.md
 
 A byte-level transformer on the standard library's sources, equal tokens for all wires of a cell.
-The outer optimizer is SGD. Its learning rate is searched for each wire with a seed of its own, on
-one half of the held-out text; the table has the loss of the other half. The replicas live in one
-process (wire_means.py). Every run is one line of the result file, and a run that is there is not
-repeated. docs/explanation/bits.md explains the table.
+The method is that of the cell: blocking rounds, Streaming with two fragments, or Eager. The outer
+optimizer is SGD. Its learning rate is searched for each wire with a seed of its own, on one half of
+the held-out text; the table has the loss of the other half. The replicas live in one process
+(wire_means.py, wire_rounds.py). Every run is one line of the result file, and a run that is there
+is not repeated. docs/explanation/bits.md explains the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ import torch
 
 from benchmarks.convergence.tasks import Size, Text
 from benchmarks.convergence.wire_means import BySparseLoCo, Mean, OnWire
-from benchmarks.convergence.wires_report import draw, report_lines, write_page
+from benchmarks.convergence.wire_rounds import METHODS, BlockingRounds, Replica, Rounds
+from benchmarks.convergence.wires_report import BLOCKING, draw, report_lines, write_page
 from benchmarks.support import common
 from benchmarks.support.run_file import RunFile
 from benchmarks.support.tuning import choose, next_rate
@@ -59,6 +62,7 @@ class Cell:
     rounds: int = 30
     wires: tuple[str, ...] = WIRES
     seeds: tuple[int, ...] = SEEDS
+    method: str = BLOCKING
 
     def keys(self) -> dict[str, Any]:
         """Return the values that identify the cell in the file."""
@@ -67,6 +71,7 @@ class Cell:
         return found
 
 
+_OVERLAPPED = ("fp32", "int4", "int2r", "int1r", "sub2", "sub8", "topk64")
 _FEW = ("fp32", "int2r", "int1r", "sub8", "topk64")
 # The most important first.
 CELLS = (
@@ -78,6 +83,9 @@ CELLS = (
     Cell(sync_every=100, rounds=6, wires=_FEW),
     Cell(rounds=150, wires=(*_FEW, SPARSE_LOCO)),
     Cell("1.4M", wires=(*_FEW, SPARSE_LOCO)),
+    Cell(method="streaming", wires=_OVERLAPPED),
+    Cell(method="eager", wires=_OVERLAPPED),
+    Cell(num_replicas=16, wires=("fp32", "int1r", "sub4", "sub8", "sub16")),
 )
 
 
@@ -92,6 +100,7 @@ class Run:
     num_replicas: int
     sync_every: int
     rounds: int
+    method: str = BLOCKING
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -101,44 +110,68 @@ def train(run: Run) -> dict[str, Any]:
     size = Size(steps, run.sync_every, BATCH_SIZE, INNER_LR, min(60, steps // 5))
     config, world = MODELS[run.model], run.num_replicas
     tasks = [Text(run.seed, i, world, BATCH_SIZE, config, NUM_WINDOWS) for i in range(world)]
-    params = [list(task.model.parameters()) for task in tasks]
     optimizers = [
-        torch.optim.AdamW(own, INNER_LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        for own in params
+        torch.optim.AdamW(
+            task.model.parameters(), INNER_LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        for task in tasks
     ]
-    outer = torch.cat([p.detach().flatten() for p in params[0]])
-    means = _means(run, params[0])
+    replicas = [(t.model, optimizer) for t, optimizer in zip(tasks, optimizers, strict=True)]
+    rounds = make_rounds(run, replicas)
     for step in range(steps):
         for task, optimizer in zip(tasks, optimizers, strict=True):
             optimizer.param_groups[0]["lr"] = size.lr_at(step)
             task.loss(task.model).backward()
             optimizer.step()
             optimizer.zero_grad()
-        if (step + 1) % run.sync_every == 0:
-            outer -= run.lr * means.mean(outer, params, step // run.sync_every)
-            _write(outer, params)
+        rounds.after_step(step + 1)
+    rounds.flush(steps)
     return {
         **asdict(run),
-        "bits": means.bits(),
+        "bits": rounds.bits(),
         "tuning_loss": tasks[0].validate(0)[0],
         "loss": tasks[0].validate(1)[0],
         "cpu_s": time.process_time() - begin,
     }
 
 
-def _means(run: Run, params: list[torch.nn.Parameter]) -> Mean:
+def make_rounds(run: Run, replicas: Sequence[Replica]) -> Rounds:
+    """Return the rounds of the run's method; its parameters begin as those of the replicas.
+
+    Raises:
+        ValueError: If the method is unknown, or SparseLoCo's scheme is not to be blocking.
+    """
+    if run.method == BLOCKING:
+        return BlockingRounds(replicas, _means(run, replicas), run.sync_every, run.lr)
+    if run.wire == SPARSE_LOCO or run.method not in METHODS:
+        raise ValueError(f"no method {run.method!r} with wire {run.wire!r}")
+    wire = WireFormat(run.wire)
+    return METHODS[run.method](
+        replicas,
+        wire,
+        sync_every=run.sync_every,
+        lr=run.lr,
+        error_feedback=_has_feedback(wire),
+        seed=run.seed,
+    )
+
+
+def _means(run: Run, replicas: Sequence[Replica]) -> Mean:
+    params = list(replicas[0][0].parameters())
     if run.wire == SPARSE_LOCO:
         return BySparseLoCo(params, run.num_replicas)
     wire = WireFormat(run.wire)
-    feedback = wire.is_sparse or run.wire in WITH_FEEDBACK
-    return OnWire(wire, params, run.num_replicas, feedback, run.seed)
+    return OnWire(wire, params, run.num_replicas, _has_feedback(wire), run.seed)
 
 
-@torch.no_grad()
-def _write(outer: torch.Tensor, replicas: list[list[torch.nn.Parameter]]) -> None:
-    for params in replicas:
-        for p, value in zip(params, outer.split([p.numel() for p in params]), strict=True):
-            p.copy_(value.view_as(p))
+def _has_feedback(wire: WireFormat) -> bool:
+    return wire.is_sparse or wire.name in WITH_FEEDBACK
+
+
+def open_runs(path: Path) -> RunFile:
+    """Open a file of runs, of which the oldest have no method: they are blocking."""
+    command = "python -m benchmarks.convergence.wires"
+    return RunFile(path, command, defaults={"method": BLOCKING})
 
 
 class Wires:
@@ -189,7 +222,7 @@ def main() -> int:
     add("--limit-s", type=float, default=float("inf"), help="begin no run after this many seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs = RunFile(args.out, "python -m benchmarks.convergence.wires")
+    runs = open_runs(args.out)
     wires = Wires(runs, args.limit_s)
     try:
         for number in [] if args.report else args.cells:

@@ -11,7 +11,9 @@ from benchmarks.support.tuning import choose
 from diloco_comm.tools.common import plots
 
 Row = dict[str, Any]
-CELL = ("model", "num_replicas", "sync_every", "rounds")
+CELL = ("model", "num_replicas", "sync_every", "rounds", "method")
+# The method of a run without one: the oldest lines of the file.
+BLOCKING = "blocking"
 BASE = "fp32"
 # Seeds from here on choose the learning rate, and are in no table.
 FIRST_TUNING_SEED = 1000
@@ -37,7 +39,8 @@ def cells(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
     """
     tried: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for row in rows:
-        wires = tried.setdefault(tuple(row[key] for key in CELL), {})
+        values = {"method": BLOCKING, **row}
+        wires = tried.setdefault(tuple(values[key] for key in CELL), {})
         wires.setdefault(row["wire"], []).append(row)
     found = {}
     for cell, wires in tried.items():
@@ -65,9 +68,10 @@ def report_lines(rows: list[Row]) -> Iterator[str]:
     yield "# loss: outer parameters after the last round, held-out text, mean of the seeds"
     yield "# over fp32: mean and sample deviation of the differences, seed by seed"
     yield "# bits: of one payload an element, with scales and without padding"
-    for (model, num_replicas, sync_every, rounds), wires in cells(rows).items():
+    for (model, num_replicas, sync_every, rounds, method), wires in cells(rows).items():
         yield ""
-        yield f"# {model}, {num_replicas} replicas, {rounds} rounds of {sync_every} steps"
+        name = _named(model, method)
+        yield f"# {name}, {num_replicas} replicas, {rounds} rounds of {sync_every} steps"
         names = f"#{'wire':>11}{'bits':>9}{'lr':>7}{'loss':>9}{'spread':>9}"
         yield f"{names}{'over fp32':>19}{'seeds':>7}"
         for wire, runs in wires.items():
@@ -82,13 +86,14 @@ def report_lines(rows: list[Row]) -> Iterator[str]:
 
 def page_lines(rows: list[Row]) -> Iterator[str]:
     """Return the tables as Markdown, without the wires' spread."""
-    for (model, num_replicas, sync_every, rounds), wires in cells(rows).items():
+    for (model, num_replicas, sync_every, rounds, method), wires in cells(rows).items():
         counts = sorted({len(runs) for runs in wires.values()})
         seeds = " to ".join(str(count) for count in counts)
         seeds += " seed" if counts == [1] else " seeds (mean; sample deviation of the differences)"
         yield ""
+        name = _named(_MODEL_NAMES[model], method)
         yield (
-            f"{_MODEL_NAMES[model]}, W={num_replicas} replicas, {rounds} rounds of H={sync_every} "
+            f"{name}, W={num_replicas} replicas, {rounds} rounds of H={sync_every} "
             f"inner steps, {seeds}:"
         )
         yield ""
@@ -121,6 +126,10 @@ def write_page(rows: list[Row], page: Path) -> None:
     page.write_text(before + begin + "\n" + "\n".join(page_lines(rows)) + "\n" + end + after)
 
 
+def _named(model: str, method: str) -> str:
+    return model if method == BLOCKING else f"{method.capitalize()}, {model}"
+
+
 def _spread(values: list[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
@@ -145,7 +154,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def _draw_cell(axes: Any, cell: tuple[Any, ...], wires: dict[str, list[Row]]) -> None:
-    model, num_replicas, sync_every, rounds = cell
+    model, num_replicas, sync_every, rounds, method = cell
     for family, (label, colour, style) in FAMILIES.items():
         names = [wire for wire in wires if wire != BASE and _family(wire) == family]
         names = [wire for wire in names if over_base(wires, wire)]
@@ -162,9 +171,8 @@ def _draw_cell(axes: Any, cell: tuple[Any, ...], wires: dict[str, list[Row]]) ->
             )
     axes.axhline(0.0, color=plots.BLACK, linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_title(
-        f"{model}, {num_replicas} replicas, {rounds} rounds of {sync_every}", fontsize="medium"
-    )
+    title = f"{_named(model, method)}, {num_replicas} replicas, {rounds} rounds of {sync_every}"
+    axes.set_title(title, fontsize="medium")
     axes.set_xlabel("bits an element of one payload")
     axes.set_ylabel("loss over fp32 (nats a byte)")
     plots.legend(axes, fontsize="small")

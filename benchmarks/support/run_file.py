@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,20 @@ class RunFile:
         path: The file. Its first line names the machine, the versions and the command; every other
             line is one run.
         command: The command that makes the runs.
+        defaults: Values of the runs in the file whose lines lack them; the file stays as it is.
 
     Attributes:
         rows: The runs, in the order of the file.
     """
 
-    def __init__(self, path: Path, command: str) -> None:
+    def __init__(
+        self, path: Path, command: str, *, defaults: Mapping[str, Any] | None = None
+    ) -> None:
         self.path, self.command = path, command
         lines = path.read_text().splitlines()[1:] if path.exists() else []
-        self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.rows: list[dict[str, Any]] = [
+            {**(defaults or {}), **json.loads(line)} for line in lines
+        ]
 
     def find(self, wanted: dict[str, Any]) -> list[dict[str, Any]]:
         """List the runs with these values."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,23 @@ from problems import Regression, train_step
 from torch import Tensor, nn
 
 from benchmarks.convergence import sparse_loco, wires, wires_report
-from benchmarks.convergence.wire_means import OnWire
 from benchmarks.operators import equal_bytes
-from diloco_comm import SGD, DiLoCo
+from diloco_comm import SGD, Blocking, DiLoCo, Eager, Streaming
 from diloco_comm.ops import dispatch
 from diloco_comm.ops.wire import WireFormat
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-SYNC_EVERY, NUM_STEPS, LR, SEED = 2, 8, 0.7, 5
+SYNC_EVERY, LR, SEED = 4, 0.7, 5
+# A fragment's last round is under way when the training ends. After 15 steps, fragments have been
+# trained since their last send.
+NUM_STEPS = {"blocking": (8,), "streaming": (12, 15), "eager": (12, 15)}
+LIBRARY: dict[str, dict[str, Any]] = {
+    "blocking": {"overlap": Blocking()},
+    "streaming": {"overlap": Streaming(delay=SYNC_EVERY // 2, alpha=0.5), "fragments": 2},
+    "eager": {"overlap": Eager()},
+}
+WIRES = ("fp32", "int4", "int2r", "sub8", "topk64")
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -29,42 +38,58 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.02)
 
 
-def with_the_library(rank: int, world: int, wire: str, error_feedback: bool) -> Tensor:
+def values(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def with_the_library(rank: int, world: int, run: wires.Run, num_steps: int) -> list[Tensor]:
+    """Return the local parameters after each step, then the outer ones after a flush."""
     model, optimizer = make()
+    seen = []
     with DiLoCo(
         model,
         optimizer,
         sync_every=SYNC_EVERY,
         outer=SGD(LR),
-        wire=wire,
-        error_feedback=error_feedback,
+        wire=run.wire,
+        error_feedback=run.wire in ("int4", "topk64"),
         seed=SEED,
+        **LIBRARY[run.method],
     ) as diloco:
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             train_step(model, optimizer, rank, step)
-        return diloco.parts[0].outer.clone()
+            seen.append(values(model))
+        diloco.flush()
+        return [*seen, torch.cat([part.outer for part in diloco.parts if part.outer is not None])]
 
 
-def in_one_process(_rank: int, _world: int, world: int, wire: str, error_feedback: bool) -> Tensor:
-    replicas = [make() for _ in range(world)]
-    params = [[p.detach() for p in model.parameters()] for model, _ in replicas]
-    outer = torch.cat([p.flatten() for p in params[0]])
-    means = OnWire(WireFormat(wire), params[0], world, error_feedback, SEED)
-    for step in range(NUM_STEPS):
+def in_one_process(_rank: int, _world: int, run: wires.Run, num_steps: int) -> list[list[Tensor]]:
+    """Return the same of each replica: after a flush, local parameters are the outer ones."""
+    replicas = [make() for _ in range(run.num_replicas)]
+    rounds = wires.make_rounds(run, replicas)
+    seen = []
+    for step in range(num_steps):
         for rank, (model, optimizer) in enumerate(replicas):
             train_step(model, optimizer, rank, step)
-        if (step + 1) % SYNC_EVERY == 0:
-            outer -= LR * means.mean(outer, params, step // SYNC_EVERY)
-            wires._write(outer, params)  # type: ignore[arg-type]
-    return outer
+        rounds.after_step(step + 1)
+        seen.append([values(model) for model, _ in replicas])
+    rounds.flush(num_steps)
+    seen.append([values(model) for model, _ in replicas])
+    return [list(of_replica) for of_replica in zip(*seen, strict=True)]
 
 
+@pytest.mark.parametrize("method", LIBRARY)
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_mean_is_that_of_the_library(world: int, workers) -> None:
-    for wire, feedback in (("int4", True), ("int2r", False), ("sub8", False), ("topk64", True)):
-        (expected,) = workers(1).run(in_one_process, world, wire, feedback)
-        for outer in workers(world).run(with_the_library, wire, feedback):
-            assert torch.equal(outer, expected), wire
+def test_the_rounds_are_those_of_the_library(world: int, method: str, workers) -> None:
+    """Bit by bit, after every step and at the end."""
+    for wire, num_steps in product(WIRES, NUM_STEPS[method]):
+        run = wires.Run(wire, SEED, LR, "118k", world, SYNC_EVERY, 0, method)
+        (simulated,) = workers(1).run(in_one_process, run, num_steps)
+        expected = workers(world).run(with_the_library, run, num_steps)
+        for own, library in zip(simulated, expected, strict=True):
+            assert len(own) == len(library) == num_steps + 1
+            same = [torch.equal(a, b) for a, b in zip(own, library, strict=True)]
+            assert all(same), (wire, num_steps, same)
 
 
 def test_sparse_loco_keeps_the_largest_of_each_chunk() -> None:

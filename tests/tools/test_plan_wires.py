@@ -84,7 +84,7 @@ def test_the_losses_are_those_that_were_measured() -> None:
 
     rows = (RESULTS / "convergence" / "wires.jsonl").read_text().splitlines()[1:]
     cells = wires_report.cells([json.loads(row) for row in rows])
-    measured = cells["118k", 4, 10, 30]
+    measured = cells["118k", 4, 10, 30, wires_report.BLOCKING]
     losses = {
         wire: round(fmean(wires_report.over_base(measured, wire)), 3)
         for wire in measured

@@ -1,0 +1,253 @@
+"""The rounds of all replicas in one process, on any wire: blocking, streaming and eager.
+
+The operators, fragments, schedules and policies are those of the package. Where the package sends a
+payload, all replicas are at the same inner step here, and their payloads are there at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.convergence.wire_means import Mean, OnWire, Sent
+from diloco_comm import ops
+from diloco_comm.methods.outer import SGD
+from diloco_comm.methods.outer_state import Update
+from diloco_comm.methods.overlap import Eager, Overlap, Own, Streaming, Terms
+from diloco_comm.ops.wire import Layout, WireFormat
+from diloco_comm.replica.fragments import Fragment, make_fragments, trainable_parameters
+from diloco_comm.replica.schedule import Schedule
+
+Replica = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Rounds(Protocol):
+    """What follows the inner steps of all replicas."""
+
+    def after_step(self, inner_step: int) -> None:
+        """Send and apply what is due after this inner step, which counts from 1."""
+
+    def flush(self, inner_step: int) -> None:
+        """Share what was trained since the last send: then all replicas have one model."""
+
+    def bits(self) -> float:
+        """Bits an element of one payload, with scales and without padding."""
+
+
+class BlockingRounds:
+    """Every ``sync_every`` steps a step of SGD on the mean, which all replicas take over."""
+
+    def __init__(self, replicas: Sequence[Replica], mean: Mean, sync_every: int, lr: float) -> None:
+        self._params = [[p.detach() for p in model.parameters()] for model, _ in replicas]
+        self.outer = torch.cat([p.flatten() for p in self._params[0]])
+        self._mean, self._sync_every, self._lr = mean, sync_every, lr
+
+    def after_step(self, inner_step: int) -> None:
+        if inner_step % self._sync_every:
+            return
+        number = inner_step // self._sync_every - 1
+        self.outer -= self._lr * self._mean.mean(self.outer, self._params, number)
+        for params in self._params:
+            values = self.outer.split([p.numel() for p in params])
+            for p, value in zip(params, values, strict=True):
+                p.copy_(value.view_as(p))
+
+    def flush(self, inner_step: int) -> None:
+        assert inner_step % self._sync_every == 0, "a run ends with a round"
+
+    def bits(self) -> float:
+        return self._mean.bits()
+
+
+class _Part:
+    """One fragment of all replicas; each replica has outer parameters of its own."""
+
+    def __init__(self, copies: Sequence[Fragment], wire: OnWire, lr: float) -> None:
+        self.wire, self._copies, self._lr = wire, copies, lr
+        flat = [torch.cat([t.flatten() for t in copy.tensors()]) for copy in copies]
+        self._states = [SGD(lr).make_state(values) for values in flat]
+        self.in_flight: deque[Sent] = deque()
+        self._round = self.last_sent = 0
+
+    @property
+    def outers(self) -> list[Tensor]:
+        return [state.outer for state in self._states]
+
+    def send(self, inner_step: int) -> Sent:
+        tensors = [copy.tensors() for copy in self._copies]
+        sent = self.wire.send(self.outers, tensors, self._round, inner_step)
+        self._round, self.last_sent = self._round + 1, inner_step
+        return sent
+
+    def step(self, replica: int, terms: Terms, layout: Layout, alpha: float = 0.0) -> None:
+        """Take an outer step, and merge the result into the local parameters."""
+        params = self._copies[replica].tensors()
+        self._states[replica].step(Update(terms, params, layout, self._lr, alpha))
+
+    def spoil(self) -> None:
+        """Let the loss be no number: the replicas of the package would end with an error."""
+        for outer in self.outers:
+            outer.fill_(float("nan"))
+
+    def write(self) -> None:
+        """Set the local parameters to the outer ones."""
+        for outer, copy in zip(self.outers, self._copies, strict=True):
+            ops.merge(outer, copy.tensors())
+
+
+class _Overlapped(ABC):
+    """Rounds that travel while the replicas train.
+
+    Args:
+        policy: Says when a round is due, and from which payloads its outer gradient is made.
+        num_fragments: Into so many the parameters are cut.
+        sync_every: Inner steps between two sends of a fragment.
+        wire, error_feedback, seed: As in ``DiLoCo``.
+        lr: Learning rate of the outer optimizer, which is SGD.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        policy: Overlap,
+        wire: WireFormat,
+        *,
+        num_fragments: int,
+        sync_every: int,
+        lr: float,
+        error_feedback: bool,
+        seed: int,
+    ) -> None:
+        self.policy, self._wire, self._world = policy, wire, len(replicas)
+        self._schedule = Schedule.plan(sync_every, num_fragments)
+        cut = [
+            make_fragments(model, trainable_parameters(model, [optimizer]), num_fragments)
+            for model, optimizer in replicas
+        ]
+        self.parts = [
+            _Part(
+                copies,
+                OnWire(
+                    wire,
+                    copies[0].tensors(),
+                    self._world,
+                    error_feedback,
+                    seed,
+                    fragment=copies[0].index,
+                    carries=policy.rounds > 0,
+                    must_gather=not policy.is_shared,
+                ),
+                lr,
+            )
+            for copies in zip(*cut, strict=True)
+        ]
+
+    def bits(self) -> float:
+        return self._wire.bits_per_element
+
+    def _due(self, inner_step: int) -> list[_Part]:
+        return [self.parts[index] for index in self._schedule.due(inner_step)]
+
+    def _stale(self, inner_step: int) -> list[_Part]:
+        return [part for part in self.parts if part.last_sent < inner_step]
+
+    @abstractmethod
+    def after_step(self, inner_step: int) -> None: ...
+
+    @abstractmethod
+    def flush(self, inner_step: int) -> None: ...
+
+
+class StreamingRounds(_Overlapped):
+    """Under ``Streaming``: a round is applied some inner steps after its send."""
+
+    policy: Streaming
+
+    def after_step(self, inner_step: int) -> None:
+        for part in self._due(inner_step):
+            part.in_flight.append(part.send(inner_step))
+        for part in self.parts:
+            if part.in_flight and part.in_flight[0].step + self.policy.delay <= inner_step:
+                self._apply(part, part.in_flight.popleft(), self.policy.alpha)
+
+    def flush(self, inner_step: int) -> None:
+        for part in self.parts:
+            while part.in_flight:
+                self._apply(part, part.in_flight.popleft(), self.policy.alpha)
+        for part in self._stale(inner_step):
+            self._apply(part, part.send(inner_step), 0.0)
+        for part in self.parts:
+            part.write()
+
+    def _apply(self, part: _Part, sent: Sent, alpha: float) -> None:
+        for replica in range(self._world):
+            part.step(replica, sent.terms, sent.mean_layout, alpha)
+        if sent.is_bad:
+            part.spoil()
+
+
+class EagerRounds(_Overlapped):
+    """Under ``Eager``: the own share of a round at its send, the others' at the next send."""
+
+    policy: Eager
+
+    def after_step(self, inner_step: int) -> None:
+        for part in self._due(inner_step):
+            self._exchange(part, inner_step)
+
+    def flush(self, inner_step: int) -> None:
+        for part in self._stale(inner_step):
+            self._exchange(part, inner_step)
+        for part in self.parts:
+            while part.in_flight:
+                self._advance(part, part.in_flight.popleft(), None)
+            mean = _mean_of(part.outers)
+            for outer in part.outers:
+                outer.copy_(mean)
+            part.write()
+
+    def _exchange(self, part: _Part, inner_step: int) -> None:
+        is_due = len(part.in_flight) >= self.policy.rounds
+        due = part.in_flight.popleft() if is_due else None
+        part.in_flight.append(part.send(inner_step))
+        self._advance(part, due, part.in_flight[-1])
+
+    def _advance(self, part: _Part, due: Sent | None, fresh: Sent | None) -> None:
+        for replica in range(self._world):
+            terms = self.policy.gradient(
+                [] if due is None else due.terms,
+                None if fresh is None else self._own(fresh, replica),
+                [] if due is None else [self._own(due, replica)],
+            )
+            part.step(replica, terms, part.wire.layout)
+        if any(sent is not None and sent.is_bad for sent in (due, fresh)):
+            part.spoil()
+
+    def _own(self, sent: Sent, replica: int) -> Own:
+        coefficient = self.policy.own_coefficient(1.0, float(self._world))
+        return Own(sent.payloads[replica], coefficient, sent.layout)
+
+
+def make_streaming(replicas: Sequence[Replica], wire: WireFormat, **options: Any) -> Rounds:
+    """Return the rounds of two fragments, which travel for half of the steps between two sends."""
+    policy = Streaming(delay=options["sync_every"] // 2, alpha=0.5)
+    return StreamingRounds(replicas, policy, wire, num_fragments=2, **options)
+
+
+def make_eager(replicas: Sequence[Replica], wire: WireFormat, **options: Any) -> Rounds:
+    """Return the rounds of one fragment, which travel until the next send."""
+    return EagerRounds(replicas, Eager(), wire, num_fragments=1, **options)
+
+
+METHODS = {"streaming": make_streaming, "eager": make_eager}
+
+
+def _mean_of(outers: Sequence[Tensor]) -> Tensor:
+    """Return the mean as the fp32 wire brings it."""
+    wire = OnWire(WireFormat("fp32"), [outers[0]], len(outers), False, 0)
+    return wire.send([None] * len(outers), [[outer] for outer in outers], 0).mean()
