@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,23 @@ def in_one_process(_rank: int, _world: int, run: wires.Run, num_steps: int) -> l
 def test_the_rounds_are_those_of_the_library(world: int, method: str, workers) -> None:
     """Bit by bit, after every step and at the end."""
     for wire, num_steps in product(WIRES, NUM_STEPS[method]):
-        run = wires.Run(wire, SEED, LR, "118k", world, SYNC_EVERY, 0, method)
-        (simulated,) = workers(1).run(in_one_process, run, num_steps)
-        expected = workers(world).run(with_the_library, run, num_steps)
-        for own, library in zip(simulated, expected, strict=True):
-            assert len(own) == len(library) == num_steps + 1
-            same = [torch.equal(a, b) for a, b in zip(own, library, strict=True)]
-            assert all(same), (wire, num_steps, same)
+        compare(wire, world, method, num_steps, workers)
+
+
+@pytest.mark.parametrize("method", LIBRARY)
+def test_many_replicas_are_those_of_the_library(method: str, workers) -> None:
+    """Owners encode the mean of five payloads on sub2, but not under Eager."""
+    compare("sub2", 5, method, NUM_STEPS[method][-1], workers)
+
+
+def compare(wire: str, world: int, method: str, num_steps: int, workers) -> None:
+    run = wires.Run(wire, SEED, LR, "118k", world, SYNC_EVERY, 0, method)
+    (simulated,) = workers(1).run(in_one_process, run, num_steps)
+    expected = workers(world).run(with_the_library, run, num_steps)
+    for own, library in zip(simulated, expected, strict=True):
+        assert len(own) == len(library) == num_steps + 1
+        same = [torch.equal(a, b) for a, b in zip(own, library, strict=True)]
+        assert all(same), (wire, num_steps, same)
 
 
 def test_sparse_loco_keeps_the_largest_of_each_chunk() -> None:
@@ -143,11 +154,61 @@ def test_runs_are_made_once_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
         wires.Wires(runs, 0.0).make(wires.Cell(rounds=4, wires=("fp32",)))
 
 
+def test_runs_of_a_file_without_methods_are_blocking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(run: wires.Run) -> dict[str, Any]:
+        assert run.method == "eager"
+        losses = {"tuning_loss": 2.5 + run.lr, "loss": 2.5 + run.lr}
+        return {**vars(run), "bits": 32.0, **losses, "cpu_s": 0.0}
+
+    monkeypatch.setattr(wires, "train", train)
+    path, cell = tmp_path / "wires.jsonl", wires.Cell(rounds=3, wires=("fp32",), seeds=(0,))
+    rates, keys = (0.5, 0.7, 1.0, 1.4), {**cell.keys(), "wire": "fp32", "bits": 32.0}
+    del keys["method"]
+    losses = [{"lr": lr, "tuning_loss": abs(lr - 0.7), "loss": 2.0} for lr in rates]
+    old = [{**keys, **loss, "seed": wires.TUNING_SEED} for loss in losses]
+    old.append({**keys, "lr": 0.7, "seed": 0, "tuning_loss": 2.0, "loss": 2.0})
+    before = "\n".join(["{}", *map(json.dumps, old)]) + "\n"
+    path.write_text(before)
+    for method in ("blocking", "eager"):
+        runs = wires.open_runs(path)
+        wires.Wires(runs, 60.0).make(replace(cell, method=method))
+    assert path.read_text().startswith(before)
+    titles = [line for line in wires_report.report_lines(runs.rows) if "replicas" in line]
+    assert titles == [
+        "# 118k, 4 replicas, 3 rounds of 10 steps",
+        "# Eager, 118k, 4 replicas, 3 rounds of 10 steps",
+    ]
+    titles = [line for line in wires_report.page_lines(runs.rows) if "replicas" in line]
+    assert titles[1].startswith("Eager, 118,000 parameters, W=4 replicas, 3 rounds of H=10")
+
+
 def test_one_tiny_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wires, "NUM_WINDOWS", 16)
-    run = wires.Run(wires.SPARSE_LOCO, 0, 1.0, "118k", num_replicas=2, sync_every=1, rounds=2)
-    row = wires.train(run)
-    assert 4 < row["loss"] < 7 and 0 < row["bits"] < 2
+    for wire, method in (
+        (wires.SPARSE_LOCO, "blocking"),
+        ("sub8", "streaming"),
+        ("topk64", "eager"),
+    ):
+        run = wires.Run(wire, 0, 1.0, "118k", 2, sync_every=2, rounds=2, method=method)
+        row = wires.train(run)
+        assert row["method"] == method and 4 < row["loss"] < 7 and 0 < row["bits"] < 2
+    with pytest.raises(ValueError, match="no method 'eager' with wire 'SparseLoCo'"):
+        wires.train(replace(run, wire=wires.SPARSE_LOCO))
+
+
+def test_a_run_that_diverges_has_a_loss_that_is_no_number() -> None:
+    for method in LIBRARY:
+        replicas = [make() for _ in range(3)]
+        run = wires.Run("int2r", SEED, LR, "118k", 3, SYNC_EVERY, 0, method)
+        rounds = wires.make_rounds(run, replicas)
+        with torch.no_grad():
+            next(replicas[1][0].parameters()).fill_(float("inf"))
+        for step in range(2 * SYNC_EVERY):
+            rounds.after_step(step + 1)
+        rounds.flush(2 * SYNC_EVERY)
+        assert all(values(model).isnan().any() for model, _ in replicas)
 
 
 def test_the_recorded_table_is_that_of_the_recorded_runs() -> None:
