@@ -85,7 +85,7 @@ CELLS = (
     Cell("1.4M", wires=(*_FEW, SPARSE_LOCO)),
     Cell(method="streaming", wires=_OVERLAPPED),
     Cell(method="eager", wires=_OVERLAPPED),
-    Cell(num_replicas=16, wires=("fp32", "int1r", "sub4", "sub8", "sub16")),
+    Cell(num_replicas=16, wires=("fp32", "int1r", "sub2", "sub4", "sub8", "sub16", "topk256")),
 )
 
 
