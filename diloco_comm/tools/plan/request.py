@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...ops.phases import held_bits, received_bits
+from ...ops.phases import held_bits, num_phases, received_bits
 from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
 from .settings import Setting
 from .simulator import GRID_GBPS, Array, Schedule, Work, spread, strided, utilisation
@@ -118,6 +118,13 @@ class Request:
     def _must_gather(self) -> bool:
         # Eager adds the own payload to the mean.
         return self.method == "eager"
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether owners encode the mean on a wire of its own, because the replicas are many."""
+        wire = self.wire_format
+        phases = num_phases(wire, self.workers, must_gather=self._must_gather)
+        return wire.is_gathered and phases == 2
 
     @property
     def work(self) -> Work:

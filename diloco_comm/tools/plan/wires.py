@@ -26,6 +26,8 @@ LOSS_OVER_FP32: dict[str, float] = {
     "topk32": 0.13,
     "sub16": 0.068,
 }
+# The same with 16 replicas, among which owners encode the mean of these wires (``phases``).
+LOSS_BY_OWNERS: dict[str, float] = {}
 # From the most precise to the coarsest, without those that cost more and gain nothing. Sparse wires
 # are left out: at equal bits their loss is higher than that of sub2 to sub16.
 _CANDIDATES = ("int8", "int4", "int2r", "int1r", "sub2", "sub4", "sub8", "sub16")
@@ -47,7 +49,7 @@ def compare(request: Request, gbps: float | None) -> list[dict[str, Any]]:
                 "bits_per_param": one.bits_per_param,
                 "bytes_per_round": one.bytes_per_round,
                 "extra_memory_bytes": one.extra_memory_bytes,
-                "loss_over_fp32": LOSS_OVER_FP32.get(wire),
+                "loss_over_fp32": _loss(one),
                 "utilisation": None if gbps is None else _utilisation(one, gbps),
             }
         )
@@ -88,11 +90,18 @@ def _reason(request: Request, share: float, target: float, refused: list[str]) -
         words += f"; {', '.join(refused)}"
     if WireFormat(wire).has_element_codes:
         return f"{words}."
-    lost = LOSS_OVER_FP32[wire]
+    lost, advice = _loss(request), "compare with int8 on your own task"
+    if lost is None:
+        return f"{words}. Its loss with so many replicas was not measured: {advice}."
     return (
         f"{words}. Its loss was {lost:+.3f} nats over that of fp32 in runs of a model of 118,000 "
-        "parameters: compare with int8 on your own task."
+        f"parameters: {advice}."
     )
+
+
+def _loss(request: Request) -> float | None:
+    """Return the measured loss over that of fp32; None if there is none."""
+    return (LOSS_BY_OWNERS if request.has_owners else LOSS_OVER_FP32).get(request.wire)
 
 
 def _with_wire(request: Request, wire: str) -> Request:
