@@ -55,16 +55,30 @@ def _first_above(ascending, wanted, LOG_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _count(key, border):
-    return tl.sum((key >= border).to(tl.int32), axis=None)
+def _is_negative(number):
+    """1 or 0. LLVM packs sums of comparisons into bits, which takes more instructions."""
+    return (number.to(tl.uint32) >> 31).to(tl.int32)
 
 
 @triton.jit
-def _is_kept(key, largest, KEPT: tl.constexpr):
-    """Which of the keys, int32 [1, BLOCK], are the first KEPT, descending and then by index.
+def _count(key, border):
+    """How many keys reach the border."""
+    return -tl.sum(_is_negative(key - border), axis=None) + BLOCK
 
-    The search for a border ends as soon as exactly KEPT keys reach it. That needs about twelve
-    counts of data without ties, and at most 39.
+
+@triton.jit
+def _which_kept(key, border, last):
+    """1 for keys above the border, and for those that are equal up to index ``last``; else 0."""
+    index = tl.arange(0, BLOCK)[None, :]
+    return 1 - _is_negative(key - border - _is_negative(last - index))
+
+
+@triton.jit
+def _find_border(key, largest, KEPT: tl.constexpr):
+    """The ``border`` and ``last`` with which the first KEPT keys are kept: descending, then by index.
+
+    The search ends as soon as exactly KEPT keys reach the border. That needs about twelve counts of
+    data without ties, and at most 51.
     """
     # Fewer than KEPT keys reach ``upper``, and at least KEPT reach ``lower``. The first steps are
     # down from the largest key, by a binade, two, four and so on.
@@ -84,25 +98,30 @@ def _is_kept(key, largest, KEPT: tl.constexpr):
         lower = tl.where(is_reached, middle, lower)
         count = tl.where(is_reached, found, count)
         upper = tl.where(is_reached, upper, middle)
-    kept = key >= lower
-    if count != KEPT:
-        # The border is the least key that is kept, and not all that are equal to it are.
-        is_tie = key == lower
-        num_above = _count(key, upper)
-        place = tl.cumsum(is_tie.to(tl.int32), axis=1)
-        kept = (key > lower) | (is_tie & (place <= KEPT - num_above))
-    return kept
+    # If there are more, ``lower`` is the least key that is kept, and those that are equal to it are
+    # kept up to an index between ``first`` and ``last``.
+    last = lower * 0 + (BLOCK - 1)
+    first = tl.where(count == KEPT, last, 0)
+    while first < last:
+        middle = (first + last) >> 1
+        is_reached = tl.sum(_which_kept(key, lower, middle), axis=None) >= KEPT
+        last = tl.where(is_reached, middle, last)
+        first = tl.where(is_reached, first, middle + 1)
+    return lower, last
 
 
 @triton.jit
 def _kept_elements(kept, sign, KEPT: tl.constexpr):
     """The indices of the kept elements, ascending, and their signs, int32 [KEPT] both."""
     lane = tl.arange(0, _GROUP)[None, :]
-    bits = tl.reshape(kept.to(tl.int32), [_GROUPS, _GROUP])
-    signs = tl.reshape(sign.to(tl.int32), [_GROUPS, _GROUP])
+    kept = tl.reshape(kept, [_GROUPS, _GROUP])
+    sign = tl.reshape(sign, [_GROUPS, _GROUP])
     # Distinct bits: the sum is their union.
-    words = tl.sum((bits << lane) | ((bits & signs) << (lane + 16)), axis=1)
-    sizes = tl.sum(bits, axis=1)
+    words = tl.sum((kept << lane) | ((kept & sign) << (lane + 16)), axis=1)
+    # The ones of the lower half, counted by pairs of bits, by fours, and all.
+    sizes = (words & 0x5555) + ((words >> 1) & 0x5555)
+    sizes = (sizes & 0x3333) + ((sizes >> 2) & 0x3333)
+    sizes = (((sizes & 0x0F0F) + ((sizes >> 4) & 0x0F0F)) * 0x0101 >> 8) & 0x1F
     ends = tl.cumsum(sizes, axis=0)
     j = tl.arange(0, KEPT)
     group = _first_above(ends, j, 8)
@@ -168,25 +187,27 @@ def store_largest(x, run_ptr, part, nonfinite_ptr, FORM: tl.constexpr):
         if is_bad:
             num_bad = _count(key, _LARGEST_GOOD + 1).to(tl.int64)
             tl.atomic_add(nonfinite_ptr, num_bad, sem="relaxed")
-    key = tl.where(is_bad, 0, key)
-    largest = tl.where(is_bad, 0, largest)
-    kept = _is_kept(key, largest, KEPT)
+    # Of a bad block nothing is sent: it does not matter what is found.
+    largest = tl.minimum(largest, _LARGEST_GOOD)
+    border, last = _find_border(key, largest, KEPT)
+    kept = _which_kept(key, border, last)
     exponent = tl.maximum((largest >> 23) - 127, -100)
     unit = bits_float((21 + 127 - exponent) << 23)
     # 1.5 * 2^23: the sum has no fraction, and its low bits are the integer, rounded half to even.
     rounded = float_bits(bits_float(key) * unit + 12582912.0).to(tl.int32) - 0x4B400000
-    total = tl.sum(tl.where(kept, rounded, 0), axis=None)
+    total = tl.sum(rounded & -kept, axis=None)
     mean = total.to(tl.float32) * (1.0 / KEPT)
     scale = bf16_bits(mean * bits_float((exponent + (127 - 21)) << 23))
-    scale = tl.where(scale < 0x0080, 0, scale)
-    sign = float_bits(x) >> 31
+    scale = tl.where(is_bad | (scale < 0x0080), 0, scale)
+    sign = (float_bits(x) >> 31).to(tl.int32)
     index, signs = _kept_elements(kept, sign, KEPT)
     scale_ptr, code_ptr = _places(run_ptr, part, WIRE)
     if part[2] > 0:
         tl.store(scale_ptr, scale.to(tl.uint16))
         _store_code(index, signs, scale != 0, code_ptr, WIRE)
-    value = tl.where(kept, bits_float((scale << 16) | (sign << 31)), 0.0)
-    return tl.where(scale == 0, 0.0, value)
+    # Nothing is sent of a block that is null.
+    mask = tl.where(scale == 0, 0, -kept)
+    return bits_float(((scale << 16).to(tl.int32) | (sign << 31)) & mask)
 
 
 @triton.jit
