@@ -235,25 +235,28 @@ def _load_words(code_ptr, num_bits, WIRE: tl.constexpr):
     # The last zero is behind the last one, so that no bucket is past the end.
     is_made = (tl.max(zeros, axis=0) == KEPT) & (tl.max(end, axis=0) == KEPT)
     size = tl.where(is_made, end - begin, 0)
+    num_steps = tl.max(size, axis=0)
     entry = _bits_at(code_ptr, (LOW + 2) * KEPT + bucket, num_bits) << 7
     for i in tl.static_range(LOW):
         entry |= _bits_at(code_ptr, i * KEPT + bucket, num_bits) << i
-    # Each bucket takes its first element, then its second, and so on.
-    group = tl.arange(0, _GROUPS // KEPT)[None, :]
-    words = tl.zeros([KEPT, _GROUPS // KEPT], tl.int32)
-    last = bucket * 0 - 1
-    num_wrong = bucket * 0
-    for i in range(0, tl.max(size, axis=0)):
+    # Each bucket takes its first element, then its second, and so on: all groups of the bucket do.
+    place = tl.arange(0, _GROUPS)
+    group = place % (_GROUPS // KEPT)
+    begin = tl.gather(begin, place // (_GROUPS // KEPT), 0)
+    size = tl.gather(size, place // (_GROUPS // KEPT), 0)
+    words = group * 0
+    last = words - 1
+    num_wrong = words
+    for i in range(0, num_steps):
         is_here = i < size
         found = tl.gather(entry, tl.minimum(begin + i, KEPT - 1), 0)
         low = found & 127
         num_wrong += (is_here & (low <= last)).to(tl.int32)
         last = tl.where(is_here, low, last)
         bits = (1 | ((found >> 7) << 1)) << (2 * (low % _GROUP))
-        is_group = (low // _GROUP)[:, None] == group
-        words |= tl.where(is_group & is_here[:, None], bits[:, None], 0)
+        words |= tl.where(is_here & (low // _GROUP == group), bits, 0)
     is_made = is_made & (tl.max(num_wrong, axis=0) == 0)
-    return tl.reshape(words, [_GROUPS]), is_made
+    return words, is_made
 
 
 @triton.jit
@@ -264,9 +267,11 @@ def load_largest(run_ptr, part, FORM: tl.constexpr):
     scale = received_scale(tl.load(scale_ptr, mask=exists, other=0).to(tl.uint32), 1)
     BITS: tl.constexpr = _num_kept(FORM[2]) * (15 - _log_kept(FORM[2]))
     words, is_made = _load_words(code_ptr, tl.where(exists, BITS, 0), FORM[2])
+    # Of a null block no code is looked at.
+    kept = tl.where(is_made | (scale == 0), scale, float("nan"))
+    other = tl.where(kept == kept, 0.0, kept)
     offsets = tl.arange(0, BLOCK)
     bits = tl.gather(words, offsets // _GROUP, 0) >> (2 * (offsets % _GROUP))
-    value = tl.where((bits & 2) != 0, -scale, scale)
-    value = tl.where((bits & 1) != 0, value, 0.0)
-    value = tl.where(is_made & (scale == scale), value, float("nan"))
+    value = bits_float(float_bits(kept) ^ ((bits & 2) << 30).to(tl.uint32))
+    value = tl.where((bits & 1) != 0, value, other)
     return tl.reshape(tl.where(scale == 0, 0.0, value), [1, BLOCK])
