@@ -1,10 +1,11 @@
 """The sparse wires for Triton: the signs of a block's largest elements (``csrc/wire/sparse.h``).
 
-A tile is one block. Its elements are cut into *groups* of sixteen, and a group is one word: bit i
-says that element i is kept, and bit 16 + i (in a decoder, the bit beside it) is its sign. A sum
-makes words of a tile, and a gather makes a tile of words, both through shared memory; between them
-there are vectors with an entry for each kept element or each bucket, at most one for each thread
-of a program of 256. So nothing is scattered, and no byte of a payload is written twice.
+A tile is one block. Its elements are cut into *groups* of sixteen, and a group is one word: for
+each element a bit that says that it is kept, and a bit for its sign. A sum makes words of a tile,
+and a gather makes a tile of words. Between them are vectors with an entry for each kept element,
+each bucket of the code or each group, at most 512. Triton gathers in shared memory, but it scatters
+in global memory alone, so the places of kept elements are searched for: nothing is scattered, no
+buffer is zeroed, and no byte of a payload is written twice.
 
 FORM and ``part`` are those of ``payload.py``.
 """
@@ -75,7 +76,7 @@ def _which_kept(key, border, last):
 
 @triton.jit
 def _find_border(key, largest, KEPT: tl.constexpr):
-    """The ``border`` and ``last`` with which the first KEPT keys are kept: descending, then by index.
+    """The ``border`` and ``last`` that keep the first KEPT keys, descending and then by index.
 
     The search ends as soon as exactly KEPT keys reach the border. That needs about twelve counts of
     data without ties, and at most 51.
@@ -179,7 +180,6 @@ def store_largest(x, run_ptr, part, nonfinite_ptr, FORM: tl.constexpr):
     """
     WIRE: tl.constexpr = FORM[2]
     KEPT: tl.constexpr = _num_kept(WIRE)
-    LOG_KEPT: tl.constexpr = _log_kept(WIRE)
     key = magnitude_bits(x).to(tl.int32)
     largest = tl.max(key, axis=None)
     is_bad = largest > _LARGEST_GOOD

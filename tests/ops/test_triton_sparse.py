@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import device_ops as ops
 import pytest
+import test_ops_bounds as bounds
 import test_rotated as blocks
 import test_sparse as sparse
 import test_sparse_examples as examples
 import torch
 from codec_cases import KINDS, Fragment, assert_same, encode, fragment, values
-from test_ops_bounds import check_between_guards
 from torch import Tensor
 
 from diloco_comm.kernels.checks import BLOCK_WIRES, RunLayout
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 def test_kinds_of_values(impl: str, wire: str) -> None:
     """With and without feedback, several runs, blocks that are cut short, and whole ones."""
     for seed, kind in enumerate(KINDS):
-        num_elements = (1, 63, 4095, 4096, 4097, 8500)[(seed + SPARSE_WIRES.index(wire)) % 6]
+        num_elements = (1, 63, 4095, 4096, 4097, 4200)[(seed + SPARSE_WIRES.index(wire)) % 6]
         case = fragment(
             num_elements, WireFormat(wire), kind, seed, num_runs=1 + seed % 2, with_outer=seed != 3
         )
@@ -46,7 +46,7 @@ def test_kinds_of_values(impl: str, wire: str) -> None:
 
 
 def ranked(wire: str) -> list[Tensor]:
-    """Blocks that try the choice: one magnitude, few elements, ties at the border, huge ones."""
+    """Blocks that try the choice: one magnitude, few elements, ties at the border, the largest."""
     kept = WireFormat(wire).num_kept
     alternating = torch.where(torch.arange(4096) % 2 == 0, 1.0, -1.0)
     few = torch.zeros(4096)
@@ -58,8 +58,7 @@ def ranked(wire: str) -> list[Tensor]:
     tiny[9] = -(2.0**-120)
     huge = torch.linspace(-(2.0**126), 2.0**126, 4096)
     return [
-        alternating, alternating * 2.0**126, alternating * 2.0**-140, few, few.flip(0), some,
-        some.flip(0), tiny, huge, -few.abs() * 0.0,
+        alternating * 2.0**126, alternating * 2.0**-140, few, some, tiny, huge, few * 0.0,
     ]  # fmt: skip
 
 
@@ -71,7 +70,7 @@ def test_choices(impl: str, wire: str) -> None:
 
 
 @every_impl
-@pytest.mark.parametrize("wire", ["topk32", "topk256"])
+@pytest.mark.parametrize("wire", ["topk64"])
 def test_bad_elements_of_some_blocks(impl: str, wire: str) -> None:
     x = values(3 * 4096, "normal", 1)
     x[5], x[7], x[4000] = torch.nan, -torch.inf, 1.01 * 2.0**126
@@ -87,9 +86,9 @@ def test_bad_elements_of_some_blocks(impl: str, wire: str) -> None:
 def test_rounds_with_feedback(impl: str, wire: str) -> None:
     """The residual, updated where it is and multiplied by the decay between the rounds."""
     form = WireFormat(wire)
-    residuals = [torch.zeros(4500) for _ in range(2)]
+    residuals = [torch.zeros(4096) for _ in range(2)]
     for seed in range(3):
-        case = fragment(4500, form, "normal", seed, num_runs=2)
+        case = fragment(4096, form, "normal", seed)
         results = []
         for name, residual in zip((impl, "reference"), residuals, strict=True):
             results.append(encode(case, name, residual=residual, new_residual=residual)[0])
@@ -99,8 +98,9 @@ def test_rounds_with_feedback(impl: str, wire: str) -> None:
 
 
 @every_impl
-@every_wire
-@pytest.mark.parametrize("num_payloads", [3, 9])
+@pytest.mark.parametrize(
+    ("wire", "num_payloads"), [*((wire, 2) for wire in SPARSE_WIRES), ("topk64", 9)]
+)
 def test_reduce(impl: str, wire: str, num_payloads: int) -> None:
     """Nine terms come from a table on the device, fewer are arguments."""
     blocks.test_reduce(impl, wire, num_payloads)
@@ -114,18 +114,17 @@ def test_outer_steps(impl: str, wire: str, optimizer: str) -> None:
 
 
 @every_impl
-def test_ranges_add_up_to_the_whole(impl: str) -> None:
-    blocks.test_ranges_add_up_to_the_whole(impl, "topk128")
+@every_wire
+def test_codes_that_no_encoder_makes(impl: str, wire: str) -> None:
+    sparse.test_a_code_that_no_encoder_makes_decodes_to_nan(impl, wire)
 
 
 @every_impl
-@every_wire
-def test_limits(impl: str, wire: str) -> None:
-    """Of the choice, of magnitudes, and of the scales and codes that a decoder takes."""
-    sparse.test_the_largest_are_kept_and_of_equal_ones_the_first(impl, wire)
-    sparse.test_limits_of_magnitude(impl, wire)
-    sparse.test_a_code_that_no_encoder_makes_decodes_to_nan(impl, wire)
-    blocks.test_a_scale_that_no_encoder_makes_decodes_to_nan(impl, wire)
+def test_limits(impl: str) -> None:
+    """Of magnitudes, and of the scales that a decoder takes; and what an empty place keeps."""
+    sparse.test_limits_of_magnitude(impl, "topk32")
+    blocks.test_a_scale_that_no_encoder_makes_decodes_to_nan(impl, "topk128")
+    sparse.test_the_largest_are_kept_and_of_equal_ones_the_first(impl, "topk256")
 
 
 def broken_codes(wire: str) -> tuple[Layout, Tensor]:
@@ -175,9 +174,9 @@ def test_a_worked_example(impl: str) -> None:
 
 
 @pytest.mark.skipif(ON_A_GPU, reason="Triton is compiled here, not interpreted")
-@pytest.mark.parametrize("wire", ["topk64"])
-def test_misaligned_tensors_between_guards(wire: str) -> None:
-    check_between_guards("triton", wire, 3)
+def test_misaligned_tensors_between_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "sizes_of", lambda *_: [(257, 4096)])
+    bounds.check_between_guards("triton", "topk64", 3)
 
 
 def test_sizes_are_those_of_the_wires() -> None:
