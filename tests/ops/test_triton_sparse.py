@@ -63,7 +63,7 @@ def ranked(wire: str) -> list[Tensor]:
 
 
 @every_impl
-@every_wire
+@pytest.mark.parametrize("wire", ["topk64", "topk256"])
 def test_choices(impl: str, wire: str) -> None:
     x = torch.cat(ranked(wire))
     blocks.check(Fragment(None, [x], Layout.plan(x.numel(), 1, 1, WireFormat(wire))), impl)
@@ -114,55 +114,55 @@ def test_outer_steps(impl: str, wire: str, optimizer: str) -> None:
 
 
 @every_impl
-@every_wire
-def test_codes_that_no_encoder_makes(impl: str, wire: str) -> None:
-    sparse.test_a_code_that_no_encoder_makes_decodes_to_nan(impl, wire)
-
-
-@every_impl
 def test_limits(impl: str) -> None:
-    """Of magnitudes, and of the scales that a decoder takes; and what an empty place keeps."""
+    """Of magnitudes, and of the indices that a decoder takes."""
     sparse.test_limits_of_magnitude(impl, "topk32")
-    blocks.test_a_scale_that_no_encoder_makes_decodes_to_nan(impl, "topk128")
-    sparse.test_the_largest_are_kept_and_of_equal_ones_the_first(impl, "topk256")
+    sparse.test_a_code_that_no_encoder_makes_decodes_to_nan(impl, "topk32")
+    sparse.test_a_code_that_no_encoder_makes_decodes_to_nan(impl, "topk256")
 
 
-def broken_codes(wire: str) -> tuple[Layout, Tensor]:
-    """A payload of blocks whose codes had some bits flipped, and of blocks of random bytes."""
+def broken_blocks(wire: str) -> tuple[Layout, Tensor]:
+    """A payload of 12 blocks: one whole, others with flipped bits, random bytes or wrong scales."""
     form = WireFormat(wire)
     kept, code_bytes = form.num_kept, form.code_unit[1]
-    layout = Layout.plan(14 * 4096, 1, 1, form)
+    layout = Layout.plan(12 * 4096, 1, 1, form)
     rng = torch.Generator().manual_seed(kept)
     x = torch.randn(layout.num_elements, generator=rng)
     x[: 2 * 4096] *= torch.arange(2 * 4096) % 4096 < 1.1 * kept  # buckets are full
     payload, _ = encode(Fragment(None, [x], layout), "reference")
+    scales = payload[: 2 * 12].view(12, 2)
     begin = form.code_offset(layout.run_elements)
-    codes = payload[begin : begin + 14 * code_bytes].view(14, code_bytes)
+    codes = payload[begin : begin + 12 * code_bytes].view(12, code_bytes)
     upper = code_bytes - 3 * kept // 8
-    for row in range(1, 8):
+    for row in range(1, 7):
         # Two bits of the upper part, or one of a plane: some codes are those of other indices.
-        for bit in torch.randint(0, 2 * kept, (2,), generator=rng).tolist():
-            codes[row, upper + bit // 8] ^= 1 << bit % 8
-    for row in range(8, 12):
-        bit = int(torch.randint(0, 8 * upper, (1,), generator=rng))
-        codes[row, bit // 8] ^= 1 << bit % 8
-    random = torch.randint(0, 256, (2, code_bytes), generator=rng, dtype=torch.uint8)
-    codes[12:] = random
-    codes[13, upper : upper + kept // 4] = 0xAA
+        first, count = (8 * upper, 2 * kept) if row < 5 else (0, 8 * upper)
+        for bit in torch.randint(first, first + count, (2 if row < 5 else 1,), generator=rng):
+            codes[row, int(bit) // 8] ^= 1 << int(bit) % 8
+    codes[7:9] = torch.randint(0, 256, (2, code_bytes), generator=rng, dtype=torch.uint8)
+    codes[8, upper : upper + kept // 4] = 0x55
+    for row, bits in ((9, 0x8000), (10, 0x7E81), (11, 0x0040)):
+        scales[row] = torch.tensor([bits & 0xFF, bits >> 8])
     return layout, payload
 
 
 @every_impl
 @every_wire
 def test_any_code(impl: str, wire: str) -> None:
-    layout, payload = broken_codes(wire)
-    form = (0, layout.num_elements, layout.run_elements, wire, 4096)
-    outs = [torch.zeros(layout.num_elements) for _ in range(2)]
-    for name, out in zip((impl, "reference"), outs, strict=True):
-        ops.decode([payload], [1.0], [out], *form, impl=name)
+    layout, payload = broken_blocks(wire)
+    num_elements = layout.num_elements
+    form = (layout.run_elements, wire, 4096)
+    outs, counts = [torch.zeros(num_elements) for _ in range(2)], torch.zeros(2, 1).long()
+    results = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8)
+    for name, out, count, result in zip((impl, "reference"), outs, counts, results, strict=True):
+        ops.decode([payload], [1.0], [out], 0, num_elements, *form, impl=name)
+        if wire == "topk64":
+            ops.reduce(payload, result, [0.5], num_elements, *form, nonfinite=count, impl=name)
     assert_same(*outs, f"{impl} decoded {wire}")
     is_bad = outs[0].view(-1, 4096).isnan().all(1)
-    assert is_bad[12:].any() and not is_bad[0]
+    assert is_bad[9:].all() and is_bad[1:9].any() and not is_bad[0]
+    assert_same(*results, f"{impl} reduced {wire}")
+    assert torch.equal(counts[0], counts[1])
 
 
 @every_impl
