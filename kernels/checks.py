@@ -30,7 +30,14 @@ ROTATED_WIRES = {
     "sub8": (1024, 16),
     "sub16": (1024, 8),
 }
-WIRES = (*ELEMENT_WIRES, *ROTATED_WIRES)
+SPARSE_WIRES = {
+    "topk32": (4096, 40),
+    "topk64": (4096, 72),
+    "topk128": (4096, 128),
+    "topk256": (4096, 224),
+}
+BLOCK_WIRES = {**ROTATED_WIRES, **SPARSE_WIRES}
+WIRES = (*ELEMENT_WIRES, *BLOCK_WIRES)
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 MAX_TERMS = 1024
 MAX_ELEMENTS = 1 << 48
@@ -53,25 +60,30 @@ class RunLayout:
         return self.wire in ROTATED_WIRES
 
     @property
+    def has_element_codes(self) -> bool:
+        """Whether each element has a code; else a block has one as a whole."""
+        return self.wire in ELEMENT_WIRES
+
+    @property
     def code_bits(self) -> int:
-        """Bits of the code of an element; 0 in a rotated wire."""
-        return 0 if self.is_rotated else ELEMENT_WIRES[self.wire][0]
+        """Bits of the code of an element; 0 where it has none."""
+        return ELEMENT_WIRES[self.wire][0] if self.has_element_codes else 0
 
     @property
     def qmax(self) -> float:
-        return 0.0 if self.is_rotated else ELEMENT_WIRES[self.wire][1]
+        return ELEMENT_WIRES[self.wire][1] if self.has_element_codes else 0.0
 
     @property
     def code_offset(self) -> int:
-        if not (self.qmax or self.is_rotated):
+        if self.has_element_codes and not self.qmax:
             return 0
         key_bytes = 8 if self.is_rotated else 0
         return _align(key_bytes + 2 * (self.run_elements // self.block_size))
 
     @property
     def run_bytes(self) -> int:
-        if self.is_rotated:
-            block, num_bytes = ROTATED_WIRES[self.wire]
+        if not self.has_element_codes:
+            block, num_bytes = BLOCK_WIRES[self.wire]
             return self.code_offset + _align(self.run_elements // block * num_bytes)
         return self.code_offset + _align(-(-self.run_elements * self.code_bits // 8))
 
@@ -103,10 +115,10 @@ def check_layout(wire: str, block_size: int, run_elements: int) -> RunLayout:
     """Return the layout, or raise ValueError."""
     if wire not in WIRES:
         raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
-    if wire in ROTATED_WIRES:
-        if block_size != ROTATED_WIRES[wire][0]:
+    if wire in BLOCK_WIRES:
+        if block_size != BLOCK_WIRES[wire][0]:
             raise ValueError(
-                f"wire {wire} has blocks of {ROTATED_WIRES[wire][0]}, got block_size={block_size}"
+                f"wire {wire} has blocks of {BLOCK_WIRES[wire][0]}, got block_size={block_size}"
             )
     elif block_size not in BLOCK_SIZES:
         allowed = ", ".join(map(str, BLOCK_SIZES))

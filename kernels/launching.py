@@ -14,10 +14,11 @@ from .digest import TILE as DIGEST_TILE
 from .norms import TILE as NORM_TILE
 from .tables import Tiles, find_tiles, lone_tensor, make_tiles
 
-# Elements of a tile (a multiple of the largest block) and warps of its program. Where maxima are
-# taken a thread has eight elements, so that one warp has a block of 256; elsewhere four, which are
-# 16 bytes of fp32 and need no exchange between threads. Words of a tile for digest, which adds to
-# its sums once a program. By reasoning: no GPU has measured them.
+# Elements of a tile (a multiple of the largest block; a block of a sparse wire is larger, and is a
+# tile) and warps of its program. Where maxima are taken a thread has eight elements, so that one
+# warp has a block of 256; elsewhere four, which are 16 bytes of fp32 and need no exchange between
+# threads. Words of a tile for digest, which adds to its sums once a program. By reasoning: no GPU
+# has measured them.
 PROGRAMS = {
     "encode": (2048, 8),
     "reduce": (2048, 8),
@@ -60,10 +61,9 @@ def _on(device: torch.device) -> AbstractContextManager:
 
 
 def tiles_of(
-    name: str, what: str, tensors: Sequence[Tensor], device: torch.device, run_elements: int
+    what: str, tensors: Sequence[Tensor], device: torch.device, run_elements: int, tile: int
 ) -> Tiles:
     """Return where an operator's tensors lie, checked when they were not met before."""
-    tile = PROGRAMS[name][0]
     lone = lone_tensor(tensors, run_elements, tile)
     found = None if lone else find_tiles(tensors, device, run_elements, tile)
     if found is None:
@@ -72,10 +72,15 @@ def tiles_of(
     return found
 
 
+def tile_of(name: str, layout: RunLayout) -> int:
+    """Return the elements of a tile, at least one block."""
+    return max(PROGRAMS[name][0], layout.block_size)
+
+
 def geometry(name: str, layout: RunLayout) -> dict:
     """The compile-time shape of a tile."""
     return {
-        "ROWS": PROGRAMS[name][0] // layout.block_size,
+        "ROWS": tile_of(name, layout) // layout.block_size,
         "BLOCK_SIZE": layout.block_size,
         "WIRE": layout.wire,
         "CODE_BITS": layout.code_bits,

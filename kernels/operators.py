@@ -33,7 +33,16 @@ from .checks import (
     check_residuals,
     check_terms,
 )
-from .launching import PROGRAMS, bounded, geometry, launch, mark_written, span_of, tiles_of
+from .launching import (
+    PROGRAMS,
+    bounded,
+    geometry,
+    launch,
+    mark_written,
+    span_of,
+    tile_of,
+    tiles_of,
+)
 from .terms import make_terms
 
 _PLAIN_BLOCK = 256  # rows of a tile where no wire says otherwise
@@ -60,7 +69,8 @@ def encode(
 ) -> None:
     """Encode outer - params [+ residual], or params, of elements [begin, end) into the payload."""
     device = payload.device
-    tiles = tiles_of("encode", "params", params, device, layout.run_elements)
+    tile = tile_of("encode", layout)
+    tiles = tiles_of("params", params, device, layout.run_elements, tile)
     num_elements = tiles.num_elements
     layout.check_range(begin, end, num_elements)
     layout.check_payload("payload", payload, -(-end // layout.run_elements), device)
@@ -74,7 +84,7 @@ def encode(
         outer, tiles.tiles, tiles.segments, payload, residual, new_residual, nonfinite,
         *where, rng_key,
         **geometry("encode", layout), QMAX=layout.qmax,
-        STOCHASTIC=stochastic and not layout.is_rotated, DTYPE_SET=tiles.dtype_set,
+        STOCHASTIC=stochastic and layout.has_element_codes, DTYPE_SET=tiles.dtype_set,
     )  # fmt: skip
 
 
@@ -115,7 +125,7 @@ def reduce(
     check_residuals(residual, new_residual, num_elements, device)
     check_count("nonfinite", nonfinite, device)
     terms = make_terms(received.split(run_bytes), weights)
-    num_tiles = -(-num_elements // PROGRAMS["reduce"][0])
+    num_tiles = -(-num_elements // tile_of("reduce", layout))
     num_programs, is_bounded = bounded(num_tiles, max_blocks)
     launch(
         "reduce", encode_kernels._reduce_kernel, num_programs, device,
@@ -123,7 +133,7 @@ def reduce(
         result, residual, new_residual, nonfinite,
         layout.code_offset, num_elements, rng_key, index_begin,
         NUM_INLINE=terms.num_inline, **geometry("reduce", layout), QMAX=layout.qmax,
-        STOCHASTIC=stochastic and not layout.is_rotated, IS_BOUNDED=is_bounded,
+        STOCHASTIC=stochastic and layout.has_element_codes, IS_BOUNDED=is_bounded,
     )  # fmt: skip
 
 
@@ -206,7 +216,8 @@ def _step(
     adam: tuple[float, float, float, float, float],
 ) -> None:
     device = outer.device
-    tiles = tiles_of("outer_step", "params", params, device, layout.run_elements)
+    tile = tile_of("outer_step", layout)
+    tiles = tiles_of("params", params, device, layout.run_elements, tile)
     num_elements = tiles.num_elements
     layout.check_range(begin, end, num_elements)
     flats = {"outer": outer, "momentum": momentum, "exp_avg_sq": second}
@@ -260,7 +271,7 @@ def outer_step_delayed(
     check_terms(payloads, coefficients, layout, end, device)
     check_count("verdict", verdict, device)
     terms = make_terms(payloads, coefficients)
-    tiles_per_run = -(-layout.run_elements // PROGRAMS["outer_step"][0])
+    tiles_per_run = -(-layout.run_elements // tile_of("outer_step", layout))
     num_programs, where = span_of(tiles_per_run, layout, begin, end)
     launch(
         "outer_step", step_kernels._delayed_kernel, num_programs, device,
@@ -283,7 +294,8 @@ def decode(
 ) -> None:
     """Write the weighted sum of the decoded payloads into elements [begin, end) of outs."""
     device = payloads[0].device if payloads else outs[0].device
-    tiles = tiles_of("decode", "outs", outs, device, layout.run_elements)
+    tile = tile_of("decode", layout)
+    tiles = tiles_of("outs", outs, device, layout.run_elements, tile)
     layout.check_range(begin, end, tiles.num_elements)
     check_terms(payloads, coefficients, layout, end, device)
     terms = make_terms(payloads, coefficients)
@@ -302,7 +314,7 @@ def merge(outer: Tensor, params: Sequence[Tensor], alpha: float = 0.0) -> None:
     device, tile = outer.device, PROGRAMS["merge"][0]
     num_elements = sum(param.numel() for param in params)
     run_elements = max(-(-num_elements // tile), 1) * tile
-    tiles = tiles_of("merge", "params", params, device, run_elements)
+    tiles = tiles_of("params", params, device, run_elements, tile)
     check_flat_of("outer", outer, num_elements, device)
     launch(
         "merge", decode_kernels._merge_kernel, -(-num_elements // tile), device,
@@ -318,7 +330,7 @@ def norms(outer: Tensor | None, params: Sequence[Tensor], out: Tensor) -> None:
     device, tile = out.device, PROGRAMS["norms"][0]
     num_elements = sum(param.numel() for param in params)
     run_elements = max(-(-num_elements // tile), 1) * tile
-    tiles = tiles_of("norms", "params", params, device, run_elements)
+    tiles = tiles_of("params", params, device, run_elements, tile)
     if outer is not None:
         check_flat_of("outer", outer, num_elements, device)
     check_flat("out", out, torch.float64, device)

@@ -3,7 +3,7 @@
 A tile is [ROWS, BLOCK_SIZE] elements of one run; a row is a block, which has one scale. Functions
 take FORM, which is (ROWS, BLOCK_SIZE, WIRE, CODE_BITS), and ``part``, where the tile lies in its
 run: (offset of the run's codes, first element, elements that exist). CODE_BITS is 0 in a rotated
-wire, whose blocks have a code as a whole.
+or sparse wire, whose blocks have a code as a whole.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 from .codes import bits_float, code_values, encode_codes, magnitude_bits, random_bits
 from .codes import scale_bits as scale_bits_of
 from .rotation import load_blocks
+from .sparse import BLOCK, load_largest
 
 
 @triton.jit
@@ -76,10 +77,18 @@ def _load_codes(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
+def is_sparse(FORM: tl.constexpr):
+    """Whether the wire is a sparse one: no other has blocks of that size."""
+    return FORM[1] == BLOCK
+
+
+@triton.jit
 def load_values(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
     """Decode a part of a run to a tile; elements that do not exist are 0."""
     # Triton compiles what follows a branch that returns, too.
-    if FORM[3] == 0:
+    if is_sparse(FORM):
+        values = load_largest(run_ptr, part, FORM)
+    elif FORM[3] == 0:
         values = load_blocks(run_ptr, part, FORM, FULL)
     else:
         values = _load_elements(run_ptr, part, FORM, FULL)

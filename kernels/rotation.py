@@ -96,7 +96,7 @@ def _elements(large, sign, scale, signs, FORM: tl.constexpr, KEPT: tl.constexpr)
 
 
 @triton.jit
-def _received_scale(bits, LARGEST: tl.constexpr):
+def received_scale(bits, LARGEST: tl.constexpr):
     """The scales with these bf16 bits; NaN where no encoder makes them."""
     value = bits_float(bits << 16)
     is_made = (bits >= 0x0080) & (bits < 0x7F80) & (value * (LARGEST * 1.0) <= 2.0**126)
@@ -125,7 +125,7 @@ def load_blocks(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
     if FORM[2] == "int2r":
         code = tl.load(second) if FULL else tl.load(second, mask=exists[:, None], other=0)
         sign = _unpack(code.to(tl.int32), ROWS, KEPT)
-    scale = _received_scale(bits.to(tl.uint32), LARGEST)
+    scale = received_scale(bits.to(tl.uint32), LARGEST)
     return _elements(first, sign, scale, _random_signs(key, SIZE), FORM, KEPT)
 
 

@@ -257,14 +257,7 @@ def test_cuda_kernels_refuse_what_they_do_not_know(wire: str) -> None:
         ops.encode(case.outer, case.params, case.payload(), 0, 100, *case.form, impl="emulated")
 
 
-@sparse_wires
-def test_triton_kernels_refuse_what_they_do_not_know(wire: str) -> None:
-    size = WireFormat(wire).block_size
-    with pytest.raises(ValueError, match=f"wire must be one of fp32, .*, got '{wire}'"):
-        check_layout(wire, size, size)
-
-
-@rotated_wires
+@pytest.mark.parametrize("wire", ROTATED_WIRES + SPARSE_WIRES)
 def test_triton_kernels_refuse_another_block_size(wire: str) -> None:
     size = WireFormat(wire).block_size
     with pytest.raises(ValueError, match=f"wire {wire} has blocks of {size}, got block_size=512"):

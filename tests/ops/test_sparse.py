@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import device_ops as ops
 import pytest
 import torch
 from codec_cases import CPU_IMPLS, values
 from torch import Tensor
 
-from diloco_comm import ops
 from diloco_comm.asynchronous.protocol.garbage import find_garbage
 from diloco_comm.ops.wire import SPARSE_WIRES, Layout, WireFormat
 

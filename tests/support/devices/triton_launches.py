@@ -12,7 +12,14 @@ from torch import Tensor
 
 from diloco_comm.kernels import operators
 from diloco_comm.kernels.checks import check_layout
-from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, ROTATED_WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import (
+    BLOCK_SIZES,
+    ELEMENT_WIRES,
+    ROTATED_WIRES,
+    SPARSE_WIRES,
+    Layout,
+    WireFormat,
+)
 
 N = 1 << 16
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -171,11 +178,12 @@ def representative() -> Iterator[Launch]:
     yield from Cases("fp8_e4m3", 1024).encode(residual=BF16)
     yield from Cases("fp16", 64).step("heavy_ball", FP16)
     yield from Cases("fp8_e5m2", 128).reduce(9)
-    for wire in ("int2r", "sub8"):
+    for wire in ("int2r", "sub8", "topk64"):
         yield from Cases(wire).encode(residual=FP32)
         yield from Cases(wire).step("nesterov", terms=2)
     yield from Cases("int2r").reduce(4)
     yield from Cases("sub2").decode()
+    yield from Cases("topk256").decode()
 
 
 def everything() -> Iterator[Launch]:
@@ -197,7 +205,7 @@ def everything() -> Iterator[Launch]:
         yield from case.decode()
         yield from case.delayed(False, False)
         yield from case.delayed(False, True)
-    for wire in ROTATED_WIRES:
+    for wire in ROTATED_WIRES + SPARSE_WIRES:
         case = Cases(wire)
         yield from case.encode()
         yield from case.encode(FP32, BF16, FP16, residual=FP32)
