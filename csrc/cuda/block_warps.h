@@ -1,6 +1,6 @@
 // The warps of a CUDA block (a CTA) that work together on one block of a sparse format. The code of
-// sparse_*.h is written once against this interface; BlockWarps is a CTA, and the tests' EmulatedWarps
-// runs the warps one after the other on the host.
+// sparse_*.h is written once against this interface; BlockWarps is a CTA, and the tests'
+// EmulatedWarps runs the warps one after the other on the host.
 //   Lanes              the lanes of one warp (lanes.h)
 //   Each<T>            a T of each warp
 //   each_warp(f)       f(warp, lanes) in each warp; then all warps wait for one another

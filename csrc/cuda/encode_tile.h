@@ -240,7 +240,8 @@ DILOCO_DEVICE void store_residual(const Lanes& lanes, const EncodeTarget& target
     }
 }
 
-// x = outer - params + residual, or params + residual. All arrays are read before the first is used.
+// x = outer - params + residual, or params + residual. All arrays are read before the first is
+// used.
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void load_values(const Lanes& lanes, const EncodeArgs& args, const Tile& tile,
                                Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {

@@ -26,9 +26,9 @@ inline void check(cudaError_t status, const char* what) {
 template <class Kernel>
 int resident_blocks(Kernel kernel, int device, int num_threads) {
     int per_multiprocessor = 0, multiprocessors = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, num_threads,
-                                                        0),
-          "tell how many blocks fit");
+    check(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, num_threads, 0),
+        "tell how many blocks fit");
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
           "tell the number of multiprocessors");
     return per_multiprocessor * multiprocessors;
@@ -45,8 +45,8 @@ void launch(void (*kernel)(Args), ResidentBlocks& fits, const Args& args, int64_
     check(cudaSetDevice(queue.device), "select the device");
     std::atomic<int>& cached = fits[static_cast<size_t>(queue.device) % fits.size()];
     if (cached.load() == 0) cached = resident_blocks(kernel, queue.device, kNumThreads);
-    const auto blocks = static_cast<unsigned>(
-        grid_blocks(num_warps, cached.load(), queue.max_blocks, kNumWarps));
+    const auto blocks =
+        static_cast<unsigned>(grid_blocks(num_warps, cached.load(), queue.max_blocks, kNumWarps));
     kernel<<<blocks, kNumThreads, 0, static_cast<cudaStream_t>(queue.stream)>>>(args);
     check(cudaGetLastError(), "launch a kernel");
 }

@@ -9,40 +9,35 @@ namespace {
 
 // x = outer - params + residual, or the weighted sum of runs + residual;  the k largest |x| of a
 // block are sent as signs with one scale;  new residual = x minus what was sent.
-// fp32 parameters: reads 8n bytes, with error feedback 12n, and writes 4n then. The code takes n / 50
-// bytes (topk64), of which reduce reads W.
-template <class Args, class Memory>
-__global__ void __launch_bounds__(kBlockThreads, 3)
+// fp32 parameters: reads 8n bytes, with error feedback 12n, and writes 4n then. The code takes n /
+// 50 bytes (topk64), of which reduce reads W.
+template <class Args, class Memory, int kBlocks>
+__global__ void __launch_bounds__(kBlockThreads, kBlocks)
     sparse_encode_kernel(const __grid_constant__ Args args) {
     __shared__ __align__(16) float stages[kBlockWarps][kSparseStageFloats];
     __shared__ Memory memory;
     const BlockWarps block(stages[0], kSparseStageFloats);
-    EncodeState<BlockWarps> state{};
     for (uint32_t i = blockIdx.x; i < args.target.runs.num_tiles; i += gridDim.x) {
-        encode_sparse_block(block, args, i, memory, state);
-    }
-    if (args.target.nonfinite != nullptr) {
-        WarpLanes(nullptr).count(args.target.nonfinite, [&](int lane) { return state.bad[0][lane]; });
+        encode_sparse_block(block, args, i, memory);
     }
 }
 
 // g = sum_i c_i decode(payload_i), then as step_kernel of outer_step.cu. Nesterov, fp32 parameters:
 // reads 8n bytes and n / 50 a term (topk64), writes 12n.
 template <bool kIsAdam>
-__global__ void __launch_bounds__(kBlockThreads, kIsAdam ? 2 : 3)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     sparse_step_kernel(const __grid_constant__ StepArgs args) {
     if (args.verdict != nullptr && *args.verdict != 0) return;
     __shared__ __align__(16) float stages[kBlockWarps][kSparseStepFloats];
     __shared__ SumMemory memory;
     const BlockWarps block(stages[0], kSparseStepFloats);
-    BlockWarps::Each<Place> places;
     for (uint32_t i = blockIdx.x; i < args.runs.num_tiles; i += gridDim.x) {
-        step_sparse_block<kIsAdam>(block, args, i, memory, places);
+        step_sparse_block<kIsAdam>(block, args, i, memory);
     }
 }
 
 // As arrival_kernel of outer_step.cu.
-__global__ void __launch_bounds__(kBlockThreads, 3)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     sparse_arrival_kernel(const __grid_constant__ StepArgs args) {
     if (args.verdict != nullptr && *args.verdict != 0) return;
     __shared__ __align__(16) float stages[kBlockWarps][kSparseStepFloats];
@@ -59,9 +54,8 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
     __shared__ __align__(16) float stages[kBlockWarps][kSparseStepFloats];
     __shared__ SumMemory memory;
     const BlockWarps block(stages[0], kSparseStepFloats);
-    BlockWarps::Each<Place> places;
     for (uint32_t i = blockIdx.x; i < args.runs.num_tiles; i += gridDim.x) {
-        decode_sparse_block(block, args, i, memory, places);
+        decode_sparse_block(block, args, i, memory);
     }
 }
 
@@ -75,13 +69,13 @@ void launch_sparse(void (*kernel)(Args), ResidentBlocks& fits, const Args& args,
 
 void encode_sparse(const EncodeArgs& args, Queue queue) {
     static ResidentBlocks fits{};
-    launch_sparse<EncodeArgs>(sparse_encode_kernel<EncodeArgs, EncodeMemory>, fits, args,
+    launch_sparse<EncodeArgs>(sparse_encode_kernel<EncodeArgs, EncodeMemory, 3>, fits, args,
                               args.target.runs, queue);
 }
 
 void reduce_sparse(const ReduceArgs& args, Queue queue) {
     static ResidentBlocks fits{};
-    launch_sparse<ReduceArgs>(sparse_encode_kernel<ReduceArgs, ReduceMemory>, fits, args,
+    launch_sparse<ReduceArgs>(sparse_encode_kernel<ReduceArgs, ReduceMemory, 2>, fits, args,
                               args.target.runs, queue);
 }
 

@@ -1,5 +1,6 @@
-// Which elements of a block a sparse format keeps: the k of largest magnitude, of equal ones those
-// with the lower index. Exact, in a fixed number of steps for usual data:
+// Which elements of a block, which lies on the stages, a sparse format keeps: the k of largest
+// magnitude, of equal ones those with the lower index. Exact, in a fixed number of steps for usual
+// data:
 //   1. Bins of a sixteenth of an octave count the largest magnitudes of quads. The k largest quads
 //      bound the k-th largest element from below.
 //   2. The elements that are not below the bound are listed: about 1.2 k of normal values.
@@ -75,25 +76,27 @@ DILOCO_DEVICE void find_cut(const Lanes& lanes, const uint32_t* bins, uint32_t w
     });
 }
 
-// Calls f(j, i, index) for the elements of a lane; `index` is that in the block.
+// Calls f(j, i, value) for the elements of a lane, which are on its warp's stage.
 template <class F>
-DILOCO_DEVICE void each_of_lane(int warp, int lane, F&& f) {
+DILOCO_DEVICE void each_staged(const float* stage, int lane, F&& f) {
     DILOCO_UNROLL
     for (int j = 0; j < kPartQuads; ++j) {
+        const Quad quad = load_staged(stage + quad_at(lane, j));
         DILOCO_UNROLL
-        for (int i = 0; i < kQuad; ++i) f(j, i, kPart * warp + quad_at(lane, j) + i);
+        for (int i = 0; i < kQuad; ++i) f(j, i, quad.v[i]);
     }
 }
 
-// Lists the elements for which wants(lane, key, index) is true, in a warp; x is on the stages, too.
+// Lists the elements of a warp for which wants(lane, key, index) is true.
 template <class Lanes, class F>
-DILOCO_DEVICE void list_elements(const Lanes& lanes, int warp, const StepQuads<Lanes>& x,
-                                 uint32_t largest, ChoiceMemory& memory, F&& wants) {
+DILOCO_DEVICE void list_elements(const Lanes& lanes, int warp, uint32_t largest,
+                                 ChoiceMemory& memory, F&& wants) {
     typename Lanes::template Of<uint32_t> wanted, upto, first;
     lanes.each([&](int lane) {
         wanted[lane] = 0;
-        each_of_lane(warp, lane, [&](int j, int i, int index) {
-            const bool is_wanted = wants(lane, key_of(x[lane].q[j].v[i]), index);
+        each_staged(lanes.stage, lane, [&](int j, int i, float value) {
+            const int index = kPart * warp + quad_at(lane, j) + i;
+            const bool is_wanted = wants(lane, key_of(value), index);
             wanted[lane] |= is_wanted ? 1u << (kQuad * j + i) : 0;
         });
         upto[lane] = static_cast<uint32_t>(num_ones(wanted[lane]));
@@ -120,24 +123,21 @@ DILOCO_DEVICE void list_elements(const Lanes& lanes, int warp, const StepQuads<L
 
 // Lists at least the k largest elements; more than fit are counted, and then the list is of no use.
 template <class Block>
-DILOCO_DEVICE void list_largest(const Block& block, SparseCode code, const BlockQuads<Block>& x,
-                                uint32_t largest, ChoiceMemory& memory) {
+DILOCO_DEVICE void list_largest(const Block& block, SparseCode code, uint32_t largest,
+                                ChoiceMemory& memory) {
     using Lanes = typename Block::Lanes;
-    block.each_warp([&](int warp, const auto& lanes) {
+    block.each_warp([&](int, const auto& lanes) {
         lanes.each([&](int lane) {
+            uint32_t keys[kPartQuads] = {};
+            each_staged(lanes.stage, lane, [&](int j, int, float value) {
+                keys[j] = key_of(value) > keys[j] ? key_of(value) : keys[j];
+            });
             DILOCO_UNROLL
             for (int j = 0; j < kPartQuads; ++j) {
-                uint32_t key = 0;
-                DILOCO_UNROLL
-                for (int i = 0; i < kQuad; ++i) {
-                    const uint32_t each = key_of(x[warp][lane].q[j].v[i]);
-                    key = each > key ? each : key;
-                }
-                const uint32_t bin = bin_of(largest, key);
+                const uint32_t bin = bin_of(largest, keys[j]);
                 if (bin < kNumBins) atomic_add(&memory.quad_bins[bin], 1);
             }
         });
-        stage<kPartQuads>(lanes, x[warp]);
     });
     block.each_warp([&](int warp, const auto& lanes) {
         typename Lanes::template Of<Cut> cut;
@@ -150,23 +150,23 @@ DILOCO_DEVICE void list_largest(const Block& block, SparseCode code, const Block
             });
             return;
         }
-        list_elements(lanes, warp, x[warp], largest, memory,
-                      [&](int lane, uint32_t key, int) {
-                          return key >> kBinShift >= (largest >> kBinShift) - cut[lane].bin;
-                      });
+        list_elements(lanes, warp, largest, memory, [&](int lane, uint32_t key, int) {
+            return key >> kBinShift >= (largest >> kBinShift) - cut[lane].bin;
+        });
     });
 }
 
-// The number of elements for which f(key, index) is true; each call has a counter of its own.
+// The number of elements on the stages for which f(key, index) is true; each call has a counter of
+// its own.
 template <class Block, class F>
-DILOCO_DEVICE int count_elements(const Block& block, const BlockQuads<Block>& x, uint32_t& counter,
-                                 F&& f) {
+DILOCO_DEVICE int count_elements(const Block& block, uint32_t& counter, F&& f) {
     block.each_warp([&](int warp, const auto& lanes) {
         typename Block::Lanes::template Of<uint32_t> count;
         lanes.each([&](int lane) {
             count[lane] = 0;
-            each_of_lane(warp, lane, [&](int j, int i, int index) {
-                count[lane] += f(key_of(x[warp][lane].q[j].v[i]), index) ? 1u : 0u;
+            each_staged(lanes.stage, lane, [&](int j, int i, float value) {
+                const int index = kPart * warp + quad_at(lane, j) + i;
+                count[lane] += f(key_of(value), index) ? 1u : 0u;
             });
         });
         lanes.sum_over([&](int lane) -> uint32_t& { return count[lane]; });
@@ -179,18 +179,17 @@ DILOCO_DEVICE int count_elements(const Block& block, const BlockQuads<Block>& x,
 
 // Lists the k largest elements and no others.
 template <class Block>
-DILOCO_DEVICE void list_by_counting(const Block& block, SparseCode code,
-                                    const BlockQuads<Block>& x, uint32_t largest,
+DILOCO_DEVICE void list_by_counting(const Block& block, SparseCode code, uint32_t largest,
                                     ChoiceMemory& memory) {
     uint32_t least = 0;
     DILOCO_NO_UNROLL
     for (int bit = kKeyBits - 1; bit >= 0; --bit) {
         const uint32_t trial = least | 1u << bit;
-        const int count = count_elements(block, x, memory.counts[bit],
+        const int count = count_elements(block, memory.counts[bit],
                                          [&](uint32_t key, int) { return key >= trial; });
         if (count >= code.num_kept()) least = trial;
     }
-    const int above = count_elements(block, x, memory.counts[kKeyBits],
+    const int above = count_elements(block, memory.counts[kKeyBits],
                                      [&](uint32_t key, int) { return key > least; });
     // The last of the equal elements that are kept.
     int last = 0;
@@ -198,7 +197,7 @@ DILOCO_DEVICE void list_by_counting(const Block& block, SparseCode code,
     for (int bit = kIndexBits - 1; bit >= 0; --bit) {
         const int trial = last | 1 << bit;
         const int count =
-            count_elements(block, x, memory.counts[kKeyBits + 1 + bit],
+            count_elements(block, memory.counts[kKeyBits + 1 + bit],
                            [&](uint32_t key, int at) { return key == least && at < trial; });
         if (above + count < code.num_kept()) last = trial;
     }
@@ -208,24 +207,24 @@ DILOCO_DEVICE void list_by_counting(const Block& block, SparseCode code,
         });
     });
     block.each_warp([&](int warp, const auto& lanes) {
-        list_elements(lanes, warp, x[warp], largest, memory, [&](int, uint32_t key, int at) {
+        list_elements(lanes, warp, largest, memory, [&](int, uint32_t key, int at) {
             return key > least || (key == least && at <= last);
         });
     });
 }
 
-DILOCO_DEVICE void keep(ChoiceMemory& memory, int index) {
+DILOCO_DEVICE void keep(ChoiceMemory& memory, uint32_t index) {
     atomic_or(&memory.kept[index / 32], 1u << (index % 32));
 }
 
-// Calls f(index) for the listed elements of a warp's lanes.
+// Calls f(lane, index) for the listed elements of a warp's lanes.
 template <class Lanes, class F>
 DILOCO_DEVICE void each_listed(const Lanes& lanes, int warp, const ChoiceMemory& memory,
                                uint32_t num_listed, F&& f) {
     lanes.each([&](int lane) {
         for (uint32_t at = static_cast<uint32_t>(kLanes * warp + lane); at < num_listed;
              at += kBlockThreads) {
-            f(lane, static_cast<int>(memory.list[at]));
+            f(lane, uint32_t{memory.list[at]});
         }
     });
 }
@@ -245,7 +244,7 @@ DILOCO_DEVICE void keep_largest(const Block& block, SparseCode code, uint32_t la
         } else {
             find_cut(lanes, memory.list_bins, num_kept, cut);
         }
-        each_listed(lanes, warp, memory, num_listed, [&](int lane, int index) {
+        each_listed(lanes, warp, memory, num_listed, [&](int lane, uint32_t index) {
             const uint32_t key = key_of(staged(block, index));
             const uint32_t bin = bin_of(largest, key);
             if (cut[lane].bin == kNumBins || bin < cut[lane].bin) return keep(memory, index);
@@ -269,7 +268,7 @@ DILOCO_DEVICE void keep_largest(const Block& block, SparseCode code, uint32_t la
                     num_larger += memory.ties[other] > own ? 1 : 0;
                 }
                 if (num_larger >= memory.num_kept_ties) continue;
-                keep(memory, static_cast<int>(kLastIndex - (own & kLastIndex)));
+                keep(memory, kLastIndex - (own & kLastIndex));
             }
         });
     });
@@ -278,10 +277,10 @@ DILOCO_DEVICE void keep_largest(const Block& block, SparseCode code, uint32_t la
 // Puts bits for the kept elements into memory.kept, and the number of kept ones before each word
 // into memory.kept_before. Every kept element is listed.
 template <class Block>
-DILOCO_DEVICE void choose(const Block& block, SparseCode code, const BlockQuads<Block>& x,
-                          uint32_t largest, ChoiceMemory& memory) {
-    list_largest(block, code, x, largest, memory);
-    if (memory.num_listed > kMostListed) list_by_counting(block, code, x, largest, memory);
+DILOCO_DEVICE void choose(const Block& block, SparseCode code, uint32_t largest,
+                          ChoiceMemory& memory) {
+    list_largest(block, code, largest, memory);
+    if (memory.num_listed > kMostListed) list_by_counting(block, code, largest, memory);
     keep_largest(block, code, largest, memory);
     block.each_warp([&](int warp, const auto& lanes) {
         constexpr int kOwn = kKeptWords / kLanes;

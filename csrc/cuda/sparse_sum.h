@@ -1,6 +1,6 @@
-// The weighted sum of sparse payloads over a block. The code of a term is spread out over the stages,
-// which are zero but for its kept elements; every lane then adds its own elements, also the zeros.
-// So the terms are added in order, and each product and each sum is rounded once.
+// The weighted sum of sparse payloads over a block. The code of a term is spread out over the
+// stages, which are zero but for its kept elements; every lane then adds its own elements, also the
+// zeros. So the terms are added in order, and each product and each sum is rounded once.
 #pragma once
 
 #include "cuda/sparse_tile.h"
@@ -24,25 +24,15 @@ DILOCO_DEVICE float scale_of_term(const SumMemory& memory, int t) {
     return wire::received_scale(static_cast<uint16_t>(memory.words[t][kScaleWord]), 1);
 }
 
-// Reads the codes and the scales of `count` terms from number `first` on.
-template <class Block>
-DILOCO_DEVICE void read_terms(const Block& block, const Terms& terms, const Tile& tile,
-                              SparseCode code, int first, int count, SumMemory& memory) {
-    block.each_warp([&](int warp, const auto& lanes) {
-        lanes.each([&](int lane) {
-            const int thread = kLanes * warp + lane;
-            const int t = thread / kTermThreads, word = thread % kTermThreads;
-            if (t >= count) return;
-            const uint8_t* payload = term_at(terms, first + t).payload;
-            if (word < code.num_words()) {
-                memory.words[t][word] =
-                    load_word(payload + tile.codes + 4 * word, is_aligned(payload));
-            } else if (word == kScaleWord) {
-                memory.words[t][word] =
-                    load_scale_bits(payload + tile.scales, is_aligned(payload));
-            }
-        });
-    });
+// What a thread reads of the terms from number `first` on: a word of a code, or a scale.
+DILOCO_DEVICE uint32_t load_of_terms(const Terms& terms, const Tile& tile, SparseCode code,
+                                     int first, int thread) {
+    const int t = first + thread / kTermThreads, word = thread % kTermThreads;
+    if (t >= terms.count) return 0;
+    const uint8_t* payload = term_at(terms, t).payload;
+    if (word == kScaleWord) return load_scale_bits(payload + tile.scales, is_aligned(payload));
+    if (word >= code.num_words()) return 0;
+    return load_word(payload + tile.codes + 4 * word, is_aligned(payload));
 }
 
 // The index of kept element number j of a term, whose one is bit `place` of the upper part.
@@ -58,8 +48,7 @@ DILOCO_DEVICE int kept_index(const uint32_t* words, SparseCode code, int place, 
 // Finds the indices of the terms that were read. Two warps take every other word of a term's upper
 // part; the number of a one is that of the ones before it.
 template <class Block>
-DILOCO_DEVICE void find_indices(const Block& block, SparseCode code, int count,
-                                SumMemory& memory) {
+DILOCO_DEVICE void find_indices(const Block& block, SparseCode code, int count, SumMemory& memory) {
     constexpr int kWarpsOfTerm = kBlockWarps / kTermBatch;
     block.each_warp([&](int warp, const auto& lanes) {
         using Lanes = typename Block::Lanes;
@@ -135,12 +124,24 @@ template <class Block>
 DILOCO_DEVICE void sum_sparse(const Block& block, const Runs& runs, const Terms& terms,
                               const Tile& tile, SumMemory& memory, BlockQuads<Block>& sum) {
     const SparseCode code{runs.log_kept};
+    // The words of the next terms are on their way while these are added.
+    typename Block::template Each<typename Block::Lanes::template Of<uint32_t>> next;
+    const auto take_words = [&](int first) {
+        block.each_warp([&](int warp, const auto& lanes) {
+            lanes.each([&](int lane) {
+                const int thread = kLanes * warp + lane;
+                if (first == 0) next[warp][lane] = load_of_terms(terms, tile, code, 0, thread);
+                memory.words[thread / kTermThreads][thread % kTermThreads] = next[warp][lane];
+                next[warp][lane] = load_of_terms(terms, tile, code, first + kTermBatch, thread);
+            });
+        });
+    };
     DILOCO_NO_UNROLL
     for (int t = 0; t < terms.count; ++t) {
         const int within = t % kTermBatch;
         if (within == 0) {
             const int left = terms.count - t, count = left < kTermBatch ? left : kTermBatch;
-            read_terms(block, terms, tile, code, t, count, memory);
+            take_words(t);
             find_indices(block, code, count, memory);
             check_indices(block, code, count, memory);
         }

@@ -13,7 +13,8 @@ namespace diloco::cuda {
 
 constexpr int kPartQuads = kStepQuads;
 constexpr int kPart = kStepTile;
-static_assert(kPart * kBlockWarps == kSparseTile && kSparseTile == wire::own_block(Format::kTopk64));
+static_assert(kPart * kBlockWarps == kSparseTile &&
+              kSparseTile == wire::own_block(Format::kTopk64));
 
 template <class Block>
 using BlockQuads = typename Block::template Each<StepQuads<typename Block::Lanes>>;
@@ -64,8 +65,8 @@ DILOCO_DEVICE Tile part_of(const Tile& tile, int warp) {
 
 // Element `index` of the block, where each warp's stage holds its part.
 template <class Block>
-DILOCO_DEVICE float& staged(const Block& block, int index) {
-    return block.stage(index / kPart)[index % kPart];
+DILOCO_DEVICE float& staged(const Block& block, uint32_t index) {
+    return block.stage(static_cast<int>(index / kPart))[index % kPart];
 }
 
 DILOCO_DEVICE bool is_aligned(const uint8_t* payload) {

@@ -186,14 +186,9 @@ void encode_blocks(const Args& args) {
     const codec::IeeeScope ieee;
     const EmulatedWarps block;
     auto memory = unset<Memory>();
-    EncodeState<EmulatedWarps> state{};
     for (uint32_t i = 0; i < args.target.runs.num_tiles; ++i) {
-        encode_sparse_block(block, args, i, memory, state);
+        encode_sparse_block(block, args, i, memory);
     }
-    if (args.target.nonfinite == nullptr) return;
-    block.each_warp([&](int warp, const auto& lanes) {
-        lanes.count(args.target.nonfinite, [&](int lane) { return state.bad[warp][lane]; });
-    });
 }
 
 template <class Run>
@@ -201,8 +196,7 @@ void blocks(const Runs& runs, Run&& run) {
     const codec::IeeeScope ieee;
     const EmulatedWarps block;
     auto memory = unset<SumMemory>();
-    EmulatedWarps::Each<Place> places;
-    for (uint32_t i = 0; i < runs.num_tiles; ++i) run(block, i, memory, places);
+    for (uint32_t i = 0; i < runs.num_tiles; ++i) run(block, i, memory);
 }
 
 }  // namespace
@@ -239,13 +233,13 @@ void outer_step(const StepArgs& args, Format format, Queue queue) {
 }
 
 void outer_step_sparse(const StepArgs& args, Queue) {
-    blocks(args.runs, [&](const auto& block, uint32_t i, auto& memory, auto& places) {
+    blocks(args.runs, [&](const auto& block, uint32_t i, auto& memory) {
         if (codec::is_arrival(args.constants.optimizer)) {
             arrive_sparse_block(block, args, i, memory);
         } else if (args.constants.optimizer == codec::Optimizer::kAdam) {
-            step_sparse_block<true>(block, args, i, memory, places);
+            step_sparse_block<true>(block, args, i, memory);
         } else {
-            step_sparse_block<false>(block, args, i, memory, places);
+            step_sparse_block<false>(block, args, i, memory);
         }
     });
 }
@@ -260,8 +254,8 @@ void decode(const DecodeArgs& args, Format format, Queue queue) {
 }
 
 void decode_sparse(const DecodeArgs& args, Queue) {
-    blocks(args.runs, [&](const auto& block, uint32_t i, auto& memory, auto& places) {
-        decode_sparse_block(block, args, i, memory, places);
+    blocks(args.runs, [&](const auto& block, uint32_t i, auto& memory) {
+        decode_sparse_block(block, args, i, memory);
     });
 }
 
