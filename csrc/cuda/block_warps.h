@@ -37,7 +37,10 @@ class BlockWarps {
 
     template <class F>
     DILOCO_DEVICE void each_warp(F&& f) const {
-        const int warp = static_cast<int>(threadIdx.x) / kLanes;
+        // Opaque to the compiler, which else keeps addresses in registers from tile to tile.
+        uint32_t thread = threadIdx.x;
+        asm volatile("" : "+r"(thread));
+        const int warp = static_cast<int>(thread / kLanes);
         f(warp, WarpLanes(stage(warp)));
         __syncthreads();
     }

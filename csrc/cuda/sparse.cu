@@ -11,8 +11,8 @@ namespace {
 // block are sent as signs with one scale;  new residual = x minus what was sent.
 // fp32 parameters: reads 8n bytes, with error feedback 12n, and writes 4n then. The code takes n /
 // 50 bytes (topk64), of which reduce reads W.
-template <class Args, class Memory, int kBlocks>
-__global__ void __launch_bounds__(kBlockThreads, kBlocks)
+template <class Args, class Memory>
+__global__ void __launch_bounds__(kBlockThreads, 3)
     sparse_encode_kernel(const __grid_constant__ Args args) {
     __shared__ __align__(16) float stages[kBlockWarps][kSparseStageFloats];
     __shared__ Memory memory;
@@ -69,13 +69,13 @@ void launch_sparse(void (*kernel)(Args), ResidentBlocks& fits, const Args& args,
 
 void encode_sparse(const EncodeArgs& args, Queue queue) {
     static ResidentBlocks fits{};
-    launch_sparse<EncodeArgs>(sparse_encode_kernel<EncodeArgs, EncodeMemory, 3>, fits, args,
+    launch_sparse<EncodeArgs>(sparse_encode_kernel<EncodeArgs, EncodeMemory>, fits, args,
                               args.target.runs, queue);
 }
 
 void reduce_sparse(const ReduceArgs& args, Queue queue) {
     static ResidentBlocks fits{};
-    launch_sparse<ReduceArgs>(sparse_encode_kernel<ReduceArgs, ReduceMemory, 2>, fits, args,
+    launch_sparse<ReduceArgs>(sparse_encode_kernel<ReduceArgs, ReduceMemory>, fits, args,
                               args.target.runs, queue);
 }
 

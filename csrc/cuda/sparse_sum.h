@@ -126,55 +126,57 @@ DILOCO_DEVICE void sum_sparse(const Block& block, const Runs& runs, const Terms&
     const SparseCode code{runs.log_kept};
     // The words of the next terms are on their way while these are added.
     typename Block::template Each<typename Block::Lanes::template Of<uint32_t>> next;
-    const auto take_words = [&](int first) {
-        block.each_warp([&](int warp, const auto& lanes) {
-            lanes.each([&](int lane) {
-                const int thread = kLanes * warp + lane;
-                if (first == 0) next[warp][lane] = load_of_terms(terms, tile, code, 0, thread);
-                memory.words[thread / kTermThreads][thread % kTermThreads] = next[warp][lane];
-                next[warp][lane] = load_of_terms(terms, tile, code, first + kTermBatch, thread);
-            });
+    block.each_warp([&](int warp, const auto& lanes) {
+        lanes.each([&](int lane) {
+            next[warp][lane] = load_of_terms(terms, tile, code, 0, kLanes * warp + lane);
+            sum[warp][lane] = {};
         });
-    };
+        stage<kPartQuads>(lanes, sum[warp]);
+        // -0 + x is x for every x, also for -0.
+        each_element(lanes, [&](int lane, int j, int i) { sum[warp][lane].q[j].v[i] = -0.0f; });
+    });
     DILOCO_NO_UNROLL
     for (int t = 0; t < terms.count; ++t) {
         const int within = t % kTermBatch;
         if (within == 0) {
             const int left = terms.count - t, count = left < kTermBatch ? left : kTermBatch;
-            take_words(t);
+            block.each_warp([&](int warp, const auto& lanes) {
+                lanes.each([&](int lane) {
+                    const int thread = kLanes * warp + lane;
+                    memory.words[thread / kTermThreads][thread % kTermThreads] = next[warp][lane];
+                    next[warp][lane] = load_of_terms(terms, tile, code, t + kTermBatch, thread);
+                });
+            });
             find_indices(block, code, count, memory);
             check_indices(block, code, count, memory);
         }
-        if (t == 0) {
-            block.each_warp([&](int warp, const auto& lanes) {
-                lanes.each([&](int lane) { sum[warp][lane] = {}; });
-                stage<kPartQuads>(lanes, sum[warp]);
-            });
-        }
         spread_term(block, code, within, memory);
-        const float coefficient = term_at(terms, t).coefficient;
-        const bool is_wrong = memory.is_wrong[within] != 0;
+        // A product with NaN is NaN, also that of zero.
+        const float coefficient = memory.is_wrong[within] != 0 ? wire::bits_float(0x7FC00000u)
+                                                               : term_at(terms, t).coefficient;
         block.each_warp([&](int warp, const auto& lanes) {
-            const Tile part = part_of(tile, warp);
             lanes.each([&](int lane) {
                 DILOCO_UNROLL
                 for (int j = 0; j < kPartQuads; ++j) {
                     float* own = lanes.stage + quad_at(lane, j);
                     const Quad values = load_staged(own);
                     store_staged(own, Quad{});
-                    const int count = part.count(lane, j);
                     DILOCO_UNROLL
                     for (int i = 0; i < kQuad; ++i) {
-                        const float d = is_wrong ? wire::bits_float(0x7FC00000u) : values.v[i];
-                        const float value = wire::mul(coefficient, d);
                         float& so_far = sum[warp][lane].q[j].v[i];
-                        const float next = t == 0 ? value : wire::add(so_far, value);
-                        so_far = i < count ? next : 0.0f;
+                        so_far = wire::add(so_far, wire::mul(coefficient, values.v[i]));
                     }
                 }
             });
         });
     }
+    block.each_warp([&](int warp, const auto& lanes) {
+        const Tile part = part_of(tile, warp);
+        if (part.size == kPart) return;
+        each_element(lanes, [&](int lane, int j, int i) {
+            if (i >= part.count(lane, j)) sum[warp][lane].q[j].v[i] = 0.0f;
+        });
+    });
 }
 
 }  // namespace diloco::cuda

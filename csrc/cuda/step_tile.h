@@ -107,14 +107,16 @@ DILOCO_DEVICE void step_tile(const Lanes& lanes, const StepArgs& args, uint32_t 
 DILOCO_DEVICE bool commits(const StepArgs& args) {
     return args.constants.optimizer == codec::Optimizer::kCommit;
 }
+DILOCO_DEVICE bool commits_momentum(const StepArgs& args) {
+    return commits(args) && args.momentum != nullptr;
+}
 
 template <class Lanes>
 DILOCO_DEVICE void load_arrival(const Lanes& lanes, const StepArgs& args, const Tile& tile,
                                 StepArrays<Lanes>& a) {
     if (!args.constants.is_first) load_flat(lanes, args.second, tile, a.second);
-    if (!commits(args)) return;
-    load_flat(lanes, args.outer, tile, a.outer);
-    if (args.momentum != nullptr) load_flat(lanes, args.momentum, tile, a.first);
+    if (commits(args)) load_flat(lanes, args.outer, tile, a.outer);
+    if (commits_momentum(args)) load_flat(lanes, args.momentum, tile, a.first);
 }
 
 // d = pending + g, or g; pending <- d, or with the last arrival outer -= step(d).
@@ -122,6 +124,7 @@ template <class Lanes>
 DILOCO_DEVICE void finish_arrival(const Lanes& lanes, const StepArgs& args, const Tile& tile,
                                   StepArrays<Lanes>& a) {
     const codec::StepConstants& c = args.constants;
+    const bool has_momentum = commits_momentum(args);
     if (!c.is_first) {
         each_element(lanes, [&](int lane, int j, int i) {
             float& value = a.g[lane].q[j].v[i];
@@ -132,7 +135,6 @@ DILOCO_DEVICE void finish_arrival(const Lanes& lanes, const StepArgs& args, cons
         store_flat(lanes, args.second, tile, a.g);
         return;
     }
-    const bool has_momentum = args.momentum != nullptr;
     each_element(lanes, [&](int lane, int j, int i) {
         const float step =
             codec::commit_update(c, has_momentum, a.first[lane].q[j].v[i], a.g[lane].q[j].v[i]);
