@@ -146,7 +146,7 @@ DILOCO_DEVICE void list_largest(const Block& block, SparseCode code, uint32_t la
             lanes.num_where([&](int lane) { return cut[lane].bin == kNumBins; });
         if (num_without != 0) {  // the same in all warps
             lanes.each([&](int lane) {
-                if (lane == 0) memory.num_listed = kMostListed + 1;
+                if (warp == 0 && lane == 0) memory.num_listed = kMostListed + 1;
             });
             return;
         }
