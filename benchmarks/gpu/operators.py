@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco_comm import ops
-from diloco_comm.ops.wire import ELEMENT_WIRES, ROTATED_WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, WIRES, Layout, WireFormat
 
 SIZES = ((33, 65), (7,), (0,), (1000,), (1,))
 
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     device = torch.device(parser.parse_args().device)
     num_wrong = 0
-    for wire in (*ELEMENT_WIRES, *ROTATED_WIRES):
+    for wire in WIRES:
         for stochastic in (False, True) if wire in ELEMENT_WIRES else (False,):
             given = run(device, wire, stochastic)
             expected = run(torch.device("cpu"), wire, stochastic)

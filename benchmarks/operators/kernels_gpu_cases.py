@@ -11,10 +11,9 @@ from torch import Tensor
 
 from benchmarks.operators import plain_operators as plain
 from diloco_comm import ops
-from diloco_comm.ops.wire import ELEMENT_WIRES, ROTATED_WIRES, Layout, WireFormat
+from diloco_comm.ops.wire import ELEMENT_WIRES, WIRES, Layout, WireFormat
 
 BLOCK = 256
-WIRES = (*ELEMENT_WIRES, *ROTATED_WIRES)  # those with kernels for GPUs
 NUM_RUNS = 4  # the shards that `reduce` sums
 NUM_TENSORS = 300
 LAYOUTS = ("one", "mixed", "odd")
@@ -58,7 +57,7 @@ class Data:
     """The buffers of one fragment: about fourteen times ``size_bytes`` in all."""
 
     def __init__(self, size_bytes: int, device: str) -> None:
-        n = size_bytes // 4 // (NUM_RUNS * 1024) * NUM_RUNS * 1024
+        n = size_bytes // 4 // (NUM_RUNS * 4096) * NUM_RUNS * 4096
         self.num_elements, self.device = n, device
         rng = torch.Generator(device).manual_seed(1)
 
@@ -78,7 +77,7 @@ class Data:
         self.scale = torch.full((n // BLOCK, 1), 1e-5, device=device)
         formats = [
             *(WireFormat(wire, BLOCK) for wire in ELEMENT_WIRES),
-            *map(WireFormat, ROTATED_WIRES),
+            *(WireFormat(wire) for wire in WIRES if wire not in ELEMENT_WIRES),
         ]
         self.layouts = {form.name: Layout.plan(n, NUM_RUNS, 1, form) for form in formats}
         self.payloads = {wire: self.payload(wire) for wire in WIRES}

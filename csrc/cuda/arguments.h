@@ -65,6 +65,8 @@ DILOCO_DEVICE Term term_at(const Terms& terms, int t) {
 // Elements of a tile of encode and reduce, and of all other operators.
 constexpr int kEncodeTile = 1024;
 constexpr int kStepTile = 512;
+// Of any operator on a sparse wire: a block, which eight warps share.
+constexpr int kSparseTile = 4096;
 
 // The runs of elements [begin, end), cut into tiles, of which none crosses the end of a run.
 struct Runs {
@@ -76,6 +78,7 @@ struct Runs {
     int64_t code_offset;
     int32_t block_size;
     int32_t block_shift;
+    int32_t log_kept;  // of the elements that a sparse format keeps of a block
     uint32_t tiles_per_run;
     uint32_t num_tiles;
 };

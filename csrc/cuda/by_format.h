@@ -12,7 +12,7 @@ struct FormatConstant {
     static constexpr wire::Format value = kFormat;
 };
 
-// Calls f with the format as a compile-time constant.
+// Calls f with the format as a compile-time constant; the sparse formats have kernels of their own.
 template <class F>
 void by_format(wire::Format format, F&& f) {
     using wire::Format;

@@ -72,6 +72,7 @@ __global__ void __launch_bounds__(kThreads) upload_kernel(const __grid_constant_
 }  // namespace
 
 void decode(const DecodeArgs& args, Format format, Queue queue) {
+    if (wire::is_sparse(format)) return decode_sparse(args, queue);
     by_format(format, [&](auto constant) {
         static ResidentBlocks fits{};
         launch<DecodeArgs>(decode_kernel<decltype(constant)::value>, fits, args,

@@ -3,6 +3,7 @@
 namespace diloco::cuda {
 
 void encode(const EncodeArgs& args, Format format, bool is_stochastic, Queue queue) {
+    if (wire::is_sparse(format)) return encode_sparse(args, queue);
     launch_encode(args, format, is_stochastic, queue);
 }
 

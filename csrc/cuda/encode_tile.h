@@ -176,12 +176,12 @@ DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bo
 using EncodeQuads = Quads<kEncodeQuads>;
 
 // x = f(x, y), element by element.
-template <class Lanes, class F>
-DILOCO_DEVICE void combine(const Lanes& lanes, typename Lanes::template Of<EncodeQuads>& x,
-                           const typename Lanes::template Of<EncodeQuads>& y, F&& f) {
+template <int kQuads, class Lanes, class F>
+DILOCO_DEVICE void combine(const Lanes& lanes, typename Lanes::template Of<Quads<kQuads>>& x,
+                           const typename Lanes::template Of<Quads<kQuads>>& y, F&& f) {
     lanes.each([&](int lane) {
         DILOCO_UNROLL
-        for (int j = 0; j < kEncodeQuads; ++j) {
+        for (int j = 0; j < kQuads; ++j) {
             DILOCO_UNROLL
             for (int i = 0; i < kQuad; ++i) {
                 float& value = x[lane].q[j].v[i];
@@ -193,38 +193,69 @@ DILOCO_DEVICE void combine(const Lanes& lanes, typename Lanes::template Of<Encod
 
 // The residual has a stage of its own, so that it is under way while other arrays are read, and
 // takes no registers until then.
-template <class Lanes>
+template <int kQuads, class Lanes>
 DILOCO_DEVICE float* residual_stage(const Lanes& lanes) {
-    return lanes.stage + kEncodeTile + kStageSlack;
+    return lanes.stage + kTile<kQuads> + kStageSlack;
 }
 
-template <class Lanes>
+template <int kQuads, class Lanes>
 DILOCO_DEVICE void fetch_residual(const Lanes& lanes, const EncodeTarget& target,
                                   const Tile& tile) {
     if (target.residual == nullptr) return;
     const Segment array = whole(target.residual, target.residual_dtype);
-    float* stage = residual_stage(lanes);
+    float* stage = residual_stage<kQuads>(lanes);
     if (target.residual_dtype == DType::kFp32) {
-        fetch_tile<DType::kFp32, kEncodeQuads>(lanes, stage, array, tile);
+        fetch_tile<DType::kFp32, kQuads>(lanes, stage, array, tile);
     } else {
-        fetch_tile<DType::kBf16, kEncodeQuads>(lanes, stage, array, tile);
+        fetch_tile<DType::kBf16, kQuads>(lanes, stage, array, tile);
     }
 }
 
 // x += residual.
-template <class Lanes>
+template <int kQuads, class Lanes>
 DILOCO_DEVICE void add_residual(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
-                                typename Lanes::template Of<EncodeQuads>& x) {
+                                typename Lanes::template Of<Quads<kQuads>>& x) {
     if (target.residual == nullptr) return;
-    typename Lanes::template Of<EncodeQuads> residual;
+    typename Lanes::template Of<Quads<kQuads>> residual;
     const Segment array = whole(target.residual, target.residual_dtype);
-    const float* stage = residual_stage(lanes);
+    const float* stage = residual_stage<kQuads>(lanes);
     if (target.residual_dtype == DType::kFp32) {
-        take_fetched<DType::kFp32, kEncodeQuads>(lanes, stage, array, tile, residual);
+        take_fetched<DType::kFp32, kQuads>(lanes, stage, array, tile, residual);
     } else {
-        take_fetched<DType::kBf16, kEncodeQuads>(lanes, stage, array, tile, residual);
+        take_fetched<DType::kBf16, kQuads>(lanes, stage, array, tile, residual);
     }
-    combine(lanes, x, residual, [](float own, float other) { return wire::add(own, other); });
+    combine<kQuads>(lanes, x, residual,
+                    [](float own, float other) { return wire::add(own, other); });
+}
+
+// new_residual <- x.
+template <int kQuads, class Lanes>
+DILOCO_DEVICE void store_residual(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
+                                  const typename Lanes::template Of<Quads<kQuads>>& x) {
+    const Segment array = whole(target.new_residual, target.residual_dtype);
+    if (target.residual_dtype == DType::kFp32) {
+        store_inside<DType::kFp32, kQuads>(lanes, array, tile, x);
+    } else {
+        store_inside<DType::kBf16, kQuads>(lanes, array, tile, x);
+    }
+}
+
+// x = outer - params + residual, or params + residual. All arrays are read before the first is
+// used.
+template <int kQuads, class Lanes>
+DILOCO_DEVICE void load_values(const Lanes& lanes, const EncodeArgs& args, const Tile& tile,
+                               Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {
+    typename Lanes::template Of<Quads<kQuads>> outer;
+    fetch_residual<kQuads>(lanes, args.target, tile);
+    if (args.outer != nullptr) {
+        load_inside<DType::kFp32, kQuads>(lanes, whole(args.outer, DType::kFp32), tile, outer);
+    }
+    load_tile<kQuads>(lanes, args.params, tile, place, x);
+    if (args.outer != nullptr) {
+        combine<kQuads>(lanes, x, outer,
+                        [](float own, float other) { return wire::sub(other, own); });
+    }
+    add_residual<kQuads>(lanes, args.target, tile, x);
 }
 
 // Encodes x with a code for each element; leaves in x what the encoding lost if it is wanted.
@@ -263,39 +294,21 @@ template <Format kFormat, bool kStochastic, class Lanes>
 DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
                                 typename Lanes::template Of<EncodeQuads>& x,
                                 typename Lanes::template Of<int>& bad) {
-    using DT = DType;
     if constexpr (wire::is_rotated(kFormat)) {
         encode_rotated<kFormat, kEncodeQuads>(lanes, target, tile, x, bad);
     } else {
         encode_elements<kFormat, kStochastic>(lanes, target, tile, x, bad);
     }
-    if (target.new_residual != nullptr) {
-        const Segment array = whole(target.new_residual, target.residual_dtype);
-        if (target.residual_dtype == DT::kFp32) {
-            store_inside<DT::kFp32, kEncodeQuads>(lanes, array, tile, x);
-        } else {
-            store_inside<DT::kBf16, kEncodeQuads>(lanes, array, tile, x);
-        }
-    }
+    if (target.new_residual != nullptr) store_residual<kEncodeQuads>(lanes, target, tile, x);
 }
 
-// payload <- Q(outer - params + residual), or Q(params + residual). All arrays are read before the
-// first is used.
+// payload <- Q(outer - params + residual), or Q(params + residual).
 template <Format kFormat, bool kStochastic, class Lanes>
 DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, uint32_t index,
                                Place& place, typename Lanes::template Of<int>& bad) {
     const Tile tile = tile_at<kFormat, kEncodeQuads>(args.target.runs, index);
-    typename Lanes::template Of<EncodeQuads> x, outer;
-    fetch_residual(lanes, args.target, tile);
-    if (args.outer != nullptr) {
-        load_inside<DType::kFp32, kEncodeQuads>(lanes, whole(args.outer, DType::kFp32), tile,
-                                                outer);
-    }
-    load_tile<kEncodeQuads>(lanes, args.params, tile, place, x);
-    if (args.outer != nullptr) {
-        combine(lanes, x, outer, [](float own, float other) { return wire::sub(other, own); });
-    }
-    add_residual(lanes, args.target, tile, x);
+    typename Lanes::template Of<EncodeQuads> x;
+    load_values<kEncodeQuads>(lanes, args, tile, place, x);
     encode_quads<kFormat, kStochastic>(lanes, args.target, tile, x, bad);
 }
 
@@ -305,9 +318,9 @@ DILOCO_DEVICE void encode_tile(const Lanes& lanes, const ReduceArgs& args, uint3
                                typename Lanes::template Of<int>& bad) {
     const Tile tile = tile_at<kFormat, kEncodeQuads>(args.target.runs, index);
     typename Lanes::template Of<EncodeQuads> x;
-    fetch_residual(lanes, args.target, tile);
+    fetch_residual<kEncodeQuads>(lanes, args.target, tile);
     sum_terms<kFormat, kEncodeQuads>(lanes, args.target.runs, args.terms, tile, x);
-    add_residual(lanes, args.target, tile, x);
+    add_residual<kEncodeQuads>(lanes, args.target, tile, x);
     encode_quads<kFormat, kStochastic>(lanes, args.target, tile, x, bad);
 }
 

@@ -21,13 +21,15 @@ constexpr int kWarps = 4;  // of a block
 
 // The blocks of a persistent grid for `num_warps` pieces of work, of which the device runs
 // `resident` blocks at a time. Each warp takes every n-th piece, so any number of blocks will do.
-inline int64_t grid_blocks(int64_t num_warps, int64_t resident, int64_t max_blocks) {
-    int64_t blocks = (num_warps + kWarps - 1) / kWarps;
+inline int64_t grid_blocks(int64_t num_warps, int64_t resident, int64_t max_blocks,
+                           int warps_per_block = kWarps) {
+    int64_t blocks = (num_warps + warps_per_block - 1) / warps_per_block;
     if (blocks > resident) blocks = resident;
     if (max_blocks > 0 && blocks > max_blocks) blocks = max_blocks;
     return blocks;
 }
 
+// By the format they call those of the sparse formats, whose kernels are in sparse.cu.
 void encode(const EncodeArgs& args, wire::Format format, bool is_stochastic, Queue queue);
 void reduce(const ReduceArgs& args, wire::Format format, bool is_stochastic, Queue queue);
 void outer_step(const StepArgs& args, wire::Format format, Queue queue);
@@ -35,6 +37,11 @@ void decode(const DecodeArgs& args, wire::Format format, Queue queue);
 void merge(const MergeArgs& args, Queue queue);
 void norms(const NormsArgs& args, Queue queue);
 void digest(const DigestArgs& args, Queue queue);
+
+void encode_sparse(const EncodeArgs& args, Queue queue);
+void reduce_sparse(const ReduceArgs& args, Queue queue);
+void outer_step_sparse(const StepArgs& args, Queue queue);
+void decode_sparse(const DecodeArgs& args, Queue queue);
 
 // Copies host data to device memory through kernel parameters, so that nothing refers to the host's
 // memory afterwards, also in a captured graph. The size is a multiple of 16 bytes.

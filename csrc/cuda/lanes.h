@@ -6,12 +6,14 @@
 //   each(f)            f(lane) in each lane
 //   max_over(n, at)    sets at(lane) to the largest of its aligned group of n lanes
 //   sum_over(at)       sets at(lane) to the sum over all lanes, of 32-bit numbers
+//   scan(at)           adds to at(lane) those of the lanes before it, of 32-bit numbers
 //   swap(n, at)        exchanges at(lane) with that of lane ^ n
 //   add_upper(n, at)   adds at(lane + n) to at(lane), for lanes whose n-th neighbour exists
 //   sync()             makes what lanes wrote to `stage` visible to the others
 //   count(to, of)      adds the sum of of(lane) to *to
 //   add_all(to, of)    the same, of 64-bit numbers mod 2^64
 //   num_where(f)       the number of lanes in which f(lane) is true
+//   ballot(f)          the lanes in which f(lane) is true, lane l as bit l
 //   pick(to, of, from) sets to(lane) to of(from(lane)), the value of another lane
 //   fetch(to, address) in each(): begins to copy 16 bytes of the device's memory to the stage
 //   wait()             until the lane's own copies have arrived
@@ -62,6 +64,14 @@ class WarpLanes {
         at(0) = __reduce_add_sync(kAll, at(0));
     }
     template <class At>
+    DILOCO_DEVICE void scan(At&& at) const {
+        DILOCO_UNROLL
+        for (int n = 1; n < kLanes; n *= 2) {
+            const uint32_t other = __shfl_up_sync(kAll, at(0), n);
+            if (static_cast<int>(threadIdx.x) % kLanes >= n) at(0) += other;
+        }
+    }
+    template <class At>
     DILOCO_DEVICE void swap(int n, At&& at) const {
         at(0) = __shfl_xor_sync(kAll, at(0), n);
     }
@@ -79,8 +89,12 @@ class WarpLanes {
     }
 
     template <class F>
+    DILOCO_DEVICE uint32_t ballot(F&& f) const {
+        return __ballot_sync(kAll, f(static_cast<int>(threadIdx.x) % kLanes));
+    }
+    template <class F>
     DILOCO_DEVICE int num_where(F&& f) const {
-        return __popc(__ballot_sync(kAll, f(static_cast<int>(threadIdx.x) % kLanes)));
+        return __popc(ballot(f));
     }
     template <class To, class Of, class From>
     DILOCO_DEVICE void pick(To&& to, Of&& of, From&& from) const {

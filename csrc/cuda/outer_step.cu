@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 }  // namespace
 
 void outer_step(const StepArgs& args, Format format, Queue queue) {
+    if (wire::is_sparse(format)) return outer_step_sparse(args, queue);
     by_format(format, [&](auto constant) {
         constexpr Format kFormat = decltype(constant)::value;
         static ResidentBlocks fits{}, fits_adam{}, fits_arrival{};

@@ -3,6 +3,7 @@
 namespace diloco::cuda {
 
 void reduce(const ReduceArgs& args, Format format, bool is_stochastic, Queue queue) {
+    if (wire::is_sparse(format)) return reduce_sparse(args, queue);
     launch_encode(args, format, is_stochastic, queue);
 }
 

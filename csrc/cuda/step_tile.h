@@ -52,64 +52,105 @@ DILOCO_DEVICE void merge_into(const Lanes& lanes, const Segments& params, const 
     store_tile<kStepQuads>(lanes, params, tile, place, outer);
 }
 
+// The arrays of a step: g, the sum of the terms, and what is read before it is needed.
+template <class Lanes>
+struct StepArrays {
+    StepQuads<Lanes> outer, first, second, g;
+};
+
+template <bool kIsAdam>
+DILOCO_DEVICE bool has_momentum(const StepArgs& args) {
+    return kIsAdam || args.constants.optimizer != codec::Optimizer::kSgd;
+}
+
+template <bool kIsAdam, class Lanes>
+DILOCO_DEVICE void load_step(const Lanes& lanes, const StepArgs& args, const Tile& tile,
+                             StepArrays<Lanes>& a) {
+    load_flat(lanes, args.outer, tile, a.outer);
+    if (has_momentum<kIsAdam>(args)) load_flat(lanes, args.momentum, tile, a.first);
+    if constexpr (kIsAdam) load_flat(lanes, args.second, tile, a.second);
+}
+
 // outer -= step(g), with the state of SGD, heavy ball, Nesterov or Adam, and the merge.
-template <Format kFormat, bool kIsAdam, class Lanes>
-DILOCO_DEVICE void step_tile(const Lanes& lanes, const StepArgs& args, uint32_t index,
-                             Place& place) {
+template <bool kIsAdam, class Lanes>
+DILOCO_DEVICE void finish_step(const Lanes& lanes, const StepArgs& args, const Tile& tile,
+                               Place& place, StepArrays<Lanes>& a) {
     const codec::StepConstants& c = args.constants;
-    const Tile tile = tile_at<kFormat, kStepQuads>(args.runs, index);
-    const bool has_momentum = kIsAdam || c.optimizer != codec::Optimizer::kSgd;
-    StepQuads<Lanes> outer, m, v, g;
-    load_flat(lanes, args.outer, tile, outer);
-    if (has_momentum) load_flat(lanes, args.momentum, tile, m);
-    if constexpr (kIsAdam) load_flat(lanes, args.second, tile, v);
-    sum_terms<kFormat, kStepQuads>(lanes, args.runs, args.terms, tile, g);
     each_element(lanes, [&](int lane, int j, int i) {
-        float& value = g[lane].q[j].v[i];
+        float value = a.g[lane].q[j].v[i];
+        float& first = a.first[lane].q[j].v[i];
         if constexpr (kIsAdam) {
-            value = codec::adam_update(c, m[lane].q[j].v[i], v[lane].q[j].v[i], value);
-        } else if (has_momentum) {
-            value = codec::momentum_update(c, m[lane].q[j].v[i], value);
+            value = codec::adam_update(c, first, a.second[lane].q[j].v[i], value);
+        } else if (has_momentum<kIsAdam>(args)) {
+            value = codec::momentum_update(c, first, value);
         } else {
             value = wire::mul(c.lr, value);
         }
-        outer[lane].q[j].v[i] = wire::sub(outer[lane].q[j].v[i], value);
+        a.outer[lane].q[j].v[i] = wire::sub(a.outer[lane].q[j].v[i], value);
     });
-    if (has_momentum) store_flat(lanes, args.momentum, tile, m);
-    if constexpr (kIsAdam) store_flat(lanes, args.second, tile, v);
-    store_flat(lanes, args.outer, tile, outer);
-    merge_into(lanes, args.params, tile, place, c.alpha, c.one_minus_alpha, outer);
+    if (has_momentum<kIsAdam>(args)) store_flat(lanes, args.momentum, tile, a.first);
+    if constexpr (kIsAdam) store_flat(lanes, args.second, tile, a.second);
+    store_flat(lanes, args.outer, tile, a.outer);
+    merge_into(lanes, args.params, tile, place, c.alpha, c.one_minus_alpha, a.outer);
+}
+
+template <Format kFormat, bool kIsAdam, class Lanes>
+DILOCO_DEVICE void step_tile(const Lanes& lanes, const StepArgs& args, uint32_t index,
+                             Place& place) {
+    const Tile tile = tile_at<kFormat, kStepQuads>(args.runs, index);
+    StepArrays<Lanes> a;
+    load_step<kIsAdam>(lanes, args, tile, a);
+    sum_terms<kFormat, kStepQuads>(lanes, args.runs, args.terms, tile, a.g);
+    finish_step<kIsAdam>(lanes, args, tile, place, a);
+}
+
+DILOCO_DEVICE bool commits(const StepArgs& args) {
+    return args.constants.optimizer == codec::Optimizer::kCommit;
+}
+DILOCO_DEVICE bool commits_momentum(const StepArgs& args) {
+    return commits(args) && args.momentum != nullptr;
+}
+
+template <class Lanes>
+DILOCO_DEVICE void load_arrival(const Lanes& lanes, const StepArgs& args, const Tile& tile,
+                                StepArrays<Lanes>& a) {
+    if (!args.constants.is_first) load_flat(lanes, args.second, tile, a.second);
+    if (commits(args)) load_flat(lanes, args.outer, tile, a.outer);
+    if (commits_momentum(args)) load_flat(lanes, args.momentum, tile, a.first);
 }
 
 // d = pending + g, or g; pending <- d, or with the last arrival outer -= step(d).
-template <Format kFormat, class Lanes>
-DILOCO_DEVICE void arrival_tile(const Lanes& lanes, const StepArgs& args, uint32_t index) {
+template <class Lanes>
+DILOCO_DEVICE void finish_arrival(const Lanes& lanes, const StepArgs& args, const Tile& tile,
+                                  StepArrays<Lanes>& a) {
     const codec::StepConstants& c = args.constants;
-    const Tile tile = tile_at<kFormat, kStepQuads>(args.runs, index);
-    const bool commits = c.optimizer == codec::Optimizer::kCommit;
-    const bool has_momentum = commits && args.momentum != nullptr;
-    StepQuads<Lanes> d, pending, outer, m;
-    if (!c.is_first) load_flat(lanes, args.second, tile, pending);
-    if (commits) load_flat(lanes, args.outer, tile, outer);
-    if (has_momentum) load_flat(lanes, args.momentum, tile, m);
-    sum_terms<kFormat, kStepQuads>(lanes, args.runs, args.terms, tile, d);
+    const bool has_momentum = commits_momentum(args);
     if (!c.is_first) {
         each_element(lanes, [&](int lane, int j, int i) {
-            float& value = d[lane].q[j].v[i];
-            value = wire::add(pending[lane].q[j].v[i], value);
+            float& value = a.g[lane].q[j].v[i];
+            value = wire::add(a.second[lane].q[j].v[i], value);
         });
     }
-    if (!commits) {
-        store_flat(lanes, args.second, tile, d);
+    if (!commits(args)) {
+        store_flat(lanes, args.second, tile, a.g);
         return;
     }
     each_element(lanes, [&](int lane, int j, int i) {
         const float step =
-            codec::commit_update(c, has_momentum, m[lane].q[j].v[i], d[lane].q[j].v[i]);
-        outer[lane].q[j].v[i] = wire::sub(outer[lane].q[j].v[i], step);
+            codec::commit_update(c, has_momentum, a.first[lane].q[j].v[i], a.g[lane].q[j].v[i]);
+        a.outer[lane].q[j].v[i] = wire::sub(a.outer[lane].q[j].v[i], step);
     });
-    if (has_momentum) store_flat(lanes, args.momentum, tile, m);
-    store_flat(lanes, args.outer, tile, outer);
+    if (has_momentum) store_flat(lanes, args.momentum, tile, a.first);
+    store_flat(lanes, args.outer, tile, a.outer);
+}
+
+template <Format kFormat, class Lanes>
+DILOCO_DEVICE void arrival_tile(const Lanes& lanes, const StepArgs& args, uint32_t index) {
+    const Tile tile = tile_at<kFormat, kStepQuads>(args.runs, index);
+    StepArrays<Lanes> a;
+    load_arrival(lanes, args, tile, a);
+    sum_terms<kFormat, kStepQuads>(lanes, args.runs, args.terms, tile, a.g);
+    finish_arrival(lanes, args, tile, a);
 }
 
 // outs <- sum of coefficient * decoded payload.

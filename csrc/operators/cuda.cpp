@@ -30,15 +30,6 @@
 namespace diloco {
 namespace {
 
-// The layout of a wire that the kernels know: any but the sparse ones.
-codec::RunLayout cuda_layout(c10::string_view wire, int64_t block_size, int64_t run_elements) {
-    const codec::RunLayout layout = parse_layout(wire, block_size, run_elements);
-    TORCH_CHECK_VALUE(!wire::is_sparse(layout.format), "wire ", wire,
-                      " has no CUDA kernels: keep the fragment in host memory, or take one of the "
-                      "wires fp32 to sub16");
-    return layout;
-}
-
 // The target arguments, which encode and reduce share.
 void set_target(cuda::EncodeTarget& target, c10::Device device, const Tensor& payload,
                 int64_t num_elements, int64_t rng_key, const OptionalTensor& residual,
@@ -58,7 +49,7 @@ void encode_cuda(const OptionalTensor& outer, TensorList params, const Tensor& p
                  const OptionalTensor& residual, const OptionalTensor& new_residual,
                  const OptionalTensor& nonfinite, c10::string_view impl) {
     Call call(impl, payload);
-    const codec::RunLayout layout = cuda_layout(wire, block_size, run_elements);
+    const codec::RunLayout layout = parse_layout(wire, block_size, run_elements);
     const FragmentView view(call.device, "params", params);
     const int64_t num_elements = view.num_elements();
     check_range(layout, begin, end, num_elements);
@@ -81,7 +72,7 @@ void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<dou
                  const OptionalTensor& residual, const OptionalTensor& new_residual,
                  const OptionalTensor& nonfinite, int64_t max_blocks, c10::string_view impl) {
     Call call(impl, received);
-    const codec::RunLayout layout = cuda_layout(wire, block_size, run_elements);
+    const codec::RunLayout layout = parse_layout(wire, block_size, run_elements);
     check_max_blocks(max_blocks);
     const TermList& terms =
         check_runs(call.device, received, result, weights, num_elements, layout, index_begin);
@@ -132,7 +123,7 @@ void outer_step_cuda(const Tensor& outer, const OptionalTensor& momentum, Tensor
     const codec::StepConstants constants =
         step_constants(optimizer, momentum.has_value(), lr, mu, alpha, clip);
     const bool needs_momentum = constants.optimizer != codec::Optimizer::kSgd;
-    run_step(call, cuda_layout(wire, block_size, run_elements), constants, outer,
+    run_step(call, parse_layout(wire, block_size, run_elements), constants, outer,
              needs_momentum ? momentum : OptionalTensor(), OptionalTensor(), params, payloads,
              coefficients, begin, end, verdict);
 }
@@ -144,7 +135,7 @@ void outer_step_adam_cuda(const Tensor& outer, const Tensor& exp_avg, const Tens
                           double lr, double beta1, double beta2, double eps, int64_t step,
                           double alpha, const OptionalTensor& verdict, c10::string_view impl) {
     Call call(impl, outer);
-    run_step(call, cuda_layout(wire, block_size, run_elements),
+    run_step(call, parse_layout(wire, block_size, run_elements),
              adam_constants(lr, beta1, beta2, eps, step, alpha), outer, exp_avg, exp_avg_sq, params,
              payloads, coefficients, begin, end, verdict);
 }
@@ -160,7 +151,7 @@ void outer_step_delayed_cuda(const Tensor& outer, const OptionalTensor& momentum
     const codec::StepConstants constants =
         arrival_constants(pending.has_value(), lr, mu, direct, ahead, behind, first, last);
     // The fragment is outer alone: parameters are not written.
-    run_step(call, cuda_layout(wire, block_size, run_elements), constants, outer,
+    run_step(call, parse_layout(wire, block_size, run_elements), constants, outer,
              last ? momentum : OptionalTensor(), pending, outer, payloads, coefficients, begin, end,
              verdict, "pending");
 }
@@ -171,7 +162,7 @@ void decode_cuda(TensorList payloads, c10::ArrayRef<double> coefficients, Tensor
     TORCH_CHECK_VALUE(!payloads.empty(), "payloads must hold 1 to ", codec::kMaxTerms,
                       " tensors, got 0");
     Call call(impl, payloads[0]);
-    const codec::RunLayout layout = cuda_layout(wire, block_size, run_elements);
+    const codec::RunLayout layout = parse_layout(wire, block_size, run_elements);
     const FragmentView view(call.device, "outs", outs);
     check_range(layout, begin, end, view.num_elements());
     const TermList& terms = check_terms(call.device, payloads, coefficients, layout, end);

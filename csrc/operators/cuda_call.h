@@ -83,8 +83,9 @@ class Call {
     std::vector<Tensor> scratch_;
 };
 
-// Cuts elements [begin, end) into tiles.
+// Cuts elements [begin, end) into tiles of `tile` elements, or of a block of a sparse wire.
 cuda::Runs runs_of(const codec::RunLayout& layout, int64_t begin, int64_t end, int64_t tile) {
+    if (wire::is_sparse(layout.format)) tile = cuda::kSparseTile;
     const auto tiles_of = [&](int64_t elements) { return (elements + tile - 1) / tile; };
     cuda::Runs runs{};
     runs.begin = begin;
@@ -95,6 +96,9 @@ cuda::Runs runs_of(const codec::RunLayout& layout, int64_t begin, int64_t end, i
     runs.code_offset = wire::code_offset(layout.format, layout.run_elements, layout.block_size);
     runs.block_size = layout.block_size;
     while ((1 << runs.block_shift) < layout.block_size) ++runs.block_shift;
+    if (wire::is_sparse(layout.format)) {
+        while ((1 << runs.log_kept) < wire::num_kept(layout.format)) ++runs.log_kept;
+    }
     const int64_t per_run = tiles_of(std::min(layout.run_elements, std::max<int64_t>(end, 1)));
     const int64_t whole = (end - begin) / layout.run_elements;
     const int64_t num_tiles = whole * per_run + tiles_of((end - begin) % layout.run_elements);

@@ -65,12 +65,16 @@ DILOCO_HD bool read_sparse_indices(const uint8_t* code, uint16_t* indices) {
     return j == S::kKept;
 }
 
-template <Format kFormat>
-DILOCO_HD uint16_t sparse_scale(uint32_t sum, int exponent) {
-    const float mean = mul(static_cast<float>(sum), power_of_two(-Sparse<kFormat>::kLogKept));
+DILOCO_HD uint16_t sparse_scale(uint32_t sum, int exponent, int log_kept) {
+    const float mean = mul(static_cast<float>(sum), power_of_two(-log_kept));
     const float scale = mul(mean, power_of_two(exponent - 21));
     const uint16_t bits = bf16_nearest(scale);
     return bits < kSmallestScale ? 0 : bits;
+}
+
+template <Format kFormat>
+DILOCO_HD uint16_t sparse_scale(uint32_t sum, int exponent) {
+    return sparse_scale(sum, exponent, Sparse<kFormat>::kLogKept);
 }
 
 }  // namespace diloco::wire

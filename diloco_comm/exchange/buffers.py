@@ -13,7 +13,7 @@ from ..base.errors import SyncError
 from ..base.memory import CPU, Payload
 from ..ops.phases import mean_layout, num_phases
 from ..ops.residuals import Residuals
-from ..ops.wire import WIRES, Layout, WireFormat
+from ..ops.wire import Layout, WireFormat
 from ..ops.wire_options import check_options
 from .chunks import auto_chunk_bytes
 from .headers import Header, to_native
@@ -54,12 +54,6 @@ class ExchangeBuffers:
         if num_elements < 1:
             raise ValueError(f"buffers need at least one element, got {num_elements}")
         check_options(wire, error_feedback=error_feedback)
-        if wire.is_sparse and device.type != "cpu":
-            known = ", ".join(name for name in WIRES if not WireFormat(name).is_sparse)
-            raise ValueError(
-                f"wire {wire.name} has no kernels for a device, and takes fragments in host memory "
-                f"alone, got a fragment on {device}: take one of the wires {known}"
-            )
         self.num_elements = num_elements
         self.device, self.is_streamed = device, is_streamed
         self.wire = wire

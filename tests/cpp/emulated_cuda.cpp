@@ -10,6 +10,8 @@
 #include "cuda/encode_tile.h"
 #include "cuda/kernels.h"
 #include "cuda/norms_tile.h"
+#include "cuda/sparse_encode.h"
+#include "cuda/sparse_step.h"
 #include "cuda/step_tile.h"
 
 namespace diloco::cuda {
@@ -48,6 +50,10 @@ class EmulatedLanes {
         for (int lane = 0; lane < kLanes; ++lane) at(lane) = sum;
     }
     template <class At>
+    void scan(At&& at) const {
+        for (int lane = 1; lane < kLanes; ++lane) at(lane) += at(lane - 1);
+    }
+    template <class At>
     void swap(int n, At&& at) const {
         for (int lane = 0; lane < kLanes; ++lane) {
             if ((lane & n) == 0) std::swap(at(lane), at(lane + n));
@@ -58,6 +64,12 @@ class EmulatedLanes {
         for (int lane = 0; lane + n < kLanes; ++lane) at(lane) += at(lane + n);
     }
     void sync() const {}
+    template <class F>
+    uint32_t ballot(F&& f) const {
+        uint32_t lanes = 0;
+        for (int lane = 0; lane < kLanes; ++lane) lanes |= f(lane) ? 1u << lane : 0;
+        return lanes;
+    }
     template <class F>
     int num_where(F&& f) const {
         int count = 0;
@@ -97,6 +109,35 @@ class EmulatedLanes {
     mutable std::vector<Fetch> fetches_;
 };
 
+// The warps of a CTA. They run in turns forwards and backwards, so that a warp which reads what
+// another writes before both have waited is seen in the result.
+class EmulatedWarps {
+  public:
+    using Lanes = EmulatedLanes;
+
+    template <class T>
+    struct Each {
+        T values[kBlockWarps];
+        T& operator[](int warp) { return values[warp]; }
+        const T& operator[](int warp) const { return values[warp]; }
+    };
+
+    float* stage(int warp) const { return lanes_[warp].stage; }
+
+    template <class F>
+    void each_warp(F&& f) const {
+        is_backwards_ = !is_backwards_;
+        for (int i = 0; i < kBlockWarps; ++i) {
+            const int warp = is_backwards_ ? kBlockWarps - 1 - i : i;
+            f(warp, lanes_[warp]);
+        }
+    }
+
+  private:
+    EmulatedLanes lanes_[kBlockWarps];
+    mutable bool is_backwards_ = false;
+};
+
 // The warps of the grid: those of a bounded one, else `unbounded`, as if the device ran no more.
 int64_t num_warps(int64_t pieces, const Queue& queue, int64_t unbounded) {
     if (queue.max_blocks == 0) return unbounded;
@@ -132,18 +173,51 @@ void tiles(const Runs& runs, Run&& run) {
     for (uint32_t i = 0; i < runs.num_tiles; ++i) run(lanes, i, place);
 }
 
+// What memory a CTA finds is seen in the result, too.
+template <class Memory>
+Memory unset() {
+    Memory memory;
+    std::memset(&memory, 0x5A, sizeof(memory));
+    return memory;
+}
+
+template <class Memory, class Args>
+void encode_blocks(const Args& args) {
+    const codec::IeeeScope ieee;
+    const EmulatedWarps block;
+    auto memory = unset<Memory>();
+    for (uint32_t i = 0; i < args.target.runs.num_tiles; ++i) {
+        encode_sparse_block(block, args, i, memory);
+    }
+}
+
+template <class Run>
+void blocks(const Runs& runs, Run&& run) {
+    const codec::IeeeScope ieee;
+    const EmulatedWarps block;
+    auto memory = unset<SumMemory>();
+    for (uint32_t i = 0; i < runs.num_tiles; ++i) run(block, i, memory);
+}
+
 }  // namespace
 
 void encode(const EncodeArgs& args, Format format, bool is_stochastic, Queue queue) {
+    if (wire::is_sparse(format)) return encode_sparse(args, queue);
     encode_tiles(args, format, is_stochastic, queue);
 }
+
+void encode_sparse(const EncodeArgs& args, Queue) { encode_blocks<EncodeMemory>(args); }
 
 void reduce(const ReduceArgs& args, Format format, bool is_stochastic, Queue queue) {
+    if (wire::is_sparse(format)) return reduce_sparse(args, queue);
     encode_tiles(args, format, is_stochastic, queue);
 }
 
-void outer_step(const StepArgs& args, Format format, Queue) {
+void reduce_sparse(const ReduceArgs& args, Queue) { encode_blocks<ReduceMemory>(args); }
+
+void outer_step(const StepArgs& args, Format format, Queue queue) {
     if (args.verdict != nullptr && *args.verdict != 0) return;
+    if (wire::is_sparse(format)) return outer_step_sparse(args, queue);
     by_format(format, [&](auto constant) {
         constexpr Format kFormat = decltype(constant)::value;
         tiles(args.runs, [&](const auto& lanes, uint32_t i, Place& place) {
@@ -158,11 +232,30 @@ void outer_step(const StepArgs& args, Format format, Queue) {
     });
 }
 
-void decode(const DecodeArgs& args, Format format, Queue) {
+void outer_step_sparse(const StepArgs& args, Queue) {
+    blocks(args.runs, [&](const auto& block, uint32_t i, auto& memory) {
+        if (codec::is_arrival(args.constants.optimizer)) {
+            arrive_sparse_block(block, args, i, memory);
+        } else if (args.constants.optimizer == codec::Optimizer::kAdam) {
+            step_sparse_block<true>(block, args, i, memory);
+        } else {
+            step_sparse_block<false>(block, args, i, memory);
+        }
+    });
+}
+
+void decode(const DecodeArgs& args, Format format, Queue queue) {
+    if (wire::is_sparse(format)) return decode_sparse(args, queue);
     by_format(format, [&](auto constant) {
         tiles(args.runs, [&](const auto& lanes, uint32_t i, Place& place) {
             decode_tile<decltype(constant)::value>(lanes, args, i, place);
         });
+    });
+}
+
+void decode_sparse(const DecodeArgs& args, Queue) {
+    blocks(args.runs, [&](const auto& block, uint32_t i, auto& memory) {
+        decode_sparse_block(block, args, i, memory);
     });
 }
 

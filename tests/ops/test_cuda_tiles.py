@@ -141,6 +141,8 @@ IN_FLIGHT = [
     ("outer_step", "step_kernelILNS_4wire6FormatE5ELb1E", 256),
     ("outer_step", "arrival_kernelILNS_4wire6FormatE5E", 240),
     ("decode", "decode_kernelILNS_4wire6FormatE5E", 64),  # four payloads
+    ("sparse", "sparse_encode_kernelINS0_10EncodeArgsE", 128),  # outer and params, 4 x 16 each
+    ("sparse", "sparse_step_kernelILb0E", 128),
     ("decode", "merge_kernel", 128),
     ("decode", "norms_kernel", 256),
     ("digest", "digest_kernelILi16E", 64),

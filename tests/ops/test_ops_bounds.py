@@ -16,7 +16,7 @@ import device_ops as ops
 import emulated
 import pytest
 import torch
-from codec_cases import CPU_IMPLS, HOST_IMPLS, IMPLS, RUNNING_IMPLS, assert_same, values
+from codec_cases import HOST_IMPLS, IMPLS, RUNNING_IMPLS, assert_same, values
 from torch import Tensor
 
 from diloco_comm.ops.wire import (
@@ -30,8 +30,6 @@ from diloco_comm.ops.wire import (
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
-KNOWN_TO_CUDA = [*ELEMENT_WIRES, *ROTATED_WIRES]
-sparse_wires = pytest.mark.parametrize("wire", SPARSE_WIRES)
 Place = Callable[[Tensor], Tensor]
 
 
@@ -92,20 +90,9 @@ def sizes_of(wire: str, *sizes: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("impl", HOST_IMPLS)
-@pytest.mark.parametrize("wire", KNOWN_TO_CUDA)
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("shift", [1, 3, 8])
 def test_misaligned_tensors_between_guards(impl: str, wire: str, shift: int) -> None:
-    check_between_guards(impl, wire, shift)
-
-
-@pytest.mark.parametrize("impl", CPU_IMPLS)
-@sparse_wires
-@pytest.mark.parametrize("shift", [1, 3, 8])
-def test_misaligned_tensors_of_sparse_wires(impl: str, wire: str, shift: int) -> None:
-    check_between_guards(impl, wire, shift)
-
-
-def check_between_guards(impl: str, wire: str, shift: int) -> None:
     """Tensors that begin at odd places, with a pattern before and behind that must survive."""
     islands: list[tuple[Tensor, int]] = []
 
@@ -153,7 +140,7 @@ def test_padding_is_never_written(impl: str, wire: str) -> None:
         assert (payload[~written] == 0xA5).all() and (payload[written] != 0xA5).all()
 
 
-@pytest.mark.parametrize("impl", CPU_IMPLS)
+@pytest.mark.parametrize("impl", HOST_IMPLS)
 @pytest.mark.parametrize("wire", [*ROTATED_WIRES, *SPARSE_WIRES])
 def test_padding_of_a_wire_with_codes_for_blocks_is_never_written(impl: str, wire: str) -> None:
     form = WireFormat(wire)
@@ -200,7 +187,7 @@ def test_nothing_is_read_behind_the_end() -> None:
 
 if __name__ == "__main__":
     for each_impl in [*RUNNING_IMPLS, *(["emulated"] if emulated.LIBRARY.exists() else [])]:
-        for each_wire in KNOWN_TO_CUDA if each_impl == "emulated" else WIRES:
+        for each_wire in WIRES:
             for size, block in sizes_of(each_wire, (1, 32), (257, 32), (1000, 256), (4097, 1024)):
                 print(each_impl, each_wire, size, block, flush=True)
                 sync(at_the_end_of_memory, each_wire, size, block, each_impl)

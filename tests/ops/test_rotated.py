@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import device_ops as ops
-import emulated
 import pytest
 import torch
 from codec_cases import (
@@ -33,20 +30,8 @@ from diloco_comm.ops.wire import ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
 REFERENCE = pytest.param("reference", id="reference")
 
 
-def pairs(impls: list[Any]) -> pytest.MarkDecorator:
-    """Every implementation with the wires that it knows: CUDA's kernels know no sparse wire."""
-    known = {True: [*ROTATED_WIRES, *SPARSE_WIRES], False: list(ROTATED_WIRES)}
-    on_host = [REFERENCE, *CPU_IMPLS]
-    rows = [
-        pytest.param(*impl.values, wire, marks=impl.marks, id=f"{impl.id}-{wire}")
-        for impl in impls
-        for wire in known[impl in on_host]
-    ]
-    return pytest.mark.parametrize(("impl", "wire"), rows)
-
-
-every_pair = pairs(IMPLS)
 every_impl = pytest.mark.parametrize("impl", IMPLS)
+every_wire = pytest.mark.parametrize("wire", [*ROTATED_WIRES, *SPARSE_WIRES])
 sparse_wires = pytest.mark.parametrize("wire", SPARSE_WIRES)
 rotated_wires = pytest.mark.parametrize("wire", ROTATED_WIRES)
 OPTIMIZERS = ("sgd", "heavy_ball", "nesterov", "adam", "delayed")
@@ -83,7 +68,8 @@ def check(case: Fragment, impl: str, **options) -> None:
     assert results[3] == truths[3]
 
 
-@every_pair
+@every_impl
+@every_wire
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_values(impl: str, wire: str, kind: str) -> None:
     for num_elements in (1, 256, 1025, 5000):
@@ -111,7 +97,8 @@ def test_scales_where_bounds_of_the_sum_of_squares_are_far_apart(impl: str, wire
     assert_same(payloads[0], payloads[1], impl)
 
 
-@every_pair
+@every_impl
+@every_wire
 @given(data=st.data())
 def test_any_fragment(impl: str, wire: str, data: st.DataObject) -> None:
     num_elements, seed = data.draw(sizes), data.draw(seeds)
@@ -130,7 +117,8 @@ def test_any_fragment(impl: str, wire: str, data: st.DataObject) -> None:
     check(case, impl, **options)
 
 
-@every_pair
+@every_impl
+@every_wire
 def test_ranges_add_up_to_the_whole(impl: str, wire: str) -> None:
     size = 30_000 if wire.startswith("topk") else 9000
     case = fragment(size, WireFormat(wire), "good", 3, num_runs=7)
@@ -153,7 +141,8 @@ def several(wire: str, num_elements: int, num_payloads: int) -> tuple[Layout, li
     return layout, payloads
 
 
-@every_pair
+@every_impl
+@every_wire
 @pytest.mark.parametrize("num_payloads", [1, 2, 3, 5])
 def test_reduce(impl: str, wire: str, num_payloads: int) -> None:
     for num_elements in (700, 2048):
@@ -178,7 +167,8 @@ def test_reduce(impl: str, wire: str, num_payloads: int) -> None:
                 assert_same(a, b, impl)
 
 
-@every_pair
+@every_impl
+@every_wire
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_outer_steps(impl: str, wire: str, optimizer: str) -> None:
     layout, payloads = several(wire, 3000, 3)
@@ -226,7 +216,8 @@ def test_largest_magnitude(impl: str, wire: str) -> None:
         check(case, impl, rng_key=5)
 
 
-@pairs([REFERENCE, *IMPLS])
+@pytest.mark.parametrize("impl", [REFERENCE, *IMPLS])
+@every_wire
 def test_a_scale_that_no_encoder_makes_decodes_to_nan(impl: str, wire: str) -> None:
     size = 2 * WireFormat(wire).block_size
     layout, (payload,) = several(wire, size, 1)
@@ -247,14 +238,6 @@ def test_a_scale_that_no_encoder_makes_decodes_to_nan(impl: str, wire: str) -> N
         result, bad = torch.zeros_like(payload), torch.tensor([0])
         ops.reduce(payload, result, [1.0], size, *form, nonfinite=bad, impl=impl)
         assert int(bad) == block
-
-
-@emulated.needs_library
-@sparse_wires
-def test_cuda_kernels_refuse_what_they_do_not_know(wire: str) -> None:
-    case = fragment(100, WireFormat(wire), "normal", 1)
-    with pytest.raises(ValueError, match=f"wire {wire} has no CUDA kernels"):
-        ops.encode(case.outer, case.params, case.payload(), 0, 100, *case.form, impl="emulated")
 
 
 @pytest.mark.parametrize("wire", ROTATED_WIRES + SPARSE_WIRES)

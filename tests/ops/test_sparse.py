@@ -5,13 +5,14 @@ from __future__ import annotations
 import device_ops as ops
 import pytest
 import torch
-from codec_cases import CPU_IMPLS, values
+from codec_cases import IMPLS as ALL_IMPLS
+from codec_cases import values
 from torch import Tensor
 
 from diloco_comm.asynchronous.protocol.garbage import find_garbage
 from diloco_comm.ops.wire import SPARSE_WIRES, Layout, WireFormat
 
-IMPLS = [pytest.param("reference", id="reference"), *CPU_IMPLS]
+IMPLS = [pytest.param("reference", id="reference"), *ALL_IMPLS]
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", SPARSE_WIRES)
 

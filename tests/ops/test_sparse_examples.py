@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import device_ops as ops
+import pytest
 import torch
+from codec_cases import IMPLS
 from torch import Tensor
 
-from diloco_comm.ops import reference, reference_sparse
+from diloco_comm.ops import reference_sparse
 from diloco_comm.ops.wire import Layout, WireFormat
 
 TOPK64 = (
@@ -34,15 +37,16 @@ def test_a_block_of_64_by_hand() -> None:
     assert encoded.numpy().tobytes().hex() == "e03f" + "73c558" + "6d2a" + "49"
 
 
-def test_a_block_of_topk64() -> None:
+@pytest.mark.parametrize("impl", [pytest.param("reference", id="reference"), *IMPLS])
+def test_a_block_of_topk64(impl: str) -> None:
     x, layout = block(), Layout.plan(4096, 1, 1, WireFormat("topk64"))
     payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
     form = (0, 4096, 4096, "topk64", 4096)
-    reference.encode(None, [x], payload, *form)
+    ops.encode(None, [x], payload, *form, impl=impl)
     assert payload[:2].numpy().tobytes().hex() == "463f"
     assert payload[16 : 16 + 72].numpy().tobytes().hex() == TOPK64
     out = torch.full((4096,), 9.0)
-    reference.decode([payload], [1.0], [out], *form)
+    ops.decode([payload], [1.0], [out], *form, impl=impl)
     kept = [*range(100, 163), 4095]
     assert out.nonzero().flatten().tolist() == kept
     scale = 0.7734375

@@ -46,6 +46,13 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     # With five replicas the mean is on int1r.
     "owned": {"overlap": Delayed(), "outer": SGD(1.0), "wire": "sub2", "chunk_bytes": 512},
+    "sparse": {
+        "overlap": Eager(),
+        "outer": SGD(1.0),
+        "wire": "topk256",
+        "error_feedback": True,
+        "chunk_bytes": 64,
+    },
     "adam": {"outer": Adam(), "wire": "e3m0", "error_feedback": True, "rounding": "stochastic"},
 }
 
@@ -55,7 +62,7 @@ NAMES = {
     1: ["diloco", "eager"],
     2: ["diloco", "fedavg", "streaming", "co2"],
     3: ["streaming", "delayed", "gathered"],
-    4: ["eager", "adam"],
+    4: ["eager", "adam", "sparse"],
     5: ["owned"],
 }
 
