@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .payload import find_part, form_offsets, is_sparse, store_values
+from .payload import find_part, form_offsets, store_values
 from .rotation import store_blocks
-from .sparse import store_largest
+from .sparse import BLOCK, store_largest
 from .terms import sum_of_terms
 from .tiles import find_tile, load_any, load_tile, store_any
 
@@ -39,7 +39,7 @@ def _encode_tile(
     mask = offsets < part[2]
     if residual_ptr is not None:
         x = x + load_any(residual_ptr + at, offsets, mask, FULL)
-    if is_sparse(FORM):
+    if FORM[1] == BLOCK:  # a sparse wire: no other has blocks of that size
         value = store_largest(x, run_ptr, part, nonfinite_ptr, FORM)
     elif FORM[3] == 0:
         IS_KEPT: tl.constexpr = new_residual_ptr is not None

@@ -77,16 +77,10 @@ def _load_codes(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def is_sparse(FORM: tl.constexpr):
-    """Whether the wire is a sparse one: no other has blocks of that size."""
-    return FORM[1] == BLOCK
-
-
-@triton.jit
 def load_values(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
     """Decode a part of a run to a tile; elements that do not exist are 0."""
     # Triton compiles what follows a branch that returns, too.
-    if is_sparse(FORM):
+    if FORM[1] == BLOCK:  # a sparse wire: no other has blocks of that size
         values = load_largest(run_ptr, part, FORM)
     elif FORM[3] == 0:
         values = load_blocks(run_ptr, part, FORM, FULL)

@@ -53,16 +53,6 @@ def _unpack(code, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _folds(WIRE: tl.constexpr):
-    """How many elements share a coefficient."""
-    FOLDS: tl.constexpr = (
-        2 if WIRE == "sub2" else 4 if WIRE == "sub4" else 8 if WIRE == "sub8"
-        else 16 if WIRE == "sub16" else 1
-    )  # fmt: skip
-    return FOLDS
-
-
-@triton.jit
 def _code_places(run_ptr, part, FORM: tl.constexpr, KEPT: tl.constexpr):
     """Pointers [ROWS, KEPT / 8] to the first part of each block's code."""
     ROWS: tl.constexpr = FORM[0]
@@ -108,7 +98,12 @@ def load_blocks(run_ptr, part, FORM: tl.constexpr, FULL: tl.constexpr):
     """Decode the blocks of a part of a run to a tile; blocks that do not exist are 0."""
     ROWS: tl.constexpr = FORM[0]
     SIZE: tl.constexpr = FORM[1]
-    KEPT: tl.constexpr = SIZE // _folds(FORM[2])
+    # How many elements share a coefficient; a function returns no constant in Triton 3.6.
+    FOLDS: tl.constexpr = (
+        2 if FORM[2] == "sub2" else 4 if FORM[2] == "sub4" else 8 if FORM[2] == "sub8"
+        else 16 if FORM[2] == "sub16" else 1
+    )  # fmt: skip
+    KEPT: tl.constexpr = SIZE // FOLDS
     LARGEST: tl.constexpr = KEPT * 10 if FORM[2] == "int2r" else KEPT
     eight = tl.arange(0, 8)
     key = tl.sum(tl.load(run_ptr + eight).to(tl.int64) << (8 * eight).to(tl.int64), axis=0)
@@ -183,7 +178,12 @@ def store_blocks(
     """
     ROWS: tl.constexpr = FORM[0]
     SIZE: tl.constexpr = FORM[1]
-    KEPT: tl.constexpr = SIZE // _folds(FORM[2])
+    # How many elements share a coefficient; a function returns no constant in Triton 3.6.
+    FOLDS: tl.constexpr = (
+        2 if FORM[2] == "sub2" else 4 if FORM[2] == "sub4" else 8 if FORM[2] == "sub8"
+        else 16 if FORM[2] == "sub16" else 1
+    )  # fmt: skip
+    KEPT: tl.constexpr = SIZE // FOLDS
     BITS: tl.constexpr = 17 if SIZE == 256 else 15
     key = key.to(tl.int64)
     eight = tl.arange(0, 8)

@@ -7,7 +7,8 @@ each bucket of the code or each group, at most 512. Triton gathers in shared mem
 in global memory alone, so the places of kept elements are searched for: nothing is scattered, no
 buffer is zeroed, and no byte of a payload is written twice.
 
-FORM and ``part`` are those of ``payload.py``.
+FORM and ``part`` are those of ``payload.py``. Up to Triton 3.6 a function returns no constant: each
+function says anew what k is on its wire.
 """
 
 from __future__ import annotations
@@ -22,23 +23,6 @@ BLOCK = tl.constexpr(4096)
 _GROUP = tl.constexpr(16)  # elements of a group
 _GROUPS = tl.constexpr(256)
 _LARGEST_GOOD = tl.constexpr(0x7E800000)
-
-
-@triton.jit
-def _num_kept(WIRE: tl.constexpr):
-    """The elements of a block that are sent."""
-    KEPT: tl.constexpr = (
-        32 if WIRE == "topk32" else 64 if WIRE == "topk64" else 128 if WIRE == "topk128" else 256
-    )
-    return KEPT
-
-
-@triton.jit
-def _log_kept(WIRE: tl.constexpr):
-    LOG: tl.constexpr = (
-        5 if WIRE == "topk32" else 6 if WIRE == "topk64" else 7 if WIRE == "topk128" else 8
-    )
-    return LOG
 
 
 @triton.jit
@@ -139,8 +123,11 @@ def _kept_elements(kept, sign, KEPT: tl.constexpr):
 @triton.jit
 def _store_code(index, sign, is_sent, code_ptr, WIRE: tl.constexpr):
     """Write the code of a block, of zeros unless it is sent."""
-    KEPT: tl.constexpr = _num_kept(WIRE)
-    LOW: tl.constexpr = 12 - _log_kept(WIRE)
+    LOG_KEPT: tl.constexpr = (
+        5 if WIRE == "topk32" else 6 if WIRE == "topk64" else 7 if WIRE == "topk128" else 8
+    )
+    KEPT: tl.constexpr = 1 << LOG_KEPT
+    LOW: tl.constexpr = 12 - LOG_KEPT
     PLANE_BYTES: tl.constexpr = KEPT // 8
     # The planes and, after them, the signs: eight elements' bits of a plane are a byte.
     eight = tl.arange(0, 8)
@@ -165,7 +152,10 @@ def _store_code(index, sign, is_sent, code_ptr, WIRE: tl.constexpr):
 @triton.jit
 def _places(run_ptr, part, WIRE: tl.constexpr):
     """Pointers to the scale and the code of the block."""
-    CODE_BYTES: tl.constexpr = _num_kept(WIRE) // 8 * (15 - _log_kept(WIRE))
+    LOG_KEPT: tl.constexpr = (
+        5 if WIRE == "topk32" else 6 if WIRE == "topk64" else 7 if WIRE == "topk128" else 8
+    )
+    CODE_BYTES: tl.constexpr = (1 << LOG_KEPT) // 8 * (15 - LOG_KEPT)
     code_offset, start, _ = part
     block = start // BLOCK
     scale_ptr = run_ptr.to(tl.pointer_type(tl.uint16)) + block
@@ -179,7 +169,10 @@ def store_largest(x, run_ptr, part, nonfinite_ptr, FORM: tl.constexpr):
     x is 0 where no element is.
     """
     WIRE: tl.constexpr = FORM[2]
-    KEPT: tl.constexpr = _num_kept(WIRE)
+    LOG_KEPT: tl.constexpr = (
+        5 if WIRE == "topk32" else 6 if WIRE == "topk64" else 7 if WIRE == "topk128" else 8
+    )
+    KEPT: tl.constexpr = 1 << LOG_KEPT
     key = magnitude_bits(x).to(tl.int32)
     largest = tl.max(key, axis=None)
     is_bad = largest > _LARGEST_GOOD
@@ -223,8 +216,10 @@ def _load_words(code_ptr, num_bits, WIRE: tl.constexpr):
 
     Bits 2 i and 2 i + 1 of a word: element i is kept, and negative.
     """
-    KEPT: tl.constexpr = _num_kept(WIRE)
-    LOG_KEPT: tl.constexpr = _log_kept(WIRE)
+    LOG_KEPT: tl.constexpr = (
+        5 if WIRE == "topk32" else 6 if WIRE == "topk64" else 7 if WIRE == "topk128" else 8
+    )
+    KEPT: tl.constexpr = 1 << LOG_KEPT
     LOW: tl.constexpr = 12 - LOG_KEPT
     # The buckets, of 2^LOW elements each, end at the zeros of the upper bits.
     places = tl.arange(0, 2 * KEPT)
@@ -265,7 +260,10 @@ def load_largest(run_ptr, part, FORM: tl.constexpr):
     exists = part[2] > 0
     scale_ptr, code_ptr = _places(run_ptr, part, FORM[2])
     scale = received_scale(tl.load(scale_ptr, mask=exists, other=0).to(tl.uint32), 1)
-    BITS: tl.constexpr = _num_kept(FORM[2]) * (15 - _log_kept(FORM[2]))
+    LOG_KEPT: tl.constexpr = (
+        5 if FORM[2] == "topk32" else 6 if FORM[2] == "topk64" else 7 if FORM[2] == "topk128" else 8
+    )
+    BITS: tl.constexpr = (1 << LOG_KEPT) * (15 - LOG_KEPT)
     words, is_made = _load_words(code_ptr, tl.where(exists, BITS, 0), FORM[2])
     # Of a null block no code is looked at.
     kept = tl.where(is_made | (scale == 0), scale, float("nan"))
