@@ -9,6 +9,10 @@ _CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 768 << 10), (24 << 20, 1536 << 10))
 _LARGE_CHUNK = 4 << 20
 _MANY_ELEMENTS = 16 << 20
 _CHUNK_OF_MANY = 8 << 20
+# Of a wire below four bits. Its payload is short, so that one chunk by bytes holds all elements:
+# encoding, reducing and decoding would come before and after what travels, not beside it.
+_ELEMENTS_OF_SHORT = 1 << 20
+_SHORT_BITS = 4
 # On streams a chunk costs a few launches and the link is fast; not measured.
 _STREAM_CHUNK = 16 << 20
 
@@ -22,6 +26,8 @@ def auto_chunk_bytes(payload_bytes: int, num_elements: int, is_streamed: bool) -
     """
     if is_streamed:
         return _STREAM_CHUNK
+    if 8 * payload_bytes < _SHORT_BITS * num_elements:
+        return max(1, payload_bytes * _ELEMENTS_OF_SHORT // num_elements)
     if num_elements > _MANY_ELEMENTS:
         return _CHUNK_OF_MANY
     for limit, chunk_bytes in _CHUNKS:

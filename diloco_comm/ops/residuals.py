@@ -26,9 +26,11 @@ def drop_bad(residual: Tensor, wire: WireFormat) -> None:
 
     A wire takes magnitudes up to 2^126. A scale that is rounded up makes them a little larger, and
     then the mean is refused: half of that is certain to pass. A rotated wire takes magnitudes up to
-    2^116, and decodes elements below 2^10 times the largest of their block.
+    2^116, and decodes elements below 2^10 times the largest of their block; among many replicas the
+    mean of sparse payloads is on a rotated wire, too (``phases``).
     """
-    limit = 6e4 if wire.name == "fp16" else 2.0**106 if wire.is_rotated else 2.0**125
+    is_mean_rotated = wire.is_rotated or wire.is_sparse
+    limit = 6e4 if wire.name == "fp16" else 2.0**106 if is_mean_rotated else 2.0**125
     residual.masked_fill_(~(residual.abs() <= limit), 0.0)
 
 

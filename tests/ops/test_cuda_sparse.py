@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import device_ops as ops
 import pytest
+import test_ops_reduce as reducing
 import torch
 from codec_cases import DTYPES, EMULATED, ON_A_GPU, assert_same, clone, fill, tensors_like, values
 from torch import Tensor
@@ -212,3 +213,51 @@ def test_a_residual_over_rounds(impl: str) -> None:
         states.append(sent)
     for a, b in zip(*states, strict=True):
         assert_same(a, b, "a round")
+
+
+@every_impl
+@pytest.mark.parametrize("max_blocks", [1, 3, 1000])
+def test_a_bounded_grid_of_reduce(impl: str, max_blocks: int) -> None:
+    """A block of threads takes several of the seven blocks; the last block is cut short."""
+    form, count = WireFormat("topk64"), 6 * BLOCK + 77
+    received = reducing.received_runs(3, count, form, "bad", 5)
+    options = {"residual": values(count, "bad", 6), "max_blocks": max_blocks}
+    reducing.check_reduce(received, [0.5, 0.25, 0.25], count, form, impl, **options)
+
+
+@every_impl
+@pytest.mark.parametrize("verdict", [0, 1])
+def test_a_set_verdict_means_no_step(impl: str, verdict: int) -> None:
+    n = BLOCK + 5
+    layout = Layout.plan(n, 1, 1, WireFormat("topk128"))
+    payload, _, _ = encoded("scalar", values(2 * BLOCK, "normal", 3)[:n].clone(), "topk128")
+    said = torch.tensor([verdict])
+    results = []
+    for name in (impl, "scalar"):
+        states = [values(n, "normal", seed) for seed in (4, 5, 6)]
+        states[2] = states[2].abs()
+        before = [state.clone() for state in states]
+        terms = ([payload], [1.0], 0, n, *form_of(layout))
+        outer, first, second = states
+        ops.outer_step(
+            outer,
+            first,
+            [torch.zeros(n)],
+            *terms,
+            "nesterov",
+            lr=0.7,
+            mu=0.9,
+            verdict=said,
+            impl=name,
+        )
+        ops.outer_step_adam(
+            outer, first, second, [torch.zeros(n)], *terms,
+            lr=0.3, beta1=0.9, beta2=0.95, eps=0.1, step=1, verdict=said, impl=name,
+        )  # fmt: skip
+        ops.outer_step_delayed(
+            outer, first, second, *terms, lr=0.7, mu=0.9, verdict=said, impl=name
+        )
+        assert all(map(torch.equal, states, before)) == bool(verdict)
+        results += states
+    for mine, truth in zip(results[:3], results[3:], strict=True):
+        assert_same(mine, truth, "a state")

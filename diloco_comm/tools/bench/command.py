@@ -120,7 +120,7 @@ def exchange(
     if not _in_group(nprocs, backend):
         return
     chosen = bench.make_methods(settings)
-    report = _report("exchange", wire=f"{wire}, block {block_size}", settings=settings)
+    report = _report("exchange", wire=_described(wire, block_size), settings=settings)
     rows = bench.run(report, settings, chosen)
     average = sum(row["in_place"]["bus_bw"] for row in rows) / len(rows)
     report.print(f"# avg bus bandwidth: {average:.3f}")
@@ -281,7 +281,7 @@ def tune(
         reports.check_output(option, path)
     if not _in_group(nprocs, "gloo"):
         return
-    report = _report("tune", wire=f"{wire}, block {block_size}", size=size, settings=settings)
+    report = _report("tune", wire=_described(wire, block_size), size=size, settings=settings)
     found = bench.run(report, settings)
     chosen = found["config"]
     config = {
@@ -383,3 +383,14 @@ def _slower_than(
 def _complain(report: Any, message: str) -> None:
     if not report.quiet:
         print(f"diloco-comm: {message}", file=sys.stderr, flush=True)
+
+
+def _described(wires: str, block_size: int) -> str:
+    """Name wires and the sizes of their blocks."""
+    from . import methods as bench_methods
+
+    names = wires.split(",")
+    sizes = [bench_methods.format_of(name, block_size).block_size for name in names]
+    if len(set(sizes)) == 1:
+        return f"{wires}, block {sizes[0]}"
+    return ", ".join(f"{name} block {size}" for name, size in zip(names, sizes, strict=True))
