@@ -114,7 +114,7 @@ def test_a_mean_that_no_wire_carries(fresh_workers: Fresh) -> None:
     for messages in pool.run(_bad_means, pool.store):
         assert [message.split()[0] for message in messages] == ["fp8_e4m3", "fp8_e5m2", "int4"]
         for message in messages:
-            assert "whose mean is out of the wire's range (2^126 = 8.5e37;" in message
+            assert "whose mean is out of the range of its wire (2^126 = 8.5e37;" in message
             assert "added up: 1 on replica " in message
 
 

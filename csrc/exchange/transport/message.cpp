@@ -142,8 +142,9 @@ BadElements find_bad_elements(const std::vector<Vote>& votes,
     if (mean.empty()) return bad;
     bad.text += (own.empty() ? "" : "; ") +
                 std::string(
-                    "elements whose mean is out of the wire's range (2^126 = 8.5e37; 2^116 on the "
-                    "rotated wires, 65504 on fp16), though no replica's own is, added up: ") +
+                    "elements whose mean is out of the range of its wire (2^126 = 8.5e37; 2^116 on "
+                    "int2r to sub16, and where owners encode a mean; 65504 on fp16), though no "
+                    "replica's own is, added up: ") +
                 mean;
     bad.replicas = replicas;
     return bad;

@@ -387,10 +387,12 @@ def _complain(report: Any, message: str) -> None:
 
 def _described(wires: str, block_size: int) -> str:
     """Name wires and the sizes of their blocks."""
+    from ...ops.wire import WIRES
     from . import methods as bench_methods
 
     names = wires.split(",")
-    sizes = [bench_methods.format_of(name, block_size).block_size for name in names]
-    if len(set(sizes)) == 1:
-        return f"{wires}, block {sizes[0]}"
-    return ", ".join(f"{name} block {size}" for name, size in zip(names, sizes, strict=True))
+    # "gloo_bf16" is a reference of the table, and no wire.
+    sizes = {n: bench_methods.format_of(n, block_size).block_size for n in names if n in WIRES}
+    if len(set(sizes.values())) == 1:
+        return f"{wires}, block {next(iter(sizes.values()))}"
+    return ", ".join(f"{n} block {sizes[n]}" if n in sizes else n for n in names)
