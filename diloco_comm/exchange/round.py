@@ -165,6 +165,6 @@ class Round:
             return [(own, 1.0)]
         if self.num_phases == 2:
             return [(self.result.tensor, 1.0)]
-        payloads = self.received
+        payloads = [self.result.tensor] if len(weights) == 2 else self.received
         payloads.insert(self.rank, own)
         return list(zip(payloads, weights, strict=True))

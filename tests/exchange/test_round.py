@@ -43,7 +43,8 @@ def job(standing: str = "none", kind: str = "") -> Any:
 
 def started(buffers: ExchangeBuffers, ended: Any, rank: int = 0) -> Round:
     own, other = (Payload.make(8, CPU) for _ in range(2))
-    round = Round(Header(round=3), None, own, other, epoch=2, rank=rank, job=ended)  # type: ignore[arg-type]
+    layout: Any = None
+    round = Round(Header(round=3), layout, layout, 1, own, other, epoch=2, rank=rank, job=ended)
     buffers.add_round(round)
     return round
 

@@ -111,9 +111,10 @@ def _buffers(
 
 def _rounds(rounds: Sequence[tuple[int, int, str]]) -> list[Round]:
     nothing: Any = None
+    headers = [Header("sync", fragment=0, round=n) for n, _, _ in rounds]
     return [
-        Round(Header("sync", fragment=0, round=n), nothing, nothing, None, state, epoch=epoch)  # type: ignore[arg-type]
-        for n, epoch, state in rounds
+        Round(header, nothing, nothing, 0, nothing, None, state, epoch=epoch)  # type: ignore[arg-type]
+        for header, (_, epoch, state) in zip(headers, rounds, strict=True)
     ]
 
 
