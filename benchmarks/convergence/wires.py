@@ -84,8 +84,12 @@ CELLS = (
     Cell(rounds=150, wires=(*_FEW, SPARSE_LOCO)),
     Cell("1.4M", wires=(*_FEW, SPARSE_LOCO)),
     Cell(method="streaming", wires=_OVERLAPPED),
-    Cell(method="eager", wires=_OVERLAPPED),
-    Cell(num_replicas=16, wires=("fp32", "int1r", "sub2", "sub4", "sub8", "sub16", "topk256")),
+    Cell(method="eager", wires=_OVERLAPPED, seeds=(0, 1)),
+    Cell(
+        num_replicas=16,
+        wires=("fp32", "int1r", "sub2", "sub4", "sub8", "sub16", "topk256"),
+        seeds=(0, 1),
+    ),
 )
 
 

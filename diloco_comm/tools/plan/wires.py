@@ -27,7 +27,12 @@ LOSS_OVER_FP32: dict[str, float] = {
     "sub16": 0.068,
 }
 # The same with 16 replicas, among which owners encode the mean of these wires (``phases``).
-LOSS_BY_OWNERS: dict[str, float] = {}
+LOSS_BY_OWNERS: dict[str, float] = {
+    "sub2": 0.003,
+    "sub4": 0.002,
+    "sub8": 0.021,
+    "topk256": 0.0,
+}
 # From the most precise to the coarsest, without those that cost more and gain nothing. Sparse wires
 # are left out: at equal bits their loss is higher than that of sub2 to sub16.
 _CANDIDATES = ("int8", "int4", "int2r", "int1r", "sub2", "sub4", "sub8", "sub16")
