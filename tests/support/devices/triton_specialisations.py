@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton_launches import BF16, FP16, FP32, Launch, everything, representative
 
@@ -104,7 +104,7 @@ def _numbers(pattern: str, text: str) -> list[int]:
 
 
 def _nvidia(label: str, name: str, ptx: str) -> Report:
-    ptxas = knobs.nvidia.ptxas.path
+    ptxas = get_ptxas(TARGETS[name].arch).path
     (architecture,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
