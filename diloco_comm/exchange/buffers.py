@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -121,8 +121,8 @@ class ExchangeBuffers:
         )
         self.staging_bytes = window * world_size * layout.run_bytes if reduces else 0
         self._spares = []
-        self._owns = [self._new_payload()]
-        self._results = [self._new_result()] if world_size > 1 else []
+        self._owns = [self._make(layout.payload_bytes)]
+        self._results = [self._make(self._result_bytes)] if world_size > 1 else []
         # Groups of other sizes may have equal layouts, with other owners.
         owner = rank, world_size, layout
         if self._owner == owner:
@@ -152,11 +152,11 @@ class ExchangeBuffers:
         if is_unsure and any(r.state == "started" for r in self.rounds):
             raise RuntimeError("with error feedback, wait() for a round before the next start()")
         owns = [r.own for r in (*self.rounds, *self._owed)]
-        own = self._take(self._owns, owns, self._new_payload, self.layout.payload_bytes)
+        own = self._take(self._owns, owns, self.layout.payload_bytes)
         result = None
         if self.world_size > 1:
             held = [r.result for r in self.rounds]
-            result = self._take(self._results, held, self._new_result, self._result_bytes)
+            result = self._take(self._results, held, self._result_bytes)
         return Round(
             header, self.layout, self.mean_layout, self.num_phases, own, result, rank=self.rank
         )
@@ -324,17 +324,11 @@ class ExchangeBuffers:
             if round.state == "started" and round.is_done:
                 self.resolve(round)
 
-    def _take(
-        self,
-        pool: list[Payload],
-        busy: Sequence[Payload | None],
-        make: Callable[[], Payload],
-        size: int,
-    ) -> Payload:
+    def _take(self, pool: list[Payload], busy: Sequence[Payload | None], size: int) -> Payload:
         for buffer in pool:
             if not any(buffer is other for other in busy):
                 return buffer
-        pool.append(self._spare(size) or make())
+        pool.append(self._spare(size) or self._make(size))
         return pool[-1]
 
     def _spare(self, size: int) -> Payload | None:
@@ -346,12 +340,6 @@ class ExchangeBuffers:
     @property
     def _result_bytes(self) -> int:
         return self.num_received * self.mean_layout.payload_bytes
-
-    def _new_payload(self) -> Payload:
-        return self._make(self.layout.payload_bytes)
-
-    def _new_result(self) -> Payload:
-        return self._make(self._result_bytes)
 
     def _make(self, size: int) -> Payload:
         voters = self.world_size if self.is_streamed else 0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory import CPU, persistent
+from .phases import mean_wire
 from .wire import WireFormat
 
 
@@ -29,8 +30,8 @@ def drop_bad(residual: Tensor, wire: WireFormat) -> None:
     2^116, and decodes elements below 2^10 times the largest of their block; among many replicas the
     mean of sparse payloads is on a rotated wire, too (``phases``).
     """
-    is_mean_rotated = wire.is_rotated or wire.is_sparse
-    limit = 6e4 if wire.name == "fp16" else 2.0**106 if is_mean_rotated else 2.0**125
+    is_rotated = mean_wire(wire).is_rotated
+    limit = 6e4 if wire.name == "fp16" else 2.0**106 if is_rotated else 2.0**125
     residual.masked_fill_(~(residual.abs() <= limit), 0.0)
 
 

@@ -40,9 +40,14 @@ def standing_of(answer: Message) -> Standing:
     return Standing(*(answer.numbers[name] for name in ("round", "history", "num_steps")))
 
 
+def has_body(answer: Message | None) -> bool:
+    """Whether a donor has answered with what was asked for, right or wrong."""
+    return answer is not None and answer.kind not in (Kind.LATER, Kind.GONE, Kind.REFUSED)
+
+
 def values_of(link: Link, answer: Message | None, kind: Kind, size: int) -> bytearray | None:
     """Return the body of an answer; None if there is none. A donor of wrong bytes is lost."""
-    if answer is None or answer.kind in (Kind.LATER, Kind.GONE, Kind.REFUSED):
+    if answer is None or not has_body(answer):
         return None
     body = bytearray(answer.body)
     is_right = answer.kind == kind and len(body) == size

@@ -18,7 +18,7 @@ from ...base.service.sockets import POLLIN
 from ...rounds.round_log import LoggedRound, Standing
 from ...rounds.synced import SyncedFragment
 from .answers import Status
-from .downloads import Download, standing_of, values_of
+from .downloads import Download, has_body, standing_of, values_of
 from .keys import KeyPair, Place
 from .links import Link
 from .messages import PIECE_BYTES, Kind, Message
@@ -277,7 +277,7 @@ class Newcomer:
 
     def _give_back(self, answer: Message | None, num_bytes: int) -> None:
         """Take back what was spent on an answer without a body."""
-        if answer is None or answer.kind in (Kind.LATER, Kind.GONE, Kind.REFUSED):
+        if not has_body(answer):
             self._allowed_bytes += num_bytes
 
     def _ask_for_rounds(self) -> None:
