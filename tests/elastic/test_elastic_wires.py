@@ -30,7 +30,8 @@ def test_one_joins_where_a_mean_has_a_wire_of_its_own(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
     options = {"wire": "sub2", "block_size": None, "chunk_bytes": 64, "outer": SGD(1.0)}
-    run = Run(4, 160, joins={4: 12, 5: 40}, options=options, pace_until=5)
+    joins = {4: 12, 5: 40}
+    run = Run(4, 160, joins=joins, joins_in_turn=True, options=options, pace_until=5)
     pool = fresh_workers(6, init_group=False)
     ends = pool.run(live, pool.store, registry.address, run, timeout=60)
     check_one_line(ends)

@@ -84,11 +84,13 @@ class Run:
         interrupted: Replica that a Ctrl-C breaks off in its first wait for each round of its first
             view, and that goes on; -1: none.
         joins: Inner step of replica 0 at which each further replica is started, by number.
+        joins_in_turn: A further replica is started only once the one before it is a member.
     """
 
     founders: int
     last_step: int = 60
     joins: dict[int, int] = field(default_factory=dict)
+    joins_in_turn: bool = False
     faults: tuple[Fault, ...] = ()
     min_replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
@@ -261,7 +263,8 @@ def train_to_the_end(
             torch.save(diloco.state_dict(), run.checkpoint)
         if replica == min(diloco.members):
             for joiner, step in run.joins.items():
-                if diloco.inner_step >= step:
+                is_next = joiner - 1 in diloco.members or not run.joins_in_turn
+                if diloco.inner_step >= step and is_next:
                     signs.set(f"start {joiner}", "now")
         tokens.count += replica + 1
         with suppress(*([KeyboardInterrupt] if replica == run.interrupted else [])):
