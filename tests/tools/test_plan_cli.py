@@ -205,7 +205,8 @@ def test_a_link_for_which_there_is_no_setting_is_one_sentence(tmp_path: Path) ->
     path = tmp_path / "diloco.json"
     ended = run_cli("plan", *SMALL, "--gbps", 0.001, "--write", path)
     assert ended.status == 1 and not path.exists()
-    assert "No setting of DiLoCo or Streaming that was tried reaches 95%." in ended.out
+    sentence = "No setting of DiLoCo or Streaming over int8 or int4 that was tried reaches 95%."
+    assert f"{sentence} --wire auto tries shorter wires, too." in ended.out
     sentence = f"nothing is written to {path}: no setting that was tried reaches --target"
     assert ended.err == f"diloco-comm: {sentence}\n"
 

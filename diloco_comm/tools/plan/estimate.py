@@ -16,7 +16,7 @@ __all__ = ["TARGETS", "WIRES_TRIED", "Request", "find_settings", "make_plan", "n
 
 LATENCIES_MS = (0.0, 10.0, 50.0, 100.0, 200.0)
 ROUNDS_TRIED = (10, 20, 30, 50, 100, 200, 500, 1000)
-WIRES_TRIED = ("fp32", "bf16", "int8", "int4")
+WIRES_TRIED = ("fp32", "bf16", "int8", "int4", "int2r", "int1r", "sub8")
 
 
 def make_plan(request: Request, gbps: float | None = None, target: float = 0.95) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def find_settings(request: Request, gbps: float, target: float) -> list[Setting]
     ways += [("eager", 0, request.fragment_layers)]
     found = []
     for wire in WIRES_TRIED:
-        base = replace(request, wire=wire, bits=None)
+        base = wires.with_wire(request, wire)
         candidates = [[replace(base, method="dp", delay=0, fragment_layers=0)]]
         for method, delay, layers in ways:
             steps = [h for h in ROUNDS_TRIED if h > delay]

@@ -53,7 +53,7 @@ def print_plan(console: Console, plan: dict[str, Any], *, all_wires: bool = Fals
             highlight=False,
         )
         print_whole(console, _settings(link, request))
-        _print_chosen(console, link)
+        _print_chosen(console, link, is_auto=plan["auto"] is not None)
 
 
 def _headline(plan: dict[str, Any]) -> str:
@@ -134,10 +134,11 @@ def _settings(link: dict[str, Any], request: dict[str, Any]) -> Table:
     return table
 
 
-def _print_chosen(console: Console, link: dict[str, Any]) -> None:
+def _print_chosen(console: Console, link: dict[str, Any], *, is_auto: bool) -> None:
     if link["chosen"] is None:
-        words = f"No setting of DiLoCo or Streaming that was tried reaches {link['target']:.0%}."
-        console.print(words, highlight=False)
+        words = "No setting of DiLoCo or Streaming over int8 or int4 that was tried reaches"
+        advice = "" if is_auto else " --wire auto tries shorter wires, too."
+        console.print(f"{words} {link['target']:.0%}.{advice}", highlight=False)
         return
     config = link["chosen"]["config"]
     parts = [config[key]["name"] for key in ("outer", "overlap") if key in config]

@@ -47,7 +47,7 @@ def compare(request: Request, gbps: float | None) -> list[dict[str, Any]]:
     """
     rows = []
     for wire in WIRES:
-        one = _with_wire(request, wire)
+        one = with_wire(request, wire)
         rows.append(
             {
                 "wire": wire,
@@ -71,7 +71,7 @@ def choose_wire(request: Request, gbps: float, target: float) -> tuple[Request, 
     refused: list[str] = []
     best, least_bits = request, float("inf")
     for wire in _CANDIDATES:
-        one = _with_wire(request, wire)
+        one = with_wire(request, wire)
         if one.bits_per_param >= least_bits:
             refused.append(
                 f"{wire} sends no fewer bytes than {best.wire} with {one.workers} replicas"
@@ -109,7 +109,8 @@ def _loss(request: Request) -> float | None:
     return (LOSS_BY_OWNERS if request.has_owners else LOSS_OVER_FP32).get(request.wire)
 
 
-def _with_wire(request: Request, wire: str) -> Request:
+def with_wire(request: Request, wire: str) -> Request:
+    """Return the request with another wire; a block size stays where both wires have a choice."""
     has_choice = WireFormat(wire).has_element_codes
     is_choice = has_choice and request.wire in ELEMENT_WIRES
     block_size = request.block_size if is_choice else WireFormat().block_size
