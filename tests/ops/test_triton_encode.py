@@ -10,18 +10,16 @@ import pytest
 import test_ops_encode as encoding
 import torch
 from codec_cases import KINDS, SIZES, fragment, values
+from triton_cases import IS_COMPILED, every_impl, no_overflow_warning
 
 from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
 
-ON_A_GPU = torch.cuda.is_available()
-IMPLS = [pytest.param("triton@cuda", marks=pytest.mark.gpu)] if ON_A_GPU else ["triton"]
-every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 rounding = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = no_overflow_warning
 
 SMALL_SIZES = list(zip(SIZES[:-1], BLOCK_SIZES, strict=True))
 LARGEST_SIZE = SIZES[-1]
@@ -41,7 +39,7 @@ def test_encode_sizes_and_blocks(impl: str, wire: str, stochastic: bool) -> None
 @rounding
 def test_encode_kinds_of_values(impl: str, wire: str, stochastic: bool) -> None:
     for seed, kind in enumerate(KINDS):
-        if ON_A_GPU and seed % 2 == stochastic:
+        if IS_COMPILED and seed % 2 == stochastic:
             continue  # half of them: each combination is compiled
         case = fragment(900 + seed, WireFormat(wire, 32), kind, seed, with_outer=seed % 3 > 0)
         residual = values(900 + seed, "normal", seed + 50).to(

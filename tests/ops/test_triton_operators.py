@@ -25,6 +25,7 @@ from codec_cases import (
     values,
 )
 from test_ops_bounds import test_misaligned_tensors_between_guards as check_guards
+from triton_cases import IS_COMPILED, every_impl, interpreted, no_overflow_warning
 
 from diloco_comm import ops
 from diloco_comm.ops import reference, reference_sums
@@ -32,14 +33,10 @@ from diloco_comm.ops.wire import BLOCK_SIZES, ELEMENT_WIRES, Layout, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
 
-ON_A_GPU = torch.cuda.is_available()
-IMPLS = [pytest.param("triton@cuda", marks=pytest.mark.gpu)] if ON_A_GPU else ["triton"]
-every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", ELEMENT_WIRES)
 every_optimizer = pytest.mark.parametrize("optimizer", stepping.OPTIMIZERS)
-interpreted = pytest.mark.skipif(ON_A_GPU, reason="Triton is compiled here, not interpreted")
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = no_overflow_warning
 
 LARGEST_SIZE = SIZES[-1]
 
@@ -222,7 +219,7 @@ def test_the_tile_of_norms_is_the_reference_s() -> None:
         pytest.param("cuda", (1 << 31) + 70_003, impl, marks=pytest.mark.gpu)
         for impl in ops.available_impls("cuda")
     ]
-    if ON_A_GPU
+    if IS_COMPILED
     else [("cpu", 70_003, "triton")],
 )
 def test_the_last_run_of_a_large_fragment(device: str, num_elements: int, impl: str) -> None:

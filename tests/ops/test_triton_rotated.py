@@ -10,17 +10,15 @@ import pytest
 import test_rotated as rotated
 import torch
 from codec_cases import KINDS, fragment, values
+from triton_cases import every_impl, no_overflow_warning
 
 from diloco_comm.ops.wire import ROTATED_WIRES, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
 
-ON_A_GPU = torch.cuda.is_available()
-IMPLS = [pytest.param("triton@cuda", marks=pytest.mark.gpu)] if ON_A_GPU else ["triton"]
-every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", ROTATED_WIRES)
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = no_overflow_warning
 
 
 @every_impl

@@ -12,14 +12,12 @@ from codec_cases import DTYPES, assert_same, fragment, tensors_like
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ops_torch import calls
+from triton_cases import interpreted
 
 from diloco_comm import ops
 from diloco_comm.ops import dispatch as impls
 from diloco_comm.ops import triton as ops_triton
 from diloco_comm.ops.wire import WireFormat
-
-ON_A_GPU = torch.cuda.is_available()
-interpreted = pytest.mark.skipif(ON_A_GPU, reason="Triton is compiled here, not interpreted")
 
 
 def run(program: str) -> str:

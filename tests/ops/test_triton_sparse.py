@@ -15,18 +15,16 @@ import test_sparse_examples as examples
 import torch
 from codec_cases import KINDS, Fragment, assert_same, encode, fragment, values
 from torch import Tensor
+from triton_cases import every_impl, interpreted, no_overflow_warning
 
 from diloco_comm.kernels.checks import BLOCK_WIRES, RunLayout
 from diloco_comm.ops.wire import ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
 
 pytest.importorskip("triton", reason="needs Triton")
 
-ON_A_GPU = torch.cuda.is_available()
-IMPLS = [pytest.param("triton@cuda", marks=pytest.mark.gpu)] if ON_A_GPU else ["triton"]
-every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_wire = pytest.mark.parametrize("wire", SPARSE_WIRES)
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = no_overflow_warning
 
 
 @every_impl
@@ -173,7 +171,7 @@ def test_a_worked_example(impl: str) -> None:
     assert payload[16:88].numpy().tobytes().hex() == examples.TOPK64
 
 
-@pytest.mark.skipif(ON_A_GPU, reason="Triton is compiled here, not interpreted")
+@interpreted
 def test_misaligned_tensors_between_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "sizes_of", lambda *_: [(257, 4096)])
     bounds.test_misaligned_tensors_between_guards("triton", "topk64", 3)

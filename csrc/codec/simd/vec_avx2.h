@@ -1,4 +1,4 @@
-// Eight fp32 lanes of AVX2 with F16C. Same names as vec_avx512.h; kernels_simd.h is written once
+// Eight fp32 lanes of AVX2 with F16C. Same names as vec_avx512.h; kernels.h is written once
 // over both. Included by exactly one translation unit, inside its own flags; everything has
 // internal linkage.
 #pragma once

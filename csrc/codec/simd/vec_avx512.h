@@ -1,4 +1,4 @@
-// Sixteen fp32 lanes of AVX-512 (F, BW, VL, DQ). Same names as vec_avx2.h; kernels_simd.h is
+// Sixteen fp32 lanes of AVX-512 (F, BW, VL, DQ). Same names as vec_avx2.h; kernels.h is
 // written once over both. Included by exactly one translation unit, inside its own flags;
 // everything has internal linkage.
 #pragma once

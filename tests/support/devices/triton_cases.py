@@ -1,0 +1,14 @@
+"""Where the tests of Triton's kernels run: on a GPU if there is one, else in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+IS_COMPILED = torch.cuda.is_available()
+IMPLS = [pytest.param("triton@cuda", marks=pytest.mark.gpu)] if IS_COMPILED else ["triton"]
+every_impl = pytest.mark.parametrize("impl", IMPLS)
+interpreted = pytest.mark.skipif(IS_COMPILED, reason="Triton is compiled here, not interpreted")
+no_overflow_warning = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton.runtime.interpreter"
+)
