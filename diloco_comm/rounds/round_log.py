@@ -32,7 +32,7 @@ class LoggedRound:
         before, after: History of the fragment before and after the round; see ``history``.
         num_steps: Outer steps before this one.
         coefficients: One for each payload.
-        num_runs, run_elements, wire: Of the layout of the payloads.
+        num_runs, run_elements, wire, block_size: Of the layout of the payloads.
         num_bytes: Of all payloads.
     """
 
@@ -46,6 +46,7 @@ class LoggedRound:
     num_runs: int
     run_elements: int
     wire: str
+    block_size: int
     num_bytes: int
 
 
@@ -132,6 +133,7 @@ class RoundLog:
             mean.layout.num_runs,
             mean.layout.run_elements,
             mean.layout.wire.name,
+            mean.layout.wire.block_size,
             size,
         )
         with self._lock:
@@ -271,8 +273,7 @@ def replay(part: SyncedFragment, entry: LoggedRound, payloads: Tensor, impl: str
         raise ValueError(
             f"round {entry.number} of fragment {entry.fragment} does not follow {standing}"
         )
-    # Only element wires have a choice of block sizes, and their means are on the part's own wire.
-    wire = part.wire if entry.wire == part.wire.name else WireFormat(entry.wire)
+    wire = WireFormat(entry.wire, entry.block_size)
     layout = Layout(part.num_elements, entry.num_runs, entry.run_elements, wire)
     if payloads.numel() != layout.payload_bytes * len(entry.coefficients):
         raise ValueError(

@@ -146,48 +146,6 @@ def _texts(state: Any) -> list[str]:
     return [state] if isinstance(state, str) and '"rounds"' in state else []
 
 
-def save_again(rank: int, world: int, wire: str, state: Any, num_steps: int) -> tuple[Any, str]:
-    """Go on from a state, or from the start, and save; what follows when that ends."""
-    model, optimizer, diloco = attach(wire=wire, overlap=Delayed(), fragments=1)
-    with diloco:
-        if state is not None:
-            diloco.load_state_dict(state, strict=False)
-        for step in range(num_steps):
-            train_step(model, optimizer, rank, step, WIDTH)
-        saved = copy.deepcopy(diloco.state_dict())
-        diloco.flush()
-        return saved, diloco.outer_hash()
-
-
-def _merged(saves: list[tuple[Any, str]]) -> Any:
-    """One state with what each replica has of its own."""
-    state = dict(saves[0][0])
-    for rank, (own, _) in enumerate(saves):
-        state.update({key: own[key] for key in own if key == f"replica_{rank}"})
-    return state
-
-
-@pytest.mark.parametrize(
-    ("wire", "first", "second"), [("sub2", 5, 4), ("sub2", 5, 2), ("sub2", 4, 5), ("int8", 3, 2)]
-)
-def test_a_round_of_another_group_is_saved_again(
-    wire: str, first: int, second: int, workers
-) -> None:
-    state = _merged(workers(first).run(save_again, wire, None, 7))
-    again = workers(second).run(save_again, wire, state, 0)
-    third = workers(second).run(save_again, wire, _merged(again), 0)
-    hashes = {end for _, end in again + third}
-    assert len(hashes) == 1
-    # The round under way counts: without it, the outer parameters are others.
-    assert workers(second).run(untrained_hash, wire)[0] not in hashes
-
-
-def untrained_hash(rank: int, world: int, wire: str) -> str:
-    _, _, diloco = attach(wire=wire, overlap=Delayed(), fragments=1)
-    with diloco:
-        return diloco.outer_hash()
-
-
 @pytest.mark.parametrize("overlap", [Streaming(2, 0.5), Delayed(), Eager()], ids=repr)
 def test_a_saved_round_keeps_the_wire_of_its_mean(overlap: Any, workers) -> None:
     results = workers(5).run(resume, overlap)

@@ -58,8 +58,10 @@ def _logged(
     num_runs: Any,
     run_elements: Any,
     wire: Any,
+    block_size: Any,
     num_bytes: Any,
 ) -> LoggedRound:
+    form = WireFormat(wire, _count(block_size))
     return LoggedRound(
         _count(fragment),
         _count(number),
@@ -70,7 +72,8 @@ def _logged(
         tuple([float(one) for one in coefficients]),
         _count(num_runs),
         _count(run_elements),
-        WireFormat(wire).name,
+        form.name,
+        form.block_size,
         _count(num_bytes),
     )
 

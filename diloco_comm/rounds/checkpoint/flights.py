@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,9 +63,10 @@ def pack_shared(
             "weight_sum": weight_sum(mean),
             "digest": mean.digest if flight.has_digest else None,
         }
-        # The mean of short payloads may be on another wire (``phases``).
+        # The mean of short payloads may be on another wire (``phases``), and so may a round that
+        # was under way when the wire was changed.
         wire = mean.layout.wire
-        numbers |= {} if wire == buffers.wire else {"mean_wire": wire.name}
+        numbers |= {} if wire == buffers.wire else {"mean_wire": _named(wire)}
         # A round may be of a larger or smaller group than the present one.
         usual = _usual_senders(members, buffers.wire)
         numbers |= {} if flight.senders == usual else {"senders": list(flight.senders)}
@@ -85,6 +86,15 @@ def pack_shared(
     return json.dumps({**text, "history": history, "rounds": rounds}), payloads
 
 
+def _named(wire: WireFormat) -> list[Any]:
+    return [wire.name, wire.block_size]
+
+
+def _wire_of(saved: str | Sequence[Any]) -> WireFormat:
+    """Return a wire of a saved state; older states have the name alone."""
+    return WireFormat(saved) if isinstance(saved, str) else WireFormat(*saved)
+
+
 def _usual_senders(members: Sequence[int], wire: WireFormat) -> tuple[int, ...]:
     """The senders of a round that does not name them; see ``RoundInFlight.senders``."""
     return tuple(members) if len(members) <= 2 or wire.is_gathered else ()
@@ -96,7 +106,9 @@ def pack_own(
     """Return this replica's numbers, and its own payloads that are no terms of a mean."""
     for flight in flights:
         flight.measured_norm()
-    numbers = [{name: getattr(flight, name) for name in _OWN} for flight in flights]
+    numbers: list[dict[str, Any]] = [
+        {name: getattr(flight, name) for name in _OWN} for flight in flights
+    ]
     payloads: dict[str, Tensor] = {}
     zeros = canonical(buffers.num_elements, buffers.wire)
     is_reduced = buffers.num_phases == 2
@@ -104,6 +116,8 @@ def pack_own(
         if is_reduced or not flight.senders:
             own = flight.own
             payloads[str(k)] = _zeros(zeros, buffers) if own is None else _pack(own, flight.layout)
+            if own is not None and flight.layout.wire != buffers.wire:
+                numbers[k]["wire"] = _named(flight.layout.wire)
     for k in range(len(flights), depth if is_reduced else 0):
         payloads[str(k)] = _zeros(zeros, buffers)
     return numbers, payloads
@@ -139,9 +153,10 @@ class Saved:
             assert part.buffers is not None and flight.mean is not None
             part.in_flight.append(flight)
             terms = flight.mean.terms
-            own = terms[0][0] if flight.own is None else flight.own
-            mean = flight.mean
-            part.buffers.adopt(mean.headers[0], flight.layout, own, mean.layout, terms)
+            own, layout = flight.own, flight.layout
+            if own is None:
+                own, layout = terms[0][0], flight.mean.layout
+            part.buffers.adopt(flight.mean.headers[0], layout, own, flight.mean.layout, terms)
 
 
 def unpack(
@@ -175,34 +190,35 @@ def unpack(
             f"with blocks of {wire.block_size}, this one has {buffers.wire.name} with "
             f"{buffers.wire.block_size}: flush() before the save to change them"
         )
-    layout = canonical(buffers.num_elements, wire)
-    target = buffers.layout if wire == buffers.wire else layout
-    reader = _Reader(part.index, layout, target, buffers.device)
+    reader = _Reader.of(part.index, buffers, wire)
     saved = Saved()
     for k, numbers in enumerate(meta["rounds"]):
         coefficients = numbers.pop("coefficients")
         found = payloads.get(str(k), {})
         mean_reader = reader
         if "mean_wire" in numbers:
-            one_run = canonical(buffers.num_elements, WireFormat(numbers.pop("mean_wire")))
-            mean_reader = replace(reader, layout=one_run, target=one_run)
+            mean_reader = _Reader.of(part.index, buffers, _wire_of(numbers.pop("mean_wire")))
         tensors = [mean_reader.read(found.get(str(i))) for i in range(len(coefficients))]
         terms = list(zip(tensors, coefficients, strict=True))
-        mine = own["flights"][k] if own and k < len(own["flights"]) else {"weight": 1.0}
+        mine = dict(own["flights"][k]) if own and k < len(own["flights"]) else {"weight": 1.0}
+        own_reader = reader
+        if "wire" in mine:
+            own_reader = _Reader.of(part.index, buffers, _wire_of(mine.pop("wire")))
         usual = _usual_senders(meta["members"], wire)
         senders = tuple(numbers.pop("senders", usual))
         if replica in senders:
+            own_reader = mean_reader
             kept: Tensor | None = tensors[senders.index(replica)]
         else:
             apart = own["payloads"] if own and not senders else {}
-            kept = reader.read(apart[str(k)]) if str(k) in apart else None
-        layouts = target, mean_reader.target
+            kept = own_reader.read(apart[str(k)]) if str(k) in apart else None
+        layouts = own_reader.target, mean_reader.target
         flight = _flight_of(part.index, numbers, mine, kept, terms, layouts, replica)
         flight.members = senders
         saved.flights.append(flight)
     for i, coefficient in enumerate(own["corrections"] if own else []):
         payload = reader.read(own["corrected"].get(str(i)) if own else None)
-        saved.corrections.append(Own(payload, coefficient, target))
+        saved.corrections.append(Own(payload, coefficient, reader.target))
     return saved
 
 
@@ -255,10 +271,23 @@ def saved_writes(parts: Sequence[SyncedPart]) -> dict[int, set[int]]:
 
 @dataclass
 class _Reader:
+    """Reads payloads of one wire.
+
+    Attributes:
+        layout: Of the payloads in the state.
+        target: Of what ``read`` returns: where the wire is that of the buffers, as these have.
+    """
+
     fragment: int
     layout: Layout
     target: Layout
     device: torch.device
+
+    @classmethod
+    def of(cls, fragment: int, buffers: ExchangeBuffers, wire: WireFormat) -> _Reader:
+        layout = canonical(buffers.num_elements, wire)
+        target = buffers.layout if wire == buffers.wire else layout
+        return cls(fragment, layout, target, buffers.device)
 
     def read(self, payload: Tensor | None) -> Tensor:
         if payload is None or payload.dtype != torch.uint8:
