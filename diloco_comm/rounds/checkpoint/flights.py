@@ -200,7 +200,9 @@ def unpack(
             mean_reader = _Reader.of(part.index, buffers, _wire_of(numbers.pop("mean_wire")))
         tensors = [mean_reader.read(found.get(str(i))) for i in range(len(coefficients))]
         terms = list(zip(tensors, coefficients, strict=True))
-        mine = dict(own["flights"][k]) if own and k < len(own["flights"]) else {"weight": 1.0}
+        mine: dict[str, Any] = {"weight": 1.0}
+        if own and k < len(own["flights"]):
+            mine = dict(own["flights"][k])
         own_reader = reader
         if "wire" in mine:
             own_reader = _Reader.of(part.index, buffers, _wire_of(mine.pop("wire")))
