@@ -24,7 +24,7 @@ from .base import env
 from .base.errors import NonFiniteError
 from .base.futures import Finisher, for_native
 from .exchange import collective
-from .ops.wire import parse
+from .ops.wire import WireFormat, parse
 
 NAME = "diloco"
 
@@ -63,13 +63,23 @@ def _without_gil(cls: type[DilocoProcessGroup]) -> type[DilocoProcessGroup]:
     return cls
 
 
+def _wire() -> WireFormat:
+    wire = parse(env.backend_wire())
+    if wire.is_sparse:
+        raise ValueError(
+            f"DILOCO_COMM_BACKEND_WIRE={wire.name} needs error feedback, which the backend "
+            f"{NAME!r} does not keep: take another wire"
+        )
+    return wire
+
+
 @_without_gil
 class DilocoProcessGroup(dist.ProcessGroup):
     """What ``init_process_group("diloco")`` and ``new_group(backend="diloco")`` make."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._wire = parse(env.backend_wire(), 256)
+        self._wire = _wire()
         self._min_bytes = env.backend_min_bytes()
         self._store, self._timeout = store, timeout
         self._finisher = Finisher()

@@ -81,6 +81,12 @@ class Settings:
                 f"feedback_decay={decay!r} needs error_feedback=True: without it nothing that an "
                 "encoding lost is kept"
             )
+        sparse = [wire.name for _, wire in self.wire.groups if wire.is_sparse]
+        if decay == 0 and sparse:
+            raise ValueError(
+                f"feedback_decay=0 keeps nothing that an encoding lost, and wire {sparse[0]!r} "
+                "needs that: give a number above 0"
+            )
         return decay
 
     def as_json(self) -> dict[str, Any]:
@@ -95,6 +101,8 @@ class Settings:
         """Return the settings that replicas compare: all that must be equal."""
         parts = {"outer": self.outer.shared_config(), "overlap": self.overlap.shared_config()}
         values = {**self.as_json(), **parts}
+        if self.error_feedback and self.feedback_decay is None and self.wire.single:
+            values["feedback_decay"] = self.wire.single.feedback_decay
         if isinstance(values["wire"], dict):
             # A pattern has its place: the first one that matches a name counts.
             values["wire"] = [list(pair) for pair in values["wire"].items()]

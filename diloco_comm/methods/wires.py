@@ -44,6 +44,11 @@ class Wires:
                 "wire='auto' is no wire: a DiLoCo does not know the link. Let `diloco-comm plan "
                 "--wire auto --gbps ... --write FILE` choose one, and give config=FILE"
             )
+        if not isinstance(wire, str | WireFormat | Mapping):
+            raise TypeError(
+                "wire must be a name, a WireFormat, or a mapping of patterns to names, got "
+                f"{type(wire).__name__}"
+            )
         if not isinstance(wire, Mapping):
             return cls(((REST, parse(wire, block_size)),))
         if not wire:
@@ -55,8 +60,12 @@ class Wires:
                 f"'rest' must be the last key of wire, got {list(wire)}: it takes the names that "
                 "no key before it has matched"
             )
-        sizes = {name: block_size if name in ELEMENT_WIRES else None for name in wire.values()}
-        return cls(tuple((p, parse(name, sizes[name])) for p, name in wire.items()))
+        if block_size is not None and not set(ELEMENT_WIRES) & set(wire.values()):
+            raise ValueError(
+                f"block_size={block_size!r} goes with none of the wires {list(wire.values())}, "
+                "whose blocks have one size: leave it out"
+            )
+        return cls(tuple((p, _wire_of(p, name, block_size)) for p, name in wire.items()))
 
     @property
     def single(self) -> WireFormat | None:
@@ -101,6 +110,13 @@ class Wires:
                     f"{pattern!r} in wire matches no parameter that an earlier key has not taken; "
                     f"the first parameter is {names[0]!r}"
                 )
+
+
+def _wire_of(pattern: str, name: str, block_size: int | None) -> WireFormat:
+    try:
+        return parse(name, block_size if name in ELEMENT_WIRES else None)
+    except ValueError as error:
+        raise ValueError(f"wire of {pattern!r}: {error}") from None
 
 
 def _check_group(pattern: Any, name: Any) -> None:

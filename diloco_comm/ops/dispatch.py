@@ -151,6 +151,22 @@ def resolve_impl(impl: str = "", device: str = "cpu", operator: str = "") -> str
     return default_on_cuda(operator) if operator and not impl and device == "cuda" else impl
 
 
+def resolve_engine_impl(impl: str = "", device: str = "cpu") -> str:
+    """As ``resolve_impl``, for operators that the exchange engine calls, too.
+
+    Raises:
+        ValueError: Also for "reference", which is Python.
+    """
+    resolved = resolve_impl(impl, device)
+    if resolved == "reference":
+        names = [name for name in available_impls(device) if name != resolved]
+        raise ValueError(
+            "impl 'reference' is plain PyTorch, which the exchange engine cannot call: take one of "
+            f"{', '.join(names)}"
+        )
+    return resolved
+
+
 def _is_of_another_device(impl: str, device: str) -> bool:
     others = (names for key, names in IMPLEMENTATIONS.items() if key != device)
     return impl not in IMPLEMENTATIONS.get(device, {}) and any(impl in names for names in others)

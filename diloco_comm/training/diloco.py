@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import ops
 from ..base.errors import NonFiniteError
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
 from ..methods.overlap import Overlap
 from ..methods.settings import UNSET, Config, Settings, Unset
+from ..ops.dispatch import resolve_engine_impl
 from ..ops.wire import WireFormat
 from ..replica.fragments import FragmentSpec
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
@@ -175,7 +175,7 @@ class DiLoCo(Saved):
         workers = workers_of(plan, seconds)
         if workers is not None:
             meet_workers(workers, plan, settings, {"norms": norms, "replica": replica})
-        impl = ops.resolve_impl(impl, plan.device.type)
+        impl = resolve_engine_impl(impl, plan.device.type)
         measures = {"weight": weight, "norms": norms, "on_reset": on_reset}
         begin = partial(
             self._begin, model, optimizers, settings, plan, workers, impl, seconds, measures

@@ -55,7 +55,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"wire": {"rest": "int4", "norm": "int8"}}, ValueError, "'rest' must be the last key"),
     ({"wire": {"(": "int4"}}, ValueError, r"'\(' in wire is no regular expression"),
     ({"wire": {"norm": 4}}, TypeError, "must map patterns to names of wires"),
-    ({"wire": {"norm": "int5"}}, ValueError, "unknown wire 'int5'"),
+    ({"wire": {"norm": "int5"}}, ValueError, "wire of 'norm': unknown wire 'int5'"),
+    ({"wire": {"norm": "auto"}}, ValueError, "unknown wire 'auto'.*plan --wire auto"),
+    ({"wire": ["int4"]}, TypeError, "a WireFormat, or a mapping of patterns to names, got list"),
+    (
+        {"wire": {"norm": "sub2", "rest": "int2r"}, "block_size": 64},
+        ValueError,
+        "block_size=64 goes with none of the wires",
+    ),
     ({"wire": {"norm": "int4"}}, ValueError, "'layers.0.weight' is matched by no key of wire"),
     ({"wire": {"nrom": "int4", "rest": "int8"}}, ValueError, "'nrom' in wire matches no parameter"),
     (
@@ -66,7 +73,13 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"wire": {"norm": "int4", "rest": "topk64"}}, ValueError, "wire of 'rest': .* needs error_f"),
     ({"feedback_decay": 0.9}, ValueError, "feedback_decay=0.9 needs error_feedback=True"),
     ({"feedback_decay": 1.5, "error_feedback": True}, ValueError, "from 0 to 1, got 1.5"),
+    (
+        {"wire": "topk64", "feedback_decay": 0, "error_feedback": True},
+        ValueError,
+        "feedback_decay=0 keeps nothing .*'topk64' needs that",
+    ),
     ({"align_tensors": 1}, TypeError, "align_tensors"),
+    ({"impl": "reference"}, ValueError, "plain PyTorch, .* take one of scalar"),
 ]
 
 
@@ -85,6 +98,15 @@ def test_settings_are_saved_and_read(tmp_path) -> None:
     assert saved["wire"] == MIXED and again.as_json() == saved
     assert [form.block_size for _, form in again.wire.groups] == [64, 64, 256]
     assert Wires.parse("int4").config() == "int4"
+
+
+def test_the_default_decay_is_that_of_the_wire() -> None:
+    """Replicas compare what the settings mean, not whether a default was written out."""
+    given: dict[str, Any] = {"sync_every": 3, "wire": "topk64", "error_feedback": True}
+    default = Settings(**given)
+    assert default.shared() == Settings(**given, feedback_decay=0.95).shared()
+    assert default.shared() != Settings(**given, feedback_decay=0.9).shared()
+    assert default.as_json()["feedback_decay"] is None
 
 
 # -------------------------------------------------------------------------------- real replicas

@@ -71,6 +71,8 @@ SCHEMA: dict[str, Any] = {
             "lost_s_per_day": float,
             "bytes_per_day": float,
             "target": float,
+            "wires_tried": [str],
+            "chosen_wires": [str],
             "settings": [SETTING],
             "chosen": ({"setting": SETTING, "config": {...: object}, "line": str}, None),
         },

@@ -82,6 +82,37 @@ def test_auto_says_when_no_wire_is_enough(tmp_path: Path) -> None:
     assert ended.status == 1 and "reaches --target" in ended.err
 
 
+@pytest.mark.parametrize(
+    ("wire", "written"),
+    [
+        ("int4", '"int4"'),
+        ("int1r", '"int1r"'),
+        ("sub16", '"sub16"'),
+        ("topk64", '"topk64"'),
+    ],
+)
+def test_a_named_wire_is_kept(wire: str, written: str) -> None:
+    plan = plan_json(*SMALL, "--gbps", 1, "--wire", wire)
+    assert plan["link"]["chosen_wires"] == [wire]
+    assert f"wire={written}" in plan["link"]["chosen"]["line"]
+    assert plan["link"]["wires_tried"][:4] == ["fp32", "bf16", "int8", "int4"]
+    assert wire in plan["link"]["wires_tried"]
+
+
+def test_auto_keeps_the_block_size() -> None:
+    plan = plan_json(*SMALL, "--gbps", 1000, "--wire", "auto", "--block-size", 64)
+    assert plan["bits_per_param"] == 8.25
+    assert plan["link"]["chosen"]["config"]["block_size"] == 64
+
+
+def test_a_share_below_the_target_is_shown_below() -> None:
+    assert [plan_wires._below(share, 0.95) for share in (0.5, 0.94954, 0.9499999)] == [
+        "50.0%",
+        "94.95%",
+        "94.99999%",
+    ]
+
+
 def test_the_losses_are_those_that_were_measured() -> None:
     from benchmarks.convergence import wires_report
 

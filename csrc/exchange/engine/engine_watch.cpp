@@ -29,8 +29,9 @@ std::string departures_of(const std::vector<Departure>& left) {
         replicas.push_back(gone.replica);
         steps.push_back(gone.inner_step);
     }
-    return "replica " + list_of(replicas) + " closed its DiLoCo and left, at inner step " +
-           list_of(steps);
+    const char* words = left.size() == 1 ? " closed its DiLoCo and left, at inner step "
+                                         : " closed their DiLoCo and left, at inner steps ";
+    return replicas_of(replicas) + words + list_of(steps);
 }
 
 // The members' reports about themselves, in words, without the verdict.

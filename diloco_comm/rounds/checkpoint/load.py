@@ -92,8 +92,9 @@ def _check_layout(state: Any, layout: int) -> None:
         raise ValueError(f"saved state has version {state.get('version')}, {VERSION} expected")
     if state.get("layout") != layout:
         raise ValueError(
-            "the saved state is of another layout: names, shapes, dtypes, fragments, sync_every "
-            "and offsets must be those of the save"
+            "the saved state is of another layout: names, shapes, dtypes, fragments, sync_every, "
+            "offsets, align_tensors, the groups of wire and, with align_tensors, the wires' block "
+            "sizes must be those of the save"
         )
 
 
@@ -175,8 +176,8 @@ def _plan_residuals(
         if strict:
             raise ValueError(
                 "the saved state holds no error-feedback residuals that fit replica "
-                f"{scope.replica} in a group of this size: it was saved by other replicas; "
-                "strict=False starts them at zero"
+                f"{scope.replica} in a group of this size: it was saved without error feedback "
+                "or by other replicas; strict=False starts them at zero"
             )
         whole, runs = None, None
     # Without the older residuals, a round that is lost later leaves its rounding error.

@@ -61,7 +61,10 @@ def plan(
     rounds: Annotated[int, typer.Option(help="Sends to apply, of delayed, eager, co2.")] = 1,
     wire: Annotated[
         str | None,
-        typer.Option(help="Wire format (int8, or fp32 for dp); auto chooses one for --gbps."),
+        typer.Option(
+            help="Wire format (int8, or fp32 for dp); a named one is that of the settings chosen "
+            "for --gbps, too. auto chooses among all but the sparse wires."
+        ),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Elements that share a scale.")] = 256,
     bits: Annotated[
@@ -115,7 +118,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Predict compute utilisation, bandwidth, traffic and memory of a run before it is started."""
-    from .estimate import Request, make_plan
+    from .estimate import AUTO, Request, make_plan
 
     if published:
         _print_published(as_json)
@@ -170,7 +173,8 @@ def plan(
             bits=bits,
             rtt_ms=rtt_ms,
         )
-        made = make_plan(request, gbps, target)
+        named = {} if wire in (None, AUTO) else {"chosen_wires": (request.wire,)}
+        made = make_plan(request, gbps, target, **named)
     except ValueError as error:
         misuse(in_options(str(error), ("block_size",)))
     _show(made, plot, as_json, all_wires=all_wires)

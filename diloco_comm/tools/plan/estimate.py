@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -9,22 +10,29 @@ import numpy as np
 
 from . import wires
 from .request import AUTO, DAY_S, TARGETS, Request, needed_gbps
-from .settings import Setting, as_arguments, choose
+from .settings import WIRES_CHOSEN, Setting, as_arguments, choose
 from .simulator import GRID_GBPS
 
-__all__ = ["TARGETS", "WIRES_TRIED", "Request", "find_settings", "make_plan", "needed_gbps"]
+__all__ = ["TARGETS", "Request", "find_settings", "make_plan", "needed_gbps"]
 
 LATENCIES_MS = (0.0, 10.0, 50.0, 100.0, 200.0)
 ROUNDS_TRIED = (10, 20, 30, 50, 100, 200, 500, 1000)
 WIRES_TRIED = ("fp32", "bf16", "int8", "int4", "int2r", "int1r", "sub8")
 
 
-def make_plan(request: Request, gbps: float | None = None, target: float = 0.95) -> dict[str, Any]:
+def make_plan(
+    request: Request,
+    gbps: float | None = None,
+    target: float = 0.95,
+    *,
+    chosen_wires: Sequence[str] = WIRES_CHOSEN,
+) -> dict[str, Any]:
     """Return all that is known about a request, as JSON types; docs/reference/plan.md has them.
 
     Args:
         gbps: Bandwidth of a link to look at, Gbit/s.
         target: Compute utilisation that settings for this link must reach, below 1.
+        chosen_wires: Wires that settings may be chosen with, the first ones first.
 
     Raises:
         ValueError: If the link or the target is impossible, or a wire is wanted for no link.
@@ -59,15 +67,18 @@ def make_plan(request: Request, gbps: float | None = None, target: float = 0.95)
         "extra_memory_bytes": request.extra_memory_bytes,
         "wires": wires.compare(request, gbps),
         "auto": why,
-        "link": None if gbps is None else _on_link(request, gbps, target, is_auto),
+        "link": None if gbps is None else _on_link(request, gbps, target, is_auto, chosen_wires),
     }
 
 
-def _on_link(request: Request, gbps: float, target: float, is_auto: bool) -> dict[str, Any]:
+def _on_link(
+    request: Request, gbps: float, target: float, is_auto: bool, chosen_wires: Sequence[str]
+) -> dict[str, Any]:
     link = np.array([gbps])
     share = float(request.utilisation(link, "step")[0])
-    settings = find_settings(request, gbps, target)
-    chosen = choose(settings)
+    tried = dict.fromkeys([*WIRES_TRIED, *chosen_wires])
+    settings = find_settings(request, gbps, target, list(tried))
+    chosen = choose(settings, chosen_wires)
     if is_auto:
         chosen = request.setting(share) if share >= target else None
     return {
@@ -78,12 +89,16 @@ def _on_link(request: Request, gbps: float, target: float, is_auto: bool) -> dic
         "lost_s_per_day": (1 - share) * DAY_S,
         "bytes_per_day": request.bytes_per_day(share),
         "target": target,
+        "wires_tried": list(tried),
+        "chosen_wires": list(chosen_wires),
         "settings": [asdict(setting) for setting in settings],
         "chosen": None if chosen is None else as_arguments(chosen, request.block_size),
     }
 
 
-def find_settings(request: Request, gbps: float, target: float) -> list[Setting]:
+def find_settings(
+    request: Request, gbps: float, target: float, tried: Sequence[str] = WIRES_TRIED
+) -> list[Setting]:
     """Find, for each method and wire, the smallest of ``ROUNDS_TRIED`` that reaches the target.
 
     In ``step`` granularity; ``sync_every`` is 1 for data parallel. Other arguments, such as the
@@ -93,15 +108,15 @@ def find_settings(request: Request, gbps: float, target: float) -> list[Setting]
     ways = [("diloco", 0, 0), ("streaming", 1, fragment), ("streaming", 5, fragment)]
     ways += [("eager", 0, request.fragment_layers)]
     found = []
-    for wire in WIRES_TRIED:
+    for wire in tried:
         base = wires.with_wire(request, wire)
         candidates = [[replace(base, method="dp", delay=0, fragment_layers=0)]]
         for method, delay, layers in ways:
             steps = [h for h in ROUNDS_TRIED if h > delay]
             change = {"method": method, "delay": delay, "fragment_layers": layers}
             candidates.append([replace(base, sync_every=h, **change) for h in steps])  # type: ignore[arg-type]
-        for tried in candidates:
-            found += _first_that_reaches(tried, gbps, target)
+        for way in candidates:
+            found += _first_that_reaches(way, gbps, target)
     return found
 
 

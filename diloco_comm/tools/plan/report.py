@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..common import plots
 from ..common.printing import print_whole
-from .estimate import TARGETS, WIRES_TRIED
+from .estimate import TARGETS
 from .published import MODELS
 from .simulator import GRID_GBPS
 
@@ -122,23 +122,26 @@ def _settings(link: dict[str, Any], request: dict[str, Any]) -> Table:
     title = f"Smallest H tried that reaches {link['target']:.0%} on this link"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("method")
-    for wire in WIRES_TRIED:
+    for wire in link["wires_tried"]:
         table.add_column(wire, justify="right")
     found = {(s["method"], s["delay"], s["wire"]): s["sync_every"] for s in link["settings"]}
     ways = [("dp", 0, "data parallel"), ("diloco", 0, "diloco")]
     ways += [("streaming", 1, "streaming, delay 1"), ("streaming", 5, "streaming, delay 5")]
     ways += [("eager", 0, "eager")]
     for method, delay, name in ways:
-        cells = (found.get((method, delay, wire)) for wire in WIRES_TRIED)
+        cells = (found.get((method, delay, wire)) for wire in link["wires_tried"])
         table.add_row(name, *("-" if h is None else str(h) for h in cells))
     return table
 
 
 def _print_chosen(console: Console, link: dict[str, Any], *, is_auto: bool) -> None:
     if link["chosen"] is None:
-        words = "No setting of DiLoCo or Streaming over int8 or int4 that was tried reaches"
-        advice = "" if is_auto else " --wire auto tries shorter wires, too."
-        console.print(f"{words} {link['target']:.0%}.{advice}", highlight=False)
+        over = " or ".join(link["chosen_wires"])
+        words = f"No setting of DiLoCo or Streaming over {over} that was tried reaches"
+        advice = "--wire auto tries shorter wires, too."
+        if is_auto:
+            words, advice = "Nothing is chosen: no wire reaches", "Raise --sync-every."
+        console.print(f"{words} {link['target']:.0%}. {advice}", highlight=False)
         return
     config = link["chosen"]["config"]
     parts = [config[key]["name"] for key in ("outer", "overlap") if key in config]

@@ -13,7 +13,7 @@ from ...ops.wire import ELEMENT_WIRES, WireFormat
 
 # A choice goes through the wires in this order, and through the ways of each wire. Eager updates
 # are never chosen, because their loss is higher.
-_WIRES = ("int8", "int4")
+WIRES_CHOSEN = ("int8", "int4")
 _WAYS = (("diloco", 0), ("streaming", 1), ("streaming", 5))
 # The H of the published table of Streaming DiLoCo (arXiv 2501.18512, Table 4).
 MOST_STEPS = 100
@@ -34,19 +34,20 @@ class Setting:
     utilisation: float
 
 
-def choose(settings: Sequence[Setting]) -> Setting | None:
+def choose(settings: Sequence[Setting], wires: Sequence[str] = WIRES_CHOSEN) -> Setting | None:
     """Return the first setting that exchanges at least every ``MOST_STEPS`` inner steps.
 
     Where no setting does, the one that exchanges most often.
 
     Args:
         settings: Settings that reach the target, at most one for each method, delay and wire.
+        wires: Those that may be chosen, in order.
 
     Returns:
-        None, if no setting of DiLoCo or Streaming over int8 or int4 is among them.
+        None, if no setting of DiLoCo or Streaming over these wires is among them.
     """
     by_way = {(s.method, s.delay, s.wire): s for s in settings}
-    ways = [(*way, wire) for wire in _WIRES for way in _WAYS]
+    ways = [(*way, wire) for wire in wires for way in _WAYS]
     found = [by_way[way] for way in ways if way in by_way]
     frequent = [setting for setting in found if setting.sync_every <= MOST_STEPS]
     return frequent[0] if frequent else min(found, key=lambda s: s.sync_every, default=None)

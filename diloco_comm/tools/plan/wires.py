@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
-from .request import Request
+from .request import AUTO, Request
 
 # Loss beyond that of fp32 (nats a byte) after 30 rounds of 10 inner steps: a model of 118,000
 # parameters, 4 replicas, SGD as outer optimizer (benchmarks/results/convergence/wires.txt).
@@ -81,10 +81,17 @@ def choose_wire(request: Request, gbps: float, target: float) -> tuple[Request, 
         share = _utilisation(one, gbps)
         if share >= target:
             return one, _reason(one, share, target, refused)
-        refused.append(f"{wire} reaches {share:.1%}")
+        refused.append(f"{wire} reaches {_below(share, target)}")
     share = _utilisation(best, gbps)
     refused.append(f"no wire reaches {target:.0%}, and {best.wire} sends the fewest bytes")
     return best, _reason(best, share, target, refused)
+
+
+def _below(share: float, target: float) -> str:
+    """Show a share below the target in so many digits that its words are below, too."""
+    lengths = (n for n in range(1, 15) if float(f"{100 * share:.{n}f}") < 100 * target)
+    digits = next(lengths, 15)
+    return f"{share:.{digits}%}"
 
 
 def _reason(request: Request, share: float, target: float, refused: list[str]) -> str:
@@ -112,7 +119,7 @@ def _loss(request: Request) -> float | None:
 def with_wire(request: Request, wire: str) -> Request:
     """Return the request with another wire; a block size stays where both wires have a choice."""
     has_choice = WireFormat(wire).has_element_codes
-    is_choice = has_choice and request.wire in ELEMENT_WIRES
+    is_choice = has_choice and request.wire in (*ELEMENT_WIRES, AUTO)
     block_size = request.block_size if is_choice else WireFormat().block_size
     return replace(request, wire=wire, bits=None, block_size=block_size)
 

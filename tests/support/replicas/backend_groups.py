@@ -24,11 +24,13 @@ def group(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
     store = dist.PrefixStore(f"{name}/{world}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     try:
-        yield
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
     finally:
-        dist.destroy_process_group()
         for key in settings:
             del os.environ[f"DILOCO_COMM_{key}"]
 
