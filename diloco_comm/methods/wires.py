@@ -60,12 +60,13 @@ class Wires:
                 f"'rest' must be the last key of wire, got {list(wire)}: it takes the names that "
                 "no key before it has matched"
             )
-        if block_size is not None and not set(ELEMENT_WIRES) & set(wire.values()):
+        groups = tuple((p, _wire_of(p, name, block_size)) for p, name in wire.items())
+        if block_size is not None and block_size not in {form.block_size for _, form in groups}:
             raise ValueError(
                 f"block_size={block_size!r} goes with none of the wires {list(wire.values())}, "
                 "whose blocks have one size: leave it out"
             )
-        return cls(tuple((p, _wire_of(p, name, block_size)) for p, name in wire.items()))
+        return cls(groups)
 
     @property
     def single(self) -> WireFormat | None:

@@ -161,8 +161,8 @@ def resolve_engine_impl(impl: str = "", device: str = "cpu") -> str:
     if resolved == "reference":
         names = [name for name in available_impls(device) if name != resolved]
         raise ValueError(
-            "impl 'reference' is plain PyTorch, which the exchange engine cannot call: take one of "
-            f"{', '.join(names)}"
+            "impl 'reference' (an argument, or DILOCO_COMM_IMPL) is plain PyTorch, which the "
+            f"exchange engine cannot call: take one of {', '.join(names)}"
         )
     return resolved
 

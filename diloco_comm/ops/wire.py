@@ -81,10 +81,9 @@ class WireFormat:
 
     def __post_init__(self) -> None:
         if self.name not in WIRES:
-            hint = "" if self.name != "auto" else "; `diloco-comm plan --wire auto` chooses one"
-            raise ValueError(
-                f"unknown wire {self.name!r}: it must be one of {', '.join(WIRES)}{hint}"
-            )
+            names = ", ".join(WIRES)
+            hint = "; diloco-comm plan --gbps chooses one" if self.name == "auto" else ""
+            raise ValueError(f"unknown wire {self.name!r}: it must be one of {names}{hint}")
         own = _DEFAULT_BLOCK_SIZE if self.has_element_codes else self.code_unit[0]
         # NumPy's 64 is not an int, which JSON wants.
         size = own if self.block_size is None else self.block_size

@@ -132,7 +132,7 @@ def resume(rank: int, world: int, overlap: Any) -> tuple[str, str, set[str]]:
             diloco.flush()
             ends.append(diloco.outer_hash())
     in_flight = {
-        flight.get("mean_wire", [""])[0]
+        flight.get("mean_wire", "")
         for value in _texts(state)
         for flight in json.loads(value)["rounds"]
     }

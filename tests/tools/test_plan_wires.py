@@ -105,6 +105,18 @@ def test_auto_keeps_the_block_size() -> None:
     assert plan["link"]["chosen"]["config"]["block_size"] == 64
 
 
+def test_auto_says_which_wire_is_chosen() -> None:
+    words = [*SMALL, "--gbps", 0.2, "--wire", "auto", "--target", 0.8]
+    link = plan_json(*words)["link"]
+    assert link["chosen_wires"] == [link["chosen"]["setting"]["wire"]] == ["sub4"]
+    assert (
+        "over sub16 that was tried reaches 95%. Raise --sync-every."
+        in run_cli("plan", *SMALL, "--gbps", 0.0001, "--wire", "auto").out
+    )
+    named = run_cli("plan", *SMALL, "--gbps", 0.0001, "--wire", "sub16").out
+    assert "over sub16 that was tried reaches 95%." in named and "--wire auto" not in named
+
+
 def test_a_share_below_the_target_is_shown_below() -> None:
     assert [plan_wires._below(share, 0.95) for share in (0.5, 0.94954, 0.9499999)] == [
         "50.0%",

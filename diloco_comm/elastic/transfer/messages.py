@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAGIC = b"DCTR"
 HEADER = struct.Struct("<4sHHQ")
 # Bytes of outer state or of payloads in one message, at most.

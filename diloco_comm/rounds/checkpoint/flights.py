@@ -86,13 +86,23 @@ def pack_shared(
     return json.dumps({**text, "history": history, "rounds": rounds}), payloads
 
 
-def _named(wire: WireFormat) -> list[Any]:
-    return [wire.name, wire.block_size]
+def _named(wire: WireFormat) -> str | list[Any]:
+    return [wire.name, wire.block_size] if wire.has_element_codes else wire.name
 
 
 def _wire_of(saved: str | Sequence[Any]) -> WireFormat:
-    """Return a wire of a saved state; older states have the name alone."""
-    return WireFormat(saved) if isinstance(saved, str) else WireFormat(*saved)
+    """Return a wire of a saved state.
+
+    Raises:
+        ValueError: If the state does not say the block size of a wire that leaves the choice.
+    """
+    wire = WireFormat(saved) if isinstance(saved, str) else WireFormat(*saved)
+    if isinstance(saved, str) and wire.has_element_codes:
+        raise ValueError(
+            f"the saved state has a round under way on wire {saved} with blocks of unknown size: "
+            "an older version loaded and saved this state; load the one from before that"
+        )
+    return wire
 
 
 def _usual_senders(members: Sequence[int], wire: WireFormat) -> tuple[int, ...]:

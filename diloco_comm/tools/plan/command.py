@@ -23,7 +23,7 @@ diloco-comm plan --params 1B --layers 24 --step-time 0.1
 diloco-comm plan --params 100e9 --layers 108 --step-time 4.9 --method streaming --bits 13.4 --json
 diloco-comm plan --params 7B --layers 32 --step-time 2 --gbps 1 --rtt-ms 50 --plot plan.png
 diloco-comm plan --params 350M --layers 24 --step-time 0.5 --gbps 1 --write diloco.json
-diloco-comm plan --params 1B --layers 24 --step-time 0.5 --gbps 0.02 --wire auto --wires
+diloco-comm plan --params 1B --layers 24 --step-time 0.5 --gbps 0.1 --wire auto --wires
 diloco-comm plan --published
 diloco-comm plan --failures --chips 20000 --replicas 4
 diloco-comm plan --decoupled --params 7B --step-time 2 --replicas 8 --sync-every 24 --gbps 20
@@ -63,7 +63,7 @@ def plan(
         str | None,
         typer.Option(
             help="Wire format (int8, or fp32 for dp); a named one is that of the settings chosen "
-            "for --gbps, too. auto chooses among all but the sparse wires."
+            "for --gbps, too. auto chooses among int8, int4 and the rotated wires."
         ),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Elements that share a scale.")] = 256,

@@ -46,6 +46,7 @@ def make_plan(
         if gbps is None:
             raise ValueError("--wire auto needs --gbps: the bandwidth of the link to choose for")
         request, why = wires.choose_wire(request, gbps, target)
+        chosen_wires = (request.wire,)
     shares = {name: request.utilisation(GRID_GBPS, name) for name in ("layer", "step")}
     return {
         "schema": 1,

@@ -14,6 +14,8 @@ from ..common import plots
 from ..common.printing import print_whole
 from .estimate import TARGETS
 from .published import MODELS
+from .request import CHOOSABLE
+from .settings import WIRES_CHOSEN
 from .simulator import GRID_GBPS
 
 NONE_IS_ENOUGH = "> 1000"
@@ -53,7 +55,7 @@ def print_plan(console: Console, plan: dict[str, Any], *, all_wires: bool = Fals
             highlight=False,
         )
         print_whole(console, _settings(link, request))
-        _print_chosen(console, link, is_auto=plan["auto"] is not None)
+        _print_chosen(console, link, _advice(plan))
 
 
 def _headline(plan: dict[str, Any]) -> str:
@@ -134,14 +136,21 @@ def _settings(link: dict[str, Any], request: dict[str, Any]) -> Table:
     return table
 
 
-def _print_chosen(console: Console, link: dict[str, Any], *, is_auto: bool) -> None:
+def _advice(plan: dict[str, Any]) -> str:
+    """Say what may help where no setting reaches the target."""
+    request = plan["request"]
+    if plan["auto"] is not None:
+        return " Raise --sync-every."
+    may_choose = request["method"] in CHOOSABLE and request["bits"] is None
+    is_named = tuple(plan["link"]["chosen_wires"]) != WIRES_CHOSEN
+    return " --wire auto tries shorter wires, too." if may_choose and not is_named else ""
+
+
+def _print_chosen(console: Console, link: dict[str, Any], advice: str) -> None:
     if link["chosen"] is None:
         over = " or ".join(link["chosen_wires"])
         words = f"No setting of DiLoCo or Streaming over {over} that was tried reaches"
-        advice = "--wire auto tries shorter wires, too."
-        if is_auto:
-            words, advice = "Nothing is chosen: no wire reaches", "Raise --sync-every."
-        console.print(f"{words} {link['target']:.0%}. {advice}", highlight=False)
+        console.print(f"{words} {link['target']:.0%}.{advice}", highlight=False)
         return
     config = link["chosen"]["config"]
     parts = [config[key]["name"] for key in ("outer", "overlap") if key in config]

@@ -96,7 +96,8 @@ def _below(share: float, target: float) -> str:
 
 def _reason(request: Request, share: float, target: float, refused: list[str]) -> str:
     wire = request.wire
-    words = f"{wire}: {request.bits_per_param:.4g} bits a parameter, utilisation {share:.1%}"
+    shown = f"{share:.1%}" if share >= target else _below(share, target)
+    words = f"{wire}: {request.bits_per_param:.4g} bits a parameter, utilisation {shown}"
     words += f" (wanted: {target:.0%})"
     if refused:
         words += f"; {', '.join(refused)}"
