@@ -59,7 +59,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"wire": {"norm": "auto"}},
         ValueError,
-        "unknown wire 'auto'.*diloco-comm plan --gbps chooses one",
+        "'auto'.*diloco-comm plan --gbps chooses one",
     ),
     ({"wire": ["int4"]}, TypeError, "a WireFormat, or a mapping of patterns to names, got list"),
     (
