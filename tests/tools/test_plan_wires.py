@@ -110,7 +110,7 @@ def test_auto_says_which_wire_is_chosen() -> None:
     link = plan_json(*words)["link"]
     assert link["chosen_wires"] == [link["chosen"]["setting"]["wire"]] == ["sub4"]
     assert (
-        "over sub16 that was tried reaches 95%. Raise --sync-every."
+        "No wire reaches 95% with these settings. Raise --sync-every."
         in run_cli("plan", *SMALL, "--gbps", 0.0001, "--wire", "auto").out
     )
     named = run_cli("plan", *SMALL, "--gbps", 0.0001, "--wire", "sub16").out

@@ -55,7 +55,7 @@ def print_plan(console: Console, plan: dict[str, Any], *, all_wires: bool = Fals
             highlight=False,
         )
         print_whole(console, _settings(link, request))
-        _print_chosen(console, link, _advice(plan))
+        _print_chosen(console, link, _why_not(plan))
 
 
 def _headline(plan: dict[str, Any]) -> str:
@@ -136,21 +136,21 @@ def _settings(link: dict[str, Any], request: dict[str, Any]) -> Table:
     return table
 
 
-def _advice(plan: dict[str, Any]) -> str:
-    """Say what may help where no setting reaches the target."""
-    request = plan["request"]
+def _why_not(plan: dict[str, Any]) -> str:
+    """Say that nothing reaches the target, and what may help."""
+    request, link = plan["request"], plan["link"]
+    target, wires = f"{link['target']:.0%}", tuple(link["chosen_wires"])
     if plan["auto"] is not None:
-        return " Raise --sync-every."
+        return f"No wire reaches {target} with these settings. Raise --sync-every."
+    words = f"No setting of DiLoCo or Streaming over {' or '.join(wires)} that was tried reaches"
     may_choose = request["method"] in CHOOSABLE and request["bits"] is None
-    is_named = tuple(plan["link"]["chosen_wires"]) != WIRES_CHOSEN
-    return " --wire auto tries shorter wires, too." if may_choose and not is_named else ""
+    advice = " --wire auto tries shorter wires, too." if wires == WIRES_CHOSEN else ""
+    return f"{words} {target}.{advice if may_choose else ''}"
 
 
-def _print_chosen(console: Console, link: dict[str, Any], advice: str) -> None:
+def _print_chosen(console: Console, link: dict[str, Any], why_not: str) -> None:
     if link["chosen"] is None:
-        over = " or ".join(link["chosen_wires"])
-        words = f"No setting of DiLoCo or Streaming over {over} that was tried reaches"
-        console.print(f"{words} {link['target']:.0%}.{advice}", highlight=False)
+        console.print(why_not, highlight=False)
         return
     config = link["chosen"]["config"]
     parts = [config[key]["name"] for key in ("outer", "overlap") if key in config]
