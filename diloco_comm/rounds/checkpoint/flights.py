@@ -100,7 +100,7 @@ def _wire_of(saved: str | Sequence[Any]) -> WireFormat:
     if isinstance(saved, str) and wire.has_element_codes:
         raise ValueError(
             f"the saved state has a round under way on wire {saved} with blocks of unknown size: "
-            "an older version loaded and saved this state; load the one from before that"
+            "an older version loaded and saved this state; load the state from before that save"
         )
     return wire
 
