@@ -10,7 +10,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated test cpptest cuda kernels gpu-build demo bench bars soak-async soak-decoupled soak-elastic lint docs format sanitize clean
+.PHONY: setup emulated cuda-tests test test-all nightly cpptest cuda kernels gpu-build demo bench bars soak-async soak-decoupled soak-elastic lint docs format sanitize clean
 
 # The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
@@ -37,27 +37,37 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 # In the folder where setup built the extension, whose object files these share.
 BUILD = export PATH="$(abspath $(BIN)):$$PATH" && cd build/editable-* && cmake --build .
 
-# What the tests of the CUDA operators need: their emulation, and with nvcc the kernels of sm_90.
+# What the first tier's tests of the CUDA operators need: their emulation, and with nvcc one file of kernels.
 emulated: setup
+	$(BUILD) --target cuda_sample
+
+# What the nightly ones need as well: with nvcc all kernels of sm_90.
+cuda-tests: setup
 	$(BUILD) --target cuda_tests
 
-# Three files at a time on two cores, because half of the tests wait for processes. The tests of faults
-# run beside them and go first: survivors of a fault report in the second that they have.
-PYTEST = $(BIN)/pytest --dist loadfile --no-loadscope-reorder
+# Three files at a time on two cores, because half of the tests wait for processes.
 PROCESSES ?= 3
+PYTEST = $(BIN)/pytest --dist loadfile --no-loadscope-reorder --numprocesses $(PROCESSES) --durations 20
 
-# All tests of Python.
+# The first tier of the tests: every promise once; see tests/support/processes/tiers.py.
 test: setup emulated
-	{ $(BIN)/pytest tests/faults >build/faults.log 2>&1; echo $$? >build/faults.status; } & \
-	nice -n 10 $(PYTEST) --numprocesses $(PROCESSES) --ignore tests/faults; status=$$?; \
-	wait; cat build/faults.log; test $$status -eq 0 && test $$(cat build/faults.status) -eq 0
+	$(PYTEST) -m "not nightly"
+
+# Both tiers of the tests; TESTS= chooses folders.
+test-all: setup cuda-tests
+	$(PYTEST) $(TESTS)
+
+# All checks at full depth, in parts; those that have passed on this commit are not run again. ARGS
+# for options: names of parts, --again.
+nightly: setup
+	$(BIN)/python .ci/nightly.py $(ARGS)
 
 # The tests of the exchange engine in C++, without Python.
 cpptest: setup
 	$(BUILD) --target cpp_tests && ctest --output-on-failure --parallel 2
 
 # The CUDA kernels for every architecture that nvcc can, checked for spills.
-cuda: emulated
+cuda: cuda-tests
 	$(BUILD) --target diloco_cuda
 	$(BIN)/pytest tests/ops/test_cuda_build.py
 	$(BIN)/python tests/support/devices/cuda_reports.py $(ARGS)
@@ -102,9 +112,9 @@ bench: setup
 bars: setup
 	$(BIN)/python -m benchmarks.bars
 
-# Asynchronous training under faults, for three minutes.
+# Asynchronous training under faults, for three minutes; SECONDS= chooses.
 soak-async: setup
-	PYTHONPATH=$$(echo tests/support/* | tr ' ' :) $(BIN)/python tests/asynchronous/test_async_faults.py 180
+	PYTHONPATH=$$(echo tests/support/* | tr ' ' :) $(BIN)/python tests/asynchronous/test_async_faults.py $(or $(SECONDS),180)
 
 # Decoupled training under faults, for a quarter of an hour; SECONDS= and SEED= choose.
 soak-decoupled: setup

@@ -1,4 +1,4 @@
-"""Fixtures that give tests real processes; see workers.py and zygote.py."""
+"""Fixtures that give tests real processes; see workers.py and zygote.py, and tiers.py."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import pytest
 import torch
 from workers import Crew, Pool
 from zygote import Zygote, look_up_names_in_files_only
+
+pytest_plugins = ["pytester", "tiers"]
 
 # Without a GPU Triton's kernels run in its interpreter. Triton looks when it is imported, which any
 # test in this process may bring about.

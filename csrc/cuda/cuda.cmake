@@ -77,7 +77,11 @@ target_link_libraries(diloco_emulated PRIVATE torch_headers)
 set_target_properties(diloco_emulated PROPERTIES CXX_VISIBILITY_PRESET hidden
   LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/build/emulated)
 
+# The emulation and the kernels of the smallest file; cuda_tests has all that the tests read.
+add_custom_target(cuda_sample DEPENDS diloco_emulated)
 add_custom_target(cuda_tests DEPENDS diloco_emulated)
 if(can_compile_cuda)
+  add_custom_target(cuda_digest DEPENDS ${CMAKE_CURRENT_BINARY_DIR}/diloco_cuda_90/digest.o)
+  add_dependencies(cuda_sample cuda_digest)
   add_dependencies(cuda_tests _C_cuda)
 endif()

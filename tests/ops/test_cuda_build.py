@@ -1,7 +1,7 @@
 """CUDA builds without a GPU: kernels compile without spills, and the extension still loads.
 
-``make test`` builds build/cuda where nvcc is: the extension with CUDA for sm_90, and nvcc's report
-of registers, stack frames and spills of each kernel.
+``make cuda-tests`` builds build/cuda where nvcc is: the extension with CUDA for sm_90, and nvcc's
+report of registers, stack frames and spills of each kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,20 @@ from diloco_comm import ops
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = sorted((ROOT / "build/cuda").glob("_C*.so"))
-needs_build = pytest.mark.skipif(not BUILT, reason="build/cuda is not built: it needs nvcc")
+SKIP = pytest.mark.skipif(not BUILT, reason="build/cuda is not built: it needs nvcc")
+
+
+def needs_build(test: Callable[[], None]) -> Callable[[], None]:
+    """Mark a test of what nvcc made."""
+    return pytest.mark.nightly("compiling the kernels of sm_90 takes minutes")(SKIP(test))
+
+
+SMALLEST = ROOT / "build/cuda/sm_90/digest.ptxas"
+
+
+@pytest.mark.skipif(not SMALLEST.exists(), reason="build/cuda is not built: it needs nvcc")
+def test_no_kernel_of_the_smallest_file_spills() -> None:
+    cuda_reports.check(SMALLEST.parent, ("sm_90",), ["digest"])
 
 
 @needs_build

@@ -162,6 +162,7 @@ needs_machine_code = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly("compiling the kernels of sm_90 takes minutes")
 @needs_machine_code
 @pytest.mark.parametrize(("report", "kernel", "wanted"), IN_FLIGHT)
 def test_loads_are_issued_together(report: str, kernel: str, wanted: int) -> None:
@@ -172,6 +173,7 @@ def test_loads_are_issued_together(report: str, kernel: str, wanted: int) -> Non
 EVICT_FIRST = {"encode_kernel": 0, "step_kernel": 8, "merge_kernel": 0, "decode_kernel": 0}
 
 
+@pytest.mark.nightly("compiling the kernels of sm_90 takes minutes")
 @needs_machine_code
 @pytest.mark.parametrize(("report", "kernel"), [row[:2] for row in IN_FLIGHT[:-2]])
 def test_stores_are_plain(report: str, kernel: str) -> None:

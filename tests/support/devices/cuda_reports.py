@@ -1,6 +1,6 @@
 """What nvcc's assembler says about the CUDA kernels: registers, stack frames and spills of each.
 
-CMake leaves a report of each file in build/cuda/sm_90 (``make test``, whose tests read it) and in
+CMake leaves a report of each file in build/cuda/sm_90 (``make cuda-tests``, for tests) and in
 build/cuda/all (``make cuda``, which runs this file):
 
     python tests/support/devices/cuda_reports.py [--json FILE]
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,10 +74,13 @@ def known_archs() -> tuple[str, ...]:
     return tuple(arch for arch in WANTED if arch in nvcc("--list-gpu-code").split())
 
 
-def check(folder: Path, archs: tuple[str, ...]) -> list[Kernel]:
-    """List the kernels of all reports; raise AssertionError where one is missing or spills."""
+def check(
+    folder: Path, archs: tuple[str, ...], files: Collection[str] = NUM_KERNELS
+) -> list[Kernel]:
+    """List the kernels of the reports; raise AssertionError where one is missing or spills."""
     kernels = []
-    for name, count in NUM_KERNELS.items():
+    for name in files:
+        count = NUM_KERNELS[name]
         of_file = read(folder / f"{name}.ptxas")
         counts = Counter(kernel.arch for kernel in of_file)
         assert counts == dict.fromkeys(archs, count), f"kernels of {name}: {dict(counts)}"

@@ -1,6 +1,6 @@
 """How many bytes a lane of a CUDA kernel has asked for before it uses the first of them.
 
-Reads the machine code of build/cuda (``make emulated``) with cuobjdump, which CUDA's toolkit and
+Reads the machine code of build/cuda (``make cuda-tests``) with cuobjdump, which CUDA's toolkit and
 Triton bring along:
 
     python tests/support/devices/cuda_sass.py encode.ptxas encode_kernel 5  # file, kernel, wire

@@ -1,0 +1,101 @@
+"""Run all checks at full depth, part by part: `make nightly`.
+
+Each part is a make target with a log of its own. A part that has passed on this commit is not run
+again, so a run that was stopped goes on where it was. `--again` runs all parts anew; names of parts
+choose some of them. The table stands in build/nightly/summary.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "nightly"
+
+# Each part with its command. The parts that mostly wait stand beside others in one command.
+PARTS = {
+    "lint": "make lint docs",
+    "cpptest": "make cpptest",
+    "cuda-sm90": "make cuda-tests",
+    "tests-faults": "make test-all TESTS='tests/faults tests/elastic'",
+    "tests-servers": "make test-all TESTS='tests/asynchronous tests/tools tests/benchmarks'",
+    "tests-pages": "make test-all TESTS='tests/docs tests/integrations tests/support'",
+    "tests-rooms": (
+        "make test-all TESTS='tests/base tests/exchange tests/gpu tests/ops tests/replica "
+        "tests/rounds tests/training'"
+    ),
+    "soaks": "make --jobs 3 --output-sync soak-async soak-decoupled soak-elastic SECONDS=300",
+    "sanitize": "make sanitize",
+    "package": ".ci/package",
+    "demo": "make demo ARGS='--out build/nightly/demo'",
+    "triton": "make kernels",
+    "cuda": "make cuda",
+}
+
+
+def state_of_tree() -> str:
+    """Return the commit, and a digest of what differs from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout
+
+    commit = git("rev-parse", "--short=12", "HEAD").strip()
+    changes = git("diff", "HEAD")
+    return commit + (f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else "")
+
+
+def run(name: str, command: str) -> dict[str, object]:
+    log = FOLDER / f"{name}.log"
+    begin = time.monotonic()
+    with log.open("w") as file:
+        status = subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+        ).returncode
+    return {"status": status, "seconds": round(time.monotonic() - begin), "log": log.name}
+
+
+def table(tree: str, outcomes: dict[str, dict[str, object]]) -> str:
+    lines = [f"commit {tree}, {os.cpu_count()} processors", f"{'part':<16} {'seconds':>8}  outcome"]
+    for name, outcome in outcomes.items():
+        text = "passed" if outcome["status"] == 0 else f"failed, see build/nightly/{outcome['log']}"
+        lines.append(f"{name:<16} {outcome['seconds']:>8}  {text}")
+    total = sum(int(str(outcome["seconds"])) for outcome in outcomes.values())
+    lines.append(f"{'all':<16} {total:>8}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make nightly", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--again", action="store_true", help="also parts that have passed")
+    given = parser.parse_args()
+    for part in given.parts:
+        if part not in PARTS:
+            parser.error(f"there is no part {part}; parts are {', '.join(PARTS)}")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    tree, record = state_of_tree(), FOLDER / "record.json"
+    kept = json.loads(record.read_text()) if record.exists() else {}
+    outcomes = kept["outcomes"] if kept.get("tree") == tree else {}
+    for name in given.parts or PARTS:
+        if not given.again and outcomes.get(name, {}).get("status") == 0:
+            print(f"{name}: has passed on {tree}", flush=True)
+            continue
+        print(f"{name}: {PARTS[name]}", flush=True)
+        outcomes[name] = run(name, PARTS[name])
+        record.write_text(json.dumps({"tree": tree, "outcomes": outcomes}, indent=1))
+        (FOLDER / "summary.txt").write_text(table(tree, outcomes))
+    print(table(tree, outcomes), end="")
+    return int(any(outcome["status"] != 0 for outcome in outcomes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

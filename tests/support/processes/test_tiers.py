@@ -1,0 +1,54 @@
+"""The rule that splits the tests into two tiers; see tiers.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiers import cover
+
+
+def test_a_cover_has_every_value_in_few_combinations() -> None:
+    combinations = [frozenset({("a", str(i)), ("b", str(j))}) for i in range(3) for j in range(5)]
+    chosen = cover(combinations)
+    assert len(chosen) == 5
+    assert set().union(*(combinations[i] for i in chosen)) == set().union(*combinations)
+    assert cover(combinations) == chosen
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester) -> pytest.Pytester:
+    pytester.makeconftest("pytest_plugins = ['tiers']")
+    pytester.makeini(
+        f"[pytest]\npythonpath = {Path(__file__).parent}\nmarkers =\n    nightly\n    each_value\n"
+    )
+    return pytester
+
+
+def test_the_first_tier_has_each_value_and_no_nightly_test(suite: pytest.Pytester) -> None:
+    suite.makepyfile("""
+        import pytest
+
+        @pytest.mark.each_value("six combinations")
+        @pytest.mark.parametrize("a", [1, 2])
+        @pytest.mark.parametrize("b", [3, 4, 5])
+        def test_all(a, b):
+            pass
+
+        @pytest.mark.nightly("slow")
+        def test_slow():
+            pass
+
+        def test_quick():
+            pass
+    """)
+    suite.runpytest("-m", "not nightly").assert_outcomes(passed=4, deselected=4)
+    suite.runpytest().assert_outcomes(passed=8)
+
+
+@pytest.mark.parametrize("mark", ["nightly", "nightly()", "each_value(3)", "nightly('')"])
+def test_a_mark_without_a_reason_is_refused(suite: pytest.Pytester, mark: str) -> None:
+    suite.makepyfile(f"import pytest\n\n@pytest.mark.{mark}\ndef test_it():\n    pass\n")
+    result = suite.runpytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "test_it: the mark" in result.stderr.str() + result.stdout.str()
