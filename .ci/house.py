@@ -187,7 +187,7 @@ def lone_importers(package: Package, texts: dict[str, str]) -> Iterator[Offence]
             for source in (package.module_of(name), package.module_of(package.origin(name))):
                 importers[source].add(module)
     for module, file in package.files.items():
-        users, lines = importers[module] - {module}, texts[file].count("\n")
+        users, lines = importers[module], texts[file].count("\n")
         if len(users) == 1 and lines < SHORTEST_PART and not package.is_package(module):
             found = f"{lines} lines that only {users.pop()} imports"
             expected = f"two importers or {SHORTEST_PART} lines: merge the two modules"

@@ -170,19 +170,36 @@ def test_a_small_module_has_not_one_importer(tree: Tree, imports: str) -> None:
     assert importers(tree) == []
 
 
+def test_a_package_may_have_one_importer(tree: Tree) -> None:
+    tree.cut("diloco_comm/room/__init__.py", 1)
+    tree.write({"diloco_comm/a.py": "from . import room"})
+    assert tree.check() == []
+
+
+def test_a_linked_folder_is_read_once(tree: Tree) -> None:
+    tree.write({"diloco_comm/__init__.py": "from . import kernels", "kernels/a.py": "# Theirs."})
+    tree.write({"diloco_comm/a.py": "from .kernels import a"})
+    (tree.root / "diloco_comm" / "kernels").symlink_to("../kernels")
+    (sentence,) = tree.check()
+    assert sentence.startswith("kernels/a.py:1: prose: ")
+
+
 @pytest.mark.parametrize(
     ("file", "text", "line", "found"),
     [
         ("diloco_comm/a.py", "x = 1  # Those of the others.", 1, "Those of"),
         ("tests/a.py", "x = 1\n# The round and that\n# of a peer.", 2, "that of"),
         ("tests/a.py", "x = 1\n# One.\n# Of two.", 3, "Of"),
+        ("tests/a.py", '"""One.\n\nTwo.\n"""\n\nx = 1  # Three and\n# Of four', 7, "Of"),
         ("kernels/a.py", '"""One.\n\nTwo, of which\none.\n"""', 3, "of which"),
         ("kernels/a.py", 'def f():\n    """Run.\n\n    Args:\n        n: Of x.\n    """', 5, "Of"),
         ("examples/a.py", 'raise ValueError("the one "\n    f"that {n} sent")', 1, "the one that"),
         ("csrc/a.cpp", "int a;  // Theirs.", 1, "Theirs"),
         ("csrc/a.cpp", "int a;\n/* With which\n   we begin */", 2, "With which"),
-        ("csrc/a.cpp", "char a = '\"';  // What is sent.", 1, "What"),
+        ("csrc/a.cpp", "char a = '\"';  // What is sent.\nchar b = '\"';", 1, "What"),
         ("docs/a.md", "# Page\n\nA line.\n\n* Who waits, waits.", 5, "Who"),
+        ("docs/a.md", "* Item.\n\n    It is theirs.", 3, "theirs"),
+        ("docs/a.md", "Text.\n\n```\nof\n```\n\nOf a.", 7, "Of"),
         ("docs/a.md", "| a | b |\n|---|---|\n| `a` | Of b. |", 3, "Of"),
         ("README.md", "The loss is\nthat of [fp32](#of-what).", 2, "that of"),
     ],
