@@ -288,8 +288,8 @@ def main() -> None:
             where = f"{offence.key.partition(':')[0]}:{offence.line}: {offence.rule}"
             print(f"{where}: {offence.sentence} ({listed[place]} listed, {counts[place]} found)")
     for (rule, key), number in sorted((listed - counts).items()):
-        gone = f"{number} of {listed[rule, key]} listed offences are gone"
-        print(f"{key}: {rule}: {gone}, remove them from the list: run `.ci/house.py --shrink`")
+        gone = f"{number} of {listed[rule, key]} listed offences are gone, remove them from the list"
+        print(f"{key}: {rule}: {gone}: run `.ci/house.py --shrink`, or --move for a renamed file")
     sys.exit(listed != counts)
 
 

@@ -249,7 +249,7 @@ def test_an_entry_that_offends_no_longer_is_removed(tree: Tree) -> None:
     lowered, removed = tree.check()
     assert lowered.startswith("docs/a.md: prose: 1 of 2 listed offences are gone")
     assert removed.startswith("docs/gone.md: prose: 1 of 1 listed offences are gone")
-    assert removed.endswith("remove them from the list: run `.ci/house.py --shrink`")
+    assert "remove them from the list: run `.ci/house.py --shrink`" in removed
     assert tree.check("--shrink") == []
     assert tree.allowed == {"prose": {"docs/a.md": 1}, "long": {"tests/a.py": 1}}
 
