@@ -288,8 +288,9 @@ def main() -> None:
             where = f"{offence.key.partition(':')[0]}:{offence.line}: {offence.rule}"
             print(f"{where}: {offence.sentence} ({listed[place]} listed, {counts[place]} found)")
     for (rule, key), number in sorted((listed - counts).items()):
-        gone = f"{number} of {listed[rule, key]} listed offences are gone, remove them from the list"
-        print(f"{key}: {rule}: {gone}: run `.ci/house.py --shrink`, or --move for a renamed file")
+        gone = f"{number} of {listed[rule, key]} listed offences are gone"
+        mend = "run `.ci/house.py --shrink`, or --move for a renamed file"
+        print(f"{key}: {rule}: {gone}, remove them from the list: {mend}")
     sys.exit(listed != counts)
 
 
