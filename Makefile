@@ -125,12 +125,13 @@ soak-decoupled: setup
 soak-elastic: setup
 	$(BIN)/python -m benchmarks.elastic.soak --seconds $(or $(SECONDS),900) --seed $(or $(SEED),0) $(ARGS)
 
-# What a change must pass: style, types, imports between the rooms; changes nothing.
+# What a change must pass: style, types, imports between the rooms, rules of the house; changes nothing.
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python .ci/house.py
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 
 # The documentation site, with the reference that is generated from the docstrings.
