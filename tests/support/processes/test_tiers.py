@@ -35,18 +35,23 @@ def test_the_first_tier_has_each_value_and_no_nightly_test(suite: pytest.Pyteste
         def test_all(a, b):
             pass
 
+        @pytest.mark.nightly("slow", but=["two"])
+        @pytest.mark.parametrize("a", ["one", "two", "three"])
+        def test_slow(a):
+            pass
+
         @pytest.mark.nightly("slow")
-        def test_slow():
+        def test_slower():
             pass
 
         def test_quick():
             pass
     """)
-    suite.runpytest("-m", "not nightly").assert_outcomes(passed=4, deselected=4)
-    suite.runpytest().assert_outcomes(passed=8)
+    suite.runpytest("-m", "not nightly").assert_outcomes(passed=5, deselected=6)
+    suite.runpytest().assert_outcomes(passed=11)
 
 
-@pytest.mark.parametrize("mark", ["nightly", "nightly()", "each_value(3)", "nightly('')"])
+@pytest.mark.parametrize("mark", ["nightly", "nightly(but=['a'])", "each_value(3)", "nightly('')"])
 def test_a_mark_without_a_reason_is_refused(suite: pytest.Pytester, mark: str) -> None:
     suite.makepyfile(f"import pytest\n\n@pytest.mark.{mark}\ndef test_it():\n    pass\n")
     result = suite.runpytest()

@@ -1,16 +1,18 @@
 """Two tiers of tests: the first holds every promise once, the nightly one everything at full depth.
 
-A test is nightly by a mark with a reason:
+A test is nightly by a mark whose reason says what the first tier has instead. ``but`` names the
+sets of arguments, by their ids, that stay in the first tier:
 
-    @pytest.mark.nightly("40 s; test_x proves the same with two replicas")
+    @pytest.mark.nightly("40 s each; the others differ in their policy alone", but=["eager"])
 
-A test with many combinations of arguments marks how few the first tier takes:
+A test with many combinations of cheap arguments needs no names: of those marked
 
     @pytest.mark.each_value("64 combinations of sizes and wires")
 
-Its first tier takes, in the order of the file, combinations until each value of each argument has
-been there; the others are nightly. ``make test`` runs ``-m "not nightly"``; ``pytest`` alone and
-``make nightly`` run both tiers.
+the first tier takes, in the order of the file, combinations until each value of each argument has
+been there; the others are nightly.
+
+``make test`` runs ``-m "not nightly"``; ``pytest`` alone and ``make nightly`` run both tiers.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ Values = frozenset[tuple[str, str]]
 
 @pytest.hookimpl(tryfirst=True)  # Before -m reads the marks.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as nightly the combinations that the first tier leaves out; check that marks say why."""
-    functions: dict[tuple[object, str], list[pytest.Item]] = {}
+    """Settle of each test whether it has the mark ``nightly``; check that marks say why."""
+    functions: dict[tuple[object, str], list[pytest.Function]] = {}
     for item in items:
         check_reasons(item)
-        if item.get_closest_marker("each_value") and not item.get_closest_marker("nightly"):
-            functions.setdefault((item.parent, item.originalname), []).append(item)  # type: ignore[attr-defined]
+        if isinstance(item, pytest.Function):
+            keep_first(item)
+            if item.get_closest_marker("each_value") and not item.get_closest_marker("nightly"):
+                functions.setdefault((item.parent, item.originalname), []).append(item)
     for combinations in functions.values():
         chosen = cover([values_of(item) for item in combinations])
         for index, item in enumerate(combinations):
@@ -45,9 +49,19 @@ def check_reasons(item: pytest.Item) -> None:
                 )
 
 
-def values_of(item: pytest.Item) -> Values:
+def keep_first(item: pytest.Function) -> None:
+    """Take the mark ``nightly`` from a test that its ``but`` names."""
+    ids = {item.callspec.id} if hasattr(item, "callspec") else set()
+    item.own_markers[:] = [
+        mark
+        for mark in item.own_markers
+        if mark.name != "nightly" or ids.isdisjoint(mark.kwargs.get("but", ()))
+    ]
+
+
+def values_of(item: pytest.Function) -> Values:
     """Return the arguments of a parametrized test with their values, which need not be hashable."""
-    return frozenset((name, repr(value)) for name, value in item.callspec.params.items())  # type: ignore[attr-defined]
+    return frozenset((name, repr(value)) for name, value in item.callspec.params.items())
 
 
 def cover(combinations: list[Values]) -> set[int]:
