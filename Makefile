@@ -10,7 +10,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated cuda-tests test test-all nightly cpptest cuda kernels gpu-build demo bench bars soak-async soak-decoupled soak-elastic lint docs format sanitize clean
+.PHONY: setup emulated cuda-tests test test-all nightly cpptest cuda kernels gpu-build demo bench bars soak-async soak-decoupled soak-elastic lint docs package format sanitize clean
 
 # The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
@@ -137,6 +137,12 @@ lint: setup
 # The documentation site, with the reference that is generated from the docstrings.
 docs: setup
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/site
+
+# The source package and the wheel, installed into an empty environment. What passed is recorded, so that
+# .ci/run checks them only where a file that decides about them has changed.
+package: setup
+	.ci/package
+	.ci/build-digest >.ci/package.sha256
 
 # Bring all sources into the form that `make lint` wants.
 format: setup

@@ -286,5 +286,10 @@ class Orders(RuleBasedStateMachine):
 
 TestOrders = Orders.TestCase
 TestOrders.settings = settings(
-    max_examples=50, stateful_step_count=60, deadline=None, derandomize=True
+    max_examples=12, stateful_step_count=60, deadline=None, derandomize=True
 )
+
+
+@pytest.mark.nightly("30 s; TestOrders is the same with fewer examples")
+class TestManyOrders(Orders.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(TestOrders.settings, max_examples=50)

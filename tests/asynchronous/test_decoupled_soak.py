@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from async_helpers import wait_until
 from decoupled_processes import Play
 
@@ -141,6 +142,7 @@ def soak(
         return Soak(play, learners, seed, pause).run(seconds, every_s)
 
 
+@pytest.mark.nightly("make nightly soaks for minutes, too; test_decoupled_faults has each fault")
 def test_a_short_soak(tmp_path: Path) -> None:
     found = soak(tmp_path, 3.0, learners=3, seed=1, every_s=0.1, pause=0.005)
     assert found["events"] and min(found["versions"]) > 3

@@ -17,6 +17,7 @@ from diloco_comm.elastic.views import FORMING, Member, View, opened, record_hash
 from diloco_comm.tools.demo.chaos.messages import DONE, Entered
 
 
+@pytest.mark.nightly("make nightly soaks for minutes, too; each invariant has a test of its own")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_invariants_hold_for_some_seconds(tmp_path: Path) -> None:

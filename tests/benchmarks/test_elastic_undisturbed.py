@@ -9,6 +9,7 @@ import pytest
 from benchmark_runs import run_benchmark
 
 
+@pytest.mark.nightly("15 s of a benchmark, whose parts have tests")
 @pytest.mark.usefixtures("forked_programs")
 def test_fixed_and_elastic_rounds_alternate(tmp_path: Path) -> None:
     path = tmp_path / "undisturbed.json"

@@ -11,6 +11,7 @@ import pytest
 PAGE = page_runner.ROOT / "docs" / "tutorials" / "two-machines.md"
 
 
+@pytest.mark.nightly("30 s of processes; test_code_blocks reads the page's commands")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_page_runs_as_it_says() -> None:

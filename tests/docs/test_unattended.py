@@ -30,6 +30,7 @@ def folder() -> Iterator[None]:
     shutil.rmtree(FOLDER)
 
 
+@pytest.mark.nightly("a minute of processes; test_code_blocks reads the page's commands")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("folder")

@@ -82,5 +82,10 @@ class History(RuleBasedStateMachine):
 
 TestHistory = History.TestCase
 TestHistory.settings = settings(
-    max_examples=80, stateful_step_count=12, deadline=None, derandomize=True, database=None
+    max_examples=16, stateful_step_count=12, deadline=None, derandomize=True, database=None
 )
+
+
+@pytest.mark.nightly("30 s; TestHistory is the same with fewer examples")
+class TestManyHistories(History.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(TestHistory.settings, max_examples=80)

@@ -131,6 +131,7 @@ def reason() -> str:
     return cut_links.missing()
 
 
+@pytest.mark.nightly("10 s each; a cut at the hub is the most general", but=["both-ways"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "how", "survivor"),

@@ -51,6 +51,7 @@ def run_all(
     return ends
 
 
+@pytest.mark.nightly("8 s each; policies are apart in the tests of rounds", but=["eager", "blocking-feedback"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_one_joins_and_one_dies(
@@ -65,6 +66,7 @@ def test_one_joins_and_one_dies(
     assert any(view.joined == (3,) for view in ends[0].views)
 
 
+@pytest.mark.nightly("5 s each; a death in the vote is the hardest", but=["vote"])
 @pytest.mark.parametrize("stage", ["header", "post_exchange", "vote"])
 def test_the_host_of_the_store_dies(
     fresh_workers: Callable[..., Pool], registry: Host, stage: str
@@ -216,6 +218,7 @@ def test_two_of_three_die_and_one_trains_on(
     assert ends[1].members == (1,)
 
 
+@pytest.mark.nightly("5 s each; the explored models have every order", but=["seal"])
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["seal", "connect", "open"])
 def test_another_one_dies_in_the_change(
@@ -227,6 +230,7 @@ def test_another_one_dies_in_the_change(
     assert ends[0].members == (0, 3)
 
 
+@pytest.mark.nightly("6 s; the next test but one loses and regains such a replica")
 @pytest.mark.slow
 def test_a_replica_of_two_workers_dies_and_another_joins(
     fresh_workers: Callable[..., Pool], registry: Host
@@ -237,6 +241,7 @@ def test_a_replica_of_two_workers_dies_and_another_joins(
     assert ends[0].members == ends[4].members == (0, 2)
 
 
+@pytest.mark.nightly("20 s; test_another_one_dies_in_the_change has a death in the seal")
 @pytest.mark.slow
 def test_a_worker_dies_in_the_seal(fresh_workers: Callable[..., Pool], registry: Host) -> None:
     """Its replica has not said how far it is, and is lost as a whole; the others go on."""
@@ -250,6 +255,7 @@ def test_a_worker_dies_in_the_seal(fresh_workers: Callable[..., Pool], registry:
     assert "another worker of this replica is gone" in ends[2].error
 
 
+@pytest.mark.nightly("6 s each; the two kinds of workers differ in their parameters alone", but=["shard_group"])
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["shard_group", "fsdp2"])
 def test_a_replica_of_two_workers_is_lost_and_regained(
@@ -263,6 +269,7 @@ def test_a_replica_of_two_workers_is_lost_and_regained(
     assert [view.members for view in ends[0].views] == [(0, 1), (0,), (0, 2)]
 
 
+@pytest.mark.nightly("4 s each; one policy that keeps its round and one that does not", but=["0-blocking", "1-eager"])
 @pytest.mark.parametrize("name", ["blocking", "delayed", "eager"])
 @pytest.mark.parametrize("num_peers", [0, 1])
 def test_one_dies_in_the_flush(
@@ -289,6 +296,7 @@ def test_a_replica_that_hangs_is_left_behind(
     assert ends[1].outer == ends[2].outer
 
 
+@pytest.mark.nightly("15 s; test_registry_server has the registry's restart")
 @pytest.mark.slow
 def test_the_registry_is_away_for_a_while(
     fresh_workers: Callable[..., Pool], registry: Host

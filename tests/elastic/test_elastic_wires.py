@@ -25,6 +25,7 @@ WIRES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly("15 s; another wire of each kind joins in test_one_joins_and_one_dies")
 @pytest.mark.slow
 def test_one_joins_where_a_mean_has_a_wire_of_its_own(
     fresh_workers: Callable[..., Pool], registry: Host
@@ -39,6 +40,7 @@ def test_one_joins_where_a_mean_has_a_wire_of_its_own(
     assert [view.joined for view in ends[0].views if view.joined][1:] == [(4,), (5,)]
 
 
+@pytest.mark.nightly("8 s each; one wire stands for all", but=["topk64"])
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 def test_one_joins_and_one_dies(

@@ -199,12 +199,14 @@ LARGE_MODELS = {
 }
 
 
+@pytest.mark.nightly("up to 30 s each; smaller models of each kind stay", but=["two", "two-three-bad-votes", "two-three-changes", "two-apart", "three"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.timeout(600)
 def test_nothing_that_was_applied_is_lost(name: str) -> None:
     check(MODELS[name])
 
 
+@pytest.mark.nightly("up to a minute each; the small models of the same kinds are explored")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE_MODELS)
 @pytest.mark.timeout(1800)

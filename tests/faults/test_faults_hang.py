@@ -64,6 +64,7 @@ def check_failure(failure: Failure, missing: Sequence[int]) -> None:
     check_sentence(failure, missing)
 
 
+@pytest.mark.nightly("6 s each; a stop in the vote is the hardest", but=["w4-vote"])
 @pytest.mark.parametrize(
     ("world", "stage", "setup"),
     [

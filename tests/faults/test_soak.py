@@ -119,6 +119,7 @@ def soak(rank: int, world: int, seed: int) -> dict[str, Any]:
     return {"history": history, "hashes": hashes, "steps": steps}
 
 
+@pytest.mark.nightly("30 s; test_lifetime counts what a DiLoCo leaves behind")
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_500_outer_steps_leave_nothing_behind(workers: Callable[[int], Any]) -> None:

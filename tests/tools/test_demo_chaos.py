@@ -35,6 +35,7 @@ TINY = ChaosSettings(
 PAGE = "tutorials/demo.md"
 
 
+@pytest.mark.nightly("a minute; the record's tests hold its numbers, and test_elastic_training each event")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_events_have_their_effect(tmp_path: Path) -> None:
@@ -101,6 +102,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly("10 s; Ctrl-C, too, must leave no process")
 def test_all_end_when_the_parent_is_killed_also_one_that_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text(IDLE)
     command = [sys.executable, str(tmp_path / "idle.py"), str(tmp_path)]
