@@ -74,7 +74,7 @@ cuda: cuda-tests
 
 # Every specialisation of Triton's kernels for sm_80, sm_90 and gfx942: registers, spills, arithmetic.
 kernels: setup
-	$(BIN)/python tests/support/devices/triton_specialisations.py --all --jobs $(or $(JOBS),2) $(ARGS)
+	$(BIN)/python tests/support/devices/triton_specialisations.py --select all --jobs $(or $(JOBS),2) $(ARGS)
 
 # The extension with CUDA for a torch that has it, in a copy of the sources; it is loaded, the names of
 # torch that we use are looked up, the GPU tests are collected. This needs nvcc and no GPU. The torch

@@ -51,7 +51,9 @@ def run_all(
     return ends
 
 
-@pytest.mark.nightly("8 s each; policies are apart in the tests of rounds", but=["eager", "blocking-feedback"])
+@pytest.mark.nightly(
+    "8 s each; policies are apart in the tests of rounds", but=["eager", "blocking-feedback"]
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_one_joins_and_one_dies(
@@ -255,7 +257,9 @@ def test_a_worker_dies_in_the_seal(fresh_workers: Callable[..., Pool], registry:
     assert "another worker of this replica is gone" in ends[2].error
 
 
-@pytest.mark.nightly("6 s each; the two kinds of workers differ in their parameters alone", but=["shard_group"])
+@pytest.mark.nightly(
+    "6 s each; the two kinds of workers differ in their parameters alone", but=["shard_group"]
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["shard_group", "fsdp2"])
 def test_a_replica_of_two_workers_is_lost_and_regained(
@@ -269,7 +273,9 @@ def test_a_replica_of_two_workers_is_lost_and_regained(
     assert [view.members for view in ends[0].views] == [(0, 1), (0,), (0, 2)]
 
 
-@pytest.mark.nightly("4 s each; one policy that keeps its round and one that does not", but=["0-blocking", "1-eager"])
+@pytest.mark.nightly(
+    "4 s each; one policy that keeps its round and one that does not", but=["0-blocking", "1-eager"]
+)
 @pytest.mark.parametrize("name", ["blocking", "delayed", "eager"])
 @pytest.mark.parametrize("num_peers", [0, 1])
 def test_one_dies_in_the_flush(

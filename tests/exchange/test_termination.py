@@ -199,7 +199,10 @@ LARGE_MODELS = {
 }
 
 
-@pytest.mark.nightly("up to 30 s each; smaller models of each kind stay", but=["two", "two-three-bad-votes", "two-three-changes", "two-apart", "three"])
+@pytest.mark.nightly(
+    "up to 30 s each; smaller models of each kind stay",
+    but=["two", "two-three-bad-votes", "two-three-changes", "two-apart", "three"],
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.timeout(600)
 def test_nothing_that_was_applied_is_lost(name: str) -> None:

@@ -1,6 +1,7 @@
 """Triton's kernels compiled for GPUs that are not there: no spills, no stack, IEEE arithmetic.
 
-`make kernels` compiles every specialisation; here a selection of them.
+`make kernels` compiles every specialisation; here a selection of them. Triton keeps what it has
+compiled in a cache of its own, by the text of the kernels.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton")
 
 
+@pytest.mark.nightly("two minutes for options of each operator", but=["each-kernel"])
 @pytest.mark.slow
+@pytest.mark.parametrize("selection", ["each-kernel", "representative"])
 @pytest.mark.timeout(900)
-def test_kernels_compile_for_every_target_without_spills(tmp_path: Path) -> None:
+def test_kernels_compile_for_every_target_without_spills(selection: str, tmp_path: Path) -> None:
     """In a process of its own: here Triton interprets. The output has the registers of each."""
     script = Path(__file__).parents[1] / "support" / "devices" / "triton_specialisations.py"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     table = tmp_path / "table.json"
     done = subprocess.run(
-        [sys.executable, script, "--json", table],
+        [sys.executable, script, "--select", selection, "--json", table],
         capture_output=True, text=True, timeout=890, env=environment,
     )  # fmt: skip
     print(done.stdout)

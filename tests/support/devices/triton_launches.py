@@ -156,6 +156,18 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes or (FP32,))
 
 
+def each_kernel() -> Iterator[Launch]:
+    """Every kernel once, by the operators' defaults."""
+    case = Cases("int8", 256)
+    yield from case.encode()
+    yield from case.reduce(4)
+    yield from case.step("nesterov")
+    yield from case.delayed(False, True)
+    yield from case.decode()
+    yield from case.plain(FP32)
+    yield from case.digest()
+
+
 def representative() -> Iterator[Launch]:
     """The defaults of every operator, and each of their options once."""
     case = Cases("int8", 256)

@@ -3,7 +3,7 @@
 The specialisations are those of real calls: the operators are called with CPU tensors, and what
 they would launch is recorded instead. Run it without TRITON_INTERPRET:
 
-    python tests/support/devices/triton_specialisations.py [--all] [--json FILE]
+    python tests/support/devices/triton_specialisations.py [--select all] [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from triton_launches import BF16, FP16, FP32, Launch, everything, representative
+from triton_launches import BF16, FP16, FP32, Launch, each_kernel, everything, representative
 
 from diloco_comm.kernels import launching
 from diloco_comm.tools.common.reports import Report as MeasuredReport
@@ -81,6 +81,9 @@ def compile_for(launch: Launch, target: GPUTarget) -> Any:
         "enable_fp_fusion": False,
     }
     return triton.compile(source, target=target, options=options)
+
+
+SELECTIONS = {"each-kernel": each_kernel, "representative": representative, "all": everything}
 
 
 @dataclass
@@ -160,8 +163,7 @@ def examine(launch: Launch, target: str) -> Report:
 
 def _examine_slice(choice: str, part: int, parts: int) -> list[Report]:
     """Kernels cannot be sent to another process: each records the launches again."""
-    chosen = {"all": everything, "representative": representative}[choice]()
-    work = [(launch, target) for launch in chosen for target in TARGETS]
+    work = [(launch, target) for launch in SELECTIONS[choice]() for target in TARGETS]
     return [examine(launch, target) for launch, target in work[part::parts]]
 
 
@@ -182,15 +184,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", action="store_true", help="every specialisation, not a selection")
+    parser.add_argument("--select", choices=SELECTIONS, default="representative")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write a table of the figures to this file")
     arguments = parser.parse_args()
-    choice = "all" if arguments.all else "representative"
     with ProcessPoolExecutor(arguments.jobs) as pool:
         # More parts than processes, so that none waits long for the others and progress is seen.
-        parts = 32 if arguments.all else arguments.jobs
-        futures = [pool.submit(_examine_slice, choice, part, parts) for part in range(parts)]
+        parts = 32 if arguments.select == "all" else arguments.jobs
+        futures = [
+            pool.submit(_examine_slice, arguments.select, part, parts) for part in range(parts)
+        ]
         reports = []
         for future in futures:
             for report in future.result():
