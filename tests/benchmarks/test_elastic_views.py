@@ -13,9 +13,7 @@ from benchmarks.elastic.views import Views, results_of, run, violations
 RSS_MIB = 8.0
 
 
-@pytest.mark.nightly(
-    "30 s; test_elastic_training changes views, and each measure has a test of its own"
-)
+@pytest.mark.nightly("30 s; test_elastic_training changes views, other tests measure")
 @pytest.mark.timeout(300)
 def test_nothing_is_left_of_many_views(tmp_path: Path) -> None:
     views = run(ViewSettings(num_replicas=3, num_views=40), tmp_path)

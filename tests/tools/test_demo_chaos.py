@@ -35,9 +35,7 @@ TINY = ChaosSettings(
 PAGE = "tutorials/demo.md"
 
 
-@pytest.mark.nightly(
-    "a minute; the record's tests hold its numbers, and test_elastic_training each event"
-)
+@pytest.mark.nightly("a minute; test_elastic_training has each event")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_events_have_their_effect(tmp_path: Path) -> None:

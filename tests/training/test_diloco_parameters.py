@@ -368,9 +368,7 @@ def test_compiled_model_and_compiled_step(workers) -> None:
             torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.nightly(
-    "a minute of compilation; test_compiled_model_and_compiled_step compiles without inductor"
-)
+@pytest.mark.nightly("a minute; test_compiled_model_and_compiled_step has aot_eager")
 @pytest.mark.slow
 def test_inductor(workers) -> None:
     _, expected = workers(1).run(train_eagerly)[0]
