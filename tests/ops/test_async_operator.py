@@ -53,6 +53,7 @@ def compare(layout: Layout, seed: int, impl: str, **options) -> None:
         assert_same(got[name], truth[name], f"{impl} {name}")
 
 
+@pytest.mark.each_pair("112 combinations")
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("first", "last"), MODES)
 @pytest.mark.parametrize("size", SIZES)

@@ -117,6 +117,7 @@ CONVERSIONS = [
 ]
 
 
+@pytest.mark.nightly("calls nvcc for each architecture", but=["90"])
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_switch_for_fp8_conversions_compiles(tmp_path: Path, arch: int) -> None:

@@ -56,6 +56,7 @@ def test_terms_by_world_size(wire: str) -> None:
         assert all(payload.numel() == layout.payload_bytes for payload, _ in terms)
 
 
+@pytest.mark.each_pair("48 combinations")
 @every_wire
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("impl", CPU_IMPLS)

@@ -106,6 +106,7 @@ def test_the_worked_example() -> None:
     assert digest_of([tensor, tensor]) == 0xAFEC1981513584F5
 
 
+@pytest.mark.each_value("72 combinations")
 @every_impl
 @pytest.mark.parametrize("count", [0, 8, 9, *SIZES, 32768, 32771])
 def test_bytes_of_every_size(impl: str, count: int) -> None:
@@ -114,6 +115,7 @@ def test_bytes_of_every_size(impl: str, count: int) -> None:
         assert sums_of(data, impl, first_word) == plain_sums(memory_bytes(data), first_word)
 
 
+@pytest.mark.each_value("48 combinations")
 @every_impl
 @pytest.mark.parametrize("shift", range(1, 9))
 def test_any_address(impl: str, shift: int) -> None:
@@ -130,6 +132,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.each_value("60 combinations")
 @every_impl
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_shape(impl: str, dtype: torch.dtype) -> None:

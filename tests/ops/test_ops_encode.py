@@ -60,6 +60,7 @@ def test_sizes(impl: str, wire: str) -> None:
             check(case, impl, stochastic=stochastic, rng_key=-12345)
 
 
+@pytest.mark.each_pair("256 combinations")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,6 +96,7 @@ def test_any_fragment(impl: str, wire: str, data: st.DataObject) -> None:
     check(case, impl, **options)
 
 
+@pytest.mark.each_pair("64 combinations")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])

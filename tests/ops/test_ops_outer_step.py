@@ -94,6 +94,7 @@ def compare(
     both[0].assert_same(both[1], impl)
 
 
+@pytest.mark.each_pair("112 combinations")
 @every_impl
 @every_optimizer
 @pytest.mark.parametrize("num_elements", SIZES)
@@ -103,6 +104,7 @@ def test_sizes(impl: str, optimizer: str, num_elements: int) -> None:
     compare(layout, optimizer, impl, num_elements, 3, alpha=0.5)
 
 
+@pytest.mark.each_pair("128 combinations")
 @every_impl
 @every_wire
 @every_optimizer

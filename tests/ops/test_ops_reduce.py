@@ -72,6 +72,7 @@ def check_reduce(
         assert_same(error, true_error, f"{impl} new residual")
 
 
+@pytest.mark.each_pair("128 combinations")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

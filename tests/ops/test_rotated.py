@@ -68,6 +68,7 @@ def check(case: Fragment, impl: str, **options) -> None:
     assert results[3] == truths[3]
 
 
+@pytest.mark.each_pair("320 combinations")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,6 +142,7 @@ def several(wire: str, num_elements: int, num_payloads: int) -> tuple[Layout, li
     return layout, payloads
 
 
+@pytest.mark.each_pair("160 combinations")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("num_payloads", [1, 2, 3, 5])
@@ -167,6 +169,7 @@ def test_reduce(impl: str, wire: str, num_payloads: int) -> None:
                 assert_same(a, b, impl)
 
 
+@pytest.mark.each_pair("200 combinations")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -41,6 +41,7 @@ pytestmark = no_overflow_warning
 LARGEST_SIZE = SIZES[-1]
 
 
+@pytest.mark.each_value("24 combinations in the interpreter")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("num_ranks", [1, 3, 9])
@@ -56,6 +57,9 @@ def test_reduce(impl: str, wire: str, num_ranks: int) -> None:
     reducing.check_reduce(received, weights, count, form, impl)
 
 
+@pytest.mark.nightly(
+    "4 s each in the interpreter; the other numbers differ in their remainder", but=["3-triton"]
+)
 @every_impl
 @pytest.mark.parametrize("max_blocks", [1, 2, 3, 1000])
 def test_a_bounded_grid(impl: str, max_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +263,7 @@ def test_worked_examples(impl: str) -> None:
     examples.test_e3m0_ties(impl)
 
 
+@pytest.mark.nightly("5 s each in the interpreter; one wire stands for all", but=["int4"])
 @interpreted
 @pytest.mark.parametrize("wire", ["int8", "int4", "fp16"])
 def test_misaligned_tensors_between_guards(wire: str) -> None:

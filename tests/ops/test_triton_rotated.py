@@ -37,6 +37,7 @@ def test_kinds_of_values(impl: str, wire: str) -> None:
         rotated.check(case, impl, rng_key=(seed - 4) << 60, **options)
 
 
+@pytest.mark.each_value("18 combinations in the interpreter")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("num_payloads", [1, 3, 9])
@@ -45,6 +46,7 @@ def test_reduce(impl: str, wire: str, num_payloads: int) -> None:
     rotated.test_reduce(impl, wire, num_payloads)
 
 
+@pytest.mark.each_value("30 combinations in the interpreter")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("optimizer", rotated.OPTIMIZERS)

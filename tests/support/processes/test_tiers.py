@@ -9,18 +9,18 @@ from tiers import cover
 
 
 def test_a_cover_has_every_value_in_few_combinations() -> None:
-    combinations = [frozenset({("a", str(i)), ("b", str(j))}) for i in range(3) for j in range(5)]
-    chosen = cover(combinations)
+    sets = [{("a", i), ("b", j)} for i in range(3) for j in range(5)]
+    chosen = cover(sets)
     assert len(chosen) == 5
-    assert set().union(*(combinations[i] for i in chosen)) == set().union(*combinations)
-    assert cover(combinations) == chosen
+    assert set().union(*(sets[i] for i in chosen)) == set().union(*sets)
+    assert cover(sets) == chosen
 
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeconftest("pytest_plugins = ['tiers']")
     pytester.makeini(
-        f"[pytest]\npythonpath = {Path(__file__).parent}\nmarkers =\n    nightly\n    each_value\n"
+        f"[pytest]\npythonpath = {Path(__file__).parent}\nmarkers =\n    nightly\n    each_value\n    each_pair\n"
     )
     return pytester
 
@@ -35,6 +35,13 @@ def test_the_first_tier_has_each_value_and_no_nightly_test(suite: pytest.Pyteste
         def test_all(a, b):
             pass
 
+        @pytest.mark.each_pair("eight combinations")
+        @pytest.mark.parametrize("a", [1, 2])
+        @pytest.mark.parametrize("b", [3, 4])
+        @pytest.mark.parametrize("c", [5, 6])
+        def test_pairs(a, b, c):
+            pass
+
         @pytest.mark.nightly("slow", but=["two"])
         @pytest.mark.parametrize("a", ["one", "two", "three"])
         def test_slow(a):
@@ -47,11 +54,13 @@ def test_the_first_tier_has_each_value_and_no_nightly_test(suite: pytest.Pyteste
         def test_quick():
             pass
     """)
-    suite.runpytest("-m", "not nightly").assert_outcomes(passed=5, deselected=6)
-    suite.runpytest().assert_outcomes(passed=11)
+    suite.runpytest("-m", "not nightly").assert_outcomes(passed=9, deselected=10)
+    suite.runpytest().assert_outcomes(passed=19)
 
 
-@pytest.mark.parametrize("mark", ["nightly", "nightly(but=['a'])", "each_value(3)", "nightly('')"])
+@pytest.mark.parametrize(
+    "mark", ["nightly", "nightly(but=['a'])", "each_value(3)", "each_pair()", "nightly('')"]
+)
 def test_a_mark_without_a_reason_is_refused(suite: pytest.Pytester, mark: str) -> None:
     suite.makepyfile(f"import pytest\n\n@pytest.mark.{mark}\ndef test_it():\n    pass\n")
     result = suite.runpytest()

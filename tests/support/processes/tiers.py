@@ -5,42 +5,49 @@ sets of arguments, by their ids, that stay in the first tier:
 
     @pytest.mark.nightly("40 s each; the others differ in their policy alone", but=["eager"])
 
-A test with many combinations of cheap arguments needs no names: of those marked
+A test with many combinations of arguments needs no names: of those marked
 
-    @pytest.mark.each_value("64 combinations of sizes and wires")
+    @pytest.mark.each_pair("216 combinations of shifts, wires and implementations")
 
-the first tier takes, in the order of the file, combinations until each value of each argument has
-been there; the others are nightly.
+the first tier takes, in the order of the file, combinations until each pair of values of two
+arguments has been there; the others are nightly. ``each_value`` is the same with single values.
 
 ``make test`` runs ``-m "not nightly"``; ``pytest`` alone and ``make nightly`` run both tiers.
 """
 
 from __future__ import annotations
 
+from itertools import combinations
+from typing import Any
+
 import pytest
 
-Values = frozenset[tuple[str, str]]
+Value = tuple[str, str]
+# How many arguments at a time a mark is about.
+STRENGTHS = {"each_value": 1, "each_pair": 2}
 
 
 @pytest.hookimpl(tryfirst=True)  # Before -m reads the marks.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Settle of each test whether it has the mark ``nightly``; check that marks say why."""
-    functions: dict[tuple[object, str], list[pytest.Function]] = {}
+    functions: dict[tuple[object, str, int], list[pytest.Function]] = {}
     for item in items:
         check_reasons(item)
         if isinstance(item, pytest.Function):
             keep_first(item)
-            if item.get_closest_marker("each_value") and not item.get_closest_marker("nightly"):
-                functions.setdefault((item.parent, item.originalname), []).append(item)
-    for combinations in functions.values():
-        chosen = cover([values_of(item) for item in combinations])
-        for index, item in enumerate(combinations):
+            for name, strength in STRENGTHS.items():
+                if item.get_closest_marker(name) and not item.get_closest_marker("nightly"):
+                    key = (item.parent, item.originalname, strength)
+                    functions.setdefault(key, []).append(item)
+    for (*_, strength), alike in functions.items():
+        chosen = cover([{*combinations(values_of(item), strength)} for item in alike])
+        for index, item in enumerate(alike):
             if index not in chosen:
-                item.add_marker(pytest.mark.nightly("each value of its arguments is in another"))
+                item.add_marker(pytest.mark.nightly("its values are in other combinations"))
 
 
 def check_reasons(item: pytest.Item) -> None:
-    for name in ("nightly", "each_value"):
+    for name in ("nightly", *STRENGTHS):
         for mark in item.iter_markers(name):
             if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0]):
                 raise pytest.UsageError(
@@ -59,17 +66,17 @@ def keep_first(item: pytest.Function) -> None:
     ]
 
 
-def values_of(item: pytest.Function) -> Values:
+def values_of(item: pytest.Function) -> list[Value]:
     """Return the arguments of a parametrized test with their values, which need not be hashable."""
-    return frozenset((name, repr(value)) for name, value in item.callspec.params.items())
+    return sorted((name, repr(value)) for name, value in item.callspec.params.items())
 
 
-def cover(combinations: list[Values]) -> set[int]:
-    """Choose few combinations that together have every value; the first of equally good ones."""
-    missing = set().union(*combinations)
+def cover(sets: list[set[Any]]) -> set[int]:
+    """Choose few sets that together have every member; the first of equally good ones."""
+    missing = set().union(*sets)
     chosen: set[int] = set()
     while missing:
-        best = max(range(len(combinations)), key=lambda i: (len(combinations[i] & missing), -i))
+        best = max(range(len(sets)), key=lambda i: (len(sets[i] & missing), -i))
         chosen.add(best)
-        missing -= combinations[best]
+        missing -= sets[best]
     return chosen
