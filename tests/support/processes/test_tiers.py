@@ -19,9 +19,8 @@ def test_a_cover_has_every_value_in_few_combinations() -> None:
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeconftest("pytest_plugins = ['tiers']")
-    pytester.makeini(
-        f"[pytest]\npythonpath = {Path(__file__).parent}\nmarkers =\n    nightly\n    each_value\n    each_pair\n"
-    )
+    markers = "".join(f"    {name}\n" for name in ("nightly", "each_value", "each_pair"))
+    pytester.makeini(f"[pytest]\npythonpath = {Path(__file__).parent}\nmarkers =\n{markers}")
     return pytester
 
 
