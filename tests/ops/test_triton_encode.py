@@ -25,6 +25,7 @@ SMALL_SIZES = list(zip(SIZES[:-1], BLOCK_SIZES, strict=True))
 LARGEST_SIZE = SIZES[-1]
 
 
+@pytest.mark.each_value("16 combinations in the interpreter")
 @every_impl
 @every_wire
 @rounding
@@ -34,6 +35,7 @@ def test_encode_sizes_and_blocks(impl: str, wire: str, stochastic: bool) -> None
         encoding.check(case, impl, stochastic=stochastic, rng_key=-12345)
 
 
+@pytest.mark.each_value("16 combinations in the interpreter")
 @every_impl
 @every_wire
 @rounding

@@ -21,6 +21,10 @@ every_wire = pytest.mark.parametrize("wire", ROTATED_WIRES)
 pytestmark = no_overflow_warning
 
 
+@pytest.mark.nightly(
+    "2 s each in the interpreter; one wire of each transform stands for all",
+    but=["int2r-triton", "sub8-triton"],
+)
 @every_impl
 @every_wire
 def test_kinds_of_values(impl: str, wire: str) -> None:
@@ -60,6 +64,10 @@ def test_ranges_add_up_to_the_whole(impl: str, wire: str) -> None:
     rotated.test_ranges_add_up_to_the_whole(impl, wire)
 
 
+@pytest.mark.nightly(
+    "2 s each in the interpreter; one wire of each transform stands for all",
+    but=["int2r-triton", "sub8-triton"],
+)
 @every_impl
 @every_wire
 def test_limits(impl: str, wire: str) -> None:

@@ -27,6 +27,9 @@ every_wire = pytest.mark.parametrize("wire", SPARSE_WIRES)
 pytestmark = no_overflow_warning
 
 
+@pytest.mark.nightly(
+    "20 s each in the interpreter; the wires differ in one number", but=["topk64-triton"]
+)
 @every_impl
 @every_wire
 def test_kinds_of_values(impl: str, wire: str) -> None:

@@ -250,6 +250,7 @@ def digests(rank: int, world: int, wire: str, num_elements: int) -> list[tuple[i
     return found
 
 
+@pytest.mark.each_pair("48 combinations")
 @pytest.mark.parametrize("wire", ["fp32", "int8", "int4", "bf16"])
 @pytest.mark.parametrize("num_elements", [1, 257, 4096, 30_011])
 @pytest.mark.parametrize("world", [2, 3, 4])
