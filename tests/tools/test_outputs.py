@@ -23,9 +23,9 @@ from problems import Regression, train_step
 from trace_files import GEMM, NCCL, kernel, launch, write_kineto
 from typer.models import OptionInfo
 
+from diloco_comm.base.recording import Recorder
 from diloco_comm.tools.app import app
 from diloco_comm.tools.common import outputs
-from diloco_comm.tools.profile.record import Recorder
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -286,13 +286,15 @@ def test_a_trace_that_cannot_be_written_is_logged_once(
 
 
 TRAIN = """
-import pathlib, torch, diloco_comm
+import pathlib, torch
+from diloco_comm import DiLoCo
 pathlib.Path("traces").write_text("taken since the check")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range({steps}):
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
+with DiLoCo(model, optimizer, sync_every=2):
+    for step in range({steps}):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
 print("trained to the end")
 """
 

@@ -1,7 +1,8 @@
 """Record a trace of this process with torch.profiler; the program need not change.
 
-``diloco-comm profile run`` sets ``DILOCO_COMM_PROFILE``; a process that imports ``diloco_comm`` and
-steps an optimizer then writes ``rank<r>.json.gz``.
+``diloco-comm profile run`` sets ``DILOCO_COMM_PROFILE``. A process that then constructs ``DiLoCo``,
+``AsyncDiLoCo`` or ``DecoupledDiLoCo``, or a group of the backend "diloco", and steps an optimizer
+writes ``rank<r>.json.gz``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.hooks import RemovableHandle
 
-from ..common import outputs
+from . import env
 
 logger = logging.getLogger(__name__)
+
+# Holds the recorder of this process, once it has one.
+_started: list[Recorder] = []
 
 
 class Recorder:
@@ -71,12 +75,16 @@ class Recorder:
         self._is_running = False
         path = self.folder / f"rank{self._rank()}.json.gz"
         partial = path.with_suffix(f".{os.getpid()}.partial.gz")
-        with outputs.writing("the trace", path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 finished.export_chrome_trace(str(partial))
                 os.replace(partial, path)
             finally:
                 partial.unlink(missing_ok=True)
+        except OSError as error:
+            reason = error.strerror or error
+            raise OSError(f"cannot write the trace {path}: {reason}") from None
 
     def _rank(self) -> int:
         dist = torch.distributed
@@ -92,8 +100,14 @@ def _launched_rank() -> int | None:
     return None if rank is None else int(rank)
 
 
-def record(folder: str, skip: int, steps: int) -> None:
-    """Record a trace of this process, from its first optimizer step on."""
-    recorder = Recorder(Path(folder), skip, steps)
-    recorder.attach()
-    atexit.register(recorder.stop)
+def start_if_asked() -> None:
+    """Record this process from its next optimizer step on, if the environment asks for it.
+
+    Only the first call starts a recording.
+    """
+    folder = env.profile_folder()
+    if folder and not _started:
+        recorder = Recorder(Path(folder), *env.profile_steps())
+        recorder.attach()
+        atexit.register(recorder.stop)
+        _started.append(recorder)
