@@ -322,14 +322,16 @@ def scripts_that_write() -> Iterator[tuple[str, str]]:
         if path.name != "common.py":
             name = ".".join(path.relative_to(BENCHMARKS).with_suffix("").parts)
             for call, option in re.findall(r'common\.add_(\w+)\(parser(?:, "(--\w+)")?', text):
-                yield name, "--plot" if call == "plot" else option or "--json"
+                yield name, f"--{call}" if call in ("plot", "runs") else option or "--json"
 
 
 def test_no_benchmark_writes_a_file_that_is_not_looked_at() -> None:
     found = dict(scripts_that_write())
     assert len(found) > 15
     for path in BENCHMARKS.rglob("*.py"):
-        unchecked = re.findall(r'add(?:_argument)?\(\s*"--(json|plot|out|trace)"', path.read_text())
+        unchecked = re.findall(
+            r'add(?:_argument)?\(\s*"--(json|plot|runs|out|trace)"', path.read_text()
+        )
         assert unchecked == [], path.name
 
 
