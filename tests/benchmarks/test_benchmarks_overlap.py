@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_runs import ROOT, run_benchmark
+from benchmark_runs import ROOT, run_benchmark, shows
 from workers import Pool
+
+from diloco_comm.tools.common import plots
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -128,7 +130,7 @@ def test_sweep_measures_only_what_the_file_of_its_runs_lacks(
     assert overlap_sweep.run(args) == 0
     results = [json.loads(file.read_text())["results"] for file in (path, record)]
     assert results[0] == results[1] and len(results[1]) == len(overlap_sweep.cells(args))
-    assert args.plot.stat().st_size > 10_000
+    assert shows(args.plot, plots.BLUE)
     assert len(measured) == len(overlap_sweep.cells(args)) - 3
     path.write_text(json.dumps({"results": [row]}))
     assert overlap_sweep.run(args) == 2
@@ -262,7 +264,7 @@ def test_convergence_tunes_before_it_trains_and_repeats_nothing(tmp_path: Path) 
     plot = tmp_path / "table.png"
     written = ["--json", path, "--plot", plot]
     lines = run_script("convergence.sweep", "--tasks", "digits", *options, *written)
-    assert plot.stat().st_size > 10_000
+    assert shows(plot, plots.BLUE, plots.GREY)
     tuned = [line for line in lines if "-tune-" in line]
     trained = [line for line in lines if "-train-" in line]
     # Streaming, CO2 and the clip have three candidates each.
