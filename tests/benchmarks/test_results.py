@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from benchmark_runs import BENCHMARKS, RESULTS, ROOT
+
+from diloco_comm.tools.common.reports import record_text
 
 FILES = sorted(path for path in RESULTS.rglob("*") if path.is_file())
 RECORDS = [path for path in FILES if path.suffix == ".json"]
@@ -29,6 +32,14 @@ def test_a_record_names_its_command_and_its_machine(path: Path) -> None:
     record = json.loads(path.read_text())
     assert record["command"] and record["results"] and "cores" in record["machine"]
     assert any(word in record["command"] for word in ("python ", "diloco-comm ", "make "))
+
+
+def test_a_row_has_a_line() -> None:
+    rows = [{"name": "n" * 70, "value": 0.1 + 0.2, "missing": None}, {"name": "m" * 150}]
+    samples = [number / 7 for number in range(40)]
+    document = {"results": rows, "samples": samples, "nested": {"rows": rows}, "loss": math.inf}
+    text = record_text(document)
+    assert json.loads(text) == document and len(text.splitlines()) == 14
 
 
 def test_all_other_files_are_figures_of_records_and_printed_texts() -> None:
