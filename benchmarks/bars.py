@@ -27,7 +27,6 @@ from benchmarks.exchange import netns
 from benchmarks.support import common
 from diloco_comm.ops.phases import received_bits
 from diloco_comm.ops.wire import WireFormat
-from diloco_comm.tools.common import outputs
 
 _SKIPPED = 77  # exit status of private_loopback.py where making a namespace is not allowed
 
@@ -320,12 +319,10 @@ def parse_only(text: str) -> set[int]:
 
 
 def save(report: common.Report, path: Path, figures: list[Figure]) -> bool:
-    """Write the figures, and the text beside them; False after a sentence where that fails."""
+    """Write the figures and what was printed; False after a sentence where that fails."""
     results = [asdict(figure) | {"verdict": figure.verdict} for figure in figures]
     try:
         report.save(path, results)
-        with outputs.writing("--json", path.with_suffix(".txt")) as text:
-            text.write_text("\n".join(report.lines) + "\n")
     except OSError as error:
         print(error, file=sys.stderr)
         return False
@@ -341,14 +338,11 @@ def main() -> int:
         default=1 << 30,
         help="bytes of parameters, bars 1 to 8, 19 to 21",
     )
-    everything = "all bars: benchmarks/results/bars.json"
-    common.add_output(parser, help=f"results file, the text goes beside it (.txt); {everything}")
+    common.add_output(parser, help="results file; all bars: benchmarks/results/bars.json")
     args = parser.parse_args()
     if args.json is None and args.only == parse_only(""):
         args.json = common.RESULTS / "bars.json"
-    if args.json is not None:
-        for path in (args.json, args.json.with_suffix(".txt")):
-            common.check_default(parser, "--json", path)
+        common.check_default(parser, "--json", args.json)
     size = common.format_size(args.size)
     report = common.Report("bars", link="loopback; 9, 10 and 22: network namespaces", size=size)
     report.print("#")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import env, extension
+from .base import extension
 from .base.lazy import lazy_names
 
 try:
@@ -81,8 +81,3 @@ __all__ = [
     "shutdown",
     "streaming_diloco",
 ]
-
-if env.profile_folder():
-    from .tools.profile.record import record
-
-    record(env.profile_folder(), *env.profile_steps())

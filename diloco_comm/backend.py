@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import env
+from .base import env, recording
 from .base.errors import NonFiniteError
 from .base.futures import Finisher, for_native
 from .exchange import collective
@@ -81,6 +81,7 @@ class DilocoProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._wire = _wire()
         self._min_bytes = env.backend_min_bytes()
+        recording.start_if_asked()
         self._store, self._timeout = store, timeout
         self._finisher = Finisher()
         self._exact: Any = None

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Kept by the round of a commit; all others of the same process are lost.
 _COMMITS = ("commit", "healed")
+# Seconds of a bin in the plot.
+_WIDTH_S = 2.0
 
 
 def figures_of(side: Side, args: argparse.Namespace) -> dict[str, Any]:
@@ -61,9 +63,17 @@ def figures_of(side: Side, args: argparse.Namespace) -> dict[str, Any]:
         "restarts": side.restarts,
         "final_loss": round(statistics.mean(losses), 4) if losses else None,
         "events": [(round(at - begin, 2), kind, replica) for at, kind, replica in side.events],
-        "kept_at": [round(at - begin, 2) for at in sorted(kept_between)],
-        "commits": [round(at - begin, 2) for at in commits if begin <= at <= end],
+        "kept_in_bins": in_bins([at - begin for at in kept_between], end - begin),
     }
+
+
+def in_bins(times: list[float], seconds: float) -> list[int]:
+    """Count the times in each whole bin of the plot."""
+    counts = [0] * int(round(seconds, 1) / _WIDTH_S)
+    for at in times:
+        if 0 <= at < len(counts) * _WIDTH_S:
+            counts[int(at / _WIDTH_S)] += 1
+    return counts
 
 
 def kept_steps(process: Process) -> list[float]:
@@ -150,7 +160,6 @@ def _listed(seconds: list[float]) -> str:
 
 # ----------------------------------------------------------------------------------- plot
 
-_WIDTH_S = 2.0
 _LABELS = {"kill": "kill", "start": "start", "coordinator down": "coordinator\nkilled"}
 
 
@@ -158,13 +167,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     """Draw the inner steps that were kept over time, and the events, of each side."""
     figure, panels = plots.new_panels(len(results), 1, 10.0, 2.9)
     for axes, (name, result) in zip(panels[:, 0], results.items(), strict=True):
-        num_bins = int(result["seconds"] / _WIDTH_S)
-        counts = [0] * num_bins
-        for at in result["kept_at"]:
-            if 0 <= at < num_bins * _WIDTH_S:
-                counts[int(at / _WIDTH_S)] += 1
-        x = [(i + 0.5) * _WIDTH_S for i in range(num_bins)]
-        y = [count / _WIDTH_S for count in counts]
+        x = [(i + 0.5) * _WIDTH_S for i in range(len(result["kept_in_bins"]))]
+        y = [count / _WIDTH_S for count in result["kept_in_bins"]]
         axes.fill_between(x, y, step="mid", color=plots.GREY, alpha=0.35)
         axes.step(x, y, where="mid", color=plots.BLACK, linewidth=1.2)
         axes.axhline(result["steps_a_second"], color=plots.BLUE, linewidth=1, linestyle="--")

@@ -2,33 +2,34 @@
 
     python -m benchmarks.asynchronous.convergence             # the missing runs, then the table
     python -m benchmarks.asynchronous.convergence --cpu-minutes 40   # as many runs as fit
-    python -m benchmarks.asynchronous.convergence --report    # table and plots of the present runs
+    python -m benchmarks.asynchronous.convergence --report --plot async.png    # of present runs
 
 The claims of arXiv 2401.09135 at a small scale: a byte-level transformer on the standard library's
 sources, workers of different speed, the same number of inner steps for every method. The outer
 learning rate of each method is searched on another seed, at very different speeds, until a smaller
 and a larger one are worse; where that fails the report says so and the script ends with status 1.
-Every run is one line of the result file, and a run that is there is not repeated.
+Every run is one line of --runs, and a run that is there is not repeated. --plot draws the losses
+over the steps, and into a second file (-time) those over time.
 docs/measurements/asynchronous-results.md explains the table.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.asynchronous.methods import METHODS, SPEEDS, Method
-from benchmarks.asynchronous.report import write_report
+from benchmarks.asynchronous.report import condense, draw, kept_rows, report_lines
 from benchmarks.support import common
+from benchmarks.support.run_file import Row, RunFile
 from benchmarks.support.tuning import Choice, choose, next_rate
 from diloco_comm.asynchronous.model.shared import SharedModel
 from diloco_comm.asynchronous.server.decisions.coordinator import Coordinator, Outcome
@@ -39,6 +40,7 @@ from diloco_comm.ops.wire import WireFormat
 from diloco_comm.tools.demo.data import Batches, Corpus, load_corpus, validation_windows
 from diloco_comm.tools.demo.model import ByteTransformer, ModelConfig, byte_loss
 
+RECORD = common.RESULTS / "asynchronous" / "async-convergence.json"
 TUNING_SEED = 1000
 NUM_SEEDS = 3
 SYNC_EVERY = 16
@@ -76,10 +78,6 @@ class Run:
     seed: int
     lr: float
     steps: int = SHORT
-
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 def tuning(name: str, lr: float, steps: int) -> Run:
@@ -262,15 +260,7 @@ def train(run: Run, sync_every: int = SYNC_EVERY) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------- all runs
 
 
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the runs that the file holds, by key."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines[1:]]
-    fields = Run.__dataclass_fields__
-    return {Run(**{name: row[name] for name in fields}).key: row for row in rows}
-
-
-def losses_of(rows: Iterable[dict[str, Any]], name: str, steps: int) -> dict[float, float]:
+def losses_of(rows: Iterable[Row], name: str, steps: int) -> dict[float, float]:
     """Return the losses of a method's tuning runs by learning rate."""
     return {
         row["lr"]: row["loss"]
@@ -279,13 +269,13 @@ def losses_of(rows: Iterable[dict[str, Any]], name: str, steps: int) -> dict[flo
     }
 
 
-def choices(rows: dict[str, dict[str, Any]], steps: int) -> dict[str, Choice]:
+def choices(rows: Sequence[Row], steps: int) -> dict[str, Choice]:
     """Return the learning rate of each method that was tuned for so many steps."""
-    found = {name: losses_of(rows.values(), name, steps) for name in LENGTHS[steps]}
+    found = {name: losses_of(rows, name, steps) for name in LENGTHS[steps]}
     return {name: choose(losses) for name, losses in found.items() if losses}
 
 
-def best_lrs(rows: dict[str, dict[str, Any]], steps: int) -> dict[str, float]:
+def best_lrs(rows: Sequence[Row], steps: int) -> dict[str, float]:
     """Return the learning rate of each method whose tuning run ended lowest."""
     return {name: choice.lr for name, choice in choices(rows, steps).items()}
 
@@ -298,28 +288,25 @@ class Runner:
     """Make the runs that a file does not hold yet.
 
     Args:
-        path: The file.
         cpu_minutes: Processor time after which no further run is begun.
     """
 
-    def __init__(self, path: Path, cpu_minutes: float) -> None:
-        self.path, self.rows = path, read(path)
-        self._cpu_s = 60 * cpu_minutes
+    def __init__(self, runs: RunFile, cpu_minutes: float) -> None:
+        self.runs, self._cpu_s = runs, 60 * cpu_minutes
 
     def make(self, run: Run) -> None:
-        if run.key in self.rows:
+        if self.runs.find(asdict(run)):
             return
         if time.process_time() > self._cpu_s:
             raise OutOfTimeError
-        row = self.rows[run.key] = train(run)
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        row = train(run)
+        self.runs.add(row)
         print(f"{row['cpu_s']:6.1f} s  {row['loss']:.4f}  {run}", flush=True)
 
     def tune(self, name: str, steps: int, start: float) -> None:
         """Try learning rates until the best one is bracketed."""
         while True:
-            lr = next_rate(losses_of(self.rows.values(), name, steps), start)
+            lr = next_rate(losses_of(self.runs.rows, name, steps), start)
             if lr is None:
                 return
             self.make(tuning(name, lr, steps))
@@ -330,38 +317,39 @@ class Runner:
         for steps, names in LENGTHS.items():
             for name in names:
                 self.tune(name, steps, starts[name])
-            lrs = best_lrs(self.rows, steps)
+            lrs = best_lrs(self.runs.rows, steps)
             # A search for longer runs begins where that for shorter ones ended.
             starts |= lrs
             for run in at_very_different_speeds(lrs, steps):
                 self.make(run)
-        for run in at_other_speeds_and_sizes(best_lrs(self.rows, SHORT)):
+        for run in at_other_speeds_and_sizes(best_lrs(self.runs.rows, SHORT)):
             self.make(run)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = common.RESULTS / "asynchronous" / "async-convergence.jsonl"
-    common.add_output(parser, "--out", default=default, help="file of the runs")
+    common.add_runs(parser, "async-convergence.jsonl")
+    common.add_output(parser, default=RECORD)
+    common.add_plot(parser, "draw the losses over the steps, and over time into another file")
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument(
         "--cpu-minutes", type=float, default=float("inf"), help="begin no run after so many"
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if not options.out.exists():
-        about = {"machine": common.machine(), "versions": common.versions()}
-        command = "python -m benchmarks.asynchronous.convergence"
-        options.out.write_text(json.dumps({**about, "command": command}) + "\n")
-    runner, is_complete = Runner(options.out, options.cpu_minutes), True
+    runs = RunFile(options.runs, "python -m benchmarks.asynchronous.convergence")
+    is_complete = True
     if not options.report:
         try:
-            runner.make_all()
+            Runner(runs, options.cpu_minutes).make_all()
         except OutOfTimeError:
             is_complete = False
             print("the processor time is used up; the next call goes on from here")
-    chosen = {steps: choices(runner.rows, steps) for steps in LENGTHS}
-    write_report(options.out, list(runner.rows.values()), chosen, TUNING_SEED)
+    chosen = {steps: choices(runs.rows, steps) for steps in LENGTHS}
+    lines = report_lines(runs.rows, chosen, TUNING_SEED)
+    runs.write_record(options.json, lines, condense(runs.rows))
+    kept = kept_rows(runs.rows, chosen, TUNING_SEED)
+    common.save_plot(options.plot, functools.partial(draw, kept, min(LENGTHS)))
     is_bracketed = all(choice.is_bracketed for row in chosen.values() for choice in row.values())
     return 0 if is_complete and is_bracketed else 1
 

@@ -3,19 +3,20 @@
     python -m benchmarks.asynchronous.decoupled             # the missing runs, then the table
     python -m benchmarks.asynchronous.decoupled --cpu-minutes 20   # as many runs as fit
     python -m benchmarks.asynchronous.decoupled --model 118k       # the same with a larger model
-    python -m benchmarks.asynchronous.decoupled --report    # table and plot of the present runs
+    python -m benchmarks.asynchronous.decoupled --report --plot decoupled.png    # of present runs
 
 Claims of arXiv 2604.21428 at a small scale: a byte-level transformer on the standard library's
 sources, learners of equal and of very different speed, equal tokens for all methods of a cell. The
 models, the start and the text are those of benchmarks/asynchronous/convergence.py. The outer
 learning rate of each method is searched for each number of learners, on a seed of its own. Every
-run is one line of the result file, and a run that is there is not repeated.
+run is one line of --runs, and a run that is there is not repeated.
 docs/measurements/decoupled-results.md explains the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from benchmarks.asynchronous.decoupled_methods import (
     seconds_of,
     steps_in_equal_time,
 )
-from benchmarks.asynchronous.decoupled_report import draw, report_lines
+from benchmarks.asynchronous.decoupled_report import condense, draw, report_lines
 from benchmarks.asynchronous.methods import SPEEDS
 from benchmarks.support import common
 from benchmarks.support.run_file import RunFile
@@ -354,15 +355,16 @@ class Runner:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    default = common.RESULTS / "asynchronous" / "decoupled.jsonl"
-    common.add_output(parser, "--out", default=default, help="file of the runs")
+    common.add_runs(parser, "decoupled.jsonl")
+    common.add_output(parser, default=common.RESULTS / "asynchronous" / "decoupled.json")
+    common.add_plot(parser, "draw the losses over time, and the differences by method")
     add("--report", action="store_true", help="train nothing")
     add("--model", choices=tuple(convergence.MODELS), default="34k")
     add("--cells", type=lambda t: [int(n) for n in t.split(",")], default=list(range(len(CELLS))))
     add("--cpu-minutes", type=float, default=float("inf"), help="begin no run after so many")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    runs = RunFile(options.out, "python -m benchmarks.asynchronous.decoupled")
+    runs = RunFile(options.runs, "python -m benchmarks.asynchronous.decoupled")
     runner = Runner(runs, options.cpu_minutes)
     try:
         for number in [] if options.report else options.cells:
@@ -370,7 +372,9 @@ def main() -> int:
     except TimeoutError:
         print("# the processor time is used up: the same command goes on with the missing runs")
     if runs.rows:
-        runs.write_report(report_lines(runs.rows, TUNING_SEED), draw)
+        lines = report_lines(runs.rows, TUNING_SEED)
+        runs.write_record(options.json, lines, condense(runs.rows))
+        common.save_plot(options.plot, functools.partial(draw, runs.rows))
     return 0
 
 

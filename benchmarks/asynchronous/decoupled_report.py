@@ -25,6 +25,7 @@ from benchmarks.asynchronous.decoupled_methods import (
     steps_in_equal_time,
 )
 from benchmarks.asynchronous.report import mean_and_deviation
+from benchmarks.support.run_file import grouped
 from benchmarks.support.tuning import choose
 from diloco_comm.tools.common import plots
 
@@ -42,6 +43,11 @@ CLAIMS = (
     Claim("(ours) carry is better, with grace", "K=1, grace, carry", BETTER, GRACE),
     Claim("(ours) decoupled is better than DN + DyLU", GRACE, BETTER, DELAYED),
 )
+
+_MEAN_FIGURES = (
+    "seconds", "updates", "goodput", "applied", "lost", "reports", "effective_lr", "bytes_up",
+    "bytes_down",
+)  # fmt: skip
 
 
 def tried_rates(rows: Sequence[Row], tuning_seed: int) -> dict[tuple[Any, ...], dict[float, float]]:
@@ -76,6 +82,22 @@ def _size(row: Row) -> tuple[str, int]:
 
 def _cell(row: Row) -> Cell:
     return row["model"], row["speeds"], row["num_learners"], row["steps"]
+
+
+def condense(rows: list[Row]) -> list[Row]:
+    """Return the record of the runs: for each setting and rate, the losses and the mean figures."""
+    found = []
+    for setting, own in grouped(rows, ("model", "speeds", "num_learners", "steps", "method", "lr")):
+        means = {
+            key: fmean(run[key] for run in own)
+            for key in _MEAN_FIGURES
+            if all(key in run for run in own)
+        }
+        if all("rho" in run for run in own):
+            means["rho"] = [fmean(x) for x in zip(*(run["rho"] for run in own), strict=True)]
+        losses = [[run["seed"], run["loss"]] for run in own]
+        found.append({**setting, "seed, loss": losses, **means})
+    return found
 
 
 def report_lines(rows: list[Row], tuning_seed: int) -> Iterator[str]:

@@ -13,6 +13,7 @@ docs/measurements/asynchronous-results.md explains the figures.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing as mp
 import tempfile
 import time
@@ -32,13 +33,14 @@ from benchmarks.asynchronous.convergence import (
     LAST_LR,
     LONG,
     MODELS,
+    RECORD,
     SYNC_EVERY,
     best_lrs,
     corpus,
     pretrained,
-    read,
 )
 from benchmarks.asynchronous.methods import METHODS, MOMENTUM, SPEEDS
+from benchmarks.asynchronous.report import recorded_losses
 from benchmarks.support import common
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.asynchronous.server.decisions.scheduling import ShardSampler
@@ -267,7 +269,7 @@ def main() -> None:
     common.add_output(parser, default=common.RESULTS / "asynchronous" / "async-real.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lrs = best_lrs(read(common.RESULTS / "asynchronous" / "async-convergence.jsonl"), LONG)
+    lrs = best_lrs(recorded_losses(json.loads(RECORD.read_text())["results"]), LONG)
     slots = [options.unit_ms * factor for factor in SPEEDS["very"](WORKERS)]
     report = common.Report(
         "asynchronous and synchronous training in real time", workers=WORKERS,

@@ -12,26 +12,53 @@ from benchmarks.asynchronous.claims import ALIKE, judge
 from benchmarks.asynchronous.methods import METHODS, SPEEDS
 from benchmarks.asynchronous.plots import draw_methods, draw_time
 from benchmarks.support import common
+from benchmarks.support.run_file import grouped
 from benchmarks.support.tuning import Choice
 
 Row = dict[str, Any]
 Chosen = Mapping[int, Mapping[str, Choice]]
 
 
-def write_report(out: Path, rows: list[Row], chosen: Chosen, tuning_seed: int) -> None:
-    """Write ``out`` with the endings .txt and .png, and print the table.
+def kept_rows(rows: list[Row], chosen: Chosen, tuning_seed: int) -> list[Row]:
+    """Return the runs of the table: those at the learning rate that the search chose.
 
     Args:
-        chosen: By steps and method, the learning rate that the table is made with.
+        chosen: By steps and method, the learning rate.
         tuning_seed: Of the runs that chose it.
     """
-    kept = [row for row in rows if row["seed"] != tuning_seed and _is_chosen(row, chosen)]
-    text = "\n".join(_lines(rows, kept, chosen, tuning_seed)) + "\n"
-    print(text)
-    out.with_suffix(".txt").write_text(text)
+    return [row for row in rows if row["seed"] != tuning_seed and _is_chosen(row, chosen)]
+
+
+def condense(rows: list[Row]) -> list[Row]:
+    """Return the record of the runs: for each setting and rate, the losses and the mean figures."""
+    keys = ("model", "num_workers", "steps", "speeds", "method", "lr")
+    return [
+        {
+            **setting,
+            "seed, loss": [[run["seed"], run["loss"]] for run in own],
+            **{
+                key: fmean(run[key] for run in own)
+                for key in ("seconds", "updates", "mean_staleness")
+            },
+        }
+        for setting, own in grouped(rows, keys)
+    ]
+
+
+def recorded_losses(results: list[Row]) -> list[Row]:
+    """Return the runs of a record, with their losses alone."""
+    return [
+        {**{k: v for k, v in entry.items() if k != "seed, loss"}, "seed": seed, "loss": loss}
+        for entry in results
+        for seed, loss in entry["seed, loss"]
+    ]
+
+
+def draw(kept: list[Row], steps: int, path: Path) -> None:
+    """Draw the losses of the table's runs over their steps, and beside it those over time."""
     if kept:
-        draw_methods(kept, min(chosen), out.with_suffix(".png"))
-        draw_time(kept, out.with_name(f"{out.stem}-time.png"))
+        draw_methods(kept, steps, path)
+        draw_time(kept, path.with_name(f"{path.stem}-time{path.suffix}"))
 
 
 def _is_chosen(row: Row, chosen: Chosen) -> bool:
@@ -39,7 +66,9 @@ def _is_chosen(row: Row, chosen: Chosen) -> bool:
     return choice is not None and row["lr"] == choice.lr
 
 
-def _lines(rows: list[Row], kept: list[Row], chosen: Chosen, tuning_seed: int) -> Iterator[str]:
+def report_lines(rows: list[Row], chosen: Chosen, tuning_seed: int) -> Iterator[str]:
+    """Return the table's lines; see ``kept_rows``."""
+    kept = kept_rows(rows, chosen, tuning_seed)
     seconds = sum(row["cpu_s"] for row in rows)
     yield f"# {common.command_line()}"
     yield "# loss: held out, nats per byte, mean and standard deviation of the seeds; all methods"

@@ -1,18 +1,20 @@
 """Eager and Delayed against Blocking over a hundred rounds, each at its own outer learning rate.
 
     python -m benchmarks.convergence.long_run             # the missing runs, then the table
-    python -m benchmarks.convergence.long_run --report    # table and plot of the present runs
+    python -m benchmarks.convergence.long_run --report --plot long-run.png    # of the present runs
 
 A byte-level transformer on the standard library's sources, M = 2 and M = 4 replicas, rounds of 15
 inner steps. The outer learning rate of each method is searched with seed 0 on one half of the
 held-out text, until a smaller and a larger one are worse; the table has the loss of the other half.
-The replicas live in one process (in_one_process.py). Every run is one line of the result file, and
-a run that is there is not repeated. docs/measurements/benchmarks.md explains the table.
+The replicas live in one process (in_one_process.py). Every run is one line of --runs, and a run
+that is there is not repeated; the record (--json) has losses and curves.
+docs/measurements/benchmarks.md explains the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.convergence.in_one_process import Replica, Replicas
-from benchmarks.convergence.long_run_report import draw, report_lines
+from benchmarks.convergence.long_run_report import condense, draw, report_lines
 from benchmarks.convergence.tasks import Size, Text
 from benchmarks.support import common
 from benchmarks.support.run_file import RunFile
@@ -162,8 +164,9 @@ def _make_seeds(runs: Runs, cell: dict[str, Any], best: dict[str, float]) -> Non
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    default = common.RESULTS / "convergence" / "long-run.jsonl"
-    common.add_output(parser, "--out", default=default, help="file of the runs")
+    common.add_runs(parser, "long-run.jsonl")
+    common.add_output(parser, default=common.RESULTS / "convergence" / "long-run.json")
+    common.add_plot(parser, "draw the losses over the rounds")
     add("--report", action="store_true", help="train nothing")
     add("--replicas", type=lambda t: [int(n) for n in t.split(",")], default=[2, 4])
     add("--momentum", type=lambda t: [float(n) for n in t.split(",")], default=[0.9, 0.8])
@@ -171,10 +174,11 @@ def main() -> int:
     add("--model", choices=tuple(MODELS), default="118k")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs = Runs(args.out)
+    runs = Runs(args.runs)
     if not args.report:
         make_all(runs, args)
-    runs.write_report(report_lines(runs.rows), draw)
+    runs.write_record(args.json, report_lines(runs.rows), condense(runs.rows))
+    common.save_plot(args.plot, functools.partial(draw, runs.rows))
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks.support.run_file import grouped
 from benchmarks.support.tuning import choose
 from diloco_comm.tools.common import plots
 
@@ -41,6 +42,17 @@ def cells(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
         blocking = methods.pop("Blocking", None) or searched.get(key[:-1], [])
         found[key] = {"Blocking": blocking, **methods} if blocking else methods
         searched.setdefault(key[:-1], blocking)
+    return found
+
+
+def condense(rows: list[Row]) -> list[Row]:
+    """Return the record of the runs: the losses of each setting, and the mean of their curves."""
+    found = []
+    for setting, own in grouped(rows, (*CELL, "method", "lr")):
+        losses = [[run["seed"], run["tuning_loss"], run["loss"]] for run in own]
+        points = zip(*(run["curve"] for run in own), strict=True)
+        curve = [[at[0][0], fmean(point[1] for point in at)] for at in points]
+        found.append({**setting, "seed, tuning loss, loss": losses, "rounds, mean loss": curve})
     return found
 
 

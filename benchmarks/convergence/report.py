@@ -32,6 +32,15 @@ def write_report(
     return tables
 
 
+def tuning_losses(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the loss of each candidate that was tried for the numbers of a method."""
+    return [
+        {key: result[key] for key in ("task", "family", "candidate", "choice", "loss")}
+        for result in results
+        if result["kind"] == "tune"
+    ]
+
+
 def _rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     exposed = {
         r["row"]: r["exposed_s_per_round"] * r["size"]["num_steps"] / r["size"]["sync_every"]

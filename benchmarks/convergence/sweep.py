@@ -5,6 +5,7 @@
 
 Four replicas, the same tokens for every method, three seeds. Each run is one JSON file in
 --folder, and a run that is there is not repeated: an interrupted sweep goes on where it was. The
+record (--json) has the table, and the losses by which the numbers of the methods were chosen. The
 numbers that a method has are tuned first, on a seed and on held-out data that are not in the
 table (convergence_methods.py). docs/measurements/benchmarks.md explains the table.
 """
@@ -27,14 +28,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.convergence.methods import FAMILIES, ROW_OF, ROWS, Row, tuning_row
-from benchmarks.convergence.report import draw, write_report
+from benchmarks.convergence.report import draw, tuning_losses, write_report
 from benchmarks.convergence.tasks import SIZES, SMOKE, TASKS, Size, Task
 from benchmarks.support import common
 from diloco_comm import DiLoCo
 from diloco_comm.tools.demo.ddp import BucketExchange
 
 TUNING_SEED = 1000
-RUNS = common.RESULTS / "convergence" / "runs"
+RUNS = common.RUNS / "convergence"
 # The link of the exposed time: it changes no number, and so only a few rounds run over it.
 LINK_GBPS, LINK_RTT_MS = 0.1, 100.0
 _TIMED_ROUNDS, _TIMED_DDP_STEPS = 4, 6
@@ -302,7 +303,8 @@ def main() -> int:
         common.relaunch(args.nprocs, timeout_s=args.timeout)
     results = [json.loads((args.folder / run.file_name).read_text()) for run in plan(args)]
     summary = write_report(report, results)
-    common.save(report, args.json, {"table": summary, "runs": results})
+    tuned = tuning_losses(results)
+    common.save(report, args.json, {"table": summary, "tuned": tuned})
     common.save_plot(args.plot, functools.partial(draw, summary))
     return 0
 

@@ -2,20 +2,22 @@
 
     python -m benchmarks.convergence.wires                        # the missing runs, then the table
     python -m benchmarks.convergence.wires --cells 0,1 --limit-s 200
-    python -m benchmarks.convergence.wires --report               # table and plot of present runs
+    python -m benchmarks.convergence.wires --report --plot wires.png    # of the present runs
     python -m benchmarks.convergence.wires --report --page docs/explanation/bits.md
 
 A byte-level transformer on the standard library's sources, equal tokens for all wires of a cell.
 The method is that of the cell: blocking rounds, Streaming with two fragments, or Eager. The outer
 optimizer is SGD. Its learning rate is searched for each wire with a seed of its own, on one half of
 the held-out text; the table has the loss of the other half. The replicas live in one process
-(wire_means.py, wire_rounds.py). Every run is one line of the result file, and a run that is there
-is not repeated. docs/explanation/bits.md explains the table.
+(wire_means.py, wire_rounds.py). Every run is one line of --runs, and a run that is there is not
+repeated; the record (--json) has the losses of all runs. docs/explanation/bits.md explains the
+table.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +29,7 @@ import torch
 from benchmarks.convergence.tasks import Size, Text
 from benchmarks.convergence.wire_means import BySparseLoCo, Mean, OnWire
 from benchmarks.convergence.wire_rounds import METHODS, BlockingRounds, Replica, Rounds
-from benchmarks.convergence.wires_report import BLOCKING, draw, report_lines, write_page
+from benchmarks.convergence.wires_report import BLOCKING, condense, draw, report_lines, write_page
 from benchmarks.support import common
 from benchmarks.support.run_file import RunFile
 from benchmarks.support.tuning import choose, next_rate
@@ -218,22 +220,24 @@ class Wires:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    default = common.RESULTS / "convergence" / "wires.jsonl"
-    common.add_output(parser, "--out", default=default, help="file of the runs")
+    common.add_runs(parser, "wires.jsonl")
+    common.add_output(parser, default=common.RESULTS / "convergence" / "wires.json")
+    common.add_plot(parser, "draw the tables")
     add("--report", action="store_true", help="train nothing")
     add("--page", type=Path, help="Markdown page whose tables are written anew")
     add("--cells", type=lambda t: [int(n) for n in t.split(",")], default=list(range(len(CELLS))))
     add("--limit-s", type=float, default=float("inf"), help="begin no run after this many seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs = open_runs(args.out)
+    runs = open_runs(args.runs)
     wires = Wires(runs, args.limit_s)
     try:
         for number in [] if args.report else args.cells:
             wires.make(CELLS[number])
     except TimeoutError:
         print("# the time is up: the same command goes on with the missing runs")
-    runs.write_report(report_lines(runs.rows), draw)
+    runs.write_record(args.json, report_lines(runs.rows), condense(runs.rows))
+    common.save_plot(args.plot, functools.partial(draw, runs.rows))
     if args.page is not None:
         write_page(runs.rows, args.page)
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks.support.run_file import grouped
 from benchmarks.support.tuning import choose
 from diloco_comm.tools.common import plots
 
@@ -61,6 +62,39 @@ def over_base(wires: dict[str, list[Row]], wire: str) -> list[float]:
     """Return the loss of a wire less that of fp32, seed by seed."""
     base = {row["seed"]: row["loss"] for row in wires.get(BASE, [])}
     return [row["loss"] - base[row["seed"]] for row in wires[wire] if row["seed"] in base]
+
+
+def condense(rows: list[Row]) -> list[Row]:
+    """Return the record of the runs: for each cell and wire, the losses at each learning rate.
+
+    ``tuning`` lists rates and the losses that choose one, ``losses`` seed, rate and loss.
+    """
+    with_method = [{"method": BLOCKING, **row} for row in rows]
+    found = []
+    for setting, own in grouped(with_method, (*CELL, "wire", "bits")):
+        is_tuning = [run["seed"] >= FIRST_TUNING_SEED for run in own]
+        tuning = [run for run, is_one in zip(own, is_tuning, strict=True) if is_one]
+        trained = [run for run, is_one in zip(own, is_tuning, strict=True) if not is_one]
+        found.append(
+            {
+                **setting,
+                "tuning": [[run["lr"], run["tuning_loss"]] for run in tuning],
+                "losses": [[run["seed"], run["lr"], run["loss"]] for run in trained],
+            }
+        )
+    return found
+
+
+def recorded_runs(results: list[Row]) -> list[Row]:
+    """Return the runs of a record, with what the tables need of them."""
+    rows = []
+    for entry in results:
+        setting = {key: entry[key] for key in (*CELL, "wire", "bits")}
+        for lr, loss in entry["tuning"]:
+            rows.append({**setting, "seed": FIRST_TUNING_SEED, "lr": lr, "tuning_loss": loss})
+        for seed, lr, loss in entry["losses"]:
+            rows.append({**setting, "seed": seed, "lr": lr, "loss": loss})
+    return rows
 
 
 def report_lines(rows: list[Row]) -> Iterator[str]:

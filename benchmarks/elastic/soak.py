@@ -25,7 +25,6 @@ from benchmarks.elastic.checks import Life, Resources
 from benchmarks.elastic.ledger_replica import LEAVE, RUN, Applied, SoakSettings, Taking, train
 from benchmarks.elastic.soak_report import print_results, results_of
 from benchmarks.support import common
-from diloco_comm.tools.common import outputs
 from diloco_comm.tools.common.ranks import WITH_OPTIMIZER
 from diloco_comm.tools.demo.chaos.crew import Crew, Replica
 from diloco_comm.tools.demo.chaos.messages import DONE, KILLED, LEFT, LEFT_BEHIND, Ended, Entered
@@ -323,9 +322,6 @@ def main() -> int:
         results = results_of(soak)
     print_results(report, results)
     common.save(report, args.json, results)
-    if args.json is not None:
-        with outputs.writing("--json", args.json.with_suffix(".txt")) as text:
-            text.write_text("\n".join(report.lines) + "\n")
     return 1 if results["violations"] else 0
 
 

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from benchmarks.elastic import checks
@@ -76,7 +76,7 @@ def results_of(soak: Soak) -> dict[str, Any]:
             kind: {"median": round(statistics.median(found), 2), "worst": round(max(found), 2)}
             for kind, found in sorted(stalls.items())
         },
-        "replica_that_stays": [vars(one) for one in soak.samples],
+        "replica_that_stays": early_and_late(soak.samples),
         "violations": violations(soak),
         "log": [vars(event) for event in soak.events],
     }
@@ -113,24 +113,24 @@ def print_results(report: common.Report, results: dict[str, Any]) -> None:
     )
     for kind, found in results["stall_s"].items():
         report.print(f"  {kind:>10} {found['median']:>10.2f} {found['worst']:>10.2f}")
-    for line in _stays(results["replica_that_stays"]):
-        report.print(line)
+    if held := results["replica_that_stays"]:
+        report.print(f"# a replica that stays, with {held['first']['num_members']} members:")
+        for name, one in held.items():
+            report.print(
+                f"#   {name:>6}: {one['descriptors']} descriptors, {one['threads']} threads, "
+                f"{one['rss_mib']:.0f} MiB"
+            )
     for violation in results["violations"]:
         report.print(f"VIOLATED {violation}")
     verdict = "violated" if results["violations"] else "hold"
     report.print(f"# the invariants {verdict}")
 
 
-def _stays(samples: Sequence[dict[str, Any]]) -> Iterable[str]:
-    """Say what the steady replica held early and late, at the number of members seen most."""
+def early_and_late(samples: Sequence[Resources]) -> dict[str, dict[str, Any]]:
+    """Return what the steady replica held early and late, at the number of members seen most."""
     if not samples:
-        return
-    sizes = Counter(one["num_members"] for one in samples)
-    size = sizes.most_common(1)[0][0]
-    same = [one for one in samples if one["num_members"] == size]
-    yield f"# a replica that stays, with {size} members:"
-    for name, one in (("first", same[0]), ("middle", same[len(same) // 2]), ("last", same[-1])):
-        yield (
-            f"#   {name:>6}: {one['descriptors']} descriptors, {one['threads']} threads, "
-            f"{one['rss_mib']:.0f} MiB"
-        )
+        return {}
+    size = Counter(one.num_members for one in samples).most_common(1)[0][0]
+    same = [one for one in samples if one.num_members == size]
+    places = {"first": same[0], "middle": same[len(same) // 2], "last": same[-1]}
+    return {name: vars(one) for name, one in places.items()}

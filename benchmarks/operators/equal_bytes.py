@@ -6,7 +6,7 @@
 The elements of slice n are made from the seed n: Gaussian numbers of many magnitudes, outliers,
 zeros, and now and then a value that no wire carries. Every implementation encodes, reduces three
 payloads and decodes them; the bytes of the first one are compared with those of the others. Each
-slice is one line of the result file, and a slice that is there is not repeated.
+slice is one line of --runs, and a slice that is there is not repeated.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.support import common
-from benchmarks.support.run_file import RunFile
+from benchmarks.support.run_file import RunFile, grouped
 from diloco_comm import ops
 from diloco_comm.ops.wire import ROTATED_WIRES, SPARSE_WIRES, Layout, WireFormat
 
@@ -96,29 +95,34 @@ def compare(wire: str, number: int, count: int) -> dict[str, Any]:
     }
 
 
-def report(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each wire and set of implementations: elements compared, bytes that differ.
+def condense(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the sums for each wire and set of implementations.
 
     On a processor without AVX-512 fewer implementations are compared.
     """
+    named = [{**row, "implementations": " ".join(row["implementations"])} for row in rows]
+    found = []
+    for setting, own in grouped(named, ("wire", "implementations")):
+        sums = {key: sum(row[key] for row in own) for key in ("elements", "bad")}
+        differing = sum(sum(row["differing_bytes"].values()) for row in own)
+        found.append({**setting, **sums, "differing_bytes": differing})
+    return found
+
+
+def report(results: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each row: elements compared, bytes that differ."""
     lines = [f"#{'wire':>9} {'elements':>14} {'bad':>8} {'differing bytes':>16}  implementations"]
-    for wire, names in dict.fromkeys(map(_kind, rows)):
-        own = [row for row in rows if _kind(row) == (wire, names)]
-        wrong = sum(sum(row["differing_bytes"].values()) for row in own)
-        total, bad = (sum(row[key] for row in own) for key in ("elements", "bad"))
-        lines.append(f" {wire:>9} {total:>14} {bad:>8} {wrong:>16}  {names}")
+    for row in results:
+        numbers = f"{row['elements']:>14} {row['bad']:>8} {row['differing_bytes']:>16}"
+        lines.append(f" {row['wire']:>9} {numbers}  {row['implementations']}")
     return lines
-
-
-def _kind(row: dict[str, Any]) -> tuple[str, str]:
-    return row["wire"], " ".join(row["implementations"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    default: Path = common.RESULTS / "operators" / "equal-bytes.jsonl"
-    common.add_output(parser, "--out", default=default, help="file of the slices")
+    common.add_runs(parser, "equal-bytes.jsonl")
+    common.add_output(parser, default=common.RESULTS / "operators" / "equal-bytes.json")
     add("--report", action="store_true", help="compare nothing")
     add("--elements", type=int, default=NUM_ELEMENTS, help="elements of each wire")
     add("--slice", type=int, default=SLICE, help="elements that are compared at a time")
@@ -126,16 +130,15 @@ def main() -> int:
     add("--limit-s", type=float, default=float("inf"), help="begin no slice after these seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs, end = RunFile(args.out, COMMAND), time.monotonic() + args.limit_s
+    runs, end = RunFile(args.runs, COMMAND), time.monotonic() + args.limit_s
     # Slice by slice over all wires, so that an interrupt leaves as much of each.
     for number in range(0 if args.report else -(-args.elements // args.slice)):
         count = min(args.slice, args.elements - number * args.slice)
         for wire in args.wires.split(","):
             if time.monotonic() < end and not runs.find({"wire": wire, "slice": number}):
                 runs.add(compare(wire, number, count))
-    lines = report(runs.rows)
-    print("\n".join(lines))
-    args.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    results = condense(runs.rows)
+    runs.write_record(args.json, report(results), results)
     return 1 if any(row["differing_bytes"] for row in runs.rows) else 0
 
 

@@ -22,10 +22,12 @@ from diloco_comm.tools.common.measuring import (
 )
 from diloco_comm.tools.common.reports import (
     Report,
+    about,
     check_output,
     command_line,
     commit,
     machine,
+    record_text,
     versions,
 )
 from diloco_comm.tools.common.sizes import format_size, parse_size
@@ -42,11 +44,14 @@ from diloco_comm.tools.common.workers import (
 __all__ = [
     "RESULTS",
     "ROOT",
+    "RUNS",
     "Report",
     "WorkerError",
+    "about",
     "add_output",
     "add_plot",
     "add_rounds",
+    "add_runs",
     "benchmark_command",
     "check_default",
     "command_line",
@@ -63,6 +68,7 @@ __all__ = [
     "median_ratio",
     "parse_size",
     "percentile",
+    "record_text",
     "relaunch",
     "relaunch_or_explain",
     "run_workers",
@@ -76,7 +82,9 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
+# Records, which pages quote; and single runs, which a benchmark that goes on does not repeat.
 RESULTS = ROOT / "benchmarks" / "results"
+RUNS = ROOT / "build" / "runs"
 
 
 def add_output(
@@ -108,6 +116,11 @@ def add_output(
 def add_plot(parser: argparse.ArgumentParser, help: str) -> None:
     """Add ``--plot``, the file of a figure."""
     add_output(parser, "--plot", metavar="PNG", help=help)
+
+
+def add_runs(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add ``--runs``, the file of single runs: a run that the file holds is not repeated."""
+    add_output(parser, "--runs", default=RUNS / name, help="file of the runs, none made twice")
 
 
 def add_rounds(parser: argparse.ArgumentParser) -> None:

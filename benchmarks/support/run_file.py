@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco_comm.tools.common import outputs
+
 from . import common
+
+Row = dict[str, Any]
 
 
 class RunFile:
@@ -21,6 +26,7 @@ class RunFile:
         defaults: Values of the runs in the file whose lines lack them; the file stays as it is.
 
     Attributes:
+        about: The first line; empty if there is no run.
         rows: The runs, in the order of the file.
     """
 
@@ -28,34 +34,44 @@ class RunFile:
         self, path: Path, command: str, *, defaults: Mapping[str, Any] | None = None
     ) -> None:
         self.path, self.command = path, command
-        lines = path.read_text().splitlines()[1:] if path.exists() else []
-        self.rows: list[dict[str, Any]] = [
-            {**(defaults or {}), **json.loads(line)} for line in lines
-        ]
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.about: Row = json.loads(lines[0]) if lines else {}
+        self.rows: list[Row] = [{**(defaults or {}), **json.loads(line)} for line in lines[1:]]
 
-    def find(self, wanted: dict[str, Any]) -> list[dict[str, Any]]:
+    def find(self, wanted: dict[str, Any]) -> list[Row]:
         """List the runs with these values."""
         return [row for row in self.rows if all(row[key] == wanted[key] for key in wanted)]
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         """Append a run, and have it on disk when this returns."""
-        if not self.path.exists():
-            about = {"machine": common.machine(), "versions": common.versions()}
-            self._append({**about, "command": self.command})
+        if not self.about:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.about = {**common.about(), "command": self.command}
+            self._append(self.about)
         self.rows.append(row)
         self._append(row)
 
-    def write_report(
-        self, lines: Iterable[str], draw: Callable[[list[dict[str, Any]], Path], None]
-    ) -> None:
-        """Print a table's lines, write them beside the file as .txt, and draw the runs as .png."""
-        table = "\n".join(lines)
-        print(table)
-        self.path.with_suffix(".txt").write_text(table + "\n")
-        draw(self.rows, self.path.with_suffix(".png"))
+    def write_record(self, path: Path, lines: Iterable[str], results: object) -> None:
+        """Print a table's lines, and write the record of all runs: condensed results and lines."""
+        output = list(lines)
+        print("\n".join(output))
+        record = {**self.about, "results": results, "output": output}
+        try:
+            with outputs.writing("--json", path) as file:
+                file.write_text(common.record_text(record) + "\n")
+        except OSError as error:
+            sys.exit(str(error))
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append(self, row: Row) -> None:
         # One write a line: an interrupt leaves no half a line.
         with open(self.path, "ab", buffering=0) as file:
             file.write((json.dumps(row) + "\n").encode())
             os.fsync(file.fileno())
+
+
+def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[tuple[Row, list[Row]]]:
+    """Return the runs of each setting, the values of ``keys``, in the order of the first runs."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return [(dict(zip(keys, values, strict=True)), own) for values, own in groups.items()]

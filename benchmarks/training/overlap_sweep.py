@@ -53,11 +53,11 @@ def key_of(cell: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the cells that the results file does not have yet; it is written after each."""
-    path = args.json
+    """Measure the cells that the file of the runs lacks; it is written after each of them."""
+    path = args.runs
     done: list[dict[str, Any]] = json.loads(path.read_text())["results"] if path.exists() else []
     if any("cell" not in entry for entry in done):
-        print(f"error: {path} has results of one cell, not of a sweep: give another --json")
+        print(f"error: {path} has results of one cell, not of a sweep: give another --runs")
         return 2
     report = common.Report("overlap", link="in each cell", variants="in each cell")
     with common.stoppable():
@@ -71,6 +71,6 @@ def run(args: argparse.Namespace) -> int:
             link = key["link"]
             report.print(f"# {key['workers']} workers, H {key['H']}, {link}")
             overlap_report.print_rows(report, found["rows"])
-    common.save(report, path, done)
+    common.save(report, args.json, done)
     common.save_plot(args.plot, functools.partial(overlap_report.draw, done))
     return 0

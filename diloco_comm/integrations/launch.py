@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..base import recording
 from ..base.launch import Launch, find
 
 # The variables by which trainers find other processes. Similar names such as LOCAL_DATA_DIR belong
@@ -49,6 +50,8 @@ def replica_per_process(*, timeout_s: float = 300.0) -> dict[str, Any]:
             "replica_per_process() must come before torch.distributed is initialised: call it "
             "first, before the trainer is made"
         )
+    # A recording names its file by the rank that is hidden below.
+    recording.start_if_asked()
     store = _connect(launch, timeout_s)
     for name in (*_TORCHRUN, *_SRUN):
         os.environ.pop(name, None)

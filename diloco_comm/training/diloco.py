@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base import recording
 from ..base.errors import NonFiniteError
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
@@ -163,6 +164,7 @@ class DiLoCo(Saved):
         # By name, for the functions below that take many of them.
         arguments = dict(locals())
         check_arguments(arguments)
+        recording.start_if_asked()
         weight, seconds = weight_of(weight), seconds_of(timeout)
         settings = settings_among(arguments, config)
         check_on_reset(on_reset, settings)

@@ -28,8 +28,8 @@ STEADY = 0
 KINDS = ("kill", "stop", "syncer")
 # MiB and descriptors by which the steady learner may grow from the first third to the end.
 _RSS_MIB, _DESCRIPTORS = 32, 4
-# Seconds that a step may take at most (99 of 100): training waits for nobody.
-_STEP_S = 1.0
+# Milliseconds that a step of the long soak may take at most (99 of 100): training waits for nobody.
+_STEP_MS = 1000.0
 
 
 class Soak:
@@ -118,7 +118,6 @@ class Soak:
             assert book["lost"] == 0 and book["applied"] == merged[STEADY, p], (p, book, merged)
         seconds = sorted(row[4] for row in rows[1:])
         p99 = seconds[round(0.99 * (len(seconds) - 1))]
-        assert p99 < _STEP_S, f"steps of {p99:.3f} s"
         (rss, fds), (last_rss, last_fds) = self.samples[len(self.samples) // 3], self.samples[-1]
         assert last_rss <= rss + _RSS_MIB * 2**20, (rss, last_rss)
         assert last_fds <= fds + _DESCRIPTORS, (fds, last_fds)
@@ -165,6 +164,8 @@ def main() -> None:
         )
     json.dump({"seconds": options.seconds, "seed": options.seed, **found}, sys.stdout, indent=1)
     print()
+    if found["step_p99_ms"] >= _STEP_MS:
+        sys.exit(f"99 of 100 steps take up to {found['step_p99_ms']:g} ms, not below {_STEP_MS:g}")
 
 
 if __name__ == "__main__":

@@ -48,22 +48,28 @@ def row(method: str, lr: float, seed: int, loss: float) -> dict[str, Any]:
 
 
 def test_a_best_rate_at_the_edge_is_an_error_of_the_report(tmp_path: Path) -> None:
-    out = tmp_path / "runs.jsonl"
+    from benchmarks.asynchronous.convergence import best_lrs
+    from benchmarks.asynchronous.report import recorded_losses
+
+    out, record, plot = (tmp_path / name for name in ("runs.jsonl", "record.json", "plot.png"))
     losses = {0.3: 2.4, 0.7: 2.3, 1.0: 2.35}
     rows = [row(name, lr, 1000, losses[lr]) for name in ("DiLoCo", "DN") for lr in losses]
     rows += [row(name, 0.7, seed, 2.3) for name in ("DiLoCo", "DN") for seed in range(2)]
 
     def report(chosen: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
         out.write_text("\n".join(["{}", *map(json.dumps, chosen)]) + "\n")
-        return run_benchmark("asynchronous.convergence", "--report", "--out", out)
+        written = ["--runs", out, "--json", record, "--plot", plot]
+        return run_benchmark("asynchronous.convergence", "--report", *written)
 
     whole = report(rows)
     assert whole.returncode == 0 and "ERROR" not in whole.stdout, whole.stdout + whole.stderr
     assert whole.stdout.splitlines()[0].startswith(
         "# python -m benchmarks.asynchronous.convergence"
     )
-    assert out.with_suffix(".txt").read_text() + "\n" == whole.stdout
-    assert out.with_suffix(".png").exists()
+    document = json.loads(record.read_text())
+    assert document["output"] == whole.stdout.splitlines()
+    assert best_lrs(recorded_losses(document["results"]), 160) == {"DiLoCo": 0.7, "DN": 0.7}
+    assert plot.exists()
     cut = report([r for r in rows if (r["method"], r["lr"]) != ("DiLoCo", 1.0)])
     assert cut.returncode == 1
     assert "ERROR: DiLoCo: the best learning rate, 0.7, is at the grid's edge" in cut.stdout

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_runs import ROOT, run_benchmark
+from benchmark_runs import ROOT, run_benchmark, shows
 from workers import Pool
+
+from diloco_comm.tools.common import plots
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -98,7 +100,7 @@ def test_variant_is_refused_unless_policy_and_wire_are_given() -> None:
             Variant.parse(text)
 
 
-def test_sweep_measures_only_what_the_results_file_lacks(
+def test_sweep_measures_only_what_the_file_of_its_runs_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from benchmarks.exchange import netns
@@ -115,17 +117,20 @@ def test_sweep_measures_only_what_the_results_file_lacks(
 
     monkeypatch.setattr(overlap, "run_cell", run_cell)
     monkeypatch.setattr(netns, "missing", lambda: "not here")
-    path = tmp_path / "sweep.json"
-    args = overlap.make_parser().parse_args(["--sweep", "--json", str(path)])
+    path, record = tmp_path / "sweep.json", tmp_path / "record.json"
+    written = ["--runs", str(path), "--json", str(record)]
+    args = overlap.make_parser().parse_args(["--sweep", *written])
     with pytest.raises(KeyboardInterrupt):
         overlap_sweep.run(args)
     assert len(json.loads(path.read_text())["results"]) == 3
     measured.clear()
     row = {"variant": "eager:int4", "of_alone": 0.9, "tokens_per_s": {"median": 1.0}}
     monkeypatch.setattr(overlap, "run_cell", lambda cell: measured.append(cell.nprocs) or [row])
-    args.plot = str(tmp_path / "sweep.png")
+    args.plot = tmp_path / "sweep.png"
     assert overlap_sweep.run(args) == 0
-    assert Path(args.plot).stat().st_size > 10_000
+    results = [json.loads(file.read_text())["results"] for file in (path, record)]
+    assert results[0] == results[1] and len(results[1]) == len(overlap_sweep.cells(args))
+    assert shows(args.plot, plots.BLUE)
     assert len(measured) == len(overlap_sweep.cells(args)) - 3
     path.write_text(json.dumps({"results": [row]}))
     assert overlap_sweep.run(args) == 2
@@ -259,14 +264,16 @@ def test_convergence_tunes_before_it_trains_and_repeats_nothing(tmp_path: Path) 
     plot = tmp_path / "table.png"
     written = ["--json", path, "--plot", plot]
     lines = run_script("convergence.sweep", "--tasks", "digits", *options, *written)
-    assert plot.stat().st_size > 10_000
+    assert shows(plot, plots.BLUE, plots.GREY)
     tuned = [line for line in lines if "-tune-" in line]
     trained = [line for line in lines if "-train-" in line]
     # Streaming, CO2 and the clip have three candidates each.
     assert len(tuned) == 9 and len(trained) == 7
     assert max(map(lines.index, tuned)) < min(map(lines.index, trained))
     assert not any("FedAvg-0" in line for line in trained)
-    table = json.loads(path.read_text())["results"]["table"]["digits"]
+    results = json.loads(path.read_text())["results"]
+    assert len(results["tuned"]) == 9 and {row["task"] for row in results["tuned"]} == {"digits"}
+    table = results["table"]["digits"]
     assert {row["row"] for row in table} == set(rows.split(","))
     assert [row["loss"] for row in table] == sorted(row["loss"] for row in table)
     (fedavg,) = (row["losses"] for row in table if row["row"] == "FedAvg")

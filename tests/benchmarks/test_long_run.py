@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_runs import run_benchmark
+from benchmark_runs import run_benchmark, shows
 from problems import Regression, train_step
 from torch import Tensor
 
 from benchmarks.convergence.in_one_process import Replica, Replicas
 from diloco_comm import DiLoCo, Nesterov
 from diloco_comm.methods.overlap import Blocking, Delayed, Eager, Overlap
+from diloco_comm.tools.common import plots
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -86,12 +87,25 @@ def test_the_table_has_the_best_rate_and_differences_seed_by_seed(tmp_path: Path
     rows += [{**row("Eager zero", seed, 0.2, 1.9 + 0.1 * seed), "rounds": 200} for seed in range(3)]
     path = tmp_path / "runs.jsonl"
     path.write_text("\n".join(["{}", *map(json.dumps, rows)]) + "\n")
-    done = run_benchmark("convergence.long_run", "--report", "--out", path)
+    record, plot = tmp_path / "record.json", tmp_path / "plot.png"
+    written = ["--runs", path, "--json", record, "--plot", plot]
+    done = run_benchmark("convergence.long_run", "--report", *written)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if "Eager zero" in line]
     assert lines == [
         ["Eager", "zero", "100", "0.2", "2.350", "0.100", "+0.250", "±", "0.000", "3"],
         ["Eager", "zero", "200", "0.2", "2.000", "0.100", "-0.100", "±", "0.000", "3"],
     ]
-    assert path.with_suffix(".txt").read_text() == done.stdout
-    assert path.with_suffix(".png").stat().st_size > 10_000
+    document = json.loads(record.read_text())
+    assert document["output"] == done.stdout.splitlines()
+    # Two settings of each method and rate: the searched runs, and those of twice the rounds.
+    rates = [(row["method"], row["rounds"], row["lr"]) for row in document["results"]]
+    assert rates == [
+        ("Blocking", 100, 0.4),
+        ("Eager zero", 100, 0.2),
+        ("Eager zero", 100, 0.1),
+        ("Eager zero", 100, 0.4),
+        ("Eager zero", 200, 0.2),
+    ]
+    assert document["results"][0]["rounds, mean loss"][0] == [5, pytest.approx(2.1 + 0.2)]
+    assert shows(plot, plots.BLACK, plots.BLUE)

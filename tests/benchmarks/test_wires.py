@@ -138,7 +138,7 @@ def test_runs_are_made_once_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(wires, "train", train)
     cell = wires.Cell(rounds=3, wires=("fp32", "sub8"))
-    path = tmp_path / "wires.jsonl"
+    path = tmp_path / "runs" / "wires.jsonl"
     for _ in range(2):
         runs = wires.RunFile(path, "a test")
         wires.Wires(runs, 60.0).make(cell)
@@ -207,16 +207,19 @@ def test_a_run_that_diverges_has_a_loss_that_is_no_number() -> None:
         assert all(values(model).isnan().any() for model, _ in replicas)
 
 
+def recorded() -> dict[str, Any]:
+    return json.loads((wires.common.RESULTS / "convergence" / "wires.json").read_text())
+
+
 def test_the_recorded_table_is_that_of_the_recorded_runs() -> None:
-    folder = wires.common.RESULTS / "convergence"
-    rows = [json.loads(line) for line in (folder / "wires.jsonl").read_text().splitlines()[1:]]
-    lines = list(wires_report.report_lines(rows))
-    assert (folder / "wires.txt").read_text().splitlines() == lines
+    record = recorded()
+    rows = wires_report.recorded_runs(record["results"])
+    assert record["output"] == list(wires_report.report_lines(rows))
+    assert wires_report.condense(rows) == record["results"]
 
 
 def test_the_tables_of_the_page_are_those_of_the_recorded_runs(tmp_path: Path) -> None:
-    folder = wires.common.RESULTS / "convergence"
-    rows = [json.loads(line) for line in (folder / "wires.jsonl").read_text().splitlines()[1:]]
+    rows = wires_report.recorded_runs(recorded()["results"])
     original = wires.common.RESULTS.parents[1] / "docs" / "explanation" / "bits.md"
     page = tmp_path / "bits.md"
     page.write_text(original.read_text())
@@ -231,8 +234,13 @@ def test_a_difference_between_implementations_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--elements", "9000", "--slice", "5000", "--wires", "int2r,topk64"]
-    done = run_benchmark("operators.equal_bytes", *words, "--out", tmp_path / "equal.jsonl")
+    words += ["--runs", str(tmp_path / "equal.jsonl"), "--json", str(tmp_path / "equal.json")]
+    done = run_benchmark("operators.equal_bytes", *words)
     assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "equal.json").read_text())
+    assert record["output"] == done.stdout.splitlines()
+    assert [row["elements"] for row in record["results"]] == [9000, 9000]
+    assert {"date", "commit", "machine", "versions", "command"} < record.keys()
     rows = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
     assert [(row[0], row[1], row[3]) for row in rows] == [
         ("int2r", "9000", "0"),

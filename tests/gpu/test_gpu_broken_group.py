@@ -23,6 +23,9 @@ from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.nccl import group as nccl_group
 from diloco_comm.exchange.nccl.streams import StreamDriver
 
+# A timeout that no test lives to see: a wait for it fails the test.
+HALF_AN_HOUR = 1800.0
+
 
 class BrokenGroup:
     """Its calls block for good, or raise, as those of NCCL may; notes the calls that have begun."""
@@ -55,33 +58,33 @@ def driver_of(group: Any, here: torch.device) -> StreamDriver:
 def in_the_first_collective(rank: int, world: int, library: str, error: str) -> list[Any]:
     here = use_streams(rank, "lagging", library)
     group = BrokenGroup(error)
-    driver, begin = driver_of(group, here), time.monotonic()
+    driver = driver_of(group, here)
     with pytest.raises(SyncError) as info:
         driver.connect(0.5)
-    driver.close(5.0)
-    elapsed = time.monotonic() - begin
+    # Close returns while the call blocks: the group is released below.
+    driver.close(HALF_AN_HOUR)
     assert info.value.stage == "connect" and str(info.value) == driver.failure
     calls = list(group.begun)
     group.error = "late"
     group.is_released.set()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while "abort" not in group.begun and time.monotonic() < deadline:
         time.sleep(0.01)
-    return [str(info.value), elapsed < 5.0, calls, group.begun[-1]]
+    return [str(info.value), calls, group.begun[-1]]
 
 
 def test_a_first_collective_that_blocks_is_left_behind(replicas, stand_in) -> None:
     """NCCL meets the other replicas in it, and waits for them for ever; the thread ends it."""
     (result,) = replicas(1).run(in_the_first_collective, stand_in, "", timeout=30)
     message = "the replicas' devices did not connect within 0.5 s"
-    assert result == [message, True, ["alltoall"], "abort"]
+    assert result == [message, ["alltoall"], "abort"]
 
 
 def test_a_first_collective_that_raises_is_a_sync_error(replicas, stand_in) -> None:
     error = "NCCL error in: x.cpp:7\nremote process exited"
     (result,) = replicas(1).run(in_the_first_collective, stand_in, error, timeout=30)
     message = "the replicas' devices did not connect: NCCL error in: x.cpp:7 remote process exited"
-    assert result == [message, True, ["alltoall", "abort"], "abort"]
+    assert result == [message, ["alltoall", "abort"], "abort"]
 
 
 class Busy(StreamDriver):
@@ -105,8 +108,9 @@ def closed_with_a_broken_group(rank: int, world: int, library: str, name: str) -
     begin = time.monotonic()
     exchange.close()
     elapsed = time.monotonic() - begin
+    # Close has returned while the call blocks, and not before its two seconds.
     group.is_released.set()
-    return [group.begun, 1.9 < elapsed < 4.0]
+    return [group.begun, elapsed > 1.9]
 
 
 @pytest.mark.parametrize("name", ["shutdown", "abort"])
@@ -136,7 +140,7 @@ def test_a_helper_thread_ends_with_its_owner() -> None:
 
 
 AT_EXIT = """
-import atexit, sys, threading, time
+import atexit, sys, threading
 
 # Functions for the exit run in reverse order: this one after those of the package.
 atexit.register(lambda: print(*group.begun, flush=True))
@@ -159,7 +163,6 @@ def begin():
     # What Python 3.12 does once the interpreter ends.
     for name in ("_start_new_thread", "_start_joinable_thread"):
         setattr(threading, name, refuse)
-    print(time.monotonic(), flush=True)
 """
 
 
@@ -174,10 +177,7 @@ def test_a_process_ends_although_its_group_does_not(name: str, stand_in: str) ->
         text=True,
         timeout=60,
     )
-    elapsed = time.monotonic()
-    assert done.returncode == 0, done.stderr
-    begin, calls = done.stdout.splitlines()
-    assert calls == name and elapsed - float(begin) < 5.0, done.stdout
+    assert (done.returncode, done.stdout) == (0, f"{name}\n"), done.stderr
 
 
 def with_an_abort(rank: int, world: int, library: str, error: str) -> list[Any]:
@@ -187,7 +187,7 @@ def with_an_abort(rank: int, world: int, library: str, error: str) -> list[Any]:
     broken = BrokenGroup(error)
     here = use_streams(rank, "lagging", library)
     store = dist.PrefixStore(f"broken abort {bool(error)}", dist.group.WORLD.get_group_store())
-    members = {"store": store, "replica": rank, "num_replicas": world, "timeout": 60.0}
+    members = {"store": store, "replica": rank, "num_replicas": world, "timeout": HALF_AN_HOUR}
     replica = Replica(rank, here, **members, **on_streams(METHODS["diloco"]))
     replica.steps(0, 7)
     before = replica.diloco.outer_hash()
@@ -206,43 +206,41 @@ def with_an_abort(rank: int, world: int, library: str, error: str) -> list[Any]:
         broken.abort()
 
     driver.group.abort, driver.timeout = abort, 1.0
-    begin, failures = time.monotonic(), []
+    failures = []
     replica.steps(7, 8)
     for call in (lambda: replica.diloco._rounds.settle_verdicts(8), replica.diloco.step):
         try:
             call()
         except SyncError as error:
             failures.append(str(error))
-    elapsed = time.monotonic() - begin
     dist.barrier()
     is_kept = replica.diloco.outer_hash() == before
     replica.diloco.close()
     assert broken.begun == ["abort"]
-    return [elapsed < 20.0, is_kept, *failures]
+    return [is_kept, *failures]
 
 
 @pytest.mark.parametrize("error", ["", "NCCL error: timeout"])
 def test_an_abort_that_does_not_end_well(error: str, replicas, stand_in) -> None:
     """The host waits for it for some seconds, and the round has failed all the same."""
     result = replicas(2).run(with_an_abort, stand_in, error)[0]
-    assert result[:2] == [True, True] and "not done after 1 s" in result[2], result
+    assert result[0] is True and "not done after 1 s" in result[1], result
 
 
 def closed_early(rank: int, world: int, library: str) -> list[Any]:
     """Rank 0 closes while the device of rank 1 is not yet there."""
     here = use_streams(rank, "lagging", library)
     store = dist.PrefixStore("closed early", dist.group.WORLD.get_group_store())
-    members = {"store": store, "replica": rank, "num_replicas": world, "timeout": 60.0}
+    members = {"store": store, "replica": rank, "num_replicas": world, "timeout": HALF_AN_HOUR}
     replica = Replica(rank, here, **members, **on_streams(METHODS["diloco"]))
     replica.steps(0, 7)
     replica.diloco.outer_hash()
     if rank == 1:
         replica.diloco.exchange._driver.group.enqueue("nothing", lambda: time.sleep(2))
-    begin = time.monotonic()
     replica.steps(7, 8)
     if rank == 0:
         replica.diloco.close()
-        return [time.monotonic() - begin < 8.0]
+        return ["closed"]
     replica.diloco._rounds.settle_verdicts(8)
     applied = [m.is_applied for m in replica.diloco.metrics()]
     replica.diloco.close()
@@ -250,4 +248,4 @@ def closed_early(rank: int, world: int, library: str) -> list[Any]:
 
 
 def test_close_finishes_what_is_under_way(replicas, stand_in) -> None:
-    assert replicas(2).run(closed_early, stand_in) == [[True], [True, True]]
+    assert replicas(2).run(closed_early, stand_in) == [["closed"], [True, True]]

@@ -28,7 +28,7 @@ from diloco_comm.exchange.nccl.streams import StreamDriver
 
 SUSPECT_S = 2.0
 # Of an exchange: what the others must not have to wait for.
-TIMEOUT_S = 90.0
+TIMEOUT_S = 900.0
 # Of devices that connect: the others wait so long for one that does not.
 CONNECT_S = 8.0
 # Of a GPU: more than a minute at 2 GHz.
@@ -109,7 +109,7 @@ def test_the_others_go_on(
         signs = f"nothing was heard of replica {victim} for", f"replica {victim} could not be"
         assert any(sign in result["message"] for sign in signs), result
         assert "sync of fragment 0, round 1 failed at exchange" in result["message"]
-        assert SUSPECT_S < result["elapsed"] < TIMEOUT_S / 2
+        assert SUSPECT_S < result["elapsed"] < TIMEOUT_S / 10
     assert len({result["hash"] for result in results}) == 1
 
 
@@ -143,7 +143,7 @@ def without_headers(
     replica.steps(7, 8)
     work, failure = part.in_flight[-1].work, ""
     try:
-        work.wait(TIMEOUT_S / 2)
+        work.wait(TIMEOUT_S / 10)
     except SyncError as error:
         failure = error.stage
     result: dict[str, Any] = {"failure": failure, "state": work.round.state, "own": sends[-1]}

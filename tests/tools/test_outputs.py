@@ -23,9 +23,9 @@ from problems import Regression, train_step
 from trace_files import GEMM, NCCL, kernel, launch, write_kineto
 from typer.models import OptionInfo
 
+from diloco_comm.base.recording import Recorder
 from diloco_comm.tools.app import app
 from diloco_comm.tools.common import outputs
-from diloco_comm.tools.profile.record import Recorder
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -286,13 +286,15 @@ def test_a_trace_that_cannot_be_written_is_logged_once(
 
 
 TRAIN = """
-import pathlib, torch, diloco_comm
+import pathlib, torch
+from diloco_comm import DiLoCo
 pathlib.Path("traces").write_text("taken since the check")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range({steps}):
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
+with DiLoCo(model, optimizer, sync_every=2):
+    for step in range({steps}):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
 print("trained to the end")
 """
 
@@ -320,14 +322,16 @@ def scripts_that_write() -> Iterator[tuple[str, str]]:
         if path.name != "common.py":
             name = ".".join(path.relative_to(BENCHMARKS).with_suffix("").parts)
             for call, option in re.findall(r'common\.add_(\w+)\(parser(?:, "(--\w+)")?', text):
-                yield name, "--plot" if call == "plot" else option or "--json"
+                yield name, f"--{call}" if call in ("plot", "runs") else option or "--json"
 
 
 def test_no_benchmark_writes_a_file_that_is_not_looked_at() -> None:
     found = dict(scripts_that_write())
     assert len(found) > 15
     for path in BENCHMARKS.rglob("*.py"):
-        unchecked = re.findall(r'add(?:_argument)?\(\s*"--(json|plot|out|trace)"', path.read_text())
+        unchecked = re.findall(
+            r'add(?:_argument)?\(\s*"--(json|plot|runs|out|trace)"', path.read_text()
+        )
         assert unchecked == [], path.name
 
 

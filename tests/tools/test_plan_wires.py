@@ -128,8 +128,8 @@ def test_a_share_below_the_target_is_shown_below() -> None:
 def test_the_losses_are_those_that_were_measured() -> None:
     from benchmarks.convergence import wires_report
 
-    rows = (RESULTS / "convergence" / "wires.jsonl").read_text().splitlines()[1:]
-    cells = wires_report.cells([json.loads(row) for row in rows])
+    record = json.loads((RESULTS / "convergence" / "wires.json").read_text())
+    cells = wires_report.cells(wires_report.recorded_runs(record["results"]))
     measured = cells["118k", 4, 10, 30, wires_report.BLOCKING]
     losses = {
         wire: round(fmean(wires_report.over_base(measured, wire)), 3)

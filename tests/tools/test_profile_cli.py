@@ -21,8 +21,8 @@ from trace_files import GEMM, NCCL, Nsys, event, kernel, launch, write_kineto
 from workers import Pool
 
 from diloco_comm import DiLoCo, Streaming
+from diloco_comm.base.recording import Recorder
 from diloco_comm.tools.profile import command as profile_command
-from diloco_comm.tools.profile.record import Recorder
 
 PART: dict[str, Any] = {
     "communication_us": float,
@@ -158,6 +158,64 @@ def test_replicas_of_their_own_write_a_trace_each(tmp_path: Path) -> None:
     names = [Path(path).name for path in json.loads(ended.stdout)["traces"]]
     assert names == ["rank0.json.gz", "rank1.json.gz"]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == names
+
+
+# The rest of a program that has a model and an optimizer, for each object that starts a recording.
+STARTS = {
+    "AsyncDiLoCo": """
+from diloco_comm.asynchronous import AsyncDiLoCo, AsyncServer
+from diloco_comm.asynchronous.model.rules import Immediate
+with AsyncServer(Immediate(outer=SGD(1.0)), sync_every=2) as server:
+    with AsyncDiLoCo(model, optimizer, server=server.address, name="a", timeout=60):
+        train()
+""",
+    "DecoupledDiLoCo": """
+from diloco_comm.asynchronous import DecoupledDiLoCo, DecoupledServer
+from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
+settings = DecoupledSettings(fragments=["*"], sync_every=2)
+with DecoupledServer(settings, outer=SGD(1.0)) as server:
+    with DecoupledDiLoCo(model, optimizer, server=server.address, name="a", timeout=60):
+        train()
+""",
+    "backend": """
+import diloco_comm.backend
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("diloco", store=store, rank=0, world_size=1)
+train()
+torch.distributed.destroy_process_group()
+""",
+}
+TRAIN = """
+import torch
+from diloco_comm import SGD
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    for step in range(5):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_everything_that_trains_records(start: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN + STARTS[start])
+    ended = profile_run(tmp_path, sys.executable, "train.py")
+    assert ended.returncode == 0, ended.stderr
+    (rank,) = report_json(tmp_path / "traces/rank0.json.gz")["ranks"]
+    assert rank["computation_us"] > 0
+
+
+def test_an_import_starts_no_recording(tmp_path: Path) -> None:
+    text = "from torch.optim.optimizer import _global_optimizer_post_hooks as hooks\n"
+    text += TRAIN + "train(); print(len(hooks))"
+    variables = {"DILOCO_COMM_PROFILE": str(tmp_path / "traces"), "DILOCO_COMM_PROFILE_SKIP": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, **variables}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_run_without_a_trace_fails(tmp_path: Path) -> None:

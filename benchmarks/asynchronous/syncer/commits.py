@@ -52,9 +52,15 @@ def measure(report: common.Report, options: argparse.Namespace) -> dict[str, Any
             f" {cells[0]:7.2f} {cells[1]:8.2f} {cells[2]:17.2f} {cells[3]:8.2f} {num_skipped:9d}"
         )
         results[f"{elements} elements, {'fsync' if is_kept else 'no journal'}"] = {
-            "commit_s": told, "values_s": here, "skipped": num_skipped,
+            "commit_s": spread(told), "values_s": spread(here), "skipped": num_skipped,
         }  # fmt: skip
     return results
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Return the number of samples, and their percentiles."""
+    shares = {f"p{share}": common.percentile(seconds, share) for share in (10, 50, 90, 99)}
+    return {"samples": len(seconds), **shares}
 
 
 def file_system(folder: Path) -> str:

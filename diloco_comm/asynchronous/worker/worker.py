@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...base import env
+from ...base import env, recording
 from ...base.checks import choice
 from ...base.errors import NonFiniteError
 from ...base.trace import span
@@ -127,6 +127,7 @@ class AsyncDiLoCo:
         seconds = env.timeout_s() if timeout is None else timeout
         if not 0 < seconds < math.inf:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        recording.start_if_asked()
         self.on_nonfinite, self.on_round = on_nonfinite, on_round
         optimizers = hookable(optimizer, attach=attach)
         self._local = LocalModel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
-_DPI = 130
+_DPI = 100
+# A figure has a few colours, and the shades at the edges of its lines.
+_COLOURS = 64
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -61,5 +64,15 @@ def show_range(axes: Axes, values: Iterable[float], share: float = 0.05) -> None
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure in the format of the file's ending."""
-    figure.savefig(path, dpi=_DPI)
+    """Write the figure in the format of the file's ending; a PNG has a palette, and is small."""
+    if path.suffix.lower() != ".png":
+        figure.savefig(path, dpi=_DPI)
+        return
+    from PIL import Image
+
+    with io.BytesIO() as buffer:
+        figure.savefig(buffer, dpi=_DPI)
+        buffer.seek(0)
+        # An octree keeps the colours of thin lines, where the default takes the frequent ones.
+        method = Image.Quantize.FASTOCTREE
+        Image.open(buffer).convert("RGB").quantize(_COLOURS, method).save(path, optimize=True)

@@ -20,6 +20,8 @@ from . import outputs
 
 # The checkout, where this file is in one.
 _ROOT = Path(__file__).resolve().parents[3]
+# Characters in a line of a record, unless it cannot be divided.
+_LINE = 120
 
 
 def machine() -> dict[str, object]:
@@ -88,6 +90,17 @@ def commit() -> str:
         return ""
 
 
+def about() -> dict[str, object]:
+    """Return what every record begins with: date, commit, machine and versions."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
 def command_line() -> str:
     """Return the running command, as typed in the checkout."""
     script = Path(sys.argv[0])
@@ -111,6 +124,24 @@ def check_output(option: str, path: Path | None) -> None:
     found = launch.find()
     if found is None or found.rank == 0:
         outputs.check_file(option, path)
+
+
+def record_text(value: object, indent: str = "") -> str:
+    """Return JSON in which a row of numbers and texts, and what is short, has one line."""
+    line = json.dumps(value)
+    if not isinstance(value, dict | list) or len(indent) + len(line) <= _LINE:
+        return line
+    inner = indent + " "
+    if isinstance(value, dict):
+        if not any(isinstance(item, dict | list) for item in value.values()):
+            return line
+        items = [f"{json.dumps(str(key))}: {record_text(value[key], inner)}" for key in value]
+    elif all(isinstance(item, int | float | None) for item in value):
+        return line
+    else:
+        items = [record_text(item, inner) for item in value]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return begin + ",".join(f"\n{inner}{item}" for item in items) + f"\n{indent}{end}"
 
 
 class Report:
@@ -141,16 +172,12 @@ class Report:
         Raises:
             OSError: If the file cannot be written; its text is a sentence that names ``option``.
         """
-        now = datetime.datetime.now(datetime.timezone.utc)
         document = {
-            "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "commit": commit(),
-            "machine": machine(),
-            "versions": versions(),
+            **about(),
             "command": command_line(),
             **self.header,
             "results": results,
             "output": self.lines,
         }
         with outputs.writing(option, Path(path)) as file:
-            file.write_text(json.dumps(document, indent=1) + "\n")
+            file.write_text(record_text(document) + "\n")

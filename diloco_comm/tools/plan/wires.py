@@ -11,7 +11,7 @@ from ...ops.wire import ELEMENT_WIRES, WIRES, WireFormat
 from .request import AUTO, Request
 
 # Loss beyond that of fp32 (nats a byte) after 30 rounds of 10 inner steps: a model of 118,000
-# parameters, 4 replicas, SGD as outer optimizer (benchmarks/results/convergence/wires.txt).
+# parameters, 4 replicas, SGD as outer optimizer (benchmarks/results/convergence/wires.json).
 LOSS_OVER_FP32: dict[str, float] = {
     "fp32": 0.0,
     "int4": 0.0,

@@ -61,7 +61,8 @@ def run(
 ) -> None:
     """Run a training program and record some of its steps with torch.profiler.
 
-    Every process that imports diloco_comm and steps an optimizer writes rank<r>.json.gz.
+    A process writes rank<r>.json.gz if it constructs DiLoCo, AsyncDiLoCo or DecoupledDiLoCo, or
+    uses the backend "diloco", and steps an optimizer.
     """
     for name, value in (("skip", skip), ("steps", steps)):
         if value < 1:
@@ -89,8 +90,8 @@ def run(
         raise typer.Exit(status if status > 0 else 128 - status)
     if not written:
         fail(
-            f"no trace was written: did the program import diloco_comm and step an optimizer more "
-            f"than {skip} times?"
+            f"no trace was written: did the program construct DiLoCo (or use the backend "
+            f'"diloco") and step an optimizer more than {skip} times after that?'
         )
     traces = [str(path) for path in written]
     if as_json:

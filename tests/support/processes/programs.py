@@ -30,11 +30,10 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, ClassVar
 
-# What an interpreter, its libraries or diloco_comm read while they are loaded. A program with
-# another value than the zygote's is executed. OMP_NUM_THREADS is set in the fork.
+# What an interpreter or its libraries read while they are loaded. A program with another value than
+# the zygote's is executed. OMP_NUM_THREADS is set in the fork.
 _READ_AT_LOAD = (
-    *("PYTHON", "LD_", "MALLOC_", "MKL_", "KMP_", "GOMP_", "OMP_"),
-    *("TORCH_", "TRITON_", "DILOCO_COMM_PROFILE"),
+    *("PYTHON", "LD_", "MALLOC_", "MKL_", "KMP_", "GOMP_", "OMP_", "TORCH_", "TRITON_"),
 )
 _READ_LATER = ("OMP_NUM_THREADS", "PYTHON_EXEC", "TORCH_NCCL_", "TORCH_ELASTIC_")
 

@@ -171,7 +171,6 @@ def test_a_program_forks_the_programs_that_it_starts(tmp_path: Path) -> None:
     [
         (["-c", "1"], {"executable": sys.executable}),
         (["-c", "1"], {"env": {**os.environ, "PYTHONPATH": "/tmp"}}),
-        (["-c", "1"], {"env": {**os.environ, "DILOCO_COMM_PROFILE": "/tmp"}}),
         (["-c", "1"], {"preexec_fn": int}),
         (["-W", "error", "-c", "1"], {}),
         (["missing.py"], {}),

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -24,4 +26,17 @@ def run_benchmark(
     command = command_of(name, *arguments)
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options
+    )
+
+
+def shows(plot: Path, *colours: str) -> bool:
+    """Return whether a figure has pixels of each colour; a palette may be off by a few levels."""
+    with Image.open(plot) as image:
+        found = image.convert("RGB").getcolors(image.width * image.height)
+    assert found is not None
+    pixels = [pixel for _, pixel in found]
+    wanted = [bytes.fromhex(colour.removeprefix("#")) for colour in colours]
+    return all(
+        any(max(abs(a - b) for a, b in zip(pixel, one, strict=True)) <= 4 for pixel in pixels)
+        for one in wanted
     )

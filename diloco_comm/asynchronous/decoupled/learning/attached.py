@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ....base import env
+from ....base import env, recording
 from ....base.checks import choice, integer
 from ....base.errors import NonFiniteError
 from ....base.interrupts import deferred_interrupts
@@ -97,6 +97,7 @@ class DecoupledDiLoCo:
         seconds = env.timeout_s() if timeout is None else timeout
         if not 0 < seconds < math.inf:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        recording.start_if_asked()
         optimizers = hookable(optimizer, attach=attach)
         named = trainable_parameters(model, list(optimizers))
         if named[0][1].device.type != "cpu":
