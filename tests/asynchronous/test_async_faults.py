@@ -45,6 +45,7 @@ SERVERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly("8 s each; the rules have tests of their own", but=["dylu"])
 @pytest.mark.parametrize("name", SERVERS)
 def test_joining_and_leaving_at_random_leaks_nothing(name: str, tmp_path: Path) -> None:
     with Scene(tmp_path, SIZE, **SERVERS[name]) as scene:

@@ -13,7 +13,7 @@ import pytest
 from benchmark_runs import ROOT, run_benchmark
 
 
-@pytest.mark.nightly("20 s each; one wire and two replicas stand for all", but=["2-fp32,int8"])
+@pytest.mark.nightly("20 s each; test_ops_torch counts what an operator allocates")
 @pytest.mark.parametrize(("world", "wires"), [(2, "fp32,int8"), (3, "int4")])
 def test_no_allocation_and_no_page_fault(wires: str, world: int, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
@@ -28,6 +28,7 @@ def test_no_allocation_and_no_page_fault(wires: str, world: int, tmp_path: Path)
         assert faults <= 1, done.stdout
 
 
+@pytest.mark.nightly("goes with the other test of this file")
 def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from benchmarks.training import steady_state
 

@@ -30,6 +30,7 @@ def runnable(languages: tuple[str, ...]) -> list[str]:
     ]
 
 
+@pytest.mark.nightly("pages are run nightly; the README stands for them", but=["README.md"])
 @pytest.mark.parametrize("page", runnable(OF_PYTHON))
 def test_python_runs(page: str, trainer_replicas: Callable[[int], Pool], tmp_path: Path) -> None:
     blocks = [b for b in BLOCKS[page] if b.language in OF_PYTHON and not b.reason]

@@ -115,6 +115,7 @@ def live(
     return End(samples, diloco.inner_step, outer, totals, set((places // BATCH).tolist()))
 
 
+@pytest.mark.nightly("8 s; test_leases has the book's turns without processes")
 def test_a_turn_of_the_book_that_breaks_off(
     fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_turn_of_the_book_that_breaks_off(
     assert ends[1].totals.num_views > ends[0].totals.num_views
 
 
+@pytest.mark.nightly("10 s each; loaders of their own are the more difficult case", but=["1"])
 @pytest.mark.parametrize("num_loaders", [0, 1])
 def test_no_two_replicas_take_the_same_sample(
     fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path, num_loaders: int

@@ -186,6 +186,7 @@ def test_a_death_is_found_out_between_two_rounds(
     assert ends[0].num_applied == 1
 
 
+@pytest.mark.nightly("6 s; test_interrupts breaks off steps of a fixed group")
 def test_a_boundary_is_no_later_after_an_interrupt(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
@@ -212,6 +213,7 @@ def test_a_replica_leaves_at_a_boundary(fresh_workers: Callable[..., Pool], regi
     assert ends[1].views[-1].inner_step % 4 == 0
 
 
+@pytest.mark.nightly("4 s; other tests lose one of three")
 def test_two_of_three_die_and_one_trains_on(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
@@ -286,6 +288,7 @@ def test_one_dies_in_the_flush(
     run_all(fresh_workers, registry, run, 3, {2})
 
 
+@pytest.mark.nightly("10 s; test_faults_hang stops a replica of a fixed group")
 @pytest.mark.slow
 def test_a_replica_that_hangs_is_left_behind(
     fresh_workers: Callable[..., Pool], registry: Host

@@ -67,6 +67,7 @@ def no_host_wait(rank: int, world: int, device: str, library: str) -> list[bool]
 TWO_ON_A_GPU = [pytest.param("cuda", 2, marks=pytest.mark.gpu)] if NCCL_RANKS > 1 else []
 
 
+@pytest.mark.nightly("15 s; test_gpu_streams waits for no device without shards")
 @pytest.mark.parametrize(("device", "world"), [("lagging", 4), *TWO_ON_A_GPU])
 def test_the_device_is_not_waited_for(device: str, world: int, replicas, stand_in) -> None:
     results = replicas(world).run(no_host_wait, device, stand_in)

@@ -51,9 +51,9 @@ def train(rank: int, world: int, registry: str, folder: str) -> tuple[int, int, 
 @pytest.mark.slow
 @needs("transformers")
 def test_a_trainers_replica_leaves_and_the_other_ends(
-    fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
+    trainer_replicas: Callable[[int], Pool], registry: Host, tmp_path: Path
 ) -> None:
-    pool = fresh_workers(2, init_group=False)
+    pool = trainer_replicas(2)
     stays, leaves = pool.run(train, registry.address, str(tmp_path), timeout=60)
     assert stays == (LAST_STEP, LAST_STEP, True)
     assert leaves[2] and leaves[0] < LAST_STEP and leaves[1] < LAST_STEP

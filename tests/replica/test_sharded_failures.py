@@ -160,6 +160,7 @@ CASES = [
 ]
 
 
+@pytest.mark.nightly("5 s each; policies have tests of their own", but=["shard_group-eager_2-vote"])
 @pytest.mark.parametrize(("kind", "name", "stage"), CASES)
 def test_a_worker_dies_and_a_replica_joins(
     fresh_workers: Callable[..., Pool], kind: str, name: str, stage: str

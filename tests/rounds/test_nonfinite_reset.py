@@ -90,6 +90,7 @@ POLICIES: list[tuple[dict[str, Any], Method, str]] = [
 ]
 
 
+@pytest.mark.nightly("5 s each; one replica, then another", but=["6_1-9_0"])
 @pytest.mark.parametrize(
     "sick", SICK, ids=lambda sick: "-".join(f"{t}_{r}" for t, r in sorted(sick))
 )

@@ -23,6 +23,7 @@ def run(command: list[str], cwd: Path) -> str:
     return ended.stdout
 
 
+@pytest.mark.nightly("10 s each; two replicas are the more difficult case", but=["2"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.fresh_interpreter
 def test_train_plain_learns(num_replicas: int, tmp_path: Path) -> None:
@@ -62,6 +63,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert len(printed) == 2 and set(printed) == {told[0][0]}
 
 
+@pytest.mark.nightly("20 s; test_train_plain_learns runs the other example")
 def test_optimizers_fills_its_table(tmp_path: Path) -> None:
     output = run([sys.executable, str(EXAMPLES / "optimizers.py"), "--steps", "10"], tmp_path)
     header, *rows = output.splitlines()[:4]
