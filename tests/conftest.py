@@ -31,11 +31,15 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What is collected stays, so the garbage collector need not look at it again and again.
+gc.disable()
+
 look_up_names_in_files_only()
 # The programs that tests start look names up as they like, but wait for an answer only once.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+@pytest.hookimpl(trylast=True)  # Of the tests that -m has left.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What takes longest comes first, so that it is not left to one worker at the end: files with
     # slow tests, then files of few tests, which run whole programs.
@@ -78,6 +82,7 @@ def pytest_collection_finish() -> None:
     """Take what lives as long as the tests from the garbage collector, which they call often."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
