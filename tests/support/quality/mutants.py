@@ -286,6 +286,8 @@ def _again(failed: str, tests: list[str]) -> list[str]:
 
 
 def run(tier: str, only: Sequence[int], has_all: bool) -> None:
+    for mutant in all_mutants():
+        mutant.in_text((ROOT / mutant.file).read_text())  # raises for a list that is out of date
     BUILD.mkdir(parents=True, exist_ok=True)
     tree = BUILD / "tree"
     copy_sources(tree)
