@@ -76,8 +76,10 @@ def table(first: dict[str, Counts], every: dict[str, Counts]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--first", type=Path, default=FOLDER / "first", help="data of this tier")
-    parser.add_argument("--all", type=Path, default=FOLDER / "all", help="data of all tests")
+    parser.add_argument(
+        "--first", type=Path, default=FOLDER / "first.sqlite", help="data of this tier"
+    )
+    parser.add_argument("--all", type=Path, default=FOLDER / "all.sqlite", help="data of all tests")
     options = parser.parse_args()
     first, every = by_room(options.first), by_room(options.all)
     print(table(first, every))

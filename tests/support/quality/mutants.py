@@ -125,7 +125,7 @@ class Choice:
     """Which tests run a line, and how long each takes; both as `make coverage` has seen them."""
 
     def __init__(self, folder: Path) -> None:
-        self.data = CoverageData(str(folder / "all"))
+        self.data = CoverageData(str(folder / "all.sqlite"))
         self.data.read()
         self.known: dict[str, Result] = {}
         for file in sorted(folder.glob("*.xml")):

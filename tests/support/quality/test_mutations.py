@@ -113,7 +113,7 @@ def test_a_seed_draws_each_kind_once_and_none_that_is_skipped(tmp_path: Path) ->
 def test_the_quick_tests_of_a_line_come_first(tmp_path: Path) -> None:
     folder = tmp_path / "coverage"
     folder.mkdir()
-    data = CoverageData(str(folder / "all"))
+    data = CoverageData(str(folder / "all.sqlite"))
     for test, lines in (("t/a.py::slow", [24]), ("t/b.py::quick", [22, 24]), ("", [24])):
         data.set_context(test)
         data.add_lines({str(tmp_path / FILE): lines})
