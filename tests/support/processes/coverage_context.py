@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
+from typing import Any
 
 VARIABLE = "PYTEST_CURRENT_TEST"
+# Between two writes of a process that a test may kill.
+INTERVAL_S = 0.5
 
 
 def current_test() -> str:
@@ -22,9 +27,27 @@ def count_for(test: str) -> None:
 
     Lines counted before are then in a file, so that they stay if this process is killed.
     """
-    coverage = sys.modules.get("coverage")
-    measured = coverage and coverage.Coverage.current()
-    if measured:
+    coverage = _coverage()
+    if coverage:
         # Programs that this process starts look at the variable.
         os.environ[VARIABLE] = f"{test} (call)"
-        measured.switch_context(test)
+        coverage.switch_context(test)
+
+
+def count_until_killed_for(test: str) -> None:
+    """Count all lines of this process for a test, and write them twice a second."""
+    count_for(test)
+    coverage = _coverage()
+    if coverage:
+        threading.Thread(target=_write_forever, args=(coverage,), daemon=True).start()
+
+
+def _coverage() -> Any:
+    module = sys.modules.get("coverage")
+    return module and module.Coverage.current()
+
+
+def _write_forever(coverage: Any) -> None:
+    while True:
+        time.sleep(INTERVAL_S)
+        coverage.save()
