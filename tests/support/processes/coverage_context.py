@@ -35,7 +35,11 @@ def count_for(test: str) -> None:
 
 
 def count_until_killed_for(test: str) -> None:
-    """Count all lines of this process for a test, and write them twice a second."""
+    """Count all lines of this process for a test, and write them twice a second.
+
+    The process must end by a signal or ``os._exit``, as those of multiprocessing do: an interpreter
+    that ends would close the file under the thread that writes.
+    """
     count_for(test)
     coverage = _coverage()
     if coverage:
