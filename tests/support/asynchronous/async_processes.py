@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from async_helpers import Flat, attach
-from coverage_context import count_until_killed_for, current_test
+from coverage_context import count_for, current_test
 
 from diloco_comm import SGD
 from diloco_comm.asynchronous.model.rules import Immediate
@@ -175,7 +175,7 @@ def _child_main(
     out: Connection,
     test: str,
 ) -> None:
-    count_until_killed_for(test)
+    count_for(test)
     sys.stdout = os.fdopen(os.dup(out.fileno()), "w", buffering=1)
     out.close()
     os.environ.update(options.environ)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coverage_context import count_until_killed_for, current_test
+from coverage_context import count_for, current_test
 
 from diloco_comm.elastic.registry import Registry, RegistryUnavailable, connect
 from diloco_comm.elastic.registry.server import RegistryServer
@@ -47,7 +47,7 @@ def store_main(out: Connection, address: str, options: dict[str, Any]) -> None:
 def _host_main(
     test: str, main: Callable[[Connection, str, dict[str, Any]], None], *arguments: Any
 ) -> None:
-    count_until_killed_for(test)
+    count_for(test)
     main(*arguments)
 
 
