@@ -10,7 +10,7 @@ export DILOCO_WERROR ?= OFF
 CXX_SOURCES = $(shell find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: setup emulated cuda-tests test test-all nightly cpptest cuda kernels gpu-build demo bench bars soak-async soak-decoupled soak-elastic lint docs package format sanitize clean
+.PHONY: setup emulated cuda-tests test test-all coverage nightly cpptest cuda kernels gpu-build demo bench bars soak-async soak-decoupled soak-elastic lint docs package format sanitize clean
 
 # The environment, with the package built in place: a change of Python needs no new build.
 setup: $(VENV)/.built
@@ -56,6 +56,20 @@ test: setup emulated
 # Both tiers of the tests; TESTS= chooses folders.
 test-all: setup cuda-tests
 	$(PYTEST) $(TESTS)
+
+# Branch coverage of both tiers, by every process of the tests, and the tests that run each line. The
+# union of several runs is in build/coverage; a process that a test kills does not count.
+coverage: setup cuda-tests
+	rm -rf build/coverage && mkdir -p build/coverage/first build/coverage/nightly
+	status=0; for tier in first nightly; do \
+		test $$tier = first && marks="not nightly" || marks=nightly; \
+		$(BIN)/coverage run --data-file=build/coverage/$$tier/data -m $(notdir $(PYTEST)) \
+			-m "$$marks" -o junit_family=xunit1 --junitxml=build/coverage/$$tier.xml $(ARGS) || status=$$?; \
+		$(BIN)/coverage combine -q --keep --data-file=build/coverage/$$tier/data build/coverage/$$tier; \
+		mv build/coverage/$$tier/data build/coverage/$$tier.sqlite; \
+	done; \
+	$(BIN)/coverage combine -q --keep --data-file=build/coverage/all.sqlite build/coverage/first.sqlite build/coverage/nightly.sqlite; \
+	$(BIN)/python tests/support/quality/coverage_tiers.py && exit $$status
 
 # All checks at full depth, in parts; those that have passed on this commit are not run again. ARGS
 # for options: names of parts, --again.

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from coverage_context import count_for, current_test
 from zygote import Zygote
 
 GROUP_TIMEOUT = timedelta(seconds=60)
@@ -66,6 +67,7 @@ def worker_main(connection: Connection, log: str) -> None:
 
 def _run_job(world: _World, job: dict[str, Any]) -> bytes:
     sys.path[:] = job["sys_path"]
+    count_for(job["test"])
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         if job["init_group"]:
@@ -82,6 +84,7 @@ def _run_job(world: _World, job: dict[str, Any]) -> bytes:
             reply = pickle.dumps(("error", WorkerError(f"{type(error).__name__}: {error}"), text))
         return reply
     finally:
+        count_for("")
         gc.collect()
 
 
@@ -217,6 +220,7 @@ class Pool:
         for rank in range(self.world) if ranks is None else ranks:
             job = {
                 "sys_path": sys.path,
+                "test": current_test(),
                 "rank": rank,
                 "world": self.world,
                 "generation": self.crew.generation,

@@ -1,0 +1,363 @@
+"""Put small mistakes into the package one by one, and look which test notices each.
+
+    python tests/support/quality/mutants.py run --tier first    # tests without the mark nightly
+    python tests/support/quality/mutants.py run --tier nightly  # these, then the tests with it
+    python tests/support/quality/mutants.py table               # of the results so far
+    python tests/support/quality/mutants.py draw                # anew, after the sources changed
+
+The mistakes stand in `mutants.json`. Each is written into a copy of the sources, so that the
+processes that tests fork have it too. The tests that run the changed line come first, the quick
+ones before the others; `make coverage` records which tests these are. A mutant that none of them
+notices meets all tests. A run that was stopped goes on with the next mutant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coverage import CoverageData
+from junit_results import OPTIONS, Result, results
+from mutations import Mutant, draw, span
+
+ROOT = Path(__file__).resolve().parents[3]
+LIST = Path(__file__).with_name("mutants.json")
+BUILD = ROOT / "build/mutants"
+COVERAGE = ROOT / "build/coverage"
+ROOMS = ("diloco_comm/rounds", "diloco_comm/exchange", "diloco_comm/elastic/core")
+# No coverage of C++ is recorded; the tests of the operators compare its results with the reference.
+TESTS_OF_CPP = ["tests/ops"]
+PROCESSES = "3"
+# Tests are sorted by the first of these seconds that they stay below, then by file: fixtures of a
+# file are set up once for all of its quick tests.
+STEPS_S = (0.1, 1.0, 10.0, float("inf"))
+LIMIT_S = 3 * 3600.0
+NO_TESTS = 5  # pytest's exit code
+# In the place of the test that failed.
+HANG, COLLECTION = "no end of the tests", "no start of the tests"
+
+
+# ------------------------------------------------------------------------------------- the list
+
+
+def read_list() -> dict[str, Any]:
+    return json.loads(LIST.read_text())
+
+
+def mutant_of(entry: dict[str, Any]) -> Mutant:
+    return Mutant(**{name: entry[name] for name in Mutant.__dataclass_fields__})
+
+
+def all_mutants() -> list[Mutant]:
+    listed = read_list()
+    return [mutant_of(entry) for entry in listed["python"] + listed["cpp"]]
+
+
+def draw_list(seed: int) -> None:
+    """Draw the mutants in Python anew; those in C++ and the reasons to skip one stay."""
+    listed = read_list()
+    drawn = draw(ROOT, ROOMS, seed, [mutant_of(entry) for entry in listed["skipped"]])
+    listed |= {"seed": seed, "python": [asdict(mutant) for mutant in drawn]}
+    LIST.write_text(json.dumps(listed, indent=1) + "\n")
+
+
+# ------------------------------------------------------------------------- the copy of the sources
+
+
+def copy_sources(tree: Path) -> None:
+    """Bring the copy to the state of the sources; it keeps the times of what is equal."""
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT
+    )
+    names = [name for name in listed.decode().split("\0") if name]
+    names += [path.relative_to(ROOT).as_posix() for path in ROOT.glob("diloco_comm/_C*.so")]
+    for folder in ("emulated", "cuda"):
+        files = (path for path in (ROOT / "build" / folder).rglob("*") if path.is_file())
+        names += [path.relative_to(ROOT).as_posix() for path in files]
+    names += [path.relative_to(ROOT).as_posix() for path in ROOT.glob("build/lagging-*.so")]
+    for name in names:
+        source, target = ROOT / name, tree / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.unlink(missing_ok=True)
+            target.symlink_to(os.readlink(source))
+        elif source.exists() and not _is_equal(source, target):
+            # The time of the copy is now: a build must see that a mistake has gone.
+            shutil.copyfile(source, target)
+
+
+def _is_equal(source: Path, target: Path) -> bool:
+    return target.exists() and source.read_bytes() == target.read_bytes()
+
+
+def write_source(path: Path, text: str) -> None:
+    """Write a file of the copy, and forget its bytecode, which is told by second and size."""
+    path.write_text(text)
+    if path.suffix == ".py":
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def build_extension(tree: Path) -> None:
+    """Compile the extension of the copy into its package; what is up to date is kept."""
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    with (BUILD / "build.log").open("w") as log:
+        subprocess.check_call(
+            [*command, "--build-temp", "build/extension"], cwd=tree, stdout=log, stderr=log
+        )
+
+
+# -------------------------------------------------------------------------------- which tests first
+
+
+class Choice:
+    """Which tests run a line, and how long each takes; both as `make coverage` has seen them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = CoverageData(str(folder / "all.sqlite"))
+        self.data.read()
+        self.known: dict[str, Result] = {}
+        for file in sorted(folder.glob("*.xml")):
+            self.known |= results(file)
+
+    def tests(self, mutant: Mutant, number: int, text: str) -> list[str]:
+        """Return the tests to run first, or folders of them if no test is known."""
+        if not mutant.file.endswith(".py"):
+            names = [test for test in self.known if test.startswith(tuple(TESTS_OF_CPP))]
+            return sorted(names, key=self._order) or TESTS_OF_CPP
+        lines = self._tests_by_line(mutant.file)
+        # Of a statement on several lines, coverage may know only the first.
+        first, _ = span(text, mutant.function)
+        for line in range(number, first, -1):
+            if line in lines:
+                return sorted(lines[line], key=self._order) or self._of_room(mutant.file)
+        return self._of_room(mutant.file)
+
+    def _tests_by_line(self, file: str) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for measured in self.data.measured_files():
+            if measured.endswith(f"/{file}"):
+                for line, tests in self.data.contexts_by_lineno(measured).items():
+                    found.setdefault(line, []).extend(filter(None, tests))
+        return found
+
+    @staticmethod
+    def _of_room(file: str) -> list[str]:
+        return [f"tests/{Path(file).parts[1]}"]
+
+    def _order(self, test: str) -> tuple[Any, ...]:
+        seconds = self.known[test].seconds if test in self.known else 1.0
+        step = next(step for step in STEPS_S if seconds < step)
+        return step, test.partition("::")[0], seconds, test
+
+
+# -------------------------------------------------------------------------------------- one mutant
+
+
+@dataclass
+class Trial:
+    """How tests met a mutant.
+
+    Attributes:
+        outcome: "killed", "survived", or "not built" for C++ that does not compile.
+        killed_by: The test that failed with the mutant and passed without.
+        tier: Of that test: "first" or "nightly".
+        stage: "chosen" for the tests that run the line, "all" after them.
+        unsteady: Tests that failed without the mutant, too, and do not count.
+    """
+
+    number: int
+    line_number: int
+    outcome: str = "survived"
+    killed_by: str = ""
+    tier: str = ""
+    stage: str = ""
+    seconds: float = 0.0
+    num_chosen: int = 0
+    unsteady: list[str] = field(default_factory=list)
+
+
+class Trials:
+    """Run tests in the copy of the sources."""
+
+    def __init__(self, tree: Path, choice: Choice, tier: str, has_all: bool) -> None:
+        self.tree, self.choice = tree, choice
+        self.marks = ["not nightly"] if tier == "first" else ["not nightly", "nightly"]
+        self.stages = ("chosen", "all") if has_all else ("chosen",)
+        # Tests that fail in the copy without a mutant.
+        self.unsteady: list[str] = []
+
+    def meet(self, number: int, mutant: Mutant) -> Trial:
+        """Run tests with the mutant until one fails that passes without; the copy is as before."""
+        path = self.tree / mutant.file
+        text = path.read_text()
+        changed, line_number = mutant.in_text(text)
+        trial = Trial(number, line_number)
+        begin = time.monotonic()
+        try:
+            self._search(trial, path, text, changed, self.choice.tests(mutant, line_number, text))
+        except subprocess.CalledProcessError:
+            trial.outcome = "not built"
+        finally:
+            write_source(path, text)
+        trial.seconds = round(time.monotonic() - begin, 1)
+        return trial
+
+    def _search(self, trial: Trial, path: Path, text: str, changed: str, names: list[str]) -> None:
+        trial.num_chosen = len(names)
+        for mark in self.marks:
+            for stage in self.stages:
+                tests = names if stage == "chosen" else ["tests"]
+                self._become(path, changed)
+                while failed := self._failure(tests, mark, is_parallel=stage == "all"):
+                    self._become(path, text)
+                    if failed == HANG or not self._failure(_again(failed, tests), mark):
+                        trial.outcome, trial.killed_by, trial.stage = "killed", failed, stage
+                        trial.tier = "first" if mark == "not nightly" else "nightly"
+                        return
+                    if failed in self.unsteady:
+                        raise RuntimeError(f"{failed} without a mutant, too: {BUILD}/pytest.log")
+                    self.unsteady.append(failed)
+                    trial.unsteady.append(failed)
+                    self._become(path, changed)
+
+    def _become(self, path: Path, text: str) -> None:
+        write_source(path, text)
+        if path.suffix != ".py":
+            build_extension(self.tree)
+
+    def _failure(self, names: list[str], mark: str, *, is_parallel: bool = False) -> str:
+        """Return the first test that fails, or "" if all pass."""
+        (BUILD / "tests.txt").write_text("\n".join(names))
+        report = BUILD / "results.xml"
+        report.unlink(missing_ok=True)
+        command = [sys.executable, str(Path(__file__).with_name("chosen_tests.py"))]
+        command += [str(BUILD / "tests.txt"), "-x", "-q", "-p", "no:cacheprovider", "-m", mark]
+        command += [*OPTIONS, str(report)]
+        command += [word for test in self.unsteady for word in ("--deselect", test)]
+        if is_parallel:
+            command = [sys.executable, "-m", "pytest", *command[3:]]
+            command += ["-n", PROCESSES, "--dist", "loadfile", "--no-loadscope-reorder"]
+        try:
+            code = self._run(command)
+        except subprocess.TimeoutExpired:
+            return HANG
+        failed = [test for test, result in results(report).items() if result.outcome == "failed"]
+        if code in (0, NO_TESTS):
+            return ""
+        return failed[0] if failed and "::" in failed[0] else COLLECTION
+
+    def _run(self, command: list[str]) -> int:
+        environment = os.environ | {"PYTHONPATH": str(self.tree)}
+        with (BUILD / "pytest.log").open("w") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.tree,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                return process.wait(LIMIT_S)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _again(failed: str, tests: list[str]) -> list[str]:
+    """Return what to run without the mutant: the test that failed, or all that were not read."""
+    return tests if failed == COLLECTION else [failed]
+
+
+# ----------------------------------------------------------------------------------------- results
+
+
+def run(tier: str, only: Sequence[int], has_all: bool) -> None:
+    for mutant in all_mutants():
+        mutant.in_text((ROOT / mutant.file).read_text())  # raises for a list that is out of date
+    BUILD.mkdir(parents=True, exist_ok=True)
+    tree = BUILD / "tree"
+    copy_sources(tree)
+    trials = Trials(tree, Choice(COVERAGE), tier, has_all)
+    file = BUILD / f"results-{tier}.jsonl"
+    done = {trial.number for trial in read_results(file)}
+    for number, mutant in enumerate(all_mutants()):
+        if number in done or (only and number not in only):
+            continue
+        trial = trials.meet(number, mutant)
+        with file.open("a") as stream:
+            stream.write(json.dumps(asdict(trial)) + "\n")
+        print(row(trial, mutant), flush=True)
+    (BUILD / f"results-{tier}.txt").write_text(table(read_results(file)))
+
+
+def read_results(file: Path) -> list[Trial]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [Trial(**json.loads(line)) for line in lines]
+
+
+def table(trials: Sequence[Trial]) -> str:
+    mutants = all_mutants()
+    rows = [row(trial, mutants[trial.number]) for trial in sorted(trials, key=_number)]
+    killed = sum(trial.outcome == "killed" for trial in trials)
+    first = sum(trial.tier == "first" for trial in trials)
+    return "\n".join(
+        [*rows, f"{killed} of {len(trials)} killed, {first} of them by the first tier", ""]
+    )
+
+
+def _number(trial: Trial) -> int:
+    return trial.number
+
+
+def row(trial: Trial, mutant: Mutant) -> str:
+    change = f"{mutant.original} -> {mutant.mutated or 'nothing'}"
+    return (
+        f"{trial.number:2} {trial.outcome:9} {trial.tier:8} {trial.seconds:7.1f} s  "
+        f"{mutant.kind}: {change} in {mutant.file}:{trial.line_number} "
+        f"({trial.num_chosen} tests chosen; {trial.stage or 'none'}: {trial.killed_by or 'none'})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="run tests against the mutants")
+    running.add_argument("--tier", choices=("first", "nightly"), default="first")
+    running.add_argument("--only", type=int, nargs="*", default=(), help="numbers of mutants")
+    running.add_argument(
+        "--chosen-only", action="store_true", help="no other tests for what survives these"
+    )
+    showing = commands.add_parser("table", help="print the results so far")
+    showing.add_argument("--tier", choices=("first", "nightly"), default="first")
+    drawing = commands.add_parser("draw", help="draw the mutants in Python anew")
+    drawing.add_argument("--seed", type=int, default=0)
+    commands.add_parser("show", help="print the mutants")
+    options = parser.parse_args()
+    if options.command == "run":
+        run(options.tier, options.only, not options.chosen_only)
+    elif options.command == "table":
+        print(table(read_results(BUILD / f"results-{options.tier}.jsonl")))
+    elif options.command == "draw":
+        draw_list(options.seed)
+    else:
+        for number, mutant in enumerate(all_mutants()):
+            _, line = mutant.in_text((ROOT / mutant.file).read_text())
+            print(row(Trial(number, line, outcome=""), mutant))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Where a mistake fits into Python, which tests meet it first, and what a report says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from coverage import CoverageData
+from junit_results import Result, results
+from mutants import Choice
+from mutations import KINDS, Mutant, candidates, draw
+
+SOURCE = '''
+"""A module with 1 number that is no code."""
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    NUMBER = 1
+
+
+class Sum:
+    """A total from 0."""
+
+    def __init__(self, start: "int | 3" = 4) -> None:
+        """Begin with 5."""
+        self.total = start
+        log.info("begins at %d", start + 6)
+
+    def __repr__(self) -> str:
+        return "8" if self.total > 9 else ""
+
+    def add(self, values: list[int], other: bool) -> int:
+        if not values and other:
+            raise ValueError(f"nothing after {self.total + 10}")
+        self.total += values[0]
+        return sum(values[:self.total])
+'''
+
+EXPECTED = {
+    ("Sum.__init__", "statement", "self.total = start", "pass"),
+    ("Sum.add", "condition", "not values and other", "True"),
+    ("Sum.add", "condition", "not values and other", "False"),
+    ("Sum.add", "boolean", "and", "or"),
+    ("Sum.add", "boolean", "not values", "(values)"),
+    ("Sum.add", "statement", 'raise ValueError(f"nothing after {self.total + 10}")', "pass"),
+    ("Sum.add", "statement", "self.total += values[0]", "pass"),
+    ("Sum.add", "constant", "0", "1"),
+    ("Sum.add", "constant", "0", "-1"),
+    ("Sum.add", "return value", "return sum(values[:self.total])", "return None"),
+    ("Sum.add", "slice", "self.total", "self.total + 1"),
+    ("Sum.add", "slice", "self.total", ""),
+}
+
+
+FILE = "package/room/sums.py"
+
+
+def sources(folder: Path) -> Path:
+    (folder / FILE).parent.mkdir(parents=True)
+    (folder / FILE).write_text(SOURCE)
+    return folder
+
+
+def test_mistakes_are_in_code_alone(tmp_path: Path) -> None:
+    found = candidates(sources(tmp_path), FILE)
+    changes = [(m.function, m.kind, m.original, m.mutated) for m in found]
+    assert set(changes) == EXPECTED and len(changes) == len(EXPECTED)
+    for mutant in found:
+        changed, number = mutant.in_text(SOURCE)
+        compile(changed, "sums.py", "exec")
+        before, after = SOURCE.splitlines(), changed.splitlines()
+        assert [n for n in range(len(before)) if before[n] != after[n]] == [number - 1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "change"),
+    [
+        ("a < b", "<=", "<"),
+        ("a is not b", "is", "is not"),
+        ("(a) + (b)", "-", "+"),
+        ("a // b", "*", "//"),
+    ],
+)
+def test_operators_are_turned(old: str, new: str, change: str, tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(f"def f(a, b):\n    x = {old}\n    return x\n")
+    (mutant,) = (m for m in candidates(tmp_path, "one.py") if m.kind != "return value")
+    changed, number = mutant.in_text((tmp_path / "one.py").read_text())
+    assert number == 2 and f"x = {old.replace(change, new)}\n" in changed
+
+
+def test_a_line_that_has_gone_is_refused(tmp_path: Path) -> None:
+    mutant = candidates(sources(tmp_path), FILE)[0]
+    with pytest.raises(ValueError, match=r"0 lines 'self\.total = start', expected one"):
+        mutant.in_text(SOURCE.replace("self.total = start", "self.total = int(start)"))
+    with pytest.raises(ValueError, match=r"no function Sum\.__init__"):
+        mutant.in_text(SOURCE.replace("def __init__", "def begin"))
+
+
+def test_a_seed_draws_each_kind_once_and_none_that_is_skipped(tmp_path: Path) -> None:
+    functions = "".join(
+        f"def f{n}(a, b):\n    if a < {n} and b:\n        g.h({n})\n    return a[{n}:] * b\n\n\n"
+        for n in range(20)
+    )
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room/many.py").write_text(functions)
+    drawn = draw(tmp_path, ("room",), 0, [])
+    assert [mutant.kind for mutant in drawn] == list(KINDS)
+    assert len({mutant.function for mutant in drawn}) == len(KINDS)
+    assert draw(tmp_path, ("room",), 0, []) == drawn != draw(tmp_path, ("room",), 1, [])
+    assert drawn[0] not in draw(tmp_path, ("room",), 0, [drawn[0]])
+
+
+def test_the_quick_tests_of_a_line_come_first(tmp_path: Path) -> None:
+    folder = tmp_path / "coverage"
+    folder.mkdir()
+    data = CoverageData(str(folder / "all.sqlite"))
+    for test, lines in (("t/a.py::slow", [24]), ("t/b.py::quick", [22, 24]), ("", [24])):
+        data.set_context(test)
+        data.add_lines({str(tmp_path / FILE): lines})
+    data.write()
+    cases = (
+        '<testcase file="t/a.py" name="slow" time="20"/>',
+        '<testcase file="t/b.py" name="quick" time="0.5"/>',
+        '<testcase file="t/b.py" name="bad" time="1"><failure/></testcase>',
+        '<testcase file="t/b.py" name="no" time="0"><skipped/></testcase>',
+    )
+    (folder / "first.xml").write_text(f"<testsuite>{''.join(cases)}</testsuite>")
+    assert results(folder / "first.xml")["t/b.py::bad"] == Result("failed", 1.0)
+    assert results(folder / "first.xml")["t/b.py::no"] == Result("skipped", 0.0)
+    sources(tmp_path)
+    choice = Choice(folder)
+    by_line = {m.in_text(SOURCE)[1]: m for m in candidates(tmp_path, FILE)}
+    assert choice.tests(by_line[24], 24, SOURCE) == ["t/b.py::quick", "t/a.py::slow"]
+    assert choice.tests(by_line[22], 22, SOURCE) == ["t/b.py::quick"]
+    # No test runs a line of this function.
+    assert choice.tests(by_line[14], 14, SOURCE) == ["tests/room"]
+    cpp = Mutant("constant", "csrc/wire/codes.h", "", "x", 0, "x", "y")
+    assert choice.tests(cpp, 1, "x") == ["tests/ops"]
