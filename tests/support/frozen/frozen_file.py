@@ -43,7 +43,8 @@ def load() -> dict[str, Bits]:
 
 def save(entries: Mapping[str, Bits]) -> None:
     """Write one entry a line, in order of the names."""
-    lines = [f"{json.dumps(name)}: {json.dumps(entries[name], separators=(",", ": "))}" for name in sorted(entries)]
+    texts = {name: json.dumps(bits, separators=(",", ": ")) for name, bits in entries.items()}
+    lines = [f"{json.dumps(name)}: {texts[name]}" for name in sorted(texts)]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
