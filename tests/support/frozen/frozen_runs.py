@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from frozen_mutants import changed
 from frozen_table import POLICIES, WIRES, Setting
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,6 +33,8 @@ from diloco_comm.training import presets
 Bits = dict[str, Any]
 
 H, NUM_STEPS, FINAL_STEPS = 4, 20, 15
+# After a loss, until a round of the new group is applied with two rounds under way.
+STEPS_AFTER_LOSS = 24
 # The steps that something happens at: one that sends, and one between two sends.
 FAULT_STEP, CHANGE_STEP = 2 * H, 2 * H + 2
 TIMEOUT_S = 30.0
@@ -315,7 +318,7 @@ def lose_last(member: Member, fault: Callable[[], None], *, dies: bool = False) 
         member.settle(everyone, "before")
         if is_last:
             fault()
-        while member.step < NUM_STEPS:
+        while member.step < STEPS_AFTER_LOSS:
             has_failed = not member.try_step()
             if member.step == FAULT_STEP:
                 member.settle(everyone if dies else (), "after")
@@ -364,6 +367,7 @@ def run_entries(
     entries: Sequence[tuple[str, str]],
     device: str = "cpu",
     num_threads: int = 1,
+    mutant: str = "",
 ) -> list[Bits | str | None]:
     """Train rows one after the other, each with an implementation.
 
@@ -379,7 +383,8 @@ def run_entries(
             found.append(None)
             continue
         try:
-            found.append(run_entry(name, device, impl, replica=replica, store=store))
+            with changed(mutant):
+                found.append(run_entry(name, device, impl, replica=replica, store=store))
         except Exception:
             found.append(traceback.format_exc(limit=-3))
     torch.set_num_threads(1)
