@@ -19,6 +19,7 @@ from frozen_file import (
     run_death,
     run_rows,
 )
+from frozen_mutants import MUTANTS
 from frozen_runs import Bits
 from frozen_table import EVENTS, NUM_SETTINGS, POLICIES, WIRES, WORLDS, Setting, covered, sensible
 from workers import Crew, Pool
@@ -71,6 +72,17 @@ def test_every_implementation(impl: str, num_threads: int, crew: Crew) -> None:
     found = run_rows(crew.pool, dict.fromkeys(NAMES, impl), num_threads=num_threads)
     texts = {name: differences(found[name], EXPECTED[name]) for name in NAMES}
     assert {name: text for name, text in texts.items() if text} == {}
+
+
+@pytest.mark.nightly("each mutant trains a third of the table")
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_bits_show_a_small_change(mutant: str, crew: Crew) -> None:
+    rows = TABLE[::3]
+    found = run_rows(crew.pool, in_rotation(row.name for row in rows), mutant=mutant)
+    red = {row for row in rows if differences(found[row.name], EXPECTED[row.name])}
+    _, _, _, must_show = MUTANTS[mutant]
+    assert set(filter(must_show, rows)) - red == set()
+    assert red
 
 
 # ------------------------------------------------------------------------------------- the table

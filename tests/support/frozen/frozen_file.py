@@ -32,6 +32,7 @@ FILE = Path(__file__).parents[2] / "data" / "frozen.json"
 IMPLS = [impl for impl in ops.available_impls() if impl != "reference"]
 # Rows in one job of the worker processes, of which no row is of more replicas than there are.
 NUM_ROWS, NUM_WORKERS = 40, 3
+_RUNS = itertools.count()
 
 
 # ------------------------------------------------------------------------------------- the file
@@ -147,7 +148,13 @@ def collect(
 ) -> dict[str, Bits | str]:
     """Let a pool train rows; put together what the replicas of each have."""
     lists = pool.run(
-        run_entries, pool.store, pairs, timeout=100, expect_exit=set(killed), **options
+        run_entries,
+        pool.store,
+        f"run {next(_RUNS)}",
+        pairs,
+        timeout=100,
+        expect_exit=set(killed),
+        **options,
     )
     present = [bits for rank, bits in enumerate(lists) if rank not in killed]
     rows = zip(pairs, *present, strict=True)

@@ -243,26 +243,15 @@ def run_entry(
 
 
 def run_plain(member: Member) -> Bits:
+    event = member.setting.event
     member.attach(**member.group)
+    if event == "resume":
+        member.train_to(CHANGE_STEP)
+        member.resume()
     with member.diloco:
-        member.train_to(NUM_STEPS)
-        return member.bits()
-
-
-def run_final(member: Member) -> Bits:
-    member.attach(**member.group)
-    with member.diloco:
-        member.train_to(FINAL_STEPS)
-        member.diloco.flush()
-        return member.bits()
-
-
-def run_resume(member: Member) -> Bits:
-    member.attach(**member.group)
-    member.train_to(CHANGE_STEP)
-    member.resume()
-    with member.diloco:
-        member.train_to(NUM_STEPS)
+        member.train_to(FINAL_STEPS if event == "final" else NUM_STEPS)
+        if event == "final":
+            member.diloco.flush()
         return member.bits()
 
 
@@ -343,8 +332,6 @@ def run_workers(member: Member) -> Bits:
 
 
 RUNS: dict[str, Callable[[Member], Bits | None]] = {
-    "final": run_final,
-    "resume": run_resume,
     "join": run_join,
     "kill": run_kill,
     "death": run_death,
@@ -364,6 +351,7 @@ def run_entries(
     rank: int,
     world: int,
     address: tuple[str, int],
+    run: str,
     entries: Sequence[tuple[str, str]],
     device: str = "cpu",
     num_threads: int = 1,
@@ -371,10 +359,14 @@ def run_entries(
 ) -> list[Bits | str | None]:
     """Train rows one after the other, each with an implementation.
 
+    Args:
+        run: Tells apart the runs that share a store.
+
     Returns:
         For each row its bits, the text of an error, or None where this worker has no part.
     """
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    own_store = dist.PrefixStore(run, store)
     torch.set_num_threads(num_threads)
     found: list[Bits | str | None] = []
     for name, impl in entries:
@@ -384,7 +376,7 @@ def run_entries(
             continue
         try:
             with changed(mutant):
-                found.append(run_entry(name, device, impl, replica=replica, store=store))
+                found.append(run_entry(name, device, impl, replica=replica, store=own_store))
         except Exception:
             found.append(traceback.format_exc(limit=-3))
     torch.set_num_threads(1)
