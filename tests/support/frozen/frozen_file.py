@@ -31,7 +31,7 @@ from diloco_comm import DiLoCo, ops
 FILE = Path(__file__).parents[2] / "data" / "frozen.json"
 IMPLS = [impl for impl in ops.available_impls() if impl != "reference"]
 # Rows in one job of the worker processes, of which no row is of more replicas than there are.
-NUM_ROWS, NUM_WORKERS = 40, 3
+NUM_ROWS, NUM_WORKERS = 20, 3
 _RUNS = itertools.count()
 
 

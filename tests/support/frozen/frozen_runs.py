@@ -37,7 +37,7 @@ H, NUM_STEPS, FINAL_STEPS = 4, 20, 15
 STEPS_AFTER_LOSS = 24
 # The steps that something happens at: one that sends, and one between two sends.
 FAULT_STEP, CHANGE_STEP = 2 * H, 2 * H + 2
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 # Parts of a saved state, by a word in the keys that lead to their tensors.
 STATE = ("outer", "buffers", "residual", "payloads", "flights", "owed", "corrected")
 
