@@ -1,6 +1,7 @@
 """Samples of an older version: a saved state with what followed it, and the bytes of each wire.
 
     python tests/support/replicas/samples.py FOLDER COMMIT     # of the installed diloco_comm
+    python tests/support/replicas/samples.py --wires FOLDER COMMIT  # adds wires that are not there
 
 Inner steps subtract multiples of 1/1024 and the rest is defined bit by bit, so the numbers do not
 depend on the machine.
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo, Nesterov, Streaming, WireFormat, __version__, ops
-from diloco_comm.wire import ELEMENT_WIRES, Layout, rng_key
+from diloco_comm.wire import ELEMENT_WIRES, WIRES, Layout, rng_key
 
 STATE, BYTES = "streaming-state.pt", "wire-bytes.pt"
 # After ten steps the first fragment's third round is under way.
@@ -91,44 +92,74 @@ def values() -> Tensor:
     return torch.randn(NUM_ELEMENTS, generator=generator)
 
 
+# Wires without a code for each element round to nearest alone.
+FORMS = [
+    (wire, rounding)
+    for wire in WIRES
+    for rounding in ("nearest", "stochastic")
+    if wire in ELEMENT_WIRES or rounding == "nearest"
+]
+
+
 def encoded(elements: Tensor, wire: str, rounding: str, impl: str = "") -> Tensor:
-    """Return the payload of the elements, laid out for two replicas and two chunks."""
-    block_size = BLOCK_SIZE if WireFormat(wire).has_scales else WireFormat(wire).block_size
-    layout = Layout.plan(NUM_ELEMENTS, 2, 2, WireFormat(wire, block_size))
+    """Return the payload of the elements, laid out for two replicas and two chunks.
+
+    A wire without a code for each element gets several blocks, each with a scale of its own.
+    """
+    form = WireFormat(wire)
+    if not form.has_element_codes:
+        elements = torch.cat([elements * (k / 8) for k in range(1, 10)])
+    block_size = BLOCK_SIZE if form.has_element_codes and form.has_scales else form.block_size
+    layout = Layout.plan(elements.numel(), 2, 2, WireFormat(wire, block_size))
     payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
-    form = (layout.run_elements, wire, layout.wire.block_size)
     key = rng_key(seed=7, replica=1, stage=0, round=3, fragment=2)
     is_random = rounding == "stochastic"
-    options = {"stochastic": is_random, "rng_key": key if is_random else 0, "impl": impl}
-    ops.encode(None, [elements], payload, 0, NUM_ELEMENTS, *form, **options)
+    is_keyed = is_random or form.is_rotated
+    options = {"stochastic": is_random, "rng_key": key if is_keyed else 0, "impl": impl}
+    place = (0, elements.numel(), layout.run_elements, wire, layout.wire.block_size)
+    ops.encode(None, [elements], payload, *place, **options)
     return payload
 
 
+def add_wires(folder: Path, commit: str) -> None:
+    """Keep the payloads of the file, if there is one, and add those of the other wires."""
+    file = folder / BYTES
+    sample = {"made_with": "", "values": values(), "payloads": {}}
+    if file.exists():
+        sample = torch.load(file, weights_only=True)
+    missing = [form for form in FORMS if " ".join(form) not in sample["payloads"]]
+    for wire, rounding in missing:
+        sample["payloads"][f"{wire} {rounding}"] = encoded(sample["values"], wire, rounding)
+    made = f"{', '.join(dict(missing))} with {made_with(commit)}"
+    sample["made_with"] = "; ".join(filter(None, (sample["made_with"], made)))
+    torch.save(sample, file)
+
+
+def made_with(commit: str) -> str:
+    return f"diloco_comm {__version__} at {commit}, torch {torch.__version__}"
+
+
 def main(folder: Path, commit: str) -> None:
-    made_with = f"diloco_comm {__version__} at {commit}, torch {torch.__version__}"
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, __file__, str(folder), commit]
     replicas = [subprocess.Popen([*command, str(r), str(store.port)]) for r in range(2)]
     assert [replica.wait() for replica in replicas] == [0, 0]
     parts = [folder / f"replica-{replica}.pt" for replica in range(2)]
     states = [torch.load(part, weights_only=True) for part in parts]
-    torch.save({"made_with": made_with, "replicas": states}, folder / STATE)
-    elements = values()
-    payloads = {
-        f"{wire} {rounding}": encoded(elements, wire, rounding)
-        for wire in ELEMENT_WIRES
-        for rounding in ("nearest", "stochastic")
-    }
-    sample = {"made_with": made_with, "values": elements, "payloads": payloads}
-    torch.save(sample, folder / BYTES)
+    torch.save({"made_with": made_with(commit), "replicas": states}, folder / STATE)
     for part in parts:
         part.unlink()
+    (folder / BYTES).unlink(missing_ok=True)
+    add_wires(folder, commit)
 
 
 if __name__ == "__main__":
-    given_folder, given_commit, *replica_and_port = sys.argv[1:]
+    only_wires = sys.argv[1] == "--wires"
+    given_folder, given_commit, *replica_and_port = sys.argv[1 + only_wires :]
     if replica_and_port:
         number, given_port = map(int, replica_and_port)
         torch.save(run_replica(number, given_port), Path(given_folder) / f"replica-{number}.pt")
+    elif only_wires:
+        add_wires(Path(given_folder), given_commit)
     else:
         main(Path(given_folder), given_commit)
