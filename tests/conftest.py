@@ -32,6 +32,9 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Threads of OpenMP that have nothing to do would spin on the processors that other processes need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # What is collected stays, so the garbage collector need not look at it again and again.
 gc.disable()
 

@@ -40,6 +40,7 @@ def shared(server: AsyncServer) -> torch.Tensor:
     return model.values()
 
 
+@pytest.mark.nightly("1 s each; rules have tests of their own", but=["nesterov", "delayed"])
 @pytest.mark.parametrize("name", RULES)
 def test_followers_hold_the_servers_bytes(name: str) -> None:
     """Two followers of different wires and one that fetches parameters, in changing order."""

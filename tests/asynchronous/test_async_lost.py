@@ -128,6 +128,7 @@ def test_a_worker_whose_training_thread_is_busy_is_not_lost(
     scene.finish()
 
 
+@pytest.mark.nightly("3 s each", but=["0.0"])
 @pytest.mark.parametrize("grace", [0.0, 3600.0])
 def test_a_worker_without_a_network_is_lost_and_comes_back(grace: float) -> None:
     """Both ends get no packets, as when a host loses power or a router loses its table."""

@@ -37,6 +37,7 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.wait()
 
 
+@pytest.mark.nightly("15 s; the server's parts have tests of their own")
 @pytest.mark.fresh_interpreter
 def test_train_look_stop_and_go_on(tmp_path: Path) -> None:
     options = (

@@ -65,6 +65,7 @@ def test_a_killed_and_a_stopped_learner_hold_nobody_up(play_with: Callable[..., 
     play.check_books(1, 2)
 
 
+@pytest.mark.nightly("6 s each; the coded wire is the general case", but=["int4"])
 @pytest.mark.parametrize("wire_down", ["fp32", "int4"])
 def test_a_killed_syncer_comes_back_with_every_commit(
     play_with: Callable[..., Play], wire_down: str

@@ -94,6 +94,7 @@ def bases_of(learner: DecoupledDiLoCo) -> dict[int, int]:
     return {p: hash_of([piece.base for piece in part.pieces]) for p, part in enumerate(parts)}
 
 
+@pytest.mark.nightly("1 s each; two pairs of wires", but=["int4-int4", "topk64-topk64"])
 @pytest.mark.parametrize(
     ("wire", "wire_down"),
     [("int4", "int4"), ("int1r", "bf16"), ("fp8_e4m3", "int2r"), ("topk64", "topk64")],

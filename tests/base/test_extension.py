@@ -102,6 +102,7 @@ CHECK_FAIL = b"_ZN3c106detail14torchCheckFailE"
 GONE = CHECK_FAIL.replace(b"Fail", b"Gone")
 
 
+@pytest.mark.nightly("4 s each", but=["does not load"])
 @pytest.mark.parametrize("loads", [True, False], ids=["loads", "does not load"])
 def test_an_extension_for_another_torch_is_one_sentence(loads: bool, tmp_path: Path) -> None:
     """An extension for another torch is not loaded, even if it could be loaded."""
@@ -123,6 +124,7 @@ def test_an_extension_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> N
     assert "undefined symbol" in sentence
 
 
+@pytest.mark.nightly("10 s each; an extension that is broken is the general case", but=["broken"])
 @pytest.mark.parametrize("is_whole", [True, False], ids=["of another torch", "broken"])
 def test_the_command_without_its_extension_is_one_sentence(is_whole: bool, tmp_path: Path) -> None:
     """As pip's script and as a module: both import the package before the command's first line."""

@@ -161,6 +161,7 @@ def test_memory_of_ours_is_measured_without_torchft(tmp_path: Path) -> None:
     assert memory["model_bytes"] > 3e6
 
 
+@pytest.mark.nightly("9 s of a benchmark")
 def test_ours_is_measured_beside_the_plain_traffic_of_its_passes(tmp_path: Path) -> None:
     path = tmp_path / "time.json"
     size = ["--width", 64, "-n", 2, "-w", 1, "--sync-every", 8, "--fragments", 4, "--delay", 1]
@@ -247,6 +248,7 @@ def test_both_sides_cut_the_model_alike(num_fragments: int) -> None:
 # ----------------------------------------------------------------------------- convergence
 
 
+@pytest.mark.nightly("16 s of a benchmark")
 def test_convergence_tunes_before_it_trains_and_repeats_nothing(tmp_path: Path) -> None:
     from benchmarks.convergence.sweep import Run
     from benchmarks.convergence.tasks import SMOKE

@@ -64,6 +64,7 @@ LAST_STEP = 240
 LARGE_LOG = {"round_log_bytes": 1 << 24}
 
 
+@pytest.mark.nightly("10 s each; three fragments are the general case", but=["3"])
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_all_bits_are_those_of_the_simulation(
     fresh_workers: Callable[..., Pool], registry: Host, fragments: int
@@ -108,6 +109,7 @@ def test_streams_join_beside_training(fresh_workers: Callable[..., Pool], regist
     assert joined_with(run_all(fresh_workers, registry, run, 3), 2).copied_bytes == 0
 
 
+@pytest.mark.nightly("5 s each; one reason of two", but=["options0-membership0"])
 @pytest.mark.parametrize(
     ("options", "membership"),
     [({"overlap": Eager()}, {}), ({}, {"round_log_bytes": 0})],
@@ -130,6 +132,7 @@ def test_else_the_state_is_copied_at_the_boundary(
     assert joined_with(run_all(fresh_workers, registry, run, 2), 1).copied_bytes >= STATE_BYTES
 
 
+@pytest.mark.nightly("20 s; test_transfer changes donors, test_inner_state loses one")
 def test_a_donor_dies_while_its_state_is_copied(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
@@ -151,6 +154,7 @@ def test_a_donor_dies_while_its_state_is_copied(
     assert any(view.left == (1,) and 3 not in view.members for view in ends[0].views)
 
 
+@pytest.mark.nightly("10 s; test_round_log has the rounds since")
 def test_a_replica_from_a_checkpoint_takes_the_rounds_since(
     fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
 ) -> None:
@@ -177,6 +181,9 @@ def test_a_replica_from_a_checkpoint_takes_the_rounds_since(
     assert ends[2].progress[-1].is_ready
 
 
+@pytest.mark.nightly(
+    "10 s each; the copy beside training is the more difficult one", but=["beside training"]
+)
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": Eager()}], ids=["beside training", "at the boundary"]
 )

@@ -78,6 +78,7 @@ def test_the_host_of_the_store_dies(
     assert ends[1].members == (1, 2)
 
 
+@pytest.mark.nightly("7 s; the explored models have every order")
 def test_those_who_are_left_finish_the_round_that_broke_off(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
@@ -115,6 +116,7 @@ class NoWeightAtFirst:
         return 0.0 if self.num_calls >= 0 else 1.0
 
 
+@pytest.mark.nightly("5 s each", but=["fails twice"])
 @pytest.mark.parametrize(
     ("num_calls", "views", "weights"),
     [(1, [0, 4], [1.0, 1.0]), (2, [0, 4, 4], [1.0])],
@@ -134,6 +136,7 @@ def test_a_round_without_any_weight_is_sent_twice_at_most(
     assert ends[0].weights == ends[1].weights == weights
 
 
+@pytest.mark.nightly("7 s; the explored models have every order")
 def test_a_part_whose_round_counts_is_not_sent_again(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:

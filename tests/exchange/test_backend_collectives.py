@@ -161,6 +161,7 @@ def forget_tensors(rank: int, world: int, address: tuple[str, int], operation: s
         return True
 
 
+@pytest.mark.nightly("1 s each; two kinds of collectives", but=["all_to_all_single", "isend"])
 @pytest.mark.parametrize(
     "operation",
     ["broadcast", "all_gather", "all_to_all_single", "all_reduce_coalesced", "barrier", "isend"],

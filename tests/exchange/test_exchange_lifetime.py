@@ -45,6 +45,7 @@ def _open_and_close(rank: int, world: int) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.nightly("3 s each", but=["3"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_close_leaves_no_thread_and_no_descriptor(workers: Workers, world: int) -> None:
     for counts in workers(world).run(_open_and_close):

@@ -71,6 +71,7 @@ def _miss_the_vote(rank: int, world: int, address: tuple[str, int]) -> Any:
     return last, len(set(blobs)), sizes
 
 
+@pytest.mark.nightly("3 s each", but=["3"])
 @pytest.mark.parametrize("world", [3, 4])
 def test_a_repaired_round_owes_what_its_encoding_lost(
     fresh_workers: Callable[..., Pool], world: int
@@ -107,6 +108,7 @@ def _miss_the_vote_on_sub2(
 
 
 # With 9,000 elements the runs of the mean have a multiple of the bytes of the payloads' runs.
+@pytest.mark.nightly("3 s each", but=["5-9000"])
 @pytest.mark.parametrize(("world", "n"), [(5, 20_000), (5, 9_000), (6, 9_000)])
 def test_a_repaired_mean_is_on_the_wire_of_its_owners(
     fresh_workers: Callable[..., Pool], world: int, n: int

@@ -226,6 +226,7 @@ def check(model: Model) -> None:
     assert expected <= found.seen.keys(), found.seen
 
 
+@pytest.mark.nightly("17 s together; they prove the explorer and not the code", but=["three"])
 @pytest.mark.parametrize(
     "model",
     [
@@ -276,6 +277,10 @@ WRONG: list[tuple[str, int, Rule, dict[str, int]]] = [
 ]
 
 
+@pytest.mark.nightly(
+    "12 s together; the rules prove the explorer and not the code",
+    but=["applied-rounds-alone-2", "no-promise-2"],
+)
 @pytest.mark.parametrize(
     ("size", "rule", "options"), [one[1:] for one in WRONG], ids=[f"{n}-{w}" for n, w, *_ in WRONG]
 )
@@ -289,6 +294,10 @@ def test_a_wrong_rule_is_found_out(size: int, rule: Rule, options: dict[str, int
     assert why.startswith(("I1", "I2", "I3")) and way[0] == "  1. process 0 votes round 0"
 
 
+@pytest.mark.nightly(
+    "20 s together; the mistakes prove the explorer and not the code",
+    but=["all-decide", "rounds-voted-for-are-untold"],
+)
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.timeout(300)
 def test_a_mistake_in_the_code_is_found_out(name: str) -> None:

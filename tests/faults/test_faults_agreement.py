@@ -35,6 +35,7 @@ def die_together(
     return end(replica, failure)
 
 
+@pytest.mark.nightly("3 s each; one death and two deaths", but=["0vote", "2header-3header"])
 @pytest.mark.parametrize(
     "deaths",
     [
@@ -166,6 +167,7 @@ def lose_one_connection(rank: int) -> None:
     connecting.LIMIT_S, regroup.rendezvous.build_groups = 2.0, build_once
 
 
+@pytest.mark.nightly("18 s; the explored models have tries that fail")
 def test_a_try_that_failed_does_not_hide_who_lives(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     setup = Setup("int8", 1, H, timeout=1800.0)

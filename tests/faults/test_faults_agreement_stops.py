@@ -33,6 +33,7 @@ def stop_for_a_while(rank: int, world: int, address: Address, setup: Setup) -> A
     return end(replica, failure)
 
 
+@pytest.mark.nightly("3 s each; one moment of four", but=["2.0"])
 @pytest.mark.parametrize("seconds", [1.9, 2.0, 2.1, 3.0])
 def test_a_stop_near_the_timeout_is_one_decision(fresh_workers: Fresh, seconds: float) -> None:
     pool = fresh_workers(4, init_group=False)

@@ -167,6 +167,7 @@ def lose_a_notice(rank: int, world: int, address: Address, setup: Setup, notice:
     return end(replica, failure)
 
 
+@pytest.mark.nightly("3 s each", but=["any_failed"])
 @pytest.mark.parametrize("notice", ["any_failed", r"board/(failed|report)/0"])
 def test_a_notice_that_is_lost_is_sent_again(fresh_workers: Fresh, notice: str) -> None:
     pool = fresh_workers(3, init_group=False)

@@ -90,6 +90,7 @@ def lose_a_link(rank: int, world: int, site: cut_links.Site, address: Address, h
     return failure, result
 
 
+@pytest.mark.nightly("5 s each; a cut of one direction is the most difficult case", but=["one way"])
 @pytest.mark.parametrize("how", ["both ways", "one way", "isolated"])
 def test_a_cut_ends_a_round_and_names_the_pair(
     fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address, how: str
@@ -158,6 +159,7 @@ def change_over_a_cut(
     return seen, result
 
 
+@pytest.mark.nightly("2 s each; a cut of one direction is the most difficult case", but=["one way"])
 @pytest.mark.parametrize("how", ["both ways", "one way", "isolated"])
 def test_a_group_over_a_cut_is_one_error_for_all(
     fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address, how: str

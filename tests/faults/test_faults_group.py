@@ -44,6 +44,7 @@ def grow(rank: int, world: int, address: tuple[str, int], setup: Setup, first: i
     return finish(replica, 4 * H)
 
 
+@pytest.mark.nightly("2 s each; the quantised wire is the general case", but=["2-3-int8-3"])
 @pytest.mark.parametrize(
     ("first", "world", "wire", "fragments"),
     [(2, 3, "fp32", 1), (2, 3, "int8", 3), (1, 2, "int8", 1), (3, 4, "fp32", 3), (1, 3, "int8", 1)],
@@ -83,6 +84,7 @@ def replace_the_dead(
     return finish(replica, 5 * H, [failure])
 
 
+@pytest.mark.nightly("3 s each; the quantised wire is the general case", but=["int8-1-7"])
 @pytest.mark.parametrize("number_of_new", [0, 7])
 @pytest.mark.parametrize(("wire", "fragments"), [("fp32", 3), ("int8", 1)])
 def test_dead_replica_is_replaced(
@@ -150,6 +152,7 @@ def die_while_regrouping(
     return finish(replica, 5 * H, [failure, *failures])
 
 
+@pytest.mark.nightly("8 s each; the explored models have every order", but=["hello"])
 @pytest.mark.parametrize("where", ["hello", "connect", "repair"])
 def test_second_death_while_the_group_is_formed(
     fresh_workers: Callable[..., Pool], where: str

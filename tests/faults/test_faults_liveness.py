@@ -81,6 +81,7 @@ def tell_when_here(replica: Replica) -> None:
     Attendance.see = see_and_tell  # type: ignore[method-assign]
 
 
+@pytest.mark.nightly("4 s each", but=["after its hello"])
 @pytest.mark.parametrize("when", ["before its hello", "after its hello"])
 def test_a_newcomer_that_dies_does_not_cost_the_timeout(fresh_workers: Fresh, when: str) -> None:
     pool = fresh_workers(3, init_group=False)
@@ -108,6 +109,7 @@ def come_when_they_like(rank: int, world: int, address: Address) -> Result:
     return finish(replica, 3 * H)
 
 
+@pytest.mark.nightly("10 s each; one waits, two wait", but=["1"])
 @pytest.mark.parametrize("members", [1, 2])
 def test_who_lives_is_waited_for(fresh_workers: Fresh, members: int) -> None:
     pool = fresh_workers(members + 1, init_group=False)
@@ -187,6 +189,7 @@ def finish_without_the_last(replica: Replica, world: int) -> Result | None:
     return finish(replica, 4 * H)
 
 
+@pytest.mark.nightly("5 s each; three replicas are the general case", but=["3-header"])
 @pytest.mark.parametrize(
     ("world", "stage"), [(2, "in training"), (3, "header"), (3, "reduce"), (3, "vote")]
 )

@@ -100,6 +100,7 @@ def take_a_number_twice(rank: int, world: int, address: Address, init: str) -> A
     return os.getpid(), finish(replica, 3 * H)
 
 
+@pytest.mark.nightly("5 s each", but=["join"])
 @pytest.mark.parametrize("init", ["broadcast", "join"])
 def test_a_number_of_a_running_group_is_taken(fresh_workers: Fresh, init: str) -> None:
     pool = fresh_workers(3, init_group=False)

@@ -100,6 +100,7 @@ def lose_the_store(
     return hashes
 
 
+@pytest.mark.nightly("6 s each; a store that hangs is the more difficult case", but=["hangs"])
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_store_that_is_lost_is_replaced(
     fresh_workers: Callable[..., Pool], host: Any, sig: int
@@ -177,6 +178,7 @@ def leave_while_the_store_hangs(
     return failure.kind, details["replicas"], details["inner_steps"], failure.is_state_kept
 
 
+@pytest.mark.nightly("5 s each; three replicas stand for all numbers", but=["3"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_who_left_is_named_without_the_store(
     fresh_workers: Callable[..., Pool], host: Any, world: int

@@ -287,6 +287,7 @@ def come_back_to_a_change_that_failed(
     return Comeback(failure, *seen, outer_hash, end)
 
 
+@pytest.mark.nightly("7 s each; the later failure is the more difficult case", but=["confirm"])
 @pytest.mark.parametrize("stage", ["attach", "confirm"])
 def test_who_was_left_out_of_a_change_that_failed_has_no_say(
     fresh_workers: Callable[..., Pool], stage: str
@@ -383,6 +384,9 @@ def die_with_a_bad_vote(
     return seen, is_finite
 
 
+@pytest.mark.nightly(
+    "2 s each; three replicas and the quantised wire are the general case", but=["3-int8"]
+)
 @pytest.mark.parametrize("wire", ["int8", "fp32"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_bad_vote_that_nobody_heard_leaves_finite_values(

@@ -199,6 +199,9 @@ def port() -> Any:
     del store
 
 
+@pytest.mark.nightly(
+    "4 s each; an exchange under way is the most difficult case", but=["mid-exchange"]
+)
 @pytest.mark.parametrize("name", EXITS)
 def test_interpreter_ends_without_close(zygote: Zygote, port: int, name: str) -> None:
     body, code, text = EXITS[name]

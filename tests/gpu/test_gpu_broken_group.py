@@ -166,6 +166,7 @@ def begin():
 """
 
 
+@pytest.mark.nightly("12 s each", but=["abort"])
 @pytest.mark.parametrize("name", ["shutdown", "abort"])
 def test_a_process_ends_although_its_group_does_not(name: str, stand_in: str) -> None:
     """NCCL waits for the device, which may never do what it was given."""
@@ -220,6 +221,7 @@ def with_an_abort(rank: int, world: int, library: str, error: str) -> list[Any]:
     return [is_kept, *failures]
 
 
+@pytest.mark.nightly("6 s each; the error is the more difficult case", but=["NCCL error: timeout"])
 @pytest.mark.parametrize("error", ["", "NCCL error: timeout"])
 def test_an_abort_that_does_not_end_well(error: str, replicas, stand_in) -> None:
     """The host waits for it for some seconds, and the round has failed all the same."""

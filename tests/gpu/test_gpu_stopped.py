@@ -87,6 +87,9 @@ STOP, KILL = signal.SIGSTOP, signal.SIGKILL
 NCCL = [pytest.param("cuda", 2, sig, marks=pytest.mark.gpu) for sig in (STOP, KILL)]
 
 
+@pytest.mark.nightly(
+    "6 s each; a process that is stopped is the more difficult case", but=["lagging-3-19"]
+)
 @pytest.mark.parametrize(
     ("device", "world", "sig"),
     [("lagging", 3, STOP), ("lagging", 2, KILL), *(NCCL if NCCL_RANKS > 1 else [])],
@@ -158,6 +161,7 @@ def without_headers(
     return result
 
 
+@pytest.mark.nightly("5 s each", but=["True"])
 @pytest.mark.parametrize("votes", [False, True])
 def test_weights_of_a_round_whose_headers_did_not_come(
     votes: bool, fresh_workers: Callable[..., Pool], stand_in: str

@@ -38,6 +38,7 @@ def lightning_with_a_minimum(
     return f"ended at {trainer.global_step}"
 
 
+@pytest.mark.nightly("5 s each", but=["epochs"])
 @needs("lightning")
 @pytest.mark.parametrize(
     ("limits", "is_refused"),

@@ -115,6 +115,7 @@ def equals_unsharded(rank: int, world: int, chosen: list[int]) -> list[bool]:
     return matches
 
 
+@pytest.mark.nightly("8 s each; shards of the smallest group stand for all", but=["4-chosen0"])
 @pytest.mark.parametrize(("world", "chosen"), [(4, [1, 3, 5]), (6, [0, 2, 4, 6]), (8, [5])])
 def test_the_run_is_that_of_whole_parameters(world: int, chosen: list[int], workers) -> None:
     """With 8 workers each replica has two copies of its shards (HSDP)."""

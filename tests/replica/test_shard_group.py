@@ -108,6 +108,7 @@ def equals_unsharded(
     return results
 
 
+@pytest.mark.nightly("4 s each; workers that share unevenly are the general case", but=["2-3"])
 @pytest.mark.parametrize(("num_replicas", "num_workers"), [(2, 2), (2, 3), (3, 2)])
 def test_the_run_is_that_of_one_worker_a_replica(
     num_replicas: int, num_workers: int, workers

@@ -194,6 +194,7 @@ def test_delayed_and_eager_against_the_oracle(workers) -> None:
     check_against_oracle(workers(2), settings)
 
 
+@pytest.mark.nightly("4 s each; two rounds are the general case", but=["2"])
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_co2_against_the_oracle(rounds: int, workers) -> None:
     """Constant and gap-aware penalties, a clip that bites, and a decaying inner learning rate."""

@@ -84,6 +84,9 @@ DEATHS = [
 ]
 
 
+@pytest.mark.nightly(
+    "3 s each; test_frozen has a death of each policy", but=["streaming-header-0", "eager-vote-1"]
+)
 @pytest.mark.parametrize(("name", "stage", "num_peers"), DEATHS)
 def test_survivors_lose_nothing(
     fresh_workers: Callable[..., Pool], name: str, stage: str, num_peers: int
@@ -138,6 +141,7 @@ def settle_a_first_round(
     return result
 
 
+@pytest.mark.nightly("3 s each", but=["True"])
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_a_round_that_was_waited_for_at_once_counts_once(
     fresh_workers: Callable[..., Pool], error_feedback: bool

@@ -100,6 +100,7 @@ def resume_everywhere(rank: int, world: int, names: list[str]) -> dict[str, list
     return matches
 
 
+@pytest.mark.nightly("12 s each; two replicas stand for three", but=["2"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_resume_after_every_inner_step(world: int, workers) -> None:
     names = list(SETTINGS) if world == 2 else ["delayed_2", "eager", "rotated", "gathered"]
@@ -164,6 +165,7 @@ def checkpoint(rank: int, world: int, folder: str) -> dict[str, bool]:
     return matches
 
 
+@pytest.mark.nightly("8 s each; two replicas stand for three", but=["2"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_distributed_checkpoint(world: int, tmp_path: Path, workers) -> None:
     results = workers(world).run(checkpoint, str(tmp_path))

@@ -93,6 +93,9 @@ def untrained_hash(rank: int, world: int, group: Group) -> str:
         return diloco.outer_hash()
 
 
+@pytest.mark.nightly(
+    "1 s each; two wires with scales, one of all bits", but=["first0-second0", "first5-second5"]
+)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -68,6 +68,9 @@ def resume_everywhere(rank: int, world: int, outer: str, arguments: dict[str, An
     return matches
 
 
+@pytest.mark.nightly(
+    "2 s each; one optimizer of ours, one of torch's", but=["nesterov", "torch_adam"]
+)
 @pytest.mark.parametrize("outer", OUTERS)
 def test_resume_after_every_inner_step(outer: str, workers) -> None:
     arguments = {"error_feedback": outer == "nesterov"}
@@ -123,6 +126,7 @@ def _fill_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             }
 
 
+@pytest.mark.nightly("1 s each", but=["3-torch_adam"])
 @pytest.mark.parametrize("outer", ["nesterov", "torch_adam"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_distributed_checkpoint(world: int, outer: str, tmp_path: Path, workers) -> None:

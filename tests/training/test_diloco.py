@@ -44,6 +44,7 @@ def against_data_parallel(rank: int, world: int) -> float:
     return worst
 
 
+@pytest.mark.nightly("4 s each; weights that differ are the general case", but=["3-3.75"])
 @pytest.mark.parametrize(("world", "limit"), [(2, 2.0), (4, 2.0), (3, 3.75)])
 def test_h_1_and_outer_sgd_is_data_parallel_sgd(world: int, limit: float, workers) -> None:
     """Within 2 ulp of the largest magnitude a step where the weights 1/W are exact in fp32.
@@ -172,6 +173,9 @@ def hashes_of_wires(rank: int, world: int, arguments: dict[str, Any]) -> list[st
     return hashes
 
 
+@pytest.mark.nightly(
+    "2 s each; test_frozen has every wire", but=["error_feedback-3", "adam_lanes-2"]
+)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "arguments",

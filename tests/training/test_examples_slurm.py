@@ -32,6 +32,7 @@ def test_the_scripts_parse(script: str) -> None:
     assert subprocess.run(["bash", "-n", str(SLURM / script)]).returncode == 0
 
 
+@pytest.mark.nightly("20 s; test_faults_store has jobs of their own that meet at a store")
 def test_each_replica_is_a_job_of_its_own(tmp_path: Path) -> None:
     stand_in(tmp_path, "srun", 'exec "$@"')
     store = dist.TCPStore(

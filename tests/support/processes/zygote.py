@@ -34,6 +34,7 @@ PRELOAD = (
     "pytest",
     "torch",
     "torch.distributed",
+    "torch.distributed.fsdp",
     "torch._dynamo",
     "torch.optim",
     "diloco_comm",
