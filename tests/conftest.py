@@ -32,7 +32,8 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Threads of OpenMP that have nothing to do would spin on the processors that other processes need.
+# Several processes share the processors: a second thread of OpenMP would spin while it waits for work.
+torch.set_num_threads(1)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # What is collected stays, so the garbage collector need not look at it again and again.
