@@ -32,11 +32,11 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Several processes share the processors: a second thread of OpenMP would spin while it waits for work.
+# Processes share the processors; a thread of OpenMP without work would spin on one of them.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# What is collected stays, so the garbage collector need not look at it again and again.
+# Collected tests stay, so the garbage collector need not look at it again and again.
 gc.disable()
 
 look_up_names_in_files_only()
@@ -44,7 +44,7 @@ look_up_names_in_files_only()
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-@pytest.hookimpl(trylast=True)  # Of the tests that -m has left.
+@pytest.hookimpl(trylast=True)  # After -m has taken its tests away.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What takes longest comes first, so that it is not left to one worker at the end: files with
     # slow tests, then files of few tests, which run whole programs.

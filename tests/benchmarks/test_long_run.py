@@ -33,7 +33,7 @@ def values(model: torch.nn.Module) -> Tensor:
 
 
 def train_with_the_library(rank: int, world: int, policy: Overlap) -> list[Tensor]:
-    """Parameters after each step, and those of the shared model at the end."""
+    """Parameters after each step, and the shared model's parameters at the end."""
     model, optimizer, outer = make(policy)
     seen = []
     options = {"sync_every": SYNC_EVERY, "outer": outer, "overlap": policy, "wire": "fp32"}

@@ -1,4 +1,4 @@
-"""The folder of records: few and small files, in one format, each of which is quoted."""
+"""The folder of records: few and small files, in one format; a page quotes each of them."""
 
 from __future__ import annotations
 

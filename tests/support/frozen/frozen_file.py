@@ -30,7 +30,7 @@ from diloco_comm import DiLoCo, ops
 
 FILE = Path(__file__).parents[2] / "data" / "frozen.json"
 IMPLS = [impl for impl in ops.available_impls() if impl != "reference"]
-# Rows in one job of the worker processes, of which no row is of more replicas than there are.
+# Rows in one job of the worker processes, and the number of these processes.
 NUM_ROWS, NUM_WORKERS = 20, 3
 _RUNS = itertools.count()
 
@@ -123,7 +123,7 @@ def run_rows(
     Args:
         pool_of: Makes a pool of so many persistent processes.
         entries: Implementations by name; no entry has a death.
-        options: Of ``run_entries``.
+        options: Options of ``run_entries``.
     """
     virtual = [name for name in entries if is_virtual(name)]
     workers = [name for name in entries if name.endswith(" workers")]
@@ -137,7 +137,7 @@ def run_rows(
 
 
 def run_death(pool_of: Callable[..., Pool], name: str, impl: str, **options: Any) -> Bits | str:
-    """Train one row in processes of its own, of which the last one is killed."""
+    """Train one row in processes of its own; the last one of them is killed."""
     world = Setting.parse(name).world
     pool = pool_of(world, init_group=False)
     return collect(pool, [(name, impl)], killed={world - 1}, **options)[name]

@@ -1,4 +1,4 @@
-"""Small changes of the library, each of which the frozen bits must show."""
+"""Small changes of the library; the frozen bits must show each of them."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def run_entry(
     """Train one replica of a row; None of a replica that does not see the end.
 
     Args:
-        device: Of the model.
+        device: Device of the model.
         impl: Implementation of the operators.
         store: Where the replicas of the row meet.
     """

@@ -50,7 +50,7 @@ WIRES: dict[str, dict[str, Any]] = {
 }
 WORLDS = (1, 2, 3)
 EVENTS = ("plain", "kill", "join", "resume", "reset")
-# What happens where with a replica that dies: before its header, and when one peer has its header
+# Where a replica dies: before its header, and when one peer has its header
 # or its vote. The round of a death "after" has been agreed on.
 DEATHS = {"header": 2, "told": 3, "vote": 3, "after": 2}
 
@@ -59,7 +59,7 @@ class Setting(NamedTuple):
     """One row of the table.
 
     Attributes:
-        world: Replicas, with the one that is killed and the one that joins.
+        world: Replicas, a killed and a joining one among them.
     """
 
     policy: str
@@ -98,7 +98,7 @@ def combinations(setting: Setting, size: int) -> Iterator[tuple[Any, ...]]:
 def make_table(kept: Iterable[Setting] = ()) -> list[Setting]:
     """Add rows to those that are kept: greedily, to cover all pairs, then triples.
 
-    Of equally good rows the first one counts, so the same call makes the same table.
+    The first one of equally good rows counts, so the same call makes the same table.
     """
     candidates, table = sensible(), list(kept)
     missing = {size: set(covered(candidates, size)) - set(covered(table, size)) for size in (2, 3)}

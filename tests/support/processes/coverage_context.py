@@ -1,4 +1,4 @@
-"""For which test coverage counts the lines that a process runs.
+"""The test for which coverage counts the lines that a process runs.
 
 `make coverage` starts coverage in every process. The test process names the test that runs, and so
 do the workers and programs that this test starts. Without coverage these functions do nothing.

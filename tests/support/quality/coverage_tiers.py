@@ -1,4 +1,4 @@
-"""Compare the coverage of the first tier of tests with that of all tests, room by room.
+"""Compare the coverage of the first tier with the coverage of all tests, room by room.
 
 python tests/support/quality/coverage_tiers.py     # after `make coverage`
 """

@@ -1,4 +1,4 @@
-"""What became of each test, read from the JUnit files that pytest writes."""
+"""The outcome of each test, read from the JUnit files that pytest writes."""
 
 from __future__ import annotations
 

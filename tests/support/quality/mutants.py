@@ -137,7 +137,7 @@ class Choice:
             names = [test for test in self.known if test.startswith(tuple(TESTS_OF_CPP))]
             return sorted(names, key=self._order) or TESTS_OF_CPP
         lines = self._tests_by_line(mutant.file)
-        # Of a statement on several lines, coverage may know only the first.
+        # Coverage may know only the first line of a statement on several lines.
         first, _ = span(text, mutant.function)
         for line in range(number, first, -1):
             if line in lines:
@@ -172,7 +172,7 @@ class Trial:
     Attributes:
         outcome: "killed", "survived", or "not built" for C++ that does not compile.
         killed_by: The test that failed with the mutant and passed without.
-        tier: Of that test: "first" or "nightly".
+        tier: Tier of that test: "first" or "nightly".
         stage: "chosen" for the tests that run the line, "all" after them.
         unsteady: Tests that failed without the mutant, too, and do not count.
     """

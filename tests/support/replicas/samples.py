@@ -122,7 +122,7 @@ def encoded(elements: Tensor, wire: str, rounding: str, impl: str = "") -> Tenso
 
 
 def add_wires(folder: Path, commit: str) -> None:
-    """Keep the payloads of the file, if there is one, and add those of the other wires."""
+    """Keep the payloads of the file, if there is one, and add the payloads of the other wires."""
     file = folder / BYTES
     sample = {"made_with": "", "values": values(), "payloads": {}}
     if file.exists():
