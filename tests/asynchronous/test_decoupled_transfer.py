@@ -112,7 +112,7 @@ def test_a_grace_window_lets_a_second_report_in(gamma: float) -> None:
         else:
 
             def is_open() -> bool:
-                a.poll()  # The courier's calls may take several polls, as in training they take several steps.
+                a.poll()  # One poll may not take all calls, as one step may not.
                 return server.report()["fragments"][0]["phase"] == "grace"
 
             wait_until(is_open)
