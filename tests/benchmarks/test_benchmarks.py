@@ -99,6 +99,7 @@ def test_flat_baseline_follows_the_equations(run: Run) -> None:
     assert "# out of bounds values: 0" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.nightly("20 s of a benchmark in namespaces")
 @pytest.mark.fresh_interpreter
 def test_namespaces_carry_the_exchange_and_are_removed(run: Run) -> None:
     from benchmarks.exchange import netns

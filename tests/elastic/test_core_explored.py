@@ -135,6 +135,18 @@ def world_of(name: str, model: Model) -> World:
     return model.start() if name in FOUNDING else model.settled()
 
 
+@pytest.mark.nightly(
+    "up to 40 s each; the model of two replicas has all kinds of events",
+    but=[
+        "two",
+        "two-bad-votes",
+        "two-late-beats",
+        "two-break",
+        "two-fail",
+        "two-suspected",
+        "two-again",
+    ],
+)
 @pytest.mark.parametrize("name", SETTLED | FOUNDING)
 @pytest.mark.timeout(300)
 def test_no_step_is_lost_and_all_that_live_come_to_train(name: str) -> None:

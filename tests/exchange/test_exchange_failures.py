@@ -65,6 +65,10 @@ FAULTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.nightly(
+    "3 s each; test_faults_death kills at every stage of a training's exchange",
+    but=["2-header-first", "3-post_exchange-last", "3-wait_publish-first", "3-vote-last"],
+)
 @pytest.mark.parametrize("which", ["first", "last"])
 @pytest.mark.parametrize(
     ("world", "fault"), FAULTS, ids=lambda f: str(f) if isinstance(f, int) else f["stage"]

@@ -108,6 +108,7 @@ class _Lost:
         self.reduction.copy_(self.new_reduction)
 
 
+@pytest.mark.each_value("28 combinations of wires, policies and replicas")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("overlap", [Blocking(), Streaming(2, 0.5)], ids=["blocking", "streaming"])
 @pytest.mark.parametrize(

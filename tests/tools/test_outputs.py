@@ -191,6 +191,7 @@ def test_results_of_one_process_are_printed_though_the_disk_is_full(tmp_path: Pa
     check_kept(ended, "outer_step", f"cannot write --json {path}: No space left on device")
 
 
+@pytest.mark.nightly("10 s each; one command of several processes", but=["exchange"])
 @pytest.mark.parametrize(
     ("words", "options"),
     [
@@ -231,6 +232,7 @@ def test_tables_are_printed_though_the_plot_is_not_written(blocked: Path, tmp_pa
     assert len(json.loads(ended.out)["ranks"]) == 1
 
 
+@pytest.mark.nightly("25 s each; another test prints tables so")
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_demo_is_printed_though_nothing_is_written(as_json: bool, tmp_path: Path) -> None:
     for name in ("demo.json", "demo.png"):
@@ -299,6 +301,7 @@ print("trained to the end")
 """
 
 
+@pytest.mark.nightly("20 s each; one end of the training", but=["in a step"])
 @pytest.mark.parametrize("steps", [9, 4], ids=["in a step", "at the end"])
 def test_training_goes_on_without_its_trace(steps: int, tmp_path: Path) -> None:
     """The program ends before the last step to record, and the trace is written then."""

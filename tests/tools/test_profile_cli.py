@@ -119,6 +119,7 @@ def profile_run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[st
     return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.nightly("18 s; the recorder's own tests end early")
 def test_run_records_a_program_that_ends_early(tmp_path: Path) -> None:
     """Seven steps: three are skipped, and the rest is written when the program ends."""
     (tmp_path / "train.py").write_text(SCRIPT + "print('trained')\n")
@@ -149,6 +150,7 @@ with DiLoCo(model, optimizer, sync_every=3, timeout=60, **replicas):
 """
 
 
+@pytest.mark.nightly("23 s; test_recorded_run_reports_its_own_metrics records two ranks")
 def test_replicas_of_their_own_write_a_trace_each(tmp_path: Path) -> None:
     """Each process of torchrun believes to be alone when it writes its trace."""
     (tmp_path / "train.py").write_text(REPLICAS)
@@ -197,6 +199,7 @@ def train():
 """
 
 
+@pytest.mark.nightly("18 s each; one kind of training", but=["backend"])
 @pytest.mark.parametrize("start", STARTS)
 def test_everything_that_trains_records(start: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN + STARTS[start])
