@@ -61,9 +61,8 @@ MUTANTS: dict[str, Mutant] = {
     "dropped residual": (
         ExchangeBuffers, "open_round", drop_a_residual, lambda row: row.wire in ("int4", "topk64"),
     ),
-    # Two terms have the same sum in either order.
+    # Two terms have the same sum in either order, and on topk64 three seldom meet at an element.
     "order of a sum": (
-        Round, "combine", add_in_reverse,
-        lambda row: row.world == 3 and row.wire in ("sub8", "topk64"),
+        Round, "combine", add_in_reverse, lambda row: row.world == 3 and row.wire == "sub8",
     ),
 }  # fmt: skip
