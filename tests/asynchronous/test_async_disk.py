@@ -124,6 +124,7 @@ def test_a_server_goes_on_while_the_disk_is_full(
     worker._link.close()
 
 
+@pytest.mark.nightly("4 s; the first tier has a full disk and a killed server apart")
 def test_a_server_that_is_killed_beside_a_full_disk_comes_back_there(
     disk: Disk, host: Callable[..., Hosted]
 ) -> None:
@@ -153,6 +154,7 @@ def test_a_server_that_is_killed_beside_a_full_disk_comes_back_there(
     worker.close()
 
 
+@pytest.mark.nightly("1 s each; they differ in the bytes that fit", but=["0.1"])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
 def test_an_update_that_does_not_fit_wholly_is_not_in_the_journal(
     share: float, disk: Disk, host: Callable[..., Hosted], tmp_path: Path
@@ -181,6 +183,7 @@ def test_an_update_that_does_not_fit_wholly_is_not_in_the_journal(
     worker._link.close()
 
 
+@pytest.mark.nightly("2 s; the first tier has a journal that does not fit")
 def test_a_snapshot_that_does_not_fit_costs_nothing_while_the_journal_does(
     disk: Disk, host: Callable[..., Hosted]
 ) -> None:

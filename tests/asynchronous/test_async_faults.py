@@ -24,6 +24,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         yield one
 
 
+@pytest.mark.nightly("6 s; test_async_lost has a stopped worker")
 def test_a_stopped_worker_holds_nobody_up_and_goes_on(scene: Scene) -> None:
     sleeper, steady = scene.worker(0, 40), scene.worker(1, 10_000)
     wait_until(lambda: scene.told(0) > 3 and scene.told(1) > 3, 60)
@@ -45,7 +46,7 @@ SERVERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.nightly("8 s each; the rules have tests of their own", but=["dylu"])
+@pytest.mark.nightly("8 s; test_async_lost has every end of a worker once")
 @pytest.mark.parametrize("name", SERVERS)
 def test_joining_and_leaving_at_random_leaks_nothing(name: str, tmp_path: Path) -> None:
     with Scene(tmp_path, SIZE, **SERVERS[name]) as scene:

@@ -50,6 +50,7 @@ def steps_of_last_round(scene: Scene, index: int) -> int:
     return rows[-1][3] if rows else 0
 
 
+@pytest.mark.nightly("5 s; the first tier has a killed worker and a grace period")
 def test_the_slow_worker_gets_whole_rounds_when_the_fast_one_is_killed(
     scene_with: Callable[..., Scene],
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_stopped_worker_is_lost_in_time_and_welcome_when_it_wakes(
     scene.finish()
 
 
+@pytest.mark.nightly("5 s; the first tier has a worker that is stopped while it trains")
 def test_a_worker_that_is_stopped_while_it_fetches_is_lost_in_time(tmp_path: Path) -> None:
     """Heartbeats wait behind the parameters that are being sent."""
     with Scene(tmp_path, 8_000_001, lost_after=2.0, grace=3600.0) as scene:
@@ -117,6 +119,7 @@ def test_a_worker_that_is_stopped_while_it_fetches_is_lost_in_time(tmp_path: Pat
         wait_until(lambda: scene.told(0) > 1, 100)
 
 
+@pytest.mark.nightly("11 s of waiting; the first tier has workers that are lost")
 def test_a_worker_whose_training_thread_is_busy_is_not_lost(
     scene_with: Callable[..., Scene],
 ) -> None:
@@ -128,7 +131,7 @@ def test_a_worker_whose_training_thread_is_busy_is_not_lost(
     scene.finish()
 
 
-@pytest.mark.nightly("3 s each", but=["0.0"])
+@pytest.mark.nightly("2 s; the first tier has a stopped worker that comes back")
 @pytest.mark.parametrize("grace", [0.0, 3600.0])
 def test_a_worker_without_a_network_is_lost_and_comes_back(grace: float) -> None:
     """Both ends get no packets, as when a host loses power or a router loses its table."""

@@ -81,6 +81,7 @@ def test_live_workers_of_one_name_get_numbers_and_places_that_are_free() -> None
             worker.close()
 
 
+@pytest.mark.nightly("15 s; the first tier has a name that is kept and one that is waited for")
 def test_a_killed_worker_that_is_started_again_takes_its_old_place(tmp_path: Path) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "1"}
     with Scene(tmp_path, SIZE) as scene:
@@ -138,6 +139,7 @@ def away(rank_3: None) -> Iterator[tuple[AsyncServer, Flat, AsyncDiLoCo]]:
         worker.close()
 
 
+@pytest.mark.nightly("3 s; the first tier has two live workers of one name")
 def test_a_worker_that_was_away_gets_another_name_if_its_own_is_taken(
     away: tuple[AsyncServer, Flat, AsyncDiLoCo],
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_worker_that_was_away_gets_another_name_if_its_own_is_taken(
     usurper.close()
 
 
+@pytest.mark.nightly("3 s; the first tier has updates that are not sent again")
 def test_updates_that_another_worker_of_the_name_sent_are_not_taken_for_its_own(
     away: tuple[AsyncServer, Flat, AsyncDiLoCo],
 ) -> None:

@@ -246,6 +246,7 @@ def followers_die(rank: int, world: int, folder: Path, address: str) -> None:
     (folder / "over").touch()
 
 
+@pytest.mark.nightly("6 s; test_async_following has a follower whose server dies")
 def test_a_follower_may_die_in_any_phase(
     fresh_workers: Callable[..., Pool], tmp_path: Path
 ) -> None:
@@ -278,6 +279,7 @@ def the_server_dies(rank: int, world: int, folder: Path, address: str) -> None:
     (folder / f"ended-{rank - 1}").touch()
 
 
+@pytest.mark.nightly("9 s; test_async_snapshots has a server that is started again")
 def test_the_server_may_die_in_any_phase(
     fresh_workers: Callable[..., Pool], tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ def replica(rank: int, world: int, num_rounds: int) -> list[torch.Tensor]:
     return parameters_of(model)
 
 
+@pytest.mark.nightly("up to 3 s each; they differ in the number of workers", but=["2"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_equal_workers_and_full_windows_are_synchronous_diloco_bit_for_bit(
     workers, world: int
@@ -220,6 +221,7 @@ def test_dylu_lets_all_workers_arrive_at_about_the_same_time() -> None:
     assert max(later) <= 4
 
 
+@pytest.mark.nightly("3 s; the frozen runs on virtual clocks repeat theirs")
 def test_a_run_depends_on_its_seeds_alone() -> None:
     def values() -> tuple[list, list[torch.Tensor]]:
         events, virtual = run(

@@ -49,6 +49,7 @@ def nameless(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield f"{socket.gethostname().split('.')[0]}-rank3"
 
 
+@pytest.mark.nightly("6 s; the first tier has learners that come again under their own name")
 def test_a_renamed_learner_takes_the_shared_model_and_nothing_counts_twice(nameless: str) -> None:
     """Its report was merged under the former name while it was away, and nobody told it so."""
     with make_server({"fragments": 1, "quorum": 2, **CARRY}, lost_after=1.0) as server:
@@ -276,6 +277,7 @@ def test_old_journals_go_once_the_new_snapshot_is_on_the_disk(
 # ---------------------------------------------------------------------------------------- status
 
 
+@pytest.mark.nightly("2 s each; they differ in the bytes of a name", but=["a"])
 @pytest.mark.parametrize("letter", ["a", "\N{GRINNING FACE}"])
 def test_the_status_of_many_learners_and_fragments_fits_into_a_message(letter: str) -> None:
     """64 learners with the longest names have all reported on 64 fragments."""

@@ -39,6 +39,7 @@ def play_with(tmp_path: Path) -> Iterator[Callable[..., Play]]:
         play.__exit__()
 
 
+@pytest.mark.nightly("9 s; the virtual clock has both")
 def test_a_killed_and_a_stopped_learner_hold_nobody_up(play_with: Callable[..., Play]) -> None:
     """A quorum of all: merges wait until the lost learner is known to be lost; steps never do."""
     play = play_with({"quorum": 3, **CARRY}, lost_after=3.0)
@@ -102,6 +103,7 @@ def test_a_killed_syncer_comes_back_with_every_commit(
     assert len(taken) > 20 and taken.items() <= published.items()
 
 
+@pytest.mark.nightly("7 s; the first tier has a killed syncer")
 def test_a_killed_shard_holds_up_its_own_fragments_alone(play_with: Callable[..., Play]) -> None:
     """Learners and the other syncer's fragments go on; then those of the shard do, without loss."""
     play = play_with({"quorum": 2, "wire": "int8", **CARRY}, shards=2)
@@ -127,6 +129,7 @@ def test_a_killed_shard_holds_up_its_own_fragments_alone(play_with: Callable[...
             assert merged[index, p] <= book["applied"] + book["under_way"]
 
 
+@pytest.mark.nightly("4 s; test_async_disk has a server on a full disk")
 def test_a_syncer_on_a_full_disk_sends_no_commit_until_there_is_room(
     disk: Disk, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_options_of_the_command_line() -> None:
         check_misuse(ended, words.replace("keep_tape", "--keep-tape"))
 
 
+@pytest.mark.nightly("5 s; they differ in the learner that is first", but=["1"])
 @pytest.mark.parametrize("kept", [0, 1])
 def test_two_servers_begin_with_the_parameters_of_one_learner(kept: int) -> None:
     """One of the servers comes back without its snapshot: no learner mixes two models."""

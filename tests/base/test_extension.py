@@ -19,6 +19,9 @@ from diloco_comm import _C, ops
 from diloco_comm.base import extension
 
 
+@pytest.mark.nightly(
+    "5 s; they differ in the module that is imported", but=["diloco_comm", "diloco_comm.ops"]
+)
 @pytest.mark.parametrize("module", ["diloco_comm", "diloco_comm.ops"])
 def test_without_the_extension_there_is_one_sentence(module: str) -> None:
     program = (
@@ -124,7 +127,7 @@ def test_an_extension_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> N
     assert "undefined symbol" in sentence
 
 
-@pytest.mark.nightly("10 s each; an extension that is broken is the general case", but=["broken"])
+@pytest.mark.nightly("8 s; the first tier has the sentence of the package")
 @pytest.mark.parametrize("is_whole", [True, False], ids=["of another torch", "broken"])
 def test_the_command_without_its_extension_is_one_sentence(is_whole: bool, tmp_path: Path) -> None:
     """As pip's script and as a module: both import the package before the command's first line."""
@@ -140,6 +143,7 @@ def test_the_command_without_its_extension_is_one_sentence(is_whole: bool, tmp_p
         assert re.fullmatch(line, ended.stderr), ended.stderr
 
 
+@pytest.mark.nightly("4 s; the first tier has the refusal of another torch")
 def test_a_patch_release_of_torch_runs_the_extension(tmp_path: Path) -> None:
     patch = f"{MARK.decode()}{HERE}.".encode()
     (library,) = Path(diloco_comm.__file__).parent.glob("_C.*.so")
@@ -178,6 +182,7 @@ def test_the_implementations_are_those_that_the_processor_runs() -> None:
     assert set(ops.available_impls()) - {"reference"} == runs
 
 
+@pytest.mark.nightly("7 s; about torch, which is pinned")
 def test_torch_keeps_no_default_group_that_is_made_after_the_import() -> None:
     """A group in a default argument lives until the interpreter's end, and aborts it."""
     program = (

@@ -150,6 +150,7 @@ def test_torchft_is_skipped_with_a_sentence_when_it_is_not_there(tmp_path: Path)
     assert not path.exists()
 
 
+@pytest.mark.nightly("3 s; a report of a benchmark")
 def test_memory_of_ours_is_measured_without_torchft(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     size = ["--width", 64, "-n", 2, "--sync-every", 8, "--fragments", 4, "--delay", 1]

@@ -67,6 +67,7 @@ def test_a_merge_and_its_floor() -> None:
     assert found["shares"]["floor"] == 1.0 and found["shares"]["rda: merge"] > 0
 
 
+@pytest.mark.nightly("4 s; the first tier has such learners of the library")
 def test_learners_of_the_benchmark_train_leave_and_come_back() -> None:
     settings = {"fragments": 2, "sync_every": 4, "quorum": 2, "receipt": "carry"}
     with processes.running(2, settings, elements=4096, step_s=0.005) as (server, learners):

@@ -79,7 +79,7 @@ def in_one_process(_rank: int, _world: int, run: wires.Run, num_steps: int) -> l
     return [list(of_replica) for of_replica in zip(*seen, strict=True)]
 
 
-@pytest.mark.nightly("3 s each; the policies' own rounds are tested in rounds", but=["2-streaming"])
+@pytest.mark.nightly("3 s; the first tier has many replicas in one process")
 @pytest.mark.parametrize("method", LIBRARY)
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_rounds_are_those_of_the_library(world: int, method: str, workers) -> None:

@@ -136,16 +136,8 @@ def world_of(name: str, model: Model) -> World:
 
 
 @pytest.mark.nightly(
-    "up to 40 s each; the model of two replicas has all kinds of events",
-    but=[
-        "two",
-        "two-bad-votes",
-        "two-late-beats",
-        "two-break",
-        "two-fail",
-        "two-suspected",
-        "two-again",
-    ],
+    "up to 40 s each; deaths, refused votes, late beats, broken rounds and another run stay",
+    but=["two", "two-bad-votes", "two-late-beats", "two-break", "two-again"],
 )
 @pytest.mark.parametrize("name", SETTLED | FOUNDING)
 @pytest.mark.timeout(300)
@@ -181,6 +173,16 @@ def check(name: str) -> None:
 # ------------------------------------------------------------------------ what is wrong
 
 
+@pytest.mark.nightly(
+    "up to 6 s each; the first tier has mistakes of each promise that are found in a second",
+    but=[
+        "who-is-left-out-stays",
+        "found-on-suspicion",
+        "enter-without-open",
+        "no-majority",
+        "doubts-are-forgotten",
+    ],
+)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[needs_time] * (one.model in LARGE)) for n, one in MUTANTS.items()],
@@ -195,6 +197,9 @@ def test_a_mistake_in_the_core_is_found_out(name: str, monkeypatch: pytest.Monke
     assert why.startswith(mutant.breaks), why
 
 
+@pytest.mark.nightly(
+    "5 s; the others are smaller models", but=["two-commits_voted-I1", "two-keeps_promise-I4"]
+)
 @pytest.mark.parametrize(
     ("name", "lacks", "breaks"),
     [

@@ -130,7 +130,7 @@ def test_a_turn_of_the_book_that_breaks_off(
     assert ends[1].totals.num_views > ends[0].totals.num_views
 
 
-@pytest.mark.nightly("10 s each; loaders of their own are the more difficult case", but=["1"])
+@pytest.mark.nightly("14 s; test_leases has disjoint leases of samples")
 @pytest.mark.parametrize("num_loaders", [0, 1])
 def test_no_two_replicas_take_the_same_sample(
     fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path, num_loaders: int
@@ -218,6 +218,7 @@ def share_a_folder(rank: int, world: int, store: tuple[str, int], registry: str,
     return number
 
 
+@pytest.mark.nightly("4 s; it differs from a new folder in one file")
 def test_a_copied_state_folder_gives_another_number(
     fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
 ) -> None:

@@ -64,7 +64,7 @@ LAST_STEP = 240
 LARGE_LOG = {"round_log_bytes": 1 << 24}
 
 
-@pytest.mark.nightly("10 s each; three fragments are the general case", but=["3"])
+@pytest.mark.nightly("14 s; the frozen runs with a join have their bits")
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_all_bits_are_those_of_the_simulation(
     fresh_workers: Callable[..., Pool], registry: Host, fragments: int
@@ -95,6 +95,7 @@ def test_all_bits_are_those_of_the_simulation(
     assert ready.received_bytes >= ready.total_bytes == STATE_BYTES
 
 
+@pytest.mark.nightly("9 s; the first tier has a newcomer beside training")
 def test_streams_join_beside_training(fresh_workers: Callable[..., Pool], registry: Host) -> None:
     options = {"overlap": Streaming(delay=2, alpha=0.5), "fragments": 3}
     run = Run(
@@ -109,7 +110,7 @@ def test_streams_join_beside_training(fresh_workers: Callable[..., Pool], regist
     assert joined_with(run_all(fresh_workers, registry, run, 3), 2).copied_bytes == 0
 
 
-@pytest.mark.nightly("5 s each; one reason of two", but=["options0-membership0"])
+@pytest.mark.nightly("7 s; test_transfer copies a state, test_elastic_training joins at a boundary")
 @pytest.mark.parametrize(
     ("options", "membership"),
     [({"overlap": Eager()}, {}), ({}, {"round_log_bytes": 0})],

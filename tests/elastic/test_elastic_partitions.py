@@ -131,7 +131,7 @@ def reason() -> str:
     return cut_links.missing()
 
 
-@pytest.mark.nightly("10 s each; a cut at the hub is the most general", but=["both-ways"])
+@pytest.mark.nightly("31 s; the explorer and the simulator of the core have cut networks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "how", "survivor"),

@@ -51,9 +51,7 @@ def run_all(
     return ends
 
 
-@pytest.mark.nightly(
-    "8 s each; policies are apart in the tests of rounds", but=["eager", "blocking-feedback"]
-)
+@pytest.mark.nightly("12 s each; they differ in the policy", but=["eager"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_one_joins_and_one_dies(
@@ -68,7 +66,7 @@ def test_one_joins_and_one_dies(
     assert any(view.joined == (3,) for view in ends[0].views)
 
 
-@pytest.mark.nightly("5 s each; a death in the vote is the hardest", but=["vote"])
+@pytest.mark.nightly("6 s; the first tier has a death of another replica")
 @pytest.mark.parametrize("stage", ["header", "post_exchange", "vote"])
 def test_the_host_of_the_store_dies(
     fresh_workers: Callable[..., Pool], registry: Host, stage: str
@@ -94,6 +92,7 @@ def test_those_who_are_left_finish_the_round_that_broke_off(
         assert ends[number].local == hash_of(list(simulation.replicas[number][0].parameters()))
 
 
+@pytest.mark.nightly("8 s; test_faults_termination counts each step once")
 def test_what_is_sent_again_has_the_same_weight(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
@@ -116,7 +115,7 @@ class NoWeightAtFirst:
         return 0.0 if self.num_calls >= 0 else 1.0
 
 
-@pytest.mark.nightly("5 s each", but=["fails twice"])
+@pytest.mark.nightly("5 s; a limit on what is sent again")
 @pytest.mark.parametrize(
     ("num_calls", "views", "weights"),
     [(1, [0, 4], [1.0, 1.0]), (2, [0, 4, 4], [1.0])],
@@ -159,6 +158,7 @@ def test_a_part_whose_round_counts_is_not_sent_again(
         assert ends[number].local == hash_of(list(simulation.replicas[number][0].parameters()))
 
 
+@pytest.mark.nightly("7 s; test_sharded_failures has replicas of two workers")
 @pytest.mark.slow
 def test_a_round_that_breaks_off_at_one_worker_of_each_replica(
     fresh_workers: Callable[..., Pool], registry: Host
@@ -171,6 +171,7 @@ def test_a_round_that_breaks_off_at_one_worker_of_each_replica(
     assert "another worker of this replica is gone" in ends[4].error
 
 
+@pytest.mark.nightly("11 s; the first tier has a death in a round")
 def test_a_death_is_found_out_between_two_rounds(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
@@ -225,7 +226,7 @@ def test_two_of_three_die_and_one_trains_on(
     assert ends[1].members == (1,)
 
 
-@pytest.mark.nightly("5 s each; the explored models have every order", but=["seal"])
+@pytest.mark.nightly("8 s; the explorer of the core has it at every step")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["seal", "connect", "open"])
 def test_another_one_dies_in_the_change(
@@ -262,9 +263,7 @@ def test_a_worker_dies_in_the_seal(fresh_workers: Callable[..., Pool], registry:
     assert "another worker of this replica is gone" in ends[2].error
 
 
-@pytest.mark.nightly(
-    "6 s each; the two kinds of workers differ in their parameters alone", but=["shard_group"]
-)
+@pytest.mark.nightly("10 s; test_sharded_failures has a death of one of two workers")
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["shard_group", "fsdp2"])
 def test_a_replica_of_two_workers_is_lost_and_regained(
@@ -278,9 +277,7 @@ def test_a_replica_of_two_workers_is_lost_and_regained(
     assert [view.members for view in ends[0].views] == [(0, 1), (0,), (0, 2)]
 
 
-@pytest.mark.nightly(
-    "4 s each; one policy that keeps its round and one that does not", but=["0-blocking", "1-eager"]
-)
+@pytest.mark.nightly("7 s each; they differ in the policy", but=["1-eager"])
 @pytest.mark.parametrize("name", ["blocking", "delayed", "eager"])
 @pytest.mark.parametrize("num_peers", [0, 1])
 def test_one_dies_in_the_flush(

@@ -275,6 +275,7 @@ def differ(rank: int, world: int, store: tuple[str, int], registry: str) -> Any:
     return errors, seen
 
 
+@pytest.mark.nightly("5 s; the first tier has other refusals of a state")
 def test_another_optimizer_is_refused_before_it_comes(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:

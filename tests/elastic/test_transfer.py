@@ -22,6 +22,7 @@ def received_some(group: Group) -> bool:
     return any(piece.standing for copy in group.newcomer.copies for piece in copy.pieces)
 
 
+@pytest.mark.nightly("up to 3 s each; they differ in the outer optimizer", but=["Nesterov"])
 @pytest.mark.parametrize("outer", [SGD, Nesterov, Adam])
 def test_pieces_of_different_rounds_are_brought_to_one(outer: type) -> None:
     with training(outer, 2) as group:
@@ -80,6 +81,7 @@ def test_a_donor_that_dies_costs_pieces_not_the_join() -> None:
         group.check()
 
 
+@pytest.mark.nightly("3 s; the first tier has a donor that dies")
 def test_a_donor_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_STALL_S", 1.0)
     with training(Nesterov, 2) as group:
@@ -111,6 +113,7 @@ def test_a_donor_whose_bytes_do_not_fit_the_digest_is_given_up(
         assert all(piece.source == "1" for copy in group.newcomer.copies for piece in copy.pieces)
 
 
+@pytest.mark.nightly("2 s each; they differ in the donor", but=["1"])
 @pytest.mark.parametrize("liar", [0, 1])
 def test_a_donor_with_another_state_is_outvoted(liar: int) -> None:
     with training(Nesterov, 3) as group:
@@ -122,6 +125,7 @@ def test_a_donor_with_another_state_is_outvoted(liar: int) -> None:
         group.check()
 
 
+@pytest.mark.nightly("3 s; the first tier has a donor that is outvoted")
 def test_of_two_donors_that_differ_neither_ends_the_copy() -> None:
     """The members compare the digests before they let the copy count."""
     with training(Nesterov, 2) as group:
@@ -156,6 +160,7 @@ def test_bytes_that_were_asked_for_in_vain_are_given_back() -> None:
 # ------------------------------------------------------------------------- from a checkpoint
 
 
+@pytest.mark.nightly("6 s; the first tier has a suffix of rounds")
 def test_from_a_checkpoint_only_the_rounds_since_travel() -> None:
     with training(Nesterov, 2, seed=1) as group:
         group.train_newcomer(2)
@@ -167,6 +172,7 @@ def test_from_a_checkpoint_only_the_rounds_since_travel() -> None:
         assert group.newcomer.received_bytes == suffix
 
 
+@pytest.mark.nightly("2 s; they differ in the size", but=["1-6291456"])
 @pytest.mark.parametrize(("seed", "log_bytes"), [(2, 1 << 27), (1, 6 << 20)])
 def test_a_checkpoint_that_does_not_fit_is_copied_anew(seed: int, log_bytes: int) -> None:
     """It is of another training, or older than the logs."""

@@ -113,6 +113,9 @@ def _part_by_part(rank: int, world: int, lanes: int) -> None:
         assert torch.equal(out, expected)
 
 
+@pytest.mark.nightly(
+    "up to 11 s each on a slow link; they differ in replicas and lanes", but=["2-1"]
+)
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_mean_is_decoded_while_the_rest_arrives(workers: Workers, world: int, lanes: int) -> None:

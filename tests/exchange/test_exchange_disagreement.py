@@ -141,6 +141,7 @@ def _members_differ(rank: int, world: int, address: Address) -> str:
     return str(caught.value)
 
 
+@pytest.mark.nightly("4 s; the first tier names each value that differs")
 def test_members_that_differ(fresh_workers: Fresh) -> None:
     pool = fresh_workers(2, init_group=False)
     for message in pool.run(_members_differ, pool.store):

@@ -66,8 +66,8 @@ FAULTS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.nightly(
-    "3 s each; test_faults_death kills at every stage of a training's exchange",
-    but=["2-header-first", "3-post_exchange-last", "3-wait_publish-first", "3-vote-last"],
+    "3 s each; the first tier has a death before the exchange and one at the vote",
+    but=["2-header-first", "3-vote-last"],
 )
 @pytest.mark.parametrize("which", ["first", "last"])
 @pytest.mark.parametrize(
@@ -95,6 +95,7 @@ def test_sigkill_of_a_peer(
         assert going_on
 
 
+@pytest.mark.nightly("3 s each; they differ in the survivor", but=["0"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_survivor_that_missed_the_vote_gets_the_round(fresh_workers: Fresh, victim: int) -> None:
     """The victim votes to one peer and dies: one survivor applies the round, the other must."""
@@ -124,6 +125,7 @@ def _hang(rank: int, world: int, address: Address) -> Any:
     return caught.value
 
 
+@pytest.mark.nightly("6 s; test_faults_liveness has a stopped peer")
 def test_a_peer_that_hangs_past_the_timeout(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     pool.submit(_hang, pool.store)
@@ -158,6 +160,7 @@ def _late(rank: int, world: int, address: Address) -> Any:
     return error, fine
 
 
+@pytest.mark.nightly("3 s; the first tier rebuilds a group after a death")
 def test_a_group_is_rebuilt_although_every_peer_lives(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     results = pool.run(_late, pool.store)

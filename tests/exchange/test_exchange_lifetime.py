@@ -62,6 +62,7 @@ def _run_script(body: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly("5 s; test_lifetime has an interpreter that ends without close")
 def test_exit_without_close() -> None:
     """A process that just ends, with an exchange that waits for a peer, neither hangs nor dies."""
     done = _run_script(
@@ -85,6 +86,7 @@ def test_exit_without_close() -> None:
     assert done.stdout == "ends\n"
 
 
+@pytest.mark.nightly("3 s; the first tier has one thread")
 def test_no_room_for_a_second_thread() -> None:
     # A thread started now gets a stack of 64 MB: there is room for one.
     done = _run_script(

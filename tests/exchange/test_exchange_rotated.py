@@ -75,15 +75,18 @@ def _exchange_sizes(
     return results
 
 
+@pytest.mark.nightly("up to 5 s each; they differ in the number of replicas", but=["1", "2", "3"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_worlds_agree_with_the_reference(workers: Workers, world: int) -> None:
     check_pairs(workers(world).run(_exchange_sizes, WIRES, 1, 0.0, 4096))
 
 
+@pytest.mark.nightly("4 s; the first tier has three replicas")
 def test_ten_replicas_encode_a_sparse_mean_on_int2r(workers: Workers) -> None:
     check_pairs(workers(10).run(_exchange_sizes, ["topk256"], 1, 0.0, 4096))
 
 
+@pytest.mark.nightly("7 s; they differ in the number of replicas", but=["2-3"])
 @pytest.mark.parametrize(("world", "lanes"), [(2, 3), (4, 2)])
 def test_random_delays_do_not_mix_messages(workers: Workers, world: int, lanes: int) -> None:
     check_pairs(workers(world).run(_exchange_sizes, ["int2r", "sub2"], lanes, 300.0, 512))
@@ -154,11 +157,13 @@ def _mean_of_sparse_rounds(rank: int, world: int) -> list[float]:
         return [errors[0], errors[-1]]
 
 
+@pytest.mark.nightly("5 s; the first tier has the rotated wires")
 def test_the_error_of_owners_of_sparse_payloads_averages_away(workers: Workers) -> None:
     for first, last in workers(10).run(_mean_of_sparse_rounds):
         assert 0.25 < first < 0.5 and last < first / 6
 
 
+@pytest.mark.nightly("3 s each; they differ in wire and replicas", but=["3-int2r"])
 @pytest.mark.parametrize(("world", "wire"), [(3, "int2r"), (3, "int1r"), (3, "sub8"), (5, "sub2")])
 def test_rounds_of_one_vector_average_the_error_away(
     workers: Workers, world: int, wire: str

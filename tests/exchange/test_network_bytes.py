@@ -37,7 +37,7 @@ def run(words: list[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.nightly("20 s each; tests of layouts have many numbers of replicas", but=["2"])
+@pytest.mark.nightly("12 s; test_exchange_rotated counts the bytes that are handed to the sockets")
 @pytest.mark.parametrize("world", [2, 8])
 def test_bits_of_an_element(world: int, private_loopback: list[str], tmp_path: Path) -> None:
     count = MEBI + 7  # the last block and the last run are short

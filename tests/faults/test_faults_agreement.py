@@ -35,7 +35,7 @@ def die_together(
     return end(replica, failure)
 
 
-@pytest.mark.nightly("3 s each; one death and two deaths", but=["0vote", "2header-3header"])
+@pytest.mark.nightly("up to 10 s each; the first tier has one vote", but=["0vote"])
 @pytest.mark.parametrize(
     "deaths",
     [
@@ -81,6 +81,7 @@ def die_before_the_new_group(rank: int, world: int, address: Address, setup: Set
     return end(replica, failure, [str(error)]), error.missing, error.survivors
 
 
+@pytest.mark.nightly("6 s; the first tier has one death")
 def test_a_second_death_is_agreed_on_too(fresh_workers: Fresh) -> None:
     pool = fresh_workers(4, init_group=False)
     # Nobody waits for the timeout of an exchange.
@@ -118,6 +119,7 @@ def come_late(rank: int, world: int, address: Address, setup: Setup) -> Any:
     return end(replica, failure)
 
 
+@pytest.mark.nightly("5 s; the explorer of termination has late processes")
 def test_who_comes_late_follows_the_newest_decision(fresh_workers: Fresh) -> None:
     pool = fresh_workers(4, init_group=False)
     setup = Setup("int8", 1, H, timeout=1800.0)
@@ -235,6 +237,7 @@ def leave_and_die(rank: int, world: int, address: Address, setup: Setup) -> Any:
     return end(replica, failure)
 
 
+@pytest.mark.nightly("3 s; the first tier has both apart")
 def test_one_leaves_and_another_dies(fresh_workers: Fresh) -> None:
     pool = fresh_workers(4, init_group=False)
     results: list[Any] = pool.run(

@@ -33,7 +33,7 @@ def stop_for_a_while(rank: int, world: int, address: Address, setup: Setup) -> A
     return end(replica, failure)
 
 
-@pytest.mark.nightly("3 s each; one moment of four", but=["2.0"])
+@pytest.mark.nightly("3 s each; the first tier has a stop well past the timeout")
 @pytest.mark.parametrize("seconds", [1.9, 2.0, 2.1, 3.0])
 def test_a_stop_near_the_timeout_is_one_decision(fresh_workers: Fresh, seconds: float) -> None:
     pool = fresh_workers(4, init_group=False)
@@ -205,6 +205,7 @@ def leave_out_after_a_decision(rank: int, world: int, address: Address, setup: S
     return failure, replica.diloco.epoch
 
 
+@pytest.mark.nightly("8 s; the first tier has a zombie that hears of a new group")
 def test_a_group_that_has_begun_says_more_than_the_decision_before(fresh_workers: Fresh) -> None:
     pool = fresh_workers(4, init_group=False)
     setup = Setup("int8", 1, H, timeout=1800.0)

@@ -193,6 +193,7 @@ def die_on_a_file(rank: int, world: int, path: str) -> Any:
     return end(replica, failure)
 
 
+@pytest.mark.nightly("3 s; the first tier agrees through a TCPStore")
 def test_survivors_agree_through_a_file(fresh_workers: Fresh, tmp_path: Path) -> None:
     pool = fresh_workers(3, init_group=False)
     results: list[Any] = pool.run(

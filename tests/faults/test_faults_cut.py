@@ -127,6 +127,7 @@ def lose_three_links(rank: int, world: int, site: cut_links.Site, address: Addre
     return failure, result
 
 
+@pytest.mark.nightly("4 s; the explorer of termination has every set")
 def test_the_largest_set_goes_on_and_of_two_the_lower(
     fresh_workers: Callable[..., Pool], site: cut_links.Site, host: Address
 ) -> None:

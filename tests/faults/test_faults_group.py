@@ -152,7 +152,7 @@ def die_while_regrouping(
     return finish(replica, 5 * H, [failure, *failures])
 
 
-@pytest.mark.nightly("8 s each; the explored models have every order", but=["hello"])
+@pytest.mark.nightly("9 s; the explorer of termination has it at every step")
 @pytest.mark.parametrize("where", ["hello", "connect", "repair"])
 def test_second_death_while_the_group_is_formed(
     fresh_workers: Callable[..., Pool], where: str
@@ -241,6 +241,7 @@ def die_one_after_the_other(
     return finish(replica, 8 * H, failures), rounds
 
 
+@pytest.mark.nightly("6 s; the first tier has one failure at a time")
 def test_failures_one_after_the_other(fresh_workers: Callable[..., Pool]) -> None:
     setup = Setup("int8", 1, H)
     pool = fresh_workers(4, init_group=False)
@@ -321,6 +322,7 @@ def least(readings: Sequence[tuple[int, int]]) -> list[int]:
     return [min(column) for column in zip(*readings, strict=True)]
 
 
+@pytest.mark.nightly("9 s; test_exchange_lifetime counts threads and descriptors")
 def test_changing_the_group_leaks_nothing(workers: Callable[[int], Pool]) -> None:
     setup = Setup("int8", 1, H, options={"lanes": 2})
     num_cycles = 20
@@ -350,6 +352,7 @@ def run_again(rank: int, world: int, address: tuple[str, int], setup: Setup) -> 
     return epochs
 
 
+@pytest.mark.nightly("3 s; the first tier forms groups on a new store")
 def test_epochs_on_one_store_never_repeat(workers: Callable[[int], Pool]) -> None:
     pool = workers(2)
     results = pool.run(run_again, pool.store, Setup("int8", 1, H), timeout=30)

@@ -64,7 +64,9 @@ def check_failure(failure: Failure, missing: Sequence[int]) -> None:
     check_sentence(failure, missing)
 
 
-@pytest.mark.nightly("6 s each; a stop in the vote is the hardest", but=["w4-vote"])
+@pytest.mark.nightly(
+    "9 s each; test_faults_liveness has a stopped peer, test_faults_group one that joins"
+)
 @pytest.mark.parametrize(
     ("world", "stage", "setup"),
     [

@@ -181,6 +181,7 @@ def start_all_again(rank: int, world: int, address: Address) -> Any:
     return finish(Replica(address, number, range(3), HALF_AN_HOUR), 2 * H)
 
 
+@pytest.mark.nightly("4 s; the first tier has a replica that is told of a newer group")
 def test_an_old_process_that_ends_late_does_not_end_a_new_start(fresh_workers: Fresh) -> None:
     pool = fresh_workers(6, init_group=False)
     results: list[Any] = pool.run(start_all_again, pool.store, expect_exit={0, 1, 2}, timeout=90)

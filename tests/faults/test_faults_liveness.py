@@ -109,7 +109,7 @@ def come_when_they_like(rank: int, world: int, address: Address) -> Result:
     return finish(replica, 3 * H)
 
 
-@pytest.mark.nightly("10 s each; one waits, two wait", but=["1"])
+@pytest.mark.nightly("6 s each of waiting; the first tier has peers that do not live")
 @pytest.mark.parametrize("members", [1, 2])
 def test_who_lives_is_waited_for(fresh_workers: Fresh, members: int) -> None:
     pool = fresh_workers(members + 1, init_group=False)
@@ -128,6 +128,7 @@ def meet_for_the_first_time(rank: int, world: int, address: Address) -> Any:
     return str(caught.value), caught.value.missing
 
 
+@pytest.mark.nightly("4 s; the first tier has a newcomer that dies")
 def test_who_was_there_and_is_silent_ends_the_first_meeting(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     pool.submit(meet_for_the_first_time, pool.store)
@@ -156,6 +157,7 @@ def meet_and_die_connecting(rank: int, world: int, address: Address) -> Any:
     return str(error), error.missing, error.survivors, error.stage
 
 
+@pytest.mark.nightly("5 s; the first tier has a newcomer that dies")
 def test_a_death_while_connecting_is_one_error_for_all(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     results: list[Any] = pool.run(meet_and_die_connecting, pool.store, expect_exit={1}, timeout=30)
@@ -221,6 +223,7 @@ def hold_the_lock(rank: int, world: int, address: Address) -> Result:
     return finish(replica, 2 * H)
 
 
+@pytest.mark.nightly("5 s of waiting; the first tier has peers that are suspected")
 def test_a_busy_peer_is_not_suspected(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     check_agreement(pool.run(hold_the_lock, pool.store, timeout=40))

@@ -51,6 +51,7 @@ def send_slowly(rank: int, world: int) -> list[str]:
     return lines
 
 
+@pytest.mark.nightly("4 s; the first tier has other waits that are told")
 def test_a_wait_for_payloads_is_told_to_the_log(fresh_workers: Fresh) -> None:
     for lines in fresh_workers(2).run(send_slowly, timeout=60):
         assert lines[0].startswith("waiting for the payloads and votes of sync of fragment 0, rou")
@@ -80,6 +81,7 @@ def test_waits_are_told_to_the_log(fresh_workers: Fresh) -> None:
     assert header.startswith("waiting for replica 1 to begin sync of fragment 0, round 0 (last")
 
 
+@pytest.mark.nightly("2 s; the first tier has other waits that are told")
 def test_a_store_that_does_not_come_is_told_to_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,6 +49,7 @@ def start_again(rank: int, world: int, address: Address) -> Any:
     return text, finish(replica, 3 * H)
 
 
+@pytest.mark.nightly("7 s; the first tier has a number that is taken")
 def test_a_replica_that_is_started_again_is_told_to_join(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     results: list[Any] = pool.run(start_again, pool.store, expect_exit={1}, timeout=60)
@@ -78,6 +79,7 @@ def close_and_come_back(rank: int, world: int, address: Address) -> Result:
     return finish(Replica(address, rank, range(world), HALF_AN_HOUR), 2 * H)
 
 
+@pytest.mark.nightly("6 s; the first tier has two groups that would begin")
 def test_a_group_that_a_member_has_left_is_founded_anew(fresh_workers: Fresh) -> None:
     pool = fresh_workers(2, init_group=False)
     check_agreement(pool.run(close_and_come_back, pool.store, timeout=60))
@@ -239,6 +241,7 @@ def die_while_the_others_connect(rank: int, world: int, address: Address) -> Any
     return seconds, caught.value.missing, finish(replica, 3 * H)
 
 
+@pytest.mark.nightly("6 s of waiting; test_faults_liveness has a newcomer that dies")
 def test_a_death_while_connecting_costs_the_join_timeout(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     results: list[Any] = pool.run(

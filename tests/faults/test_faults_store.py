@@ -100,7 +100,7 @@ def lose_the_store(
     return hashes
 
 
-@pytest.mark.nightly("6 s each; a store that hangs is the more difficult case", but=["hangs"])
+@pytest.mark.nightly("11 s each; the first tier has a store that is dead")
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_store_that_is_lost_is_replaced(
     fresh_workers: Callable[..., Pool], host: Any, sig: int
@@ -145,6 +145,7 @@ def close_on_a_store_that_hangs(
         time.sleep(0.01)
 
 
+@pytest.mark.nightly("4 s of waiting; the first tier has a store that is dead")
 def test_close_does_not_wait_for_a_store_that_hangs(
     fresh_workers: Callable[..., Pool], host: Any
 ) -> None:
@@ -178,7 +179,7 @@ def leave_while_the_store_hangs(
     return failure.kind, details["replicas"], details["inner_steps"], failure.is_state_kept
 
 
-@pytest.mark.nightly("5 s each; three replicas stand for all numbers", but=["3"])
+@pytest.mark.nightly("5 s; test_faults_values names a replica that closes")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_who_left_is_named_without_the_store(
     fresh_workers: Callable[..., Pool], host: Any, world: int
@@ -236,6 +237,7 @@ def fail_while_the_store_is_in_use(
     return failure.message
 
 
+@pytest.mark.nightly("12 s of waiting; the first tier has a store that is dead")
 def test_a_slow_way_to_the_store_does_not_cost_the_reports(
     fresh_workers: Callable[..., Pool],
 ) -> None:

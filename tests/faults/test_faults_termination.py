@@ -97,6 +97,7 @@ def lose_the_only_one_that_applied(
     return Survivor(failure, rounds, *entered, end)
 
 
+@pytest.mark.nightly("3 s each; they differ in the policy", but=["eager"])
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_a_step_of_a_dead_replica_is_not_lost(
     fresh_workers: Callable[..., Pool], name: str
@@ -287,7 +288,7 @@ def come_back_to_a_change_that_failed(
     return Comeback(failure, *seen, outer_hash, end)
 
 
-@pytest.mark.nightly("7 s each; the later failure is the more difficult case", but=["confirm"])
+@pytest.mark.nightly("7 s; the explorer of termination has it")
 @pytest.mark.parametrize("stage", ["attach", "confirm"])
 def test_who_was_left_out_of_a_change_that_failed_has_no_say(
     fresh_workers: Callable[..., Pool], stage: str
@@ -348,6 +349,7 @@ def stop_after_a_bad_round(
     return before, after, end
 
 
+@pytest.mark.nightly("7 s; the explorer of termination has rounds that are voted down")
 def test_a_round_that_was_voted_down_is_no_gap(fresh_workers: Callable[..., Pool]) -> None:
     options = {"overlap": Delayed(2), "on_nonfinite": "skip", "error_feedback": True}
     setup = Setup("int8", 1, H, timeout=4.0, name="gap", options=options)
@@ -384,9 +386,7 @@ def die_with_a_bad_vote(
     return seen, is_finite
 
 
-@pytest.mark.nightly(
-    "2 s each; three replicas and the quantised wire are the general case", but=["3-int8"]
-)
+@pytest.mark.nightly("3 s; the explorer of termination has bad votes")
 @pytest.mark.parametrize("wire", ["int8", "fp32"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_bad_vote_that_nobody_heard_leaves_finite_values(

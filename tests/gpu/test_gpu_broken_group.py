@@ -166,7 +166,7 @@ def begin():
 """
 
 
-@pytest.mark.nightly("12 s each", but=["abort"])
+@pytest.mark.nightly("7 s each; the first tier has the limit of closing")
 @pytest.mark.parametrize("name", ["shutdown", "abort"])
 def test_a_process_ends_although_its_group_does_not(name: str, stand_in: str) -> None:
     """NCCL waits for the device, which may never do what it was given."""
@@ -249,5 +249,6 @@ def closed_early(rank: int, world: int, library: str) -> list[Any]:
     return applied
 
 
+@pytest.mark.nightly("11 s of waiting; the first tier has the limit of closing")
 def test_close_finishes_what_is_under_way(replicas, stand_in) -> None:
     assert replicas(2).run(closed_early, stand_in) == [["closed"], [True, True]]

@@ -73,6 +73,7 @@ def test_overlap_by_the_engine_s_times(checks) -> None:
     assert checks.overlap_fraction([ENCODE], {}) != checks.overlap_fraction([ENCODE], {})
 
 
+@pytest.mark.nightly("6 s; test_profile reads traces that are kept")
 def test_a_trace_of_an_overlapped_run(tmp_path: Path) -> None:
     figures, trace = tmp_path / "trace.json", tmp_path / "events.json.gz"
     options = ["--device", "cpu", "--model", "tiny", "-n", "9", "--sync_every", "4"]
@@ -163,6 +164,7 @@ def test_one(device, number):
 """
 
 
+@pytest.mark.nightly("8 s; it runs tests in shares, as the check of a GPU does")
 @pytest.mark.fresh_interpreter
 def test_shares_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every marked test runs once in all; one that fails is shown."""

@@ -139,6 +139,7 @@ def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None
             )
 
 
+@pytest.mark.nightly("11 s; about the list of files in the script")
 def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
     """Whatever pytest collects for a GPU, with two ranks of NCCL there."""
     assert check.run("C").returncode == 0
@@ -151,6 +152,7 @@ def test_every_file_of_gpu_tests_is_run(check: Check) -> None:
     assert set(re.findall(r"tests/gpu/(test_gpu_\w+\.py)", check.calls.read_text())) == marked
 
 
+@pytest.mark.nightly("2 s each; a branch of the script alone")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_what_a_sanitizer_finds_is_said(tool: str, check: Check) -> None:
     """The other one is run to its end all the same."""
@@ -163,6 +165,7 @@ def test_what_a_sanitizer_finds_is_said(tool: str, check: Check) -> None:
     assert check.calls.read_text().count("benchmarks.gpu.operators") == 2
 
 
+@pytest.mark.nightly("6 s; each part stays")
 def test_all_parts_in_turn_add_to_one_archive(check: Check) -> None:
     """A failure in the first stops nothing, and is named at the end."""
     check.end("kernels_gpu --check", "exit 3")
@@ -177,6 +180,7 @@ def test_all_parts_in_turn_add_to_one_archive(check: Check) -> None:
     assert [step["step"] for step in check.steps()] == [*STEPS["A"], *STEPS["B"], *STEPS["C"]]
 
 
+@pytest.mark.nightly("8 s; a part that leaves an archive stays")
 def test_a_step_that_hangs_is_ended_and_the_archive_has_what_was_before(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +206,7 @@ def test_a_step_that_hangs_is_ended_and_the_archive_has_what_was_before(
         assert "./first_call.log" in archive.getnames()
 
 
+@pytest.mark.nightly("2 s each; a branch of the script alone")
 @pytest.mark.parametrize("fallback_works", [True, False])
 def test_without_cuda_kernels_triton_is_measured(fallback_works: bool, check: Check) -> None:
     check.end("--extension", "echo the extension does not load; exit 1")
@@ -250,6 +255,7 @@ def test_without_a_device_a_part_ends_early(check: Check) -> None:
     assert "not proven: first_call" in done.stdout and "no CUDA device" in done.stdout
 
 
+@pytest.mark.nightly("3 s; a branch of the script alone")
 def test_without_ncu_and_with_one_nccl_rank(check: Check) -> None:
     """Neither fails the check; both are said."""
     (check.tools / "ncu").unlink()
@@ -263,6 +269,7 @@ def test_without_ncu_and_with_one_nccl_rank(check: Check) -> None:
     assert "--backend nccl --replicas 1" in check.calls.read_text()
 
 
+@pytest.mark.nightly("11 s; a part that leaves an archive stays")
 def test_an_archive_that_would_be_too_large_leaves_the_traces_out(check: Check) -> None:
     events = check.folder / "events.json.gz"
     events.write_bytes(os.urandom(16 << 20))
@@ -349,6 +356,7 @@ def test_a_predicted_miss_is_shown_and_fails_nothing(tmp_path: Path) -> None:
     assert f"{shown} (instructions bound it)" in done.stdout
 
 
+@pytest.mark.nightly("4 s; a part that leaves an archive stays")
 def test_a_file_that_grows_stops_no_archive(check: Check) -> None:
     """A process that outlives its step writes while tar reads."""
     writer = 'while :; do echo text; done >"$folder/grows.log" & sleep 3; kill $!'
@@ -390,6 +398,7 @@ def test_an_operator_for_nsight_compute(
     assert said.count("bytes an element") == 2
 
 
+@pytest.mark.nightly("22 s; the parts that stay run the same script")
 def test_facts_without_a_device() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     for option, status in (("--versions", 0), ("--first-call", 1), ("--forked-call", 1)):

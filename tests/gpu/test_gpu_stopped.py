@@ -87,9 +87,7 @@ STOP, KILL = signal.SIGSTOP, signal.SIGKILL
 NCCL = [pytest.param("cuda", 2, sig, marks=pytest.mark.gpu) for sig in (STOP, KILL)]
 
 
-@pytest.mark.nightly(
-    "6 s each; a process that is stopped is the more difficult case", but=["lagging-3-19"]
-)
+@pytest.mark.nightly("7 s of waiting; the first tier has weights of a round that breaks off")
 @pytest.mark.parametrize(
     ("device", "world", "sig"),
     [("lagging", 3, STOP), ("lagging", 2, KILL), *(NCCL if NCCL_RANKS > 1 else [])],
@@ -211,6 +209,7 @@ def devices_of_one_do_not_connect(
     return str(caught.value), caught.value.missing, epoch, outer_hash
 
 
+@pytest.mark.nightly("10 s of waiting; the first tier has connecting that ends in time")
 @pytest.mark.parametrize("device", ["lagging"])
 def test_devices_connect_on_all_replicas_or_on_none(
     device: str, fresh_workers: Callable[..., Pool], stand_in

@@ -69,6 +69,9 @@ def against_engine(rank: int, world: int, device: str, library: str, names: list
     return wrong
 
 
+@pytest.mark.nightly(
+    "up to 4 s each; they differ in the number of replicas", but=["lagging-1", "lagging-2"]
+)
 @pytest.mark.parametrize(("device", "world"), cases(1, 2, 3, 4, 5))
 def test_streams_equal_the_engine(device: str, world: int, replicas, stand_in) -> None:
     result = replicas(world).run(against_engine, device, stand_in, NAMES[world], timeout=100)
@@ -272,6 +275,7 @@ def abandoned(rank: int, world: int, device: str, library: str, name: str) -> li
     return [bool(failed), kept, len(set(hashes)) == 1]
 
 
+@pytest.mark.nightly("7 s each; they differ in the number of replicas", but=["lagging-2-diloco"])
 @pytest.mark.parametrize("name", ["diloco"])
 @pytest.mark.parametrize(("device", "world"), cases(2, 3))
 def test_an_abort_leaves_the_state_as_before(
@@ -303,6 +307,7 @@ def cut_off(rank: int, world: int, library: str) -> list[Any]:
     return [failed, kept, len(set(hashes)) == 1]
 
 
+@pytest.mark.nightly("3 s each; they differ in the number of replicas", but=["2"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_replica_that_gave_up_never_votes_yes(world: int, replicas, stand_in) -> None:
     """Kernels that are enqueued after the aborted ones may still exchange real votes."""
@@ -345,6 +350,7 @@ def changed(rank: int, world: int, device: str, library: str, names: list[str]) 
     return wrong
 
 
+@pytest.mark.nightly("up to 7 s each; they differ in the number of rounds", but=["lagging-1"])
 @pytest.mark.parametrize(("device", "world"), cases(1, 2, 3))
 def test_rounds_under_way_count_when_the_group_changes(
     device: str, world: int, replicas, stand_in

@@ -48,6 +48,7 @@ def train(rank: int, world: int, registry: str, folder: str) -> tuple[int, int, 
     return trainer.state.global_step, callback.diloco.inner_step, callback.diloco.is_done
 
 
+@pytest.mark.nightly("25 s; test_elastic_training has a replica that leaves")
 @pytest.mark.slow
 @needs("transformers")
 def test_a_trainers_replica_leaves_and_the_other_ends(

@@ -87,6 +87,7 @@ with open(f"device-{os.environ['CUDA_VISIBLE_DEVICES']}", "w") as file:
 """
 
 
+@pytest.mark.nightly("22 s; test_integrations_twice starts a trainer under torchrun")
 @pytest.mark.fresh_interpreter
 def test_each_process_of_torchrun_is_a_replica(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -47,6 +47,7 @@ def run_example(rank: int, world: int, inside: str, replicas: int) -> tuple[floa
     return end["loss"].item(), hashes[rank], parameters.numpy().tobytes(), num_outer
 
 
+@pytest.mark.nightly("4 s; they differ in what is inside a replica", but=["4-ddp-2"])
 @pytest.mark.parametrize(("world", "inside", "replicas"), [(4, "fsdp2", 2), (4, "ddp", 2)])
 def test_replicas_of_several_workers(world: int, inside: str, replicas: int, workers) -> None:
     results = workers(world).run(run_example, inside, replicas)

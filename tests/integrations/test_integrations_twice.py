@@ -49,6 +49,9 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly(
+    "6 s; the first tier has Accelerate, which Hugging Face's trainer uses, under torchrun"
+)
 @needs("transformers")
 @pytest.mark.usefixtures("forked_trainers")
 def test_hugging_face_under_torchrun(tmp_path: Path) -> None:
@@ -84,6 +87,7 @@ dist.destroy_process_group()
 )
 
 
+@pytest.mark.nightly("5 s; the first tier sees every wrapper")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the trainers know the job")
 @needs("transformers")
 @pytest.mark.usefixtures("forked_trainers")
@@ -121,6 +125,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly("5 s; the first tier has Accelerate under torchrun")
 @needs("lightning")
 @pytest.mark.usefixtures("forked_trainers")
 def test_lightning_under_torchrun(tmp_path: Path) -> None:

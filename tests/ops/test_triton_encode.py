@@ -50,6 +50,9 @@ def test_encode_kinds_of_values(impl: str, wire: str, stochastic: bool) -> None:
         encoding.check(case, impl, stochastic=stochastic, rng_key=seed << 60, residual=residual)
 
 
+@pytest.mark.nightly(
+    "up to 7 s each in the interpreter; they differ in the wire", but=["int8-False-triton"]
+)
 @every_impl
 @pytest.mark.parametrize(("wire", "stochastic"), [("int8", False), ("int4", True)])
 def test_encode_many_tiles(impl: str, wire: str, stochastic: bool) -> None:

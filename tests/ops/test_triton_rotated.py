@@ -22,8 +22,7 @@ pytestmark = no_overflow_warning
 
 
 @pytest.mark.nightly(
-    "2 s each in the interpreter; one wire of each transform stands for all",
-    but=["int2r-triton", "sub8-triton"],
+    "up to 10 s each in the interpreter; they differ in the wire", but=["int2r-triton"]
 )
 @every_impl
 @every_wire
@@ -41,6 +40,10 @@ def test_kinds_of_values(impl: str, wire: str) -> None:
         rotated.check(case, impl, rng_key=(seed - 4) << 60, **options)
 
 
+@pytest.mark.nightly(
+    "up to 12 s each in the interpreter; they differ in wire and number of terms",
+    but=["1-int2r-triton", "1-sub4-triton"],
+)
 @pytest.mark.each_value("18 combinations in the interpreter")
 @every_impl
 @every_wire
@@ -50,6 +53,10 @@ def test_reduce(impl: str, wire: str, num_payloads: int) -> None:
     rotated.test_reduce(impl, wire, num_payloads)
 
 
+@pytest.mark.nightly(
+    "up to 5 s each in the interpreter; they differ in wire and optimizer",
+    but=["sgd-int2r-triton", "adam-sub4-triton"],
+)
 @pytest.mark.each_value("30 combinations in the interpreter")
 @every_impl
 @every_wire
@@ -65,8 +72,7 @@ def test_ranges_add_up_to_the_whole(impl: str, wire: str) -> None:
 
 
 @pytest.mark.nightly(
-    "2 s each in the interpreter; one wire of each transform stands for all",
-    but=["int2r-triton", "sub8-triton"],
+    "6 s each in the interpreter; test_rotated has the limits of the other implementations"
 )
 @every_impl
 @every_wire

@@ -37,6 +37,7 @@ def test_importing_the_package_imports_no_triton() -> None:
     assert run(program) == "False\n"
 
 
+@pytest.mark.nightly("11 s; about an installation without triton")
 def test_without_triton_there_is_one_sentence() -> None:
     """From Python, and from the dispatcher, through which the engine calls."""
     printed = run(
@@ -63,6 +64,7 @@ def test_without_triton_there_is_one_sentence() -> None:
         assert sentences == [ops_triton.NEEDS_TRITON]
 
 
+@pytest.mark.nightly("8 s; about a process without the interpreter")
 def test_cpu_tensors_need_the_interpreter() -> None:
     pytest.importorskip("triton", reason="needs Triton")
     printed = run(

@@ -63,6 +63,7 @@ def ranked(wire: str) -> list[Tensor]:
     ]  # fmt: skip
 
 
+@pytest.mark.nightly("3 s in the interpreter; they differ in the wire", but=["topk256-triton"])
 @every_impl
 @pytest.mark.parametrize("wire", ["topk64", "topk256"])
 def test_choices(impl: str, wire: str) -> None:
@@ -98,6 +99,10 @@ def test_rounds_with_feedback(impl: str, wire: str) -> None:
         assert_same(*residuals, f"residual of round {seed}")
 
 
+@pytest.mark.nightly(
+    "up to 4 s each in the interpreter; they differ in wire and number of terms",
+    but=["topk32-2-triton"],
+)
 @every_impl
 @pytest.mark.parametrize(
     ("wire", "num_payloads"), [*((wire, 2) for wire in SPARSE_WIRES), ("topk64", 9)]
@@ -114,6 +119,9 @@ def test_outer_steps(impl: str, wire: str, optimizer: str) -> None:
     blocks.test_outer_steps(impl, wire, optimizer)
 
 
+@pytest.mark.nightly(
+    "6 s in the interpreter; test_sparse has the limits of the other implementations"
+)
 @every_impl
 def test_limits(impl: str) -> None:
     """Of magnitudes, and of the indices that a decoder takes."""
@@ -147,6 +155,7 @@ def broken_blocks(wire: str) -> tuple[Layout, Tensor]:
     return layout, payload
 
 
+@pytest.mark.nightly("8 s in the interpreter; they differ in the wire", but=["topk32-triton"])
 @every_impl
 @every_wire
 def test_any_code(impl: str, wire: str) -> None:

@@ -267,6 +267,7 @@ def saved_by_the_user(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return {"model": dict(model.named_parameters()), "optimizer": state}
 
 
+@pytest.mark.nightly("8 s; test_shard_group has another number of workers")
 def test_a_checkpoint_is_read_by_another_number_of_shards(workers, tmp_path: Path) -> None:
     arguments = {"error_feedback": True, "fragments": 2}
     expected = workers(4).run(save, str(tmp_path), arguments)

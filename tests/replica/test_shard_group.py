@@ -127,6 +127,7 @@ def test_the_run_is_that_of_one_worker_a_replica(
         assert all(abs(share - 1 / num_workers) < 0.05 for _, share in results)
 
 
+@pytest.mark.nightly("3 s; the first tier has small blocks")
 def test_large_blocks_are_cut_at_the_same_elements(workers) -> None:
     """Few blocks: the workers' shares of this small model are uneven, and one may have none."""
     variants = [

@@ -144,6 +144,14 @@ def reset_and_leave(
     return result, is_finite
 
 
+@pytest.mark.nightly(
+    "up to 5 s each; they differ in the policy",
+    but=[
+        "Streaming(delay=1, alpha=0.5)--dies",
+        "Eager(rounds=2, first='sync')--leaves",
+        "Blocking()--dies",
+    ],
+)
 @pytest.mark.parametrize("dies", [False, True], ids=["leaves", "dies"])
 @pytest.mark.parametrize(
     ("overlap", "more"),
@@ -270,6 +278,10 @@ def one_range(rank: int, world: int, policy: dict[str, Any]) -> Sharded:
         return finish(model, optimizer, diloco, test_shard_group.everything)
 
 
+@pytest.mark.nightly(
+    "up to 4 s each; they differ in policy and in what is inside a replica",
+    but=["Streaming-fsdp", "Blocking-shard_group"],
+)
 @pytest.mark.parametrize("body", [one_shard, one_range], ids=["fsdp", "shard_group"])
 @pytest.mark.parametrize(
     "policy",

@@ -108,6 +108,10 @@ class _Lost:
         self.reduction.copy_(self.new_reduction)
 
 
+@pytest.mark.nightly(
+    "up to 9 s each; they differ in wire and policy",
+    but=["int8-False-blocking-2", "topk64-True-blocking-2"],
+)
 @pytest.mark.each_value("28 combinations of wires, policies and replicas")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("overlap", [Blocking(), Streaming(2, 0.5)], ids=["blocking", "streaming"])

@@ -84,9 +84,7 @@ DEATHS = [
 ]
 
 
-@pytest.mark.nightly(
-    "3 s each; test_frozen has a death of each policy", but=["streaming-header-0", "eager-vote-1"]
-)
+@pytest.mark.nightly("3 s each; they differ in policy and point of death", but=["eager-vote-1"])
 @pytest.mark.parametrize(("name", "stage", "num_peers"), DEATHS)
 def test_survivors_lose_nothing(
     fresh_workers: Callable[..., Pool], name: str, stage: str, num_peers: int
@@ -198,6 +196,7 @@ def replica_gap(replica: Replica) -> float:
     return worst
 
 
+@pytest.mark.nightly("6 s; the frozen runs with a join have rounds under way")
 def test_joiner_enters_while_fragments_are_under_way(workers: Callable[[int], Pool]) -> None:
     pool = workers(3)
     names = list(POLICIES)

@@ -161,6 +161,7 @@ def flush_at_every_step(rank: int, world: int) -> list[tuple[str, bool]]:
     return results
 
 
+@pytest.mark.nightly("8 s; they differ in the number of replicas", but=["2"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_flush_makes_replicas_identical(world: int, workers) -> None:
     results = workers(world).run(flush_at_every_step)

@@ -109,6 +109,7 @@ def run(rank: int, name: str, spoilers: Spoilers) -> tuple[float, int]:
         return ledger.error(), diloco.totals().num_skipped
 
 
+@pytest.mark.nightly("3 s each; they differ in the round that is lost", but=["lost0"])
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("lost", [[3, 4], [3, 5]])
 def test_a_lost_round_leaves_no_residual_behind(

@@ -61,6 +61,7 @@ def hashes(rank: int, world: int, wires: list[str]) -> list[list[str]]:
     return results
 
 
+@pytest.mark.nightly("up to 7 s each; they differ in wires and replicas", but=["2-wires0"])
 @pytest.mark.parametrize(
     ("world", "wires"),
     [
@@ -100,6 +101,7 @@ def survive(rank: int, world: int, wires: list[str]) -> list[Any]:
     return ends
 
 
+@pytest.mark.nightly("up to 6 s each; they differ in wire and replicas", but=["3-int2r"])
 @pytest.mark.parametrize(
     ("world", "wire"),
     # From 5 to 4 replicas, sub2 goes from a mean on int1r to payloads that all replicas add up.

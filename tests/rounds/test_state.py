@@ -68,9 +68,7 @@ def resume_everywhere(rank: int, world: int, outer: str, arguments: dict[str, An
     return matches
 
 
-@pytest.mark.nightly(
-    "2 s each; one optimizer of ours, one of torch's", but=["nesterov", "torch_adam"]
-)
+@pytest.mark.nightly("4 s each; they differ in the outer optimizer", but=["torch_adam"])
 @pytest.mark.parametrize("outer", OUTERS)
 def test_resume_after_every_inner_step(outer: str, workers) -> None:
     arguments = {"error_feedback": outer == "nesterov"}

@@ -218,6 +218,10 @@ def survive(rank: int, world: int, address: tuple[str, int], wire: Any) -> list[
         return everything(model, diloco)
 
 
+@pytest.mark.nightly(
+    "4 s each; they differ in the wire",
+    but=["{'norm|bias': 'int4', 'head': 'fp32', 'rest': 'int1r'}"],
+)
 @pytest.mark.parametrize("wire", ["int2r", "sub8", "topk64", MIXED], ids=str)
 def test_survivors_go_on(wire: Any, fresh_workers: Callable[..., Pool]) -> None:
     pool = fresh_workers(3, init_group=False)

@@ -93,6 +93,7 @@ def keys_documented(what: str) -> set[str]:
     }
 
 
+@pytest.mark.nightly("4 s; they differ in the launcher", but=["2-torchrun"])
 @pytest.mark.parametrize(("world", "launcher"), [(2, "torchrun"), (4, "srun")])
 def test_exchange(world: int, launcher: str, ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     pool, path = ranks(world), tmp_path / "results.json"
@@ -174,6 +175,15 @@ SHORTER = {
 }
 
 
+@pytest.mark.nightly(
+    "6 s; the first tier has a tune of its own",
+    but=[
+        "diloco-comm bench outer-step -g 2 --params 25e6 --policy eager --emulate-link 1,10",
+        "diloco-comm bench exchange -g 2 -b 1M -e 64M -c 1 --wire int8,int4",
+        "torchrun --nproc-per-node 2 -m diloco_comm.tools.cli bench exchange -b 64M -e 64M",
+        "diloco-comm bench ops --size 256M",
+    ],
+)
 @pytest.mark.parametrize(
     "line", [line for lines in help_examples("bench").values() for line in lines]
 )

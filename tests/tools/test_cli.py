@@ -162,6 +162,7 @@ def test_every_command_has_examples() -> None:
     assert [name for name, lines in found.items() if not lines] == []
 
 
+@pytest.mark.nightly("7 s; test_async_serve_cli starts the same servers")
 def test_examples_of_serve_run(
     zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_all_events_have_their_effect(tmp_path: Path) -> None:
     assert "replica 3 is killed" in printed and "\x1b[" not in printed
 
 
+@pytest.mark.nightly("21 s; test_lifetime has control-C in a replica")
 @pytest.mark.timeout(300)
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diloco_comm.tools.cli", "demo", "--chaos"]

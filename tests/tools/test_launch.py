@@ -126,7 +126,7 @@ def test_all_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     Launcher(Launch("tcp://127.0.0.1:1", "r", [str(script)], 2, state))
 
 
-@pytest.mark.nightly("30 s each; SIGTERM is the signal of schedulers", but=["15"])
+@pytest.mark.nightly("41 s; test_elastic_training has a replica that leaves")
 @pytest.mark.fresh_interpreter
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_replica_leave(
@@ -143,6 +143,10 @@ def test_a_signal_lets_the_replica_leave(
     assert all("leaves at its next boundary" in error for error in errors)
 
 
+@pytest.mark.nightly(
+    "2 s each; they differ in the error",
+    but=["SyncError('x', stage='quorum')-69", "ValueError('x')-1"],
+)
 @pytest.mark.parametrize(
     ("error", "status"),
     [

@@ -66,6 +66,7 @@ def simulate_nodes(work: Work, schedule: Schedule, gbps: float, rtt_s: float) ->
     return (now - begin) / counted
 
 
+@pytest.mark.nightly("7 s; the first tier plans without the graph of a model")
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     num_layers=st.integers(1, 7),

@@ -199,7 +199,7 @@ def train():
 """
 
 
-@pytest.mark.nightly("18 s each; one kind of training", but=["backend"])
+@pytest.mark.nightly("12 s each; test_profile reads traces that are kept")
 @pytest.mark.parametrize("start", STARTS)
 def test_everything_that_trains_records(start: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN + STARTS[start])

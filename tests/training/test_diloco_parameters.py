@@ -359,16 +359,18 @@ def train_eagerly(rank: int, world: int) -> tuple[int, list[Tensor]]:
         return diloco.inner_step, parameters_of(model)
 
 
-def test_compiled_model_and_compiled_step(workers) -> None:
+@pytest.mark.nightly("20 s; eager leaves out the graph of the backward alone", but=["eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_model_and_compiled_step(workers, backend: str) -> None:
     """The compiled forward must see what the outer step wrote."""
     steps, expected = workers(2).run(train_eagerly)[0]
-    for compiled_steps, values in workers(2).run(train_compiled, "aot_eager", timeout=110):
+    for compiled_steps, values in workers(2).run(train_compiled, backend, timeout=110):
         assert compiled_steps == steps == 4
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.nightly("a minute; test_compiled_model_and_compiled_step has aot_eager")
+@pytest.mark.nightly("a minute; test_compiled_model_and_compiled_step has other backends")
 @pytest.mark.slow
 def test_inductor(workers) -> None:
     _, expected = workers(1).run(train_eagerly)[0]

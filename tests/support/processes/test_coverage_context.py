@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from coverage import CoverageData
 from support_paths import FOLDERS, ROOT
 
@@ -37,6 +38,7 @@ crew.close()
 """
 
 
+@pytest.mark.nightly("15 s; `make coverage` alone uses it")
 def test_lines_of_workers_and_programs_are_counted_for_their_test(tmp_path: Path) -> None:
     (tmp_path / "counted.py").write_text(COUNTED)
     (tmp_path / "script.py").write_text(SCRIPT)

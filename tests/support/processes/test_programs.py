@@ -52,6 +52,7 @@ def text_of(kind: str, folder: Path) -> list[str]:
     }[kind] + ["3", "two words"]
 
 
+@pytest.mark.nightly("2 s each; they differ in the kind of program", but=["module"])
 @pytest.mark.parametrize(
     "kind", ["script", "script elsewhere", "module", "package", "text", "unbuffered"]
 )
@@ -73,6 +74,14 @@ def test_a_program_finds_what_a_fresh_interpreter_finds(kind: str, tmp_path: Pat
     assert facts == expected
 
 
+@pytest.mark.nightly(
+    "up to 7 s each; about the processes of the tests",
+    but=[
+        "print('out')-0-out\\n-",
+        "print('out'); raise ValueError('wrong')-1-out\\n-ValueError: wrong\\n",
+        "print(-1--None",
+    ],
+)
 @pytest.mark.parametrize(
     ("text", "status", "output", "errors"),
     [

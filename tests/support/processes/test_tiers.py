@@ -65,3 +65,22 @@ def test_a_mark_without_a_reason_is_refused(suite: pytest.Pytester, mark: str) -
     result = suite.runpytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "test_it: the mark" in result.stderr.str() + result.stdout.str()
+
+
+def test_an_id_that_no_test_has_is_refused(suite: pytest.Pytester) -> None:
+    suite.makepyfile("""
+        import pytest
+
+        @pytest.mark.nightly("slow", but=["one", "for"])
+        @pytest.mark.parametrize("a", ["one", "two", "four"])
+        def test_it(a):
+            pass
+    """)
+    result = suite.runpytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    text = result.stderr.str() + result.stdout.str()
+    assert "test_it: the mark nightly names ['for'] in but" in text
+    # A single test is run alone, whatever the ids of the others.
+    suite.runpytest("test_an_id_that_no_test_has_is_refused.py::test_it[two]").assert_outcomes(
+        passed=1
+    )

@@ -48,6 +48,18 @@ def tensor_of(rank: int, world: int) -> torch.Tensor:
     return torch.full((3,), float(rank))
 
 
+def set_variable(rank: int, world: int) -> str | None:
+    before = os.environ.get("DILOCO_COMM_REPORT_S")
+    os.environ["DILOCO_COMM_REPORT_S"] = "2"
+    return before
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_variable_ends_with_its_test(workers, turn: int) -> None:
+    assert workers(2).run(set_variable) == [None, None]
+    assert workers(2).run(set_variable) == ["2", "2"]
+
+
 def test_pool_sizes_share_processes(workers) -> None:
     first = workers(2).run(total_of_ranks, 10.0)
     assert [value for value, _, _ in first] == [10.0, 10.0]
@@ -77,6 +89,7 @@ def test_exception_keeps_type_and_process(workers) -> None:
     assert [pid for _, pid, _ in workers(2).run(total_of_ranks, 1.0)] == pids
 
 
+@pytest.mark.nightly("7 s of waiting; the first tier has workers that die")
 def test_hang_shows_stack_and_pool_recovers(workers) -> None:
     with pytest.raises(WorkerError, match="in hang"):
         workers(2).run(hang, timeout=2)
@@ -97,6 +110,7 @@ def test_killed_from_outside(fresh_workers) -> None:
     assert pool.collect(expect_exit={0}) == [None, None]
 
 
+@pytest.mark.nightly("8 s; about the processes of the tests")
 def test_no_process_outlives_the_test_process(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

@@ -5,7 +5,8 @@ sets of arguments, by their ids, that stay in the first tier:
 
     @pytest.mark.nightly("40 s each; the others differ in their policy alone", but=["eager"])
 
-A test with many combinations of arguments needs no names: of those marked
+An id in ``but`` that no test of the function has is an error, unless the command line names single
+tests. A test with many combinations of arguments needs no names: of those marked
 
     @pytest.mark.each_pair("216 combinations of shifts, wires and implementations")
 
@@ -28,9 +29,11 @@ STRENGTHS = {"each_value": 1, "each_pair": 2}
 
 
 @pytest.hookimpl(tryfirst=True)  # Before -m reads the marks.
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Settle of each test whether it has the mark ``nightly``; check that marks say why."""
     functions: dict[tuple[object, str, int], list[pytest.Function]] = {}
+    if not any("::" in argument for argument in config.args):
+        check_ids(items)
     for item in items:
         check_reasons(item)
         if isinstance(item, pytest.Function):
@@ -56,13 +59,36 @@ def check_reasons(item: pytest.Item) -> None:
                 )
 
 
+def check_ids(items: list[pytest.Item]) -> None:
+    """Refuse a mark ``nightly`` whose ``but`` names arguments that no test of its function has."""
+    ids: dict[str, set[str]] = {}
+    named: dict[str, set[str]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function):
+            function = item.nodeid.partition("[")[0]
+            ids.setdefault(function, set()).add(id_of(item))
+            for mark in item.own_markers:
+                if mark.name == "nightly":
+                    named.setdefault(function, set()).update(mark.kwargs.get("but", ()))
+    for function, names in named.items():
+        if unknown := sorted(names - ids[function]):
+            raise pytest.UsageError(
+                f"{function}: the mark nightly names {unknown} in but; "
+                f"the tests have {sorted(ids[function])}"
+            )
+
+
+def id_of(item: pytest.Function) -> str:
+    """Return the id of a test's arguments; "" for a test without any."""
+    return item.callspec.id if hasattr(item, "callspec") else ""
+
+
 def keep_first(item: pytest.Function) -> None:
     """Take the mark ``nightly`` from a test that its ``but`` names."""
-    ids = {item.callspec.id} if hasattr(item, "callspec") else set()
     item.own_markers[:] = [
         mark
         for mark in item.own_markers
-        if mark.name != "nightly" or ids.isdisjoint(mark.kwargs.get("but", ()))
+        if mark.name != "nightly" or id_of(item) not in mark.kwargs.get("but", ())
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -18,6 +19,9 @@ import typer
 from diloco_comm.tools import cli
 from diloco_comm.tools.app import app
 
+# Typer builds the whole tree of commands at every call, which takes longer than most tests.
+command_of = functools.cache(typer.main.get_command)
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -32,6 +36,7 @@ def run_cli(*arguments: object) -> Ended:
     """Run a sub-command as the console script would."""
     out, err = io.StringIO(), io.StringIO()
     with (
+        mock.patch.object(typer.main, "get_command", command_of),
         mock.patch.object(sys, "argv", ["diloco-comm", *map(str, arguments)]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -64,7 +69,7 @@ def examples(epilog: str) -> list[list[str]]:
 
 def help_examples(*path: str) -> dict[str, list[str]]:
     """The lines in the help of each command below ``path`` that run diloco-comm, by its name."""
-    command: Any = typer.main.get_command(app)
+    command: Any = command_of(app)
     for name in path:
         command = command.commands[name]
     found = {}
@@ -84,7 +89,7 @@ def check_arguments(arguments: list[str], place: str) -> None:
     Args:
         place: Where the command stands, for the message.
     """
-    command: Any = typer.main.get_command(app)
+    command: Any = command_of(app)
     name, context = "diloco-comm", None
     usage_error: Any = typer.BadParameter.__base__
     try:
