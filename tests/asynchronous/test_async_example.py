@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_async.py"
 
 
+@pytest.mark.nightly("11 s; test_examples has another example that learns")
 def test_train_async_learns(tmp_path: Path) -> None:
     rule = DelayedNesterov(lr=0.3, period=2)
     with serving(rule, sync_every=5, dylu=True) as server:

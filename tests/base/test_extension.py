@@ -19,9 +19,7 @@ from diloco_comm import _C, ops
 from diloco_comm.base import extension
 
 
-@pytest.mark.nightly(
-    "5 s; they differ in the module that is imported", but=["diloco_comm", "diloco_comm.ops"]
-)
+@pytest.mark.nightly("5 s; they differ in the module that is imported", but=["diloco_comm"])
 @pytest.mark.parametrize("module", ["diloco_comm", "diloco_comm.ops"])
 def test_without_the_extension_there_is_one_sentence(module: str) -> None:
     program = (
@@ -119,6 +117,7 @@ def test_an_extension_for_another_torch_is_one_sentence(loads: bool, tmp_path: P
     )
 
 
+@pytest.mark.nightly("7 s; an absent extension and one for another torch stay")
 def test_an_extension_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
     """The torch has the same version but other functions, as a user's own build may have."""
     copy_of_the_package(tmp_path, {CHECK_FAIL: GONE})

@@ -74,6 +74,7 @@ def test_figures_count_from_the_logs(tmp_path: Path) -> None:
     assert figures["coordinator"]["longest_gap_s"] == pytest.approx(1.0)
 
 
+@pytest.mark.nightly("8 s; a word of a benchmark's command line")
 def test_another_side_is_misuse() -> None:
     ended = run_benchmark("against_torchft.elastic", "--sides", "torchft,other", "--json", "")
     assert ended.returncode == 2 and "not other" in ended.stderr

@@ -182,9 +182,7 @@ def test_a_replica_from_a_checkpoint_takes_the_rounds_since(
     assert ends[2].progress[-1].is_ready
 
 
-@pytest.mark.nightly(
-    "10 s each; the copy beside training is the more difficult one", but=["beside training"]
-)
+@pytest.mark.nightly("13 s; test_inner_state copies the same state between two processes")
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": Eager()}], ids=["beside training", "at the boundary"]
 )

@@ -54,6 +54,9 @@ def _exchange_sizes(
     return results
 
 
+@pytest.mark.nightly(
+    "up to 11 s each; they differ in the number of replicas", but=["1", "2", "3", "4"]
+)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
 def test_worlds_agree_with_the_reference(workers: Workers, world: int) -> None:
     check_pairs(workers(world).run(_exchange_sizes, "int8", SIZES, False, 1, 0.0))

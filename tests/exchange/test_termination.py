@@ -201,7 +201,7 @@ LARGE_MODELS = {
 
 @pytest.mark.nightly(
     "up to 30 s each; smaller models of each kind stay",
-    but=["two-three-bad-votes", "two-three-changes", "two-apart", "three"],
+    but=["two-three-bad-votes", "two-three-changes", "two-apart"],
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.timeout(600)

@@ -38,7 +38,7 @@ NUM_DEATHS = 6
 nightly = pytest.mark.nightly("each death waits for the reports of the dead")
 
 # The first test waits for the run of all entries.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,7 @@ def test_the_limits_of_a_part_fit_in_nine_minutes(part: str) -> None:
     assert "PART_SECONDS=540\n" in SCRIPT.read_text()
 
 
+@pytest.mark.nightly("3 s each; they differ in the part", but=["A"])
 @pytest.mark.parametrize("part", "ABC")
 def test_a_part_leaves_an_archive_and_a_summary(part: str, check: Check) -> None:
     done = check.run(part)

@@ -159,7 +159,7 @@ def without_headers(
     return result
 
 
-@pytest.mark.nightly("5 s each", but=["True"])
+@pytest.mark.nightly("10 s of waiting; test_faults_values has weights that fail")
 @pytest.mark.parametrize("votes", [False, True])
 def test_weights_of_a_round_whose_headers_did_not_come(
     votes: bool, fresh_workers: Callable[..., Pool], stand_in: str

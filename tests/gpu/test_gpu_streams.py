@@ -69,9 +69,7 @@ def against_engine(rank: int, world: int, device: str, library: str, names: list
     return wrong
 
 
-@pytest.mark.nightly(
-    "up to 4 s each; they differ in the number of replicas", but=["lagging-1", "lagging-2"]
-)
+@pytest.mark.nightly("up to 4 s each; they differ in the number of replicas", but=["lagging-1"])
 @pytest.mark.parametrize(("device", "world"), cases(1, 2, 3, 4, 5))
 def test_streams_equal_the_engine(device: str, world: int, replicas, stand_in) -> None:
     result = replicas(world).run(against_engine, device, stand_in, NAMES[world], timeout=100)
@@ -103,6 +101,7 @@ def changing_weights(rank: int, world: int, device: str, library: str) -> list[b
     return same
 
 
+@pytest.mark.nightly("3 s; they differ in the number of replicas", but=["lagging-2"])
 @pytest.mark.parametrize(("device", "world"), cases(2, 3))
 def test_weights_that_change(device: str, world: int, replicas, stand_in) -> None:
     result = replicas(world).run(changing_weights, device, stand_in)
@@ -275,7 +274,7 @@ def abandoned(rank: int, world: int, device: str, library: str, name: str) -> li
     return [bool(failed), kept, len(set(hashes)) == 1]
 
 
-@pytest.mark.nightly("7 s each; they differ in the number of replicas", but=["lagging-2-diloco"])
+@pytest.mark.nightly("7 s each; the first tier has rounds that are voted down")
 @pytest.mark.parametrize("name", ["diloco"])
 @pytest.mark.parametrize(("device", "world"), cases(2, 3))
 def test_an_abort_leaves_the_state_as_before(

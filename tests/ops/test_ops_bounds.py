@@ -89,7 +89,7 @@ def sizes_of(wire: str, *sizes: tuple[int, int]) -> list[tuple[int, int]]:
     return [(n, WireFormat(wire).block_size) for n in (1, 257, 1025, 4097)]
 
 
-@pytest.mark.each_pair("216 combinations")
+@pytest.mark.each_value("216 combinations")
 @pytest.mark.parametrize("impl", HOST_IMPLS)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("shift", [1, 3, 8])

@@ -163,6 +163,10 @@ def test_a_parameter_is_accepted(impl: str) -> None:
         assert sums_of(torch.arange(5.0), impl) == sums_of(parameter.detach(), impl)
 
 
+@pytest.mark.nightly(
+    "6 s in the interpreter; the others do not differ",
+    but=["emulated", "scalar", "reference", "avx2", "avx512"],
+)
 @every_impl
 @given(data=st.data())
 def test_parts_in_any_order_are_the_whole(impl: str, data: st.DataObject) -> None:

@@ -73,6 +73,7 @@ def test_kinds_of_values(impl: str, wire: str, kind: str) -> None:
             check(case, impl, stochastic=stochastic, rng_key=seed, residual=residual)
 
 
+@pytest.mark.each_value("32 combinations of many fragments")
 @every_impl
 @every_wire
 @given(data=st.data())

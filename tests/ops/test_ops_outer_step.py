@@ -114,6 +114,7 @@ def test_wires_and_terms(impl: str, wire: str, optimizer: str) -> None:
         compare(layout, optimizer, impl, seed, 1 + seed % 4, alpha=(0.0, 0.3)[seed % 2])
 
 
+@pytest.mark.each_value("16 combinations of many steps")
 @every_impl
 @every_optimizer
 @given(data=st.data())

@@ -84,6 +84,7 @@ def test_sizes(impl: str, wire: str, num_ranks: int) -> None:
         check_reduce(received, weights, num_elements, form, impl)
 
 
+@pytest.mark.each_value("32 combinations of many runs")
 @every_impl
 @every_wire
 @given(data=st.data())
@@ -135,6 +136,7 @@ def test_sum_is_as_good_as_torch(impl: str, wire: str) -> None:
     assert (summed - exact).abs().max() <= 2 * (honest - exact).abs().max() + slack
 
 
+@pytest.mark.each_value("32 combinations of many payloads")
 @every_impl
 @every_wire
 @given(data=st.data())

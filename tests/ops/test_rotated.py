@@ -98,6 +98,7 @@ def test_scales_where_bounds_of_the_sum_of_squares_are_far_apart(impl: str, wire
     assert_same(payloads[0], payloads[1], impl)
 
 
+@pytest.mark.each_value("40 combinations of many fragments")
 @every_impl
 @every_wire
 @given(data=st.data())

@@ -53,6 +53,7 @@ def test_least_squares_errors_of_int2r_and_int1r() -> None:
         assert torch.equal(lost, x - got)
 
 
+@pytest.mark.nightly("up to 6 s each; they differ in the wire", but=["int2r", "sub8"])
 @every_wire
 def test_the_mean_over_many_signs_is_the_vector(wire: str) -> None:
     size, num_rounds = WireFormat(wire).block_size, 4096

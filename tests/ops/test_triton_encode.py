@@ -25,7 +25,10 @@ SMALL_SIZES = list(zip(SIZES[:-1], BLOCK_SIZES, strict=True))
 LARGEST_SIZE = SIZES[-1]
 
 
-@pytest.mark.each_value("16 combinations in the interpreter")
+@pytest.mark.nightly(
+    "up to 2 s each in the interpreter; they differ in wire and rounding",
+    but=["nearest-int8-triton", "nearest-fp8_e4m3-triton", "stochastic-bf16-triton"],
+)
 @every_impl
 @every_wire
 @rounding
@@ -35,7 +38,10 @@ def test_encode_sizes_and_blocks(impl: str, wire: str, stochastic: bool) -> None
         encoding.check(case, impl, stochastic=stochastic, rng_key=-12345)
 
 
-@pytest.mark.each_value("16 combinations in the interpreter")
+@pytest.mark.nightly(
+    "up to 2 s each in the interpreter; they differ in wire and rounding",
+    but=["nearest-e3m0-triton", "nearest-int4-triton", "stochastic-bf16-triton"],
+)
 @every_impl
 @every_wire
 @rounding

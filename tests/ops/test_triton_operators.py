@@ -57,9 +57,7 @@ def test_reduce(impl: str, wire: str, num_ranks: int) -> None:
     reducing.check_reduce(received, weights, count, form, impl)
 
 
-@pytest.mark.nightly(
-    "4 s each in the interpreter; the other numbers differ in their remainder", but=["3-triton"]
-)
+@pytest.mark.nightly("6 s each in the interpreter; the first tier has grids without a bound")
 @every_impl
 @pytest.mark.parametrize("max_blocks", [1, 2, 3, 1000])
 def test_a_bounded_grid(impl: str, max_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +90,9 @@ def test_a_bounded_grid(impl: str, max_blocks: int, monkeypatch: pytest.MonkeyPa
     assert grids == [min(5, max_blocks)] * 7
 
 
+@pytest.mark.nightly(
+    "up to 3 s each in the interpreter; they differ in the wire", but=["int4-triton", "bf16-triton"]
+)
 @every_impl
 @every_wire
 def test_reduce_and_decode_any_bytes(impl: str, wire: str) -> None:
@@ -125,6 +126,7 @@ def test_decode_leaves_the_rest(impl: str) -> None:
     reducing.test_decode_into_a_half_of_the_fragment_leaves_the_rest(impl)
 
 
+@pytest.mark.each_value("32 combinations in the interpreter")
 @every_impl
 @every_wire
 @every_optimizer
@@ -183,6 +185,10 @@ def test_merge(impl: str, alpha: float) -> None:
             assert_same(param, true_param, f"merged {tuple(param.shape)} {param.dtype}")
 
 
+@pytest.mark.nightly(
+    "up to 12 s each in the interpreter; they differ in the number of elements",
+    but=["1-triton", "255-triton"],
+)
 @every_impl
 @pytest.mark.parametrize("num_elements", [1, 255, 700, 1500])
 def test_norms(impl: str, num_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +223,7 @@ def test_the_tile_of_norms_is_the_reference_s() -> None:
 
 
 # More elements than 32 bits can count where there is a GPU to hold them.
+@pytest.mark.nightly("6 s in the interpreter; the first tier has small fragments")
 @pytest.mark.parametrize(
     ("device", "num_elements", "impl"),
     [
@@ -263,7 +270,7 @@ def test_worked_examples(impl: str) -> None:
     examples.test_e3m0_ties(impl)
 
 
-@pytest.mark.nightly("5 s each in the interpreter; one wire stands for all", but=["int4"])
+@pytest.mark.nightly("20 s in the interpreter; test_ops_bounds has the other implementations")
 @interpreted
 @pytest.mark.parametrize("wire", ["int8", "int4", "fp16"])
 def test_misaligned_tensors_between_guards(wire: str) -> None:

@@ -44,7 +44,6 @@ def test_kinds_of_values(impl: str, wire: str) -> None:
     "up to 12 s each in the interpreter; they differ in wire and number of terms",
     but=["1-int2r-triton", "1-sub4-triton"],
 )
-@pytest.mark.each_value("18 combinations in the interpreter")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("num_payloads", [1, 3, 9])
@@ -57,7 +56,6 @@ def test_reduce(impl: str, wire: str, num_payloads: int) -> None:
     "up to 5 s each in the interpreter; they differ in wire and optimizer",
     but=["sgd-int2r-triton", "adam-sub4-triton"],
 )
-@pytest.mark.each_value("30 combinations in the interpreter")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("optimizer", rotated.OPTIMIZERS)

@@ -160,6 +160,7 @@ def test_every_operator_serves_cuda_tensors() -> None:
             assert torch._C._dispatch_has_kernel_for_dispatch_key(full, "CUDA"), full
 
 
+@pytest.mark.nightly("up to 4 s each in the interpreter; test_ops_torch checks the same operators")
 @interpreted
 @pytest.mark.parametrize("name", [name for name in calls() if name in impls.OPERATORS])
 def test_opcheck(name: str) -> None:

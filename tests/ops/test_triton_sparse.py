@@ -112,6 +112,7 @@ def test_reduce(impl: str, wire: str, num_payloads: int) -> None:
     blocks.test_reduce(impl, wire, num_payloads)
 
 
+@pytest.mark.each_value("20 combinations in the interpreter")
 @every_impl
 @every_wire
 @pytest.mark.parametrize("optimizer", blocks.OPTIMIZERS)

@@ -72,6 +72,7 @@ def test_optimizer_decides_model_orders() -> None:
     assert names == ["embedding.weight", "layers.2.attention.weight", "norm.weight"]
 
 
+@pytest.mark.nightly("8 s; test_diloco_parameters trains a compiled model")
 def test_names_do_not_show_wrappers() -> None:
     model = Transformer(num_layers=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -76,6 +76,7 @@ def two_checkpoints(rank: int, world: int, name: str, call: str) -> tuple[str, b
         return str(info.value), equal(before, everything(model, diloco)[-1:]), diloco.inner_step
 
 
+@pytest.mark.nightly("1 s each; they differ in the policy", but=["blocking", "eager"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_another_runs_checkpoint_is_refused_at_the_first_send(name: str, workers) -> None:
     # A policy that takes a result later hears of the difference later.
@@ -193,6 +194,7 @@ def train_on(rank: int, world: int, name: str) -> list[list[int]]:
     return seen
 
 
+@pytest.mark.each_value("18 combinations of policies and numbers of replicas")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", POLICIES)
 def test_replicas_that_train_have_one_history(name: str, world: int, workers) -> None:
@@ -220,6 +222,7 @@ def joiner(rank: int, world: int, address: tuple[str, int], name: str) -> list[i
         return histories(diloco)
 
 
+@pytest.mark.nightly("1 s each; they differ in the policy", but=["blocking", "eager"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_newcomer_takes_the_history_over(name: str, fresh_workers) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

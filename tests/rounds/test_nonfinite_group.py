@@ -145,12 +145,8 @@ def reset_and_leave(
 
 
 @pytest.mark.nightly(
-    "up to 5 s each; they differ in the policy",
-    but=[
-        "Streaming(delay=1, alpha=0.5)--dies",
-        "Eager(rounds=2, first='sync')--leaves",
-        "Blocking()--dies",
-    ],
+    "up to 6 s each; they differ in policy and failure",
+    but=["Streaming(delay=1, alpha=0.5)--dies", "Eager(rounds=2, first='sync')--leaves"],
 )
 @pytest.mark.parametrize("dies", [False, True], ids=["leaves", "dies"])
 @pytest.mark.parametrize(

@@ -109,10 +109,8 @@ class _Lost:
 
 
 @pytest.mark.nightly(
-    "up to 9 s each; they differ in wire and policy",
-    but=["int8-False-blocking-2", "topk64-True-blocking-2"],
+    "up to 9 s each; they differ in wire and policy", but=["int8-False-blocking-2"]
 )
-@pytest.mark.each_value("28 combinations of wires, policies and replicas")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("overlap", [Blocking(), Streaming(2, 0.5)], ids=["blocking", "streaming"])
 @pytest.mark.parametrize(
@@ -176,6 +174,7 @@ ALL_SICK = [
 ]
 
 
+@pytest.mark.each_value("1 s each; they differ in policy and number of replicas")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("name", "arguments"), ALL_SICK, ids=[name for name, _ in ALL_SICK])
 def test_a_round_in_which_all_are_sick_is_skipped(

@@ -101,6 +101,7 @@ def test_turns_that_are_skipped_end_the_run(workers: Callable[[int], Pool], over
     assert all(result[:2] == results[0][:2] for result in results)
 
 
+@pytest.mark.each_value("up to 2 s each; they differ in policy and number of replicas")
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize(
     "overlap", [Blocking(), Streaming(1), Delayed(2), Eager(), CO2()], ids=lambda o: repr(o)

@@ -52,6 +52,9 @@ def train(rank: int, world: int, is_logged: bool, options: dict[str, Any]) -> st
         return diloco.outer_hash()
 
 
+@pytest.mark.nightly(
+    "up to 2 s each; they differ in options", but=["2-options1", "3-options4", "1-options0"]
+)
 @pytest.mark.parametrize(
     ("world", "options"),
     [

@@ -75,6 +75,7 @@ def test_resume_after_every_inner_step(outer: str, workers) -> None:
     assert workers(2).run(resume_everywhere, outer, arguments) == [[True] * NUM_STEPS] * 2
 
 
+@pytest.mark.nightly("8 s; the frozen runs resume with residuals")
 def test_resume_with_both_residuals_and_stochastic_rounding(workers) -> None:
     arguments = {
         "error_feedback": True,

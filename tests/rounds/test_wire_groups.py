@@ -125,6 +125,7 @@ def train(rank: int, world: int, arguments: dict[str, Any], num_steps: int = 9) 
         return everything(model, diloco)
 
 
+@pytest.mark.each_value("16 combinations")
 @pytest.mark.parametrize("overlap", [Blocking(), Streaming(1, 0.5), Delayed(), Eager()], ids=repr)
 @pytest.mark.parametrize("is_aligned", [False, True])
 def test_replicas_stay_equal(overlap: Any, is_aligned: bool, workers) -> None:

@@ -68,6 +68,7 @@ def hta_percentages(paths: dict[int, Path]) -> dict[int, float]:
     return dict(zip(frame["rank"], frame["comp_comm_overlap_pctg"], strict=True))
 
 
+@pytest.mark.nightly("up to 3 s each; they differ in the trace", but=["2-False", "5-True"])
 @pytest.mark.parametrize("has_fractions", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 def test_overlap_is_that_of_holistic_trace_analysis(

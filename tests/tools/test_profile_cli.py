@@ -210,14 +210,15 @@ def test_everything_that_trains_records(start: str, tmp_path: Path) -> None:
 
 
 def test_an_import_starts_no_recording(tmp_path: Path) -> None:
-    text = "from torch.optim.optimizer import _global_optimizer_post_hooks as hooks\n"
-    text += TRAIN + "train(); print(len(hooks))"
+    text = "import diloco_comm, torch\n"
+    text += "from torch.optim.optimizer import _global_optimizer_post_hooks as hooks\n"
+    text += "print(len(hooks), torch.autograd.profiler._is_profiler_enabled)"
     variables = {"DILOCO_COMM_PROFILE": str(tmp_path / "traces"), "DILOCO_COMM_PROFILE_SKIP": "1"}
     ended = subprocess.run(
         [sys.executable, "-c", text],
         env={**os.environ, **variables}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, "0 False\n"), ended.stderr
     assert list(tmp_path.iterdir()) == []
 
 

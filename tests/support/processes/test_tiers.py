@@ -57,6 +57,22 @@ def test_the_first_tier_has_each_value_and_no_nightly_test(suite: pytest.Pyteste
     suite.runpytest().assert_outcomes(passed=19)
 
 
+def test_a_combination_that_is_skipped_covers_nothing(suite: pytest.Pytester) -> None:
+    suite.makepyfile("""
+        import pytest
+
+        absent = pytest.param("absent", marks=pytest.mark.skipif(True, reason="not here"))
+
+        @pytest.mark.each_value("nine combinations")
+        @pytest.mark.parametrize("a", [absent, "one", "two"])
+        @pytest.mark.parametrize("b", [3, 4, 5])
+        def test_all(a, b):
+            pass
+    """)
+    suite.runpytest("-m", "not nightly").assert_outcomes(passed=3, deselected=6)
+    suite.runpytest().assert_outcomes(passed=6, skipped=3)
+
+
 @pytest.mark.parametrize(
     "mark", ["nightly", "nightly(but=['a'])", "each_value(3)", "each_pair()", "nightly('')"]
 )

@@ -11,7 +11,8 @@ tests. A test with many combinations of arguments needs no names: of those marke
     @pytest.mark.each_pair("216 combinations of shifts, wires and implementations")
 
 the first tier takes, in the order of the file, combinations until each pair of values of two
-arguments has been there; the others are nightly. ``each_value`` is the same with single values.
+arguments has been there; the others are nightly. ``each_value`` is the same with single values. A
+combination that this machine skips does not count, and is nightly.
 
 ``make test`` runs ``-m "not nightly"``; ``pytest`` alone and ``make nightly`` run both tiers.
 """
@@ -39,7 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, pytest.Function):
             keep_first(item)
             for name, strength in STRENGTHS.items():
-                if item.get_closest_marker(name) and not item.get_closest_marker("nightly"):
+                marks = {mark.name for mark in item.iter_markers()}
+                if name not in marks or "nightly" in marks:
+                    continue
+                if is_skipped(item):
+                    item.add_marker(pytest.mark.nightly("is skipped on this machine"))
+                else:
                     key = (item.parent, item.originalname, strength)
                     functions.setdefault(key, []).append(item)
     for (*_, strength), alike in functions.items():
@@ -90,6 +96,11 @@ def keep_first(item: pytest.Function) -> None:
         for mark in item.own_markers
         if mark.name != "nightly" or id_of(item) not in mark.kwargs.get("but", ())
     ]
+
+
+def is_skipped(item: pytest.Item) -> bool:
+    """Return whether a mark skips the test on this machine."""
+    return any(True in mark.args[:1] for mark in item.iter_markers("skipif"))
 
 
 def values_of(item: pytest.Function) -> list[Value]:
