@@ -62,6 +62,7 @@ def test_worlds_agree_with_the_reference(workers: Workers, world: int) -> None:
     check_pairs(workers(world).run(_exchange_sizes, "int8", SIZES, False, 1, 0.0))
 
 
+@pytest.mark.each_value("1 s each; they differ in wire and number of replicas")
 @pytest.mark.parametrize("wire", ELEMENT_WIRES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_wires_agree_with_the_reference(workers: Workers, wire: str, world: int) -> None:
@@ -73,6 +74,7 @@ def test_stochastic_rounding_agrees_with_the_reference(workers: Workers, wire: s
     check_pairs(workers(3).run(_exchange_sizes, wire, [257, 30_011], True, 1, 0.0))
 
 
+@pytest.mark.nightly("5 s; they differ in the number of replicas", but=["2-3"])
 @pytest.mark.parametrize(("world", "lanes"), [(2, 3), (4, 2)])
 def test_random_delays_do_not_mix_messages(workers: Workers, world: int, lanes: int) -> None:
     check_pairs(workers(world).run(_exchange_sizes, "int8", [100_003] * 3, False, lanes, 300.0))

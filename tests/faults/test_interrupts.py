@@ -168,9 +168,7 @@ def at_every_line(rank: int, world: int, name: str, stride: int) -> tuple[int, i
         return whole.count, num_before, num_after
 
 
-@pytest.mark.nightly(
-    "2 s each; a policy that keeps its round, one that does not", but=["blocking", "eager"]
-)
+@pytest.mark.nightly("3 s each; they differ in the policy", but=["eager"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_step_is_done_or_is_not(name: str, workers) -> None:
     ((num_lines, num_before, num_after),) = workers(1).run(at_every_line, name, STRIDE, timeout=300)

@@ -153,6 +153,7 @@ def lightning_outer(
     return found, best.numpy().tobytes(), facts
 
 
+@pytest.mark.nightly("18 s; test_integrations_trainers runs the example of Lightning's trainer")
 @needs("lightning")
 def test_lightning(trainer_replicas: Callable[[int], Pool], tmp_path: Path) -> None:
     pool = trainer_replicas(2)
