@@ -9,7 +9,7 @@ import math
 import operator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 # Larger timeouts overflow clocks that count nanoseconds.
 _MAX_TIMEOUT_S = 10 * 365 * 86400.0
@@ -88,3 +88,15 @@ def timeout_seconds(timeout: float | timedelta, name: str = "timeout") -> float:
     if math.isinf(value):
         raise ValueError(f"{name} must be finite, got {timeout!r}")
     return min(value, _MAX_TIMEOUT_S)
+
+
+def refuse_copy(what: object, remedy: str) -> NoReturn:
+    """Raise TypeError for an attempt to pickle or copy what holds connections and threads.
+
+    Args:
+        remedy: The sentence that says what to save instead.
+    """
+    raise TypeError(
+        f"a {type(what).__name__} holds connections and threads, and cannot be pickled or copied: "
+        f"{remedy}"
+    )

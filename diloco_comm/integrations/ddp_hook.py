@@ -9,12 +9,15 @@ a bucket overlaps with the backward pass of earlier layers.
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.checks import refuse_copy
 from ..base.futures import Finisher, for_native
 from ..exchange.collective import AllReduceWork, all_reduce
 from ..exchange.exchange import DEFAULT_TIMEOUT
@@ -54,20 +57,58 @@ class QuantizedAllReduce:
         self.error_feedback = error_feedback
         self.timeout = timeout
         self.finisher = Finisher()
-        # Keys are the parameters of a bucket: DDP makes new buckets after the first step.
+        # A residual lies in memory as the gradients of its bucket. Its key is the parameters of
+        # the bucket, because DDP makes new buckets after the first step.
         self._residuals: dict[tuple[int, ...], Tensor] = {}
+        # Each parameter's place among all parameters, in the order of the first buckets.
+        self._places: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        # Residuals of parameters by place, which wait for the bucket of their parameter.
+        self._waiting: dict[int, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals of this rank; every rank must save its own.
+
+        Returns:
+            ``{"residuals": {place: 1-D tensor}}`` by a parameter's place in the order in which
+            DDP first reduced the parameters; the tensors are copies.
+        """
+        found = dict(self._waiting)
+        for key, residual in self._residuals.items():
+            found |= self._cut(key, residual)
+        return {"residuals": {place: found[place].clone() for place in sorted(found)}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with saved residuals; call this before the first ``backward()``.
+
+        A residual that does not fit its parameter makes the next ``backward()`` raise ValueError.
+
+        Raises:
+            ValueError: If this is no state of such a hook, or without ``error_feedback=True``.
+        """
+        residuals = state_dict.get("residuals") if isinstance(state_dict, Mapping) else None
+        if not isinstance(residuals, Mapping):
+            raise ValueError("the saved state has no 'residuals': it is not from state_dict()")
+        if residuals and not self.error_feedback:
+            raise ValueError("the saved state has residuals: construct with error_feedback=True")
+        self._residuals.clear()
+        self._waiting = {int(place): tensor.clone() for place, tensor in residuals.items()}
+
+    def __getstate__(self) -> NoReturn:
+        refuse_copy(self, "save its state_dict() on every rank")
 
     def start(self, bucket: dist.GradBucket) -> AllReduceWork:
         """Start to average a bucket, with the residual of the bucket's last encoding."""
         gradients = bucket.buffer()
         if not self.error_feedback:
             return self._all_reduce(gradients)
-        key = tuple(id(param) for param in bucket.parameters())
-        if bucket.index() == 0:
-            self._forget_old_buckets(key)
+        params = bucket.parameters()
+        key = tuple(id(param) for param in params)
+        if bucket.index() == 0 and key not in self._residuals:
+            self._take_apart()
         residual = self._residuals.get(key)
         if residual is None:
-            residual = self._residuals[key] = torch.zeros_like(gradients)
+            residual = self._residuals[key] = self._put_together(params, gradients)
         gradients.add_(residual)
         work = self._all_reduce(gradients)
         # ``work.sent`` decodes the payload into the residual's memory; the difference replaces it.
@@ -81,9 +122,34 @@ class QuantizedAllReduce:
     def _all_reduce(self, gradients: Tensor) -> AllReduceWork:
         return all_reduce(gradients, self.group, self.wire, timeout=self.timeout, async_op=True)
 
-    def _forget_old_buckets(self, first: tuple[int, ...]) -> None:
-        if self._residuals and first not in self._residuals:
-            self._residuals.clear()
+    def _take_apart(self) -> None:
+        """Let the residuals of old buckets wait for the new buckets of their parameters."""
+        for key, residual in self._residuals.items():
+            self._waiting |= self._cut(key, residual)
+        self._residuals.clear()
+
+    def _cut(self, key: tuple[int, ...], residual: Tensor) -> dict[int, Tensor]:
+        """Return views of a bucket's residual by the places of the bucket's parameters."""
+        sizes = [self._sizes[param] for param in key]
+        places = [self._places[param] for param in key]
+        return dict(zip(places, residual[: sum(sizes)].split(sizes), strict=True))
+
+    def _put_together(self, params: Sequence[Tensor], gradients: Tensor) -> Tensor:
+        """Return the residual of a new bucket, from those that wait; zero where none does."""
+        residual, begin = torch.zeros_like(gradients), 0
+        for param in params:
+            place = self._places.setdefault(id(param), len(self._places))
+            self._sizes[id(param)] = size = param.numel()
+            waiting = self._waiting.pop(place, None)
+            if waiting is not None:
+                if waiting.numel() != size:
+                    raise ValueError(
+                        f"the saved residual {place} has {waiting.numel()} elements, its parameter "
+                        f"of shape {list(param.shape)} has {size}: the state is of another model"
+                    )
+                residual[begin : begin + size].copy_(waiting)
+            begin += size
+        return residual
 
 
 def quantized_allreduce_hook(

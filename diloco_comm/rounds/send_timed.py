@@ -190,6 +190,9 @@ class SendTimed(RoundRunner):
                 terms = [(payload, coefficient / penalty) for payload, coefficient in terms]
             terms = policy.gradient(terms, added[0] if added else None, stale)
             flight = fresh if added and fresh is not None else flight
+            if not terms and self._is_step_of_others(mean, fresh):
+                # This replica adds nothing, but its momentum decays as on the other replicas.
+                terms, layout = _nothing(mean, fresh) or (terms, layout)
         return Update(
             terms,
             part.tensors(),
@@ -198,6 +201,11 @@ class SendTimed(RoundRunner):
             clip=math.inf if policy.clip is None else policy.clip,
             impl=self.impl,
         )
+
+    def _is_step_of_others(self, mean: Mean | None, fresh: RoundInFlight | None) -> bool:
+        """Return whether other replicas take an outer step here, with payloads of their own."""
+        is_private = not self.settings.overlap.is_shared
+        return is_private and self.exchange.size > 1 and (mean is not None or fresh is not None)
 
     def _flush(self, inner_step: int, num_skipped: int) -> None:
         stale = history.stale_parts(self.exchange, self.parts, inner_step)
@@ -317,6 +325,15 @@ def _owns(flight: RoundInFlight | None) -> list[Own]:
     if flight is None or flight.own is None or not flight.coefficient:
         return []
     return [Own(flight.own, flight.coefficient, flight.layout)]
+
+
+def _nothing(mean: Mean | None, fresh: RoundInFlight | None) -> tuple[Terms, Layout] | None:
+    """Return a payload that counts zero times, and the payload's layout."""
+    if mean is not None and mean.terms:
+        return [(mean.terms[0][0], 0.0)], mean.layout
+    if fresh is not None and fresh.own is not None:
+        return [(fresh.own, 0.0)], fresh.layout
+    return None
 
 
 def _laid_out(own: Own, layout: Layout) -> Own:

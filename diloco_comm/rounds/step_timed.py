@@ -140,13 +140,13 @@ class StepTimed(RoundRunner):
 
     def _flush(self, inner_step: int, num_skipped: int) -> None:
         self.settle_verdicts(inner_step)
-        drained = [part for part in self.parts if part.in_flight]
         self.receive(inner_step, everything=True)
         self.settle_verdicts(inner_step)
         stale = history.stale_parts(self.exchange, self.parts, inner_step)
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.settle_verdicts(inner_step)
-        for part in drained:
+        # The last merge of a part left a share of the local values, of whatever age it is.
+        for part in self.parts:
             if part not in stale:
                 part.write_local(self.impl)
 

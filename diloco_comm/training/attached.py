@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from ..base.checks import integer
+from ..base.checks import integer, refuse_copy
 from ..base.errors import SyncError
 from ..exchange.exchange import Exchange
 from ..methods.outer import OuterOptimizer
@@ -82,6 +82,11 @@ class Attached:
         self.exchange.close()
         if self._workers is not None:
             self._workers.close()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(
+            self, "save diloco.state_dict(), and give it to load_state_dict() of a new DiLoCo"
+        )
 
     def __repr__(self) -> str:
         if not hasattr(self, "exchange"):  # An error came out of the constructor.

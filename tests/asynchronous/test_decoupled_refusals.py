@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,6 +67,18 @@ def test_other_models_and_settings_get_one_sentence() -> None:
     with serving_async() as other, pytest.raises(ServerRefused) as refused:
         attach(other.address, "g")
     assert "hosts asynchronous training: attach with AsyncDiLoCo" in sentence(refused)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_what_is_copied_names_what_to_save(copied: Callable[[Any], Any]) -> None:
+    with make_server() as server, serving_async() as async_server:
+        _, learner = attach(server.address, "a")
+        _, worker = attach_async(async_server.address, "a")
+        for one in (learner, worker):
+            sentence = f"a {type(one).__name__} holds connections.* under the same name"
+            with pytest.raises(TypeError, match=sentence):
+                copied(one)
+            one.close()
 
 
 def test_garbage_does_not_hurt_a_syncer() -> None:

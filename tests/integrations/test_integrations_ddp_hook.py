@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -19,8 +20,12 @@ WIDTH = 160
 BUCKETS = {"bucket_cap_mb": 0.12}
 
 
-def make_model(**hook: Any) -> tuple[DistributedDataParallel, QuantizedAllReduce]:
-    model = DistributedDataParallel(Regression(WIDTH), **BUCKETS)
+def make_model(
+    *, find_unused_parameters: bool = False, **hook: Any
+) -> tuple[DistributedDataParallel, QuantizedAllReduce]:
+    model = DistributedDataParallel(
+        Regression(WIDTH), find_unused_parameters=find_unused_parameters, **BUCKETS
+    )
     state = QuantizedAllReduce(**hook)
     model.register_comm_hook(state, quantized_allreduce_hook)
     return model, state
@@ -87,7 +92,7 @@ def mean_of_steps(rank: int, world: int, error_feedback: bool) -> float:
     total = torch.zeros_like(exact)
     for _ in range(20):
         total += torch.cat([g.flatten() for g in backward(model, rank, 0)])
-    # After the first step DDP makes new buckets; the residuals of the first buckets are dropped.
+    # After the first step DDP makes new buckets, which take the residuals of the first ones over.
     kept = sum(residual.numel() for residual in state._residuals.values())
     assert kept == (exact.numel() if error_feedback else 0)
     return float((total / 20 - exact).norm() / exact.norm())
@@ -98,6 +103,65 @@ def test_error_feedback_makes_the_mean_right(workers) -> None:
     [with_feedback, _] = workers(2).run(mean_of_steps, True)
     # 20 steps together lose as much as one step.
     assert with_feedback < without / 5
+
+
+def saved_and_resumed(rank: int, world: int, is_rebuilt: bool) -> tuple[bool, bool, float]:
+    """Return whether residuals and later gradients are those of a whole run, and a distance."""
+    options = {"wire": "int4", "error_feedback": True, "find_unused_parameters": not is_rebuilt}
+    model, state = make_model(**options)
+    for step in range(3):
+        backward(model, rank, step)
+    saved = state.state_dict()
+    whole = torch.cat([g.flatten() for g in backward(model, rank, 3)])
+    resumed_model, resumed = make_model(**options)
+    resumed.load_state_dict(saved)
+    again = resumed.state_dict()["residuals"]
+    is_same = all(torch.equal(again[place], value) for place, value in saved["residuals"].items())
+    is_whole = sum(map(torch.numel, again.values())) == whole.numel()
+    ours = torch.cat([g.flatten() for g in backward(resumed_model, rank, 3)])
+    return is_same and is_whole, torch.equal(ours, whole), float((ours - whole).norm())
+
+
+@pytest.mark.parametrize("is_rebuilt", [False, True])
+def test_residuals_are_saved_and_resumed(is_rebuilt: bool, workers) -> None:
+    fresh = workers(2).run(mean_of_resumed_without_state)
+    for (is_same, is_equal, distance), lost in zip(
+        workers(2).run(saved_and_resumed, is_rebuilt), fresh, strict=True
+    ):
+        assert is_same
+        # Where DDP makes new buckets, the blocks of the first step after a resume are others.
+        assert is_equal or (is_rebuilt and distance < lost)
+
+
+def mean_of_resumed_without_state(rank: int, world: int) -> float:
+    """Return how far a gradient is from that of a whole run where residuals are not resumed."""
+    model, _ = make_model(wire="int4", error_feedback=True)
+    for step in range(3):
+        backward(model, rank, step)
+    whole = torch.cat([g.flatten() for g in backward(model, rank, 3)])
+    again, _ = make_model(wire="int4", error_feedback=True)
+    return float((torch.cat([g.flatten() for g in backward(again, rank, 3)]) - whole).norm())
+
+
+def test_a_state_that_does_not_fit_is_one_sentence(workers) -> None:
+    state = QuantizedAllReduce(wire="int4", error_feedback=True)
+    with pytest.raises(ValueError, match="has no 'residuals'"):
+        state.load_state_dict({})
+    with pytest.raises(ValueError, match="construct with error_feedback=True"):
+        QuantizedAllReduce().load_state_dict({"residuals": {0: torch.zeros(3)}})
+    with pytest.raises(TypeError, match="save its state_dict\\(\\) on every rank"):
+        pickle.dumps(state)
+    assert all("has 3 elements" in message for message in workers(2).run(wrong_residual))
+
+
+def wrong_residual(rank: int, world: int) -> str:
+    model, state = make_model(wire="int4", error_feedback=True)
+    state.load_state_dict({"residuals": {0: torch.zeros(3)}})
+    try:
+        backward(model, rank, 0)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def dropped_residual(rank: int, world: int) -> tuple[float, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -136,6 +138,8 @@ FLUSHED: list[dict[str, Any]] = [
     {"overlap": Eager(2, "skip"), "outer": Adam(0.1)},
     {"overlap": Eager(1, "sync"), "outer": FromTorch(lambda p: torch.optim.Adam(p, lr=0.01))},
     {"overlap": CO2(0.1)},
+    {"overlap": Streaming(0, 0.5)},
+    {"overlap": Streaming(0, 1.0), "wire": "fp32"},
 ]
 
 
@@ -167,6 +171,38 @@ def test_flush_makes_replicas_identical(world: int, workers) -> None:
     results = workers(world).run(flush_at_every_step)
     assert all(result == results[0] for result in results)
     assert all(is_equal for _, is_equal in results[0])
+
+
+# Of each replica, for the sends of a fragment in turn, and again from the beginning.
+WEIGHTS = {
+    "never": ([1.0], [0.0]),
+    "twice": ([1.0, 1.0, 1.0, 2.0], [1.0, 0.0, 0.0, 1.0]),
+    "in turns": ([1.0, 0.0], [0.0, 1.0]),
+}
+WEIGHTED = [Eager(), Eager(2), Eager(first="sync"), Eager(first="skip"), Delayed(), Blocking()]
+
+
+def flush_with_weights(rank: int, world: int, name: str) -> list[tuple[str, bool]]:
+    results = []
+    for overlap in WEIGHTED:
+        for num_steps in (8, 9):
+            weights = cycle(WEIGHTS[name][rank])
+            model, optimizer, diloco = attach(overlap=overlap, weight=partial(next, weights))
+            with diloco:
+                for step in range(num_steps):
+                    train_step(model, optimizer, rank, step, WIDTH)
+                diloco.flush()
+                flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+                outer = torch.cat([part.outer for part in diloco.parts])
+                results.append((diloco.outer_hash(), torch.equal(flat, outer)))
+    return results
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_replica_whose_weight_is_zero_takes_every_outer_step(name: str, workers) -> None:
+    first, second = workers(2).run(flush_with_weights, name)
+    assert first == second
+    assert all(is_equal for _, is_equal in first)
 
 
 def flush_sums(rank: int, world: int) -> list[float]:

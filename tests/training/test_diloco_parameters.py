@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +74,25 @@ def train_lora(rank: int, world: int) -> tuple[list[Tensor], int]:
     after = [p.detach().clone() for p in model.parameters() if not p.requires_grad]
     assert equal(base, after)
     return [p.detach().clone() for p in model.parameters() if p.requires_grad], elements
+
+
+def attach_with_empty_stride(rank: int, world: int) -> tuple[str, list[float]]:
+    """numpy gives an empty array a stride of 0; torch keeps the stride."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(model.weight, float(rank))
+    model.empty = nn.Parameter(torch.as_strided(torch.zeros(1), (0,), (0,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(model, optimizer, sync_every=1, wire="fp32", average_buffers=True) as diloco:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        diloco.flush()
+        diloco.load_state_dict(diloco.state_dict())
+        return diloco.outer_hash(), model.weight.flatten().tolist()
+
+
+def test_an_empty_parameter_may_have_any_stride(workers) -> None:
+    first, second = workers(2).run(attach_with_empty_stride)
+    assert first == second
 
 
 def test_frozen_parameters_stay_and_adapters_travel(workers) -> None:
@@ -348,6 +370,21 @@ def train_compiled(rank: int, world: int, backend: str) -> tuple[int, list[Tenso
             optimizer.zero_grad()
         assert "norm.weight" in diloco.state_dict()["outer"]
         return diloco.inner_step, parameters_of(model)
+
+
+def save_beside(diloco: DiLoCo) -> None:
+    torch.save({"model": {}, "diloco": diloco}, io.BytesIO())
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, save_beside])
+def test_a_diloco_that_is_copied_names_its_state(copied: Callable[[Any], Any]) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        DiLoCo(model, optimizer, sync_every=2, num_replicas=1) as diloco,
+        pytest.raises(TypeError, match=r"a DiLoCo holds connections.*save diloco.state_dict\(\)"),
+    ):
+        copied(diloco)
 
 
 def train_eagerly(rank: int, world: int) -> tuple[int, list[Tensor]]:

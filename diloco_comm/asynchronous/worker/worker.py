@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from ...base import env, recording
-from ...base.checks import choice
+from ...base.checks import choice, refuse_copy
 from ...base.errors import NonFiniteError
 from ...base.trace import span
 from ...ops.wire import WireFormat, parse
@@ -336,6 +337,13 @@ class AsyncDiLoCo:
         except ServerLost:
             pass
         self._link.close()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(
+            self,
+            "the server has its state; save the model's and the optimizer's state_dict(), and "
+            "construct a new AsyncDiLoCo under the same name",
+        )
 
     def __enter__(self) -> AsyncDiLoCo:
         return self

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ... import _C
 from ...base.errors import LeftBehind, SyncError
+from ...base.memory import memory_order
 from ..buffers import ExchangeBuffers
 from ..headers import Header, error_from, verdict_of
 from ..options import Options
@@ -339,7 +340,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     source = tensor.detach()
     if source.device.type != "cpu" or not source.is_contiguous():
         source = source.contiguous().cpu()
-    return source.reshape(-1).view(torch.uint8)
+    return memory_order(source).view(torch.uint8)
 
 
 def _write_back(tensor: Tensor, buffer: Tensor) -> None:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from ....base import env, recording
-from ....base.checks import choice, integer
+from ....base.checks import choice, integer, refuse_copy
 from ....base.errors import NonFiniteError
 from ....base.interrupts import deferred_interrupts
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
@@ -373,6 +374,13 @@ class DecoupledDiLoCo:
             self._hooks.remove()
             self._hooks = None
         self._end()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(
+            self,
+            "the server has its state; save the model's and the optimizer's state_dict(), and "
+            "construct a new DecoupledDiLoCo under the same name",
+        )
 
     def __enter__(self) -> DecoupledDiLoCo:
         return self
