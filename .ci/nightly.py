@@ -1,8 +1,9 @@
 """Run all checks at full depth, part by part: `make nightly`.
 
-Each part is a make target with a log of its own. A part that has passed on this commit is not run
+Each part is a make target with a log of its own. A part that has passed on these files is not run
 again, so a run that was stopped goes on where it was. `--again` runs all parts anew; names of parts
-choose some of them. The table stands in build/nightly/summary.txt.
+choose some of them. The table stands in build/nightly/summary.txt. Where nvcc is absent, the parts
+that compile CUDA are left out, and the table says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -51,8 +53,11 @@ PARTS = {
 }
 
 
+NEED_NVCC = ("cuda-sm90", "cuda")
+
+
 def state_of_tree() -> str:
-    """Return the commit, and a digest of what differs from it."""
+    """Return the commit, and a digest of what differs from it and of the installed packages."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -61,15 +66,27 @@ def state_of_tree() -> str:
 
     commit = git("rev-parse", "--short=12", "HEAD").strip()
     changes = git("diff", "HEAD")
-    return commit + (f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else "")
+    for name in git("ls-files", "--others", "--exclude-standard").splitlines():
+        changes += name + hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+    pip = [sys.executable, "-m", "pip", "freeze", "--exclude-editable"]
+    packages = subprocess.run(pip, check=True, capture_output=True, text=True).stdout
+    digest = hashlib.sha256((changes + packages).encode()).hexdigest()[:8]
+    return f"{commit}{'+changes' if changes else ''} {digest}"
 
 
 def run(name: str, command: str) -> dict[str, object]:
     log = FOLDER / f"{name}.log"
     begin = time.monotonic()
+    # The variables of the make that runs this, such as ARGS, are not for the parts.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    environment.pop("ARGS", None)
     with log.open("w") as file:
         status = subprocess.run(
-            ["bash", "-c", command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+            ["bash", "-c", command],
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
         ).returncode
     return {"status": status, "seconds": round(time.monotonic() - begin), "log": log.name}
 
@@ -78,6 +95,7 @@ def table(tree: str, outcomes: dict[str, dict[str, object]]) -> str:
     lines = [f"commit {tree}, {os.cpu_count()} processors", f"{'part':<16} {'seconds':>8}  outcome"]
     for name, outcome in outcomes.items():
         text = "passed" if outcome["status"] == 0 else f"failed, see build/nightly/{outcome['log']}"
+        text = "left out: there is no nvcc" if outcome["status"] is None else text
         lines.append(f"{name:<16} {outcome['seconds']:>8}  {text}")
     total = sum(int(str(outcome["seconds"])) for outcome in outcomes.values())
     lines.append(f"{'all':<16} {total:>8}")
@@ -97,15 +115,20 @@ def main() -> int:
     kept = json.loads(record.read_text()) if record.exists() else {}
     outcomes = kept["outcomes"] if kept.get("tree") == tree else {}
     for name in given.parts or PARTS:
+        if name in NEED_NVCC and shutil.which("nvcc") is None:
+            outcomes[name] = {"status": None, "seconds": 0, "log": ""}
+            continue
         if not given.again and outcomes.get(name, {}).get("status") == 0:
             print(f"{name}: has passed on {tree}", flush=True)
             continue
         print(f"{name}: {PARTS[name]}", flush=True)
         outcomes[name] = run(name, PARTS[name])
+        if state_of_tree() != tree:
+            sys.exit(f"{name}: files changed during the run, so no outcome of this part counts")
         record.write_text(json.dumps({"tree": tree, "outcomes": outcomes}, indent=1))
         (FOLDER / "summary.txt").write_text(table(tree, outcomes))
     print(table(tree, outcomes), end="")
-    return int(any(outcome["status"] != 0 for outcome in outcomes.values()))
+    return int(any(outcome["status"] for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

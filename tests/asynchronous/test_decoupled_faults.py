@@ -39,7 +39,6 @@ def play_with(tmp_path: Path) -> Iterator[Callable[..., Play]]:
         play.__exit__()
 
 
-@pytest.mark.nightly("9 s; the virtual clock has both")
 def test_a_killed_and_a_stopped_learner_hold_nobody_up(play_with: Callable[..., Play]) -> None:
     """A quorum of all: merges wait until the lost learner is known to be lost; steps never do."""
     play = play_with({"quorum": 3, **CARRY}, lost_after=3.0)

@@ -51,7 +51,7 @@ def run_all(
     return ends
 
 
-@pytest.mark.nightly("12 s each; they differ in the policy", but=["eager"])
+@pytest.mark.nightly("12 s each; they differ in policy and wire", but=["blocking-feedback"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_one_joins_and_one_dies(
@@ -238,7 +238,7 @@ def test_another_one_dies_in_the_change(
     assert ends[0].members == (0, 3)
 
 
-@pytest.mark.nightly("6 s; the next test but one loses and regains such a replica")
+@pytest.mark.nightly("6 s; test_sharded_failures has a death of one of two workers and a newcomer")
 @pytest.mark.slow
 def test_a_replica_of_two_workers_dies_and_another_joins(
     fresh_workers: Callable[..., Pool], registry: Host
@@ -249,7 +249,7 @@ def test_a_replica_of_two_workers_dies_and_another_joins(
     assert ends[0].members == ends[4].members == (0, 2)
 
 
-@pytest.mark.nightly("20 s; test_another_one_dies_in_the_change has a death in the seal")
+@pytest.mark.nightly("20 s; the explorer of the core has a death at every step of a change")
 @pytest.mark.slow
 def test_a_worker_dies_in_the_seal(fresh_workers: Callable[..., Pool], registry: Host) -> None:
     """Its replica has not said how far it is, and is lost as a whole; the others go on."""
@@ -288,7 +288,7 @@ def test_one_dies_in_the_flush(
     run_all(fresh_workers, registry, run, 3, {2})
 
 
-@pytest.mark.nightly("10 s; test_faults_hang stops a replica of a fixed group")
+@pytest.mark.nightly("10 s; test_faults_liveness stops a replica of a fixed group")
 @pytest.mark.slow
 def test_a_replica_that_hangs_is_left_behind(
     fresh_workers: Callable[..., Pool], registry: Host

@@ -54,7 +54,6 @@ def members(registry: Registry, *arguments: object) -> tuple[object, ...]:
     return ("members", "--registry", registry.address, "--run", "r", "--timeout", 20, *arguments)  # type: ignore[attr-defined]
 
 
-@pytest.mark.nightly("7 s; test_registry ends and restarts the same server")
 def test_a_registry_is_hosted_ended_and_found_again(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     made = run_cli("registry", "keygen", keys, "--worker", "w1")

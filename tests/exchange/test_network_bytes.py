@@ -37,7 +37,7 @@ def run(words: list[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.nightly("12 s; test_exchange_rotated counts the bytes that are handed to the sockets")
+@pytest.mark.nightly("12 s; the first tier has the bytes that the engine counts")
 @pytest.mark.parametrize("world", [2, 8])
 def test_bits_of_an_element(world: int, private_loopback: list[str], tmp_path: Path) -> None:
     count = MEBI + 7  # the last block and the last run are short
@@ -66,7 +66,7 @@ def test_bits_of_an_element(world: int, private_loopback: list[str], tmp_path: P
         assert row["interface_bits"] > 0.98 * limit, row
 
 
-@pytest.mark.nightly("14 s; the kernel counts bytes of the exchange in the other test")
+@pytest.mark.nightly("14 s; the first tier has the bytes that the engine counts")
 def test_diloco_sends_150_times_less_than_ddp(private_loopback: list[str], tmp_path: Path) -> None:
     """H = 50 and int8 against DDP: 50 * 32 / 8.07 = 198 by formula, counted here with all else."""
     path = tmp_path / "results.json"

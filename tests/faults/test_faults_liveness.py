@@ -223,7 +223,6 @@ def hold_the_lock(rank: int, world: int, address: Address) -> Result:
     return finish(replica, 2 * H)
 
 
-@pytest.mark.nightly("5 s of waiting; the first tier has peers that are suspected")
 def test_a_busy_peer_is_not_suspected(fresh_workers: Fresh) -> None:
     pool = fresh_workers(3, init_group=False)
     check_agreement(pool.run(hold_the_lock, pool.store, timeout=40))

@@ -24,6 +24,8 @@ from frozen_runs import Bits
 from frozen_table import EVENTS, NUM_SETTINGS, POLICIES, WIRES, WORLDS, Setting, covered, sensible
 from workers import Crew, Pool
 
+from diloco_comm.methods.overlap import OVERLAPS
+
 EXPECTED = load()
 NAMES = [name for name in EXPECTED if not is_death(name)]
 DEATHS = list(filter(is_death, EXPECTED))
@@ -92,6 +94,11 @@ def test_the_file_has_every_entry_once() -> None:
     assert sorted(EXPECTED) == sorted(all_names(EXPECTED))
     assert len(TABLE) == len(set(TABLE)) >= NUM_SETTINGS
     assert all(row.is_sensible for row in TABLE)
+
+
+def test_the_table_has_every_policy() -> None:
+    chosen = {type(policy["overlap"]) for policy in POLICIES.values() if "overlap" in policy}
+    assert chosen == set(OVERLAPS.values())
 
 
 def test_the_table_covers_every_sensible_pair() -> None:

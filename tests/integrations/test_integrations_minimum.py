@@ -38,7 +38,7 @@ def lightning_with_a_minimum(
     return f"ended at {trainer.global_step}"
 
 
-@pytest.mark.nightly("20 s; the first tier has Hugging Face's trainer")
+@pytest.mark.nightly("3 s each; they differ in the limit", but=["epochs"])
 @needs("lightning")
 @pytest.mark.parametrize(
     ("limits", "is_refused"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 import torch
+import triton_cases
 from codec_cases import DTYPES, assert_same, fragment, tensors_like
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,6 +160,13 @@ def test_every_operator_serves_cuda_tensors() -> None:
         for namespace in ("diloco_comm", "diloco_comm_triton"):
             full = f"{namespace}::{name}"
             assert torch._C._dispatch_has_kernel_for_dispatch_key(full, "CUDA"), full
+
+
+def test_ids_are_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks name tests by their ids."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_a_gpu = runpy.run_path(triton_cases.__file__)["IMPLS"]
+    assert [param.id for param in on_a_gpu] == triton_cases.IMPLS == ["triton"]
 
 
 @pytest.mark.nightly("up to 4 s each in the interpreter; test_ops_torch checks the same operators")

@@ -237,7 +237,7 @@ def resume_everywhere(rank: int, world: int, arguments: dict[str, Any], bad: int
     return matches
 
 
-@pytest.mark.nightly("up to 24 s each; the frozen runs have resets and resumes of all policies")
+@pytest.mark.nightly("up to 24 s each; they differ in the policy", but=["-Delayed(rounds=1)-1"])
 @pytest.mark.parametrize(
     ("world", "arguments", "bad"),
     [

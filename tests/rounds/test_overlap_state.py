@@ -100,7 +100,7 @@ def resume_everywhere(rank: int, world: int, names: list[str]) -> dict[str, list
     return matches
 
 
-@pytest.mark.nightly("13 s; the frozen runs resume on all policies")
+@pytest.mark.nightly("13 s; test_state resumes after every step, the frozen runs on all policies")
 @pytest.mark.parametrize("world", [2, 3])
 def test_resume_after_every_inner_step(world: int, workers) -> None:
     names = list(SETTINGS) if world == 2 else ["delayed_2", "eager", "rotated", "gathered"]
@@ -132,7 +132,7 @@ def settle_what_is_under_way(rank: int, world: int, names: list[str]) -> dict[st
     return matches
 
 
-@pytest.mark.nightly("6 s; the frozen runs resume on all wires")
+@pytest.mark.nightly("6 s; test_saved_wires resumes rounds under way")
 def test_a_round_settled_after_a_resume_counts_no_rounding_twice(workers) -> None:
     names = ["streaming", "delayed_2", "rotated", "gathered"]
     assert workers(3).run(settle_what_is_under_way, names) == [dict.fromkeys(names, True)] * 3

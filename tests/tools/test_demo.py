@@ -135,7 +135,7 @@ def wait_for_line(readline: Callable[[], str], text: str) -> None:
     raise AssertionError(f"the output ended before {text!r}")
 
 
-@pytest.mark.nightly("21 s; test_lifetime has control-C in a replica")
+@pytest.mark.nightly("21 s; test_dead_replica_is_reported has the end of all other processes")
 def test_ctrl_c_leaves_no_process(
     running_demo: tuple[subprocess.Popen[str], list[psutil.Process]],
 ) -> None:
@@ -158,7 +158,6 @@ def test_replicas_end_when_the_parent_is_killed(
     assert not psutil.wait_procs(children, timeout=10)[1]
 
 
-@pytest.mark.nightly("22 s; the demo itself runs in the first tier")
 def test_dead_replica_is_reported(
     running_demo: tuple[subprocess.Popen[str], list[psutil.Process]],
 ) -> None:

@@ -35,7 +35,9 @@ TINY = ChaosSettings(
 PAGE = "tutorials/demo.md"
 
 
-@pytest.mark.nightly("a minute; test_elastic_training has each event")
+@pytest.mark.nightly(
+    "a minute; test_elastic_training has a death and a join, test_registry a restart"
+)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_events_have_their_effect(tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_all_events_have_their_effect(tmp_path: Path) -> None:
     assert "replica 3 is killed" in printed and "\x1b[" not in printed
 
 
-@pytest.mark.nightly("21 s; test_lifetime has control-C in a replica")
+@pytest.mark.nightly("21 s; test_demo has the end of all processes of a demo")
 @pytest.mark.timeout(300)
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diloco_comm.tools.cli", "demo", "--chaos"]
@@ -103,7 +105,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.nightly("10 s; Ctrl-C, too, must leave no process")
+@pytest.mark.nightly("10 s; test_demo has the end of all processes of a demo")
 def test_all_end_when_the_parent_is_killed_also_one_that_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text(IDLE)
     command = [sys.executable, str(tmp_path / "idle.py"), str(tmp_path)]

@@ -77,7 +77,7 @@ def start(registry: Host, folder: Path, name: str, *arguments: object) -> subpro
     )
 
 
-@pytest.mark.nightly("50 s; the other tests of this file start and end replicas")
+@pytest.mark.nightly("50 s; test_a_signal_lets_the_replica_leave starts and ends replicas")
 @pytest.mark.fresh_interpreter
 def test_a_dead_replica_comes_again_and_all_end_at_one_step(registry: Host, tmp_path: Path) -> None:
     (tmp_path / "die").touch()
@@ -126,7 +126,7 @@ def test_all_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     Launcher(Launch("tcp://127.0.0.1:1", "r", [str(script)], 2, state))
 
 
-@pytest.mark.nightly("41 s; test_elastic_training has a replica that leaves")
+@pytest.mark.nightly("40 s each; they differ in the signal", but=["15"])
 @pytest.mark.fresh_interpreter
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_replica_leave(

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from trace_files import GEMM, NCCL, Nsys, event, kernel, launch, write_kineto
 from workers import Pool
 
 from diloco_comm import DiLoCo, Streaming
+from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
+from diloco_comm.backend import DilocoProcessGroup
+from diloco_comm.base import recording
 from diloco_comm.base.recording import Recorder
 from diloco_comm.tools.profile import command as profile_command
 
@@ -199,7 +203,7 @@ def train():
 """
 
 
-@pytest.mark.nightly("12 s each; test_profile reads traces that are kept")
+@pytest.mark.nightly("12 s each; test_what_trains_asks_for_a_recording has the calls")
 @pytest.mark.parametrize("start", STARTS)
 def test_everything_that_trains_records(start: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN + STARTS[start])
@@ -207,6 +211,33 @@ def test_everything_that_trains_records(start: str, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     (rank,) = report_json(tmp_path / "traces/rank0.json.gz")["ranks"]
     assert rank["computation_us"] > 0
+
+
+class Asked(Exception):
+    """Stands for the start of a recording."""
+
+
+MADE: dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer], object]] = {
+    "DiLoCo": lambda model, inner: DiLoCo(model, inner, sync_every=2, num_replicas=1),
+    "AsyncDiLoCo": lambda model, inner: AsyncDiLoCo(model, inner, server="tcp://127.0.0.1:1"),
+    "DecoupledDiLoCo": lambda model, inner: DecoupledDiLoCo(
+        model, inner, server="tcp://127.0.0.1:1"
+    ),
+    "backend": lambda model, inner: DilocoProcessGroup(
+        torch.distributed.HashStore(), 0, 1, timedelta(seconds=60)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_trains_asks_for_a_recording(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_if_asked() -> None:
+        raise Asked
+
+    monkeypatch.setattr(recording, "start_if_asked", start_if_asked)
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(Asked):
+        MADE[name](model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_an_import_starts_no_recording(tmp_path: Path) -> None:

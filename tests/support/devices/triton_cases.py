@@ -6,7 +6,10 @@ import pytest
 import torch
 
 IS_COMPILED = torch.cuda.is_available()
-IMPLS = [pytest.param("triton@cuda", marks=pytest.mark.gpu)] if IS_COMPILED else ["triton"]
+# One id in both places, because marks name tests by their ids.
+IMPLS = [
+    pytest.param("triton@cuda", marks=pytest.mark.gpu, id="triton") if IS_COMPILED else "triton"
+]
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 interpreted = pytest.mark.skipif(IS_COMPILED, reason="Triton is compiled here, not interpreted")
 no_overflow_warning = pytest.mark.filterwarnings(

@@ -211,9 +211,7 @@ def main() -> None:
         save(
             {name: found[name] if name in told else known.get(name, found[name]) for name in names}
         )
-    print(
-        f"{len(names)} entries, of which {len(told)} differ and {len(found.keys() - known)} are new"
-    )
+    print(f"{len(names)} entries; {len(told)} differ, and {len(found.keys() - known)} are new")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -292,7 +293,7 @@ def run(tier: str, only: Sequence[int], has_all: bool) -> None:
     tree = BUILD / "tree"
     copy_sources(tree)
     trials = Trials(tree, Choice(COVERAGE), tier, has_all)
-    file = BUILD / f"results-{tier}.jsonl"
+    file = results_of(tier)
     done = {trial.number for trial in read_results(file)}
     for number, mutant in enumerate(all_mutants()):
         if number in done or (only and number not in only):
@@ -301,7 +302,13 @@ def run(tier: str, only: Sequence[int], has_all: bool) -> None:
         with file.open("a") as stream:
             stream.write(json.dumps(asdict(trial)) + "\n")
         print(row(trial, mutant), flush=True)
-    (BUILD / f"results-{tier}.txt").write_text(table(read_results(file)))
+    file.with_suffix(".txt").write_text(table(read_results(file)))
+
+
+def results_of(tier: str) -> Path:
+    """Return the file of a tier's results; another list of mutants has another file."""
+    digest = hashlib.sha256(LIST.read_bytes()).hexdigest()[:8]
+    return BUILD / f"results-{digest}-{tier}.jsonl"
 
 
 def read_results(file: Path) -> list[Trial]:
@@ -350,7 +357,7 @@ def main() -> None:
     if options.command == "run":
         run(options.tier, options.only, not options.chosen_only)
     elif options.command == "table":
-        print(table(read_results(BUILD / f"results-{options.tier}.jsonl")))
+        print(table(read_results(results_of(options.tier))))
     elif options.command == "draw":
         draw_list(options.seed)
     else:

@@ -82,6 +82,9 @@ def main() -> int:
             failed = sum(counts[kind][test, "failed"] for test in tests)
             print(f"{kind} run {time} of {options.times}: {failed} failures so far", flush=True)
     print(table(tests, counts))
+    absent = [t for t in tests if not all(of_kind[t, "passed"] for of_kind in counts.values())]
+    for test in absent:
+        print(f"{test} has not passed once: it is skipped here, or has another name")
     return int(any(of_kind[test, "failed"] for of_kind in counts.values() for test in tests))
 
 
