@@ -106,7 +106,7 @@ def test_error_feedback_makes_the_mean_right(workers) -> None:
 
 
 def saved_and_resumed(rank: int, world: int, is_rebuilt: bool) -> tuple[bool, bool, float]:
-    """Return whether residuals and later gradients are those of a whole run, and a distance."""
+    """Compare a resumed run with a whole run: residuals, gradients, distance of the gradients."""
     options = {"wire": "int4", "error_feedback": True, "find_unused_parameters": not is_rebuilt}
     model, state = make_model(**options)
     for step in range(3):
@@ -134,7 +134,7 @@ def test_residuals_are_saved_and_resumed(is_rebuilt: bool, workers) -> None:
 
 
 def mean_of_resumed_without_state(rank: int, world: int) -> float:
-    """Return how far a gradient is from that of a whole run where residuals are not resumed."""
+    """Return the distance of gradients with and without the residuals of three steps."""
     model, _ = make_model(wire="int4", error_feedback=True)
     for step in range(3):
         backward(model, rank, step)

@@ -173,7 +173,7 @@ def test_flush_makes_replicas_identical(world: int, workers) -> None:
     assert all(is_equal for _, is_equal in results[0])
 
 
-# Of each replica, for the sends of a fragment in turn, and again from the beginning.
+# The weights of both replicas at their sends, in turn, and again from the beginning.
 WEIGHTS = {
     "never": ([1.0], [0.0]),
     "twice": ([1.0, 1.0, 1.0, 2.0], [1.0, 0.0, 0.0, 1.0]),
