@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -49,3 +51,27 @@ def layout_hash(fragments: Sequence[Fragment], schedule: Schedule, *, whole: boo
     text = json.dumps([lines, schedule.sync_every, schedule.offsets])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def shared_memory(tensors: Iterable[Tensor]) -> list[str]:
+    """Name the places in shared memory where tensors lie, alike in all processes of a machine.
+
+    Returns:
+        A digest of boot, device, inode and offset for each tensor in a shared mapping. A tensor on
+        the CPU says by ``is_shared()`` that it lies in one, as ``torch.multiprocessing`` leaves the
+        tensors that it passes; on another device that says nothing.
+    """
+    addresses = [t.data_ptr() for t in tensors if t.device.type == "cpu" and t.numel()
+                 and t.is_shared()]  # fmt: skip
+    if not addresses:
+        return []
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    begins = [int(words[0].partition("-")[0], 16) for words in maps]
+    places = []
+    for address in addresses:
+        index = bisect.bisect(begins, address) - 1
+        _, _, offset, device, inode, *_ = maps[index]
+        place = f"{boot} {device} {inode} {int(offset, 16) + address - begins[index]}"
+        places.append(hashlib.blake2b(place.encode(), digest_size=8).hexdigest())
+    return places

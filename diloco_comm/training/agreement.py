@@ -7,9 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ..base.errors import ReplicaMismatch
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
-from ..replica.descriptions import describe_parameters
+from ..replica.descriptions import describe_parameters, shared_memory
 from ..replica.workers import ReplicaWorkers
 from ..rounds import joining
 from ..rounds.agreement import handshake, history
@@ -88,6 +89,15 @@ class Agreement:
         self.refuse_different_state()
         return inner_step
 
+    def begin_anew(self) -> None:
+        """Begin with the local weights as they are now; before the first step.
+
+        A replica that begins with other weights has another history: the first exchange fails.
+        """
+        for part in self._plan.parameter_parts():
+            part.read_local()
+            history.begin(part, is_shared=True)
+
     def agree(self, init: str) -> None:
         """Compare model and settings with the other replicas."""
         settings, exchange = self._settings, self._exchange
@@ -100,13 +110,29 @@ class Agreement:
             # The lr may have been assigned since the start; a newcomer is given the present one.
             shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
         private = {"overlap": settings.overlap.private_config(), "weight": self._weight}
+        tensors = [tensor for part in self._plan.parts for tensor in part.tensors()]
+        private["memory"] = shared_memory(tensors)
         views = handshake.agree(exchange, self._plan.description, shown, private)
+        self._refuse_same_memory([view["memory"] for view in views])
         weights = [view["weight"] for view in views]
         if all(weight == 0 for weight in weights):
             raise ValueError(f"the weights of all replicas are zero: {weights}")
         self.fix_weight()
         is_alike = all(view["overlap"] == views[0]["overlap"] for view in views)
         self.is_state_shared = settings.overlap.is_shared and is_alike
+
+    def _refuse_same_memory(self, places: list[list[str]]) -> None:
+        """Raise if two replicas have the same tensors: a write of one changes both."""
+        owners: dict[str, int] = {}
+        for replica, found in zip(self._exchange.members, places, strict=True):
+            for place in found:
+                other = owners.setdefault(place, replica)
+                if other != replica:
+                    raise ReplicaMismatch(
+                        f"replicas {other} and {replica} train the same tensors in shared memory, "
+                        "as torch.multiprocessing passes a model to its processes: make the model "
+                        "in each process, or begin there with model = copy.deepcopy(model)"
+                    )
 
     def renew(self, inner_step: int) -> int:
         """Begin in a new group; return the inner step."""

@@ -12,6 +12,7 @@ from torch import nn
 from ..base import env
 from ..base.checks import choice, flag, not_negative, timeout_seconds
 from ..methods.settings import Config, Settings, merge
+from ..replica.model_watch import CHECKS
 from ..rounds.weighing import Weight
 
 # What the views of a membership say.
@@ -29,6 +30,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     flag("norms", arguments["norms"])
     flag("attach", arguments["attach"])
+    choice("checks", arguments["checks"], CHECKS)
     choice("init", arguments["init"], ("broadcast", "check", "join"))
     choice("offload", arguments["offload"], (None, "cpu"))
     if arguments["membership"] is not None:

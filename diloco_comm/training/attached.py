@@ -18,6 +18,7 @@ from ..methods.settings import Settings
 from ..ops.digests import digest_of
 from ..replica.fragments import refuse_new_parameters
 from ..replica.hooks import StepHooks
+from ..replica.model_watch import ModelWatch
 from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement.consensus import mean_state
 from ..rounds.agreement.handshake import gather_json
@@ -63,6 +64,8 @@ class Attached:
 
     # None where the user changes the group, or nobody.
     _elastic: ElasticTraining | None = None
+    # None until the constructor has ended.
+    _watch: ModelWatch | None = None
 
     def close(self) -> None:
         """Tell the peers, end the engine's threads and take the hooks off; idempotent.
@@ -76,6 +79,8 @@ class Attached:
         self._is_closed = True
         if self._hooks is not None:
             self._hooks.remove()
+        if self._watch is not None:
+            self._watch.close()
         self.exchange.inner_step = self.inner_step
         if self._elastic is not None:
             self._elastic.group.close(is_finished=is_finished)
@@ -269,9 +274,12 @@ class Attached:
         """Raise if tensors do not lie in memory as when this was attached.
 
         Args:
-            is_sending: Raise too if the optimizers train parameters that were not there, or frozen.
+            is_sending: Raise too if the optimizers train parameters that were not there, or
+                frozen, or if the model has other parameters under their names.
         """
         if is_sending:
+            if self._watch is not None:
+                self._watch.refuse_replaced()
             known = {id(param) for param in self._plan.parameters()}
             refuse_new_parameters(self._model, self._optimizers, known)
         for part in parts:

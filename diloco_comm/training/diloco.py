@@ -22,6 +22,7 @@ from ..ops.dispatch import resolve_engine_impl
 from ..ops.wire import WireFormat
 from ..replica.fragments import FragmentSpec
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
+from ..replica.model_watch import ModelWatch, report
 from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement import handshake
 from ..rounds.agreement.resets import OnReset, check_on_reset
@@ -107,6 +108,9 @@ class DiLoCo(Saved):
             been written: to clear the optimizer's state, which is else left alone.
         norms: Measure the norm of the pseudo-gradient, one more pass over the parameters.
         attach: False leaves it to the user to call ``step()`` after each optimizer step.
+        checks: "raise" (default) or "warn" when a program loads other weights into the model in
+            the middle of a run, or replaces a parameter under its name; "off" looks at neither.
+            Weights loaded before the first step are taken over, on all replicas or on none.
         membership: An ``Elastic``: replicas come and go by themselves. Without ``group``, ``mesh``,
             ``store``, ``replica``, ``num_replicas``, ``members`` and ``init``.
 
@@ -157,6 +161,7 @@ class DiLoCo(Saved):
         on_reset: OnReset | None = None,
         norms: bool = False,
         attach: bool = True,
+        checks: str = "raise",
         backend: str | None = None,
         offload: str | None = None,
         membership: Elastic | None = None,
@@ -171,6 +176,7 @@ class DiLoCo(Saved):
         optimizers = hookable(optimizer, attach=attach)
         self._skipped = SkippedSteps(optimizers)
         self._saved_writes: dict[int, set[int]] = {}
+        self._checks = checks
 
         shards = shard_group_of(shard_group, seconds)
         plan = make_plan(model, optimizers, settings, shard_group=shards, offload=offload)
@@ -193,6 +199,8 @@ class DiLoCo(Saved):
                 membership, plan, settings, workers, seconds, optimizers
             )
             self._elastic.enter(self, begin, arguments)
+        attached = [part.fragment for part in plan.parameter_parts()]
+        self._watch = ModelWatch(model, optimizers, attached, self._take_loaded, checks)
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
 
@@ -298,6 +306,25 @@ class DiLoCo(Saved):
             if again is None:
                 self._take_step_back(error, is_done)
             raise
+
+    def _take_loaded(self) -> None:
+        """Take weights that the program has loaded since the last step for the outer parameters.
+
+        Before the first step alone: later, the momentum and rounds under way are of other weights.
+
+        Raises:
+            RuntimeError: After the first step, with ``checks="raise"``.
+        """
+        if self.inner_step == 0:
+            self._agreement.begin_anew()
+            return
+        report(
+            self._checks,
+            f"weights were loaded into the model after {self.inner_step} inner steps, and the "
+            "outer parameters, which are of the weights before, would pull them back: load weights "
+            "before DiLoCo is constructed; to go on from a checkpoint, give its outer state to "
+            "diloco.load_state_dict() too, on all replicas",
+        )
 
     def _take_step_back(self, error: BaseException, is_done: bool) -> None:
         """After an interrupt before anything was sent or applied, the next call does all of it."""

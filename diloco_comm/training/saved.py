@@ -97,3 +97,5 @@ class Saved(Attached):
             self._rounds.drop()
             self.inner_step = write()
             self._saved_writes = saved_writes(self.parts)
+        if self._watch is not None:
+            self._watch.expect_load()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +23,7 @@ from ...ops.wire import WireFormat, parse
 from ...ops.wire_options import check_training
 from ...replica.fragments import FragmentSpec
 from ...replica.hooks import StepHooks, hookable
+from ...replica.model_watch import CHECKS, ModelWatch, report_loaded
 from .following import Follower, Pursuit
 from .link import Link, ServerLost
 from .local import LocalModel
@@ -85,6 +87,8 @@ class AsyncDiLoCo:
         impl: Force an implementation of the operators.
         attach: With False the user calls ``step()`` after each optimizer step, and the optimizer
             may be any object with ``param_groups``.
+        checks: As in ``DiLoCo``; weights that are loaded before the first step are refused too,
+            because the server's model is there already.
 
     The server decides how many inner steps a round has. If the server is silent at the end of a
     round, ``step`` waits. After ``timeout``, ``step`` raises ``ServerLost`` and leaves the
@@ -119,7 +123,9 @@ class AsyncDiLoCo:
         on_round: Callable[[RoundMetrics], None] | None = None,
         impl: str = "",
         attach: bool = True,
+        checks: str = "raise",
     ) -> None:
+        choice("checks", checks, CHECKS)
         choice("rounding", rounding, ("nearest", "stochastic"))
         choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
         wire = parse(wire, block_size)
@@ -155,6 +161,9 @@ class AsyncDiLoCo:
         except BaseException:
             self._link.close()
             raise
+        self._watch = ModelWatch(
+            model, optimizers, self._local.fragments, partial(report_loaded, checks), checks
+        )
         if attach:
             self._hooks = StepHooks(optimizers, self.step)
 
@@ -238,6 +247,7 @@ class AsyncDiLoCo:
             if self._follower is not None:
                 self._follower.own = None
             self._local.rename(self.name)
+            self._watch.refuse_replaced()
             with span("encode", 0, self.seq + 1):
                 if not self._local.encode(self.seq + 1):
                     self._drop()
@@ -332,6 +342,7 @@ class AsyncDiLoCo:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
+        self._watch.close()
         try:
             self._link.leave()
         except ServerLost:

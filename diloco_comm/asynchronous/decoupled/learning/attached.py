@@ -21,6 +21,7 @@ from ....base.errors import NonFiniteError
 from ....base.interrupts import deferred_interrupts
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
 from ....replica.hooks import StepHooks, hookable
+from ....replica.model_watch import CHECKS, ModelWatch, report_loaded
 from ...worker.link import ServerLost
 from ..fragment_round import Merge
 from ..learner import Learner
@@ -64,6 +65,7 @@ class DecoupledDiLoCo:
         impl: Force an implementation of the operators.
         attach: With False the user calls ``step()`` after each optimizer step, and the optimizer
             may be any object with ``param_groups``.
+        checks: As in ``AsyncDiLoCo``.
 
     Attributes:
         settings: The settings of the run, from the server.
@@ -92,7 +94,9 @@ class DecoupledDiLoCo:
         key_name: str = "worker",
         impl: str = "",
         attach: bool = True,
+        checks: str = "raise",
     ) -> None:
+        choice("checks", checks, CHECKS)
         choice("rounding", rounding, ("nearest", "stochastic"))
         self._tokens = tokens if callable(tokens) else integer("tokens", tokens, 1)
         seconds = env.timeout_s() if timeout is None else timeout
@@ -127,6 +131,9 @@ class DecoupledDiLoCo:
         except BaseException:
             self._end()
             raise
+        self._watch = ModelWatch(
+            model, optimizers, self._fragments, partial(report_loaded, checks), checks
+        )
         if attach:
             self._hooks = StepHooks(optimizers, self.step)
 
@@ -284,6 +291,7 @@ class DecoupledDiLoCo:
                     shard.carrier.answered(p, version)
         if not any(part.is_called for part in self._learner.fragments):
             return
+        self._watch.refuse_replaced()
         for fragment in self._fragments:
             fragment.refuse_changes()
         try:
@@ -373,6 +381,7 @@ class DecoupledDiLoCo:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
+        self._watch.close()
         self._end()
 
     def __reduce__(self) -> NoReturn:

@@ -1,0 +1,182 @@
+"""Notice a training loop that puts other weights into an attached model.
+
+An attached model is known by its parameters: the objects that were there at construction, and the
+values that they had. Two things that a program may do later would go wrong without a word:
+
+* ``load_state_dict`` writes other values. Outer parameters, or the server's, are of the values
+  before, and pull the loaded ones back in the next rounds.
+* ``load_state_dict(assign=True)``, ``resize_token_embeddings`` and others put another parameter
+  under the same name. The model then computes with a parameter that nothing exchanges.
+
+Hooks of every module tell of a load, also of one into a part of the model or through a wrapper.
+A load is looked at before the next optimizer step, by a digest of the values: a program may load
+averaged weights, evaluate them and load its own back. A step without a load before it costs one
+comparison. Writes that run no hook (``param.data = ...``, numpy) are not seen.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ops.digests import digest_of
+from . import sharding
+from .fragments import Fragment, unwrap_model
+
+CHECKS = ("raise", "warn", "off")
+
+
+def report(checks: str, sentence: str) -> None:
+    """Raise RuntimeError with the sentence, or warn, or say nothing.
+
+    Args:
+        checks: One of ``CHECKS``.
+    """
+    if checks == "raise":
+        raise RuntimeError(sentence)
+    if checks == "warn":
+        warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+
+
+def report_loaded(checks: str) -> None:
+    """Report weights that were loaded into a model whose shared weights a server has."""
+    report(
+        checks,
+        "weights were loaded into the model after it was attached, and the server's weights, which "
+        "it began with, would pull them back: load weights before it is attached to a new server",
+    )
+
+
+class ModelWatch:
+    """The hooks of one attached model.
+
+    Args:
+        model, optimizers: As the program uses them.
+        fragments: The parameters that are exchanged.
+        on_loaded: Called before an optimizer step if values were loaded since the last step.
+        checks: One of ``CHECKS``, for a replaced parameter; "off" sets no hook.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Any],
+        fragments: Sequence[Fragment],
+        on_loaded: Callable[[], None],
+        checks: str,
+    ) -> None:
+        self._model, self._fragments, self._checks = model, fragments, checks
+        self._on_loaded = on_loaded
+        # The digest of the values before the first load since the last step; None without a load.
+        self._before: int | None = None
+        self._is_expected = False
+        self._handles: list[Any] = []
+        # The tables of modules with what each has under a name: parameters, and modules with them.
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
+        if checks == "off":
+            return
+        hook = LoadHook(self)
+        for module in model.modules():
+            self._handles.append(module.register_load_state_dict_pre_hook(hook))
+        for optimizer in optimizers:
+            if hasattr(optimizer, "register_step_pre_hook"):
+                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._fsdp_modules = sharding.fsdp_modules(model)
+        sharding.reshard(self._fsdp_modules)
+        self._add_places(unwrap_model(model), {id(param) for _, param in self._named()}, set())
+
+    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        for fragment in self._fragments:
+            yield from zip(fragment.names, fragment.params, strict=True)
+
+    def _add_places(self, module: nn.Module, known: set[int], seen: set[int]) -> bool:
+        """Return whether the module, or a module in it, has a known parameter."""
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        for name, param in module._parameters.items():
+            if id(param) in known:
+                places.append((module._parameters, name, param))
+        for name, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                if self._add_places(child, known, seen):
+                    places.append((module._modules, name, child))
+        self._places += places
+        return bool(places)
+
+    def close(self) -> None:
+        """Take the hooks off; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ------------------------------------------------------------------------------------- loads
+
+    def expect_load(self) -> None:
+        """Take what is loaded before the next step for a part of a resume."""
+        self._before, self._is_expected = None, True
+
+    def loading(self, module: nn.Module) -> None:
+        """Note that values are about to be loaded into a module."""
+        if self._before is None and not self._is_expected:
+            self._before = self._digest()
+
+    def _before_step(self, *_: Any) -> None:
+        if self._before is None:
+            self._is_expected = False
+            return
+        before, self._before = self._before, None
+        self.refuse_replaced()
+        if self._digest() != before:
+            self._on_loaded()
+
+    def _digest(self) -> int:
+        tensors: list[Tensor] = []
+        for fragment in self._fragments:
+            tensors += fragment.tensors()
+        return digest_of(tensors)
+
+    # ---------------------------------------------------------------------- replaced parameters
+
+    def refuse_replaced(self) -> None:
+        """Raise, or warn, if the model has another parameter under a name.
+
+        Raises:
+            RuntimeError: With ``checks="raise"``.
+        """
+        if not self._places:
+            return
+        sharding.reshard(self._fsdp_modules)
+        if all(table.get(name) is known for table, name, known in self._places):
+            return
+        # A parametrization, or an adapter around a module, may keep the parameter elsewhere.
+        present = {id(param) for param in unwrap_model(self._model).parameters()}
+        names = [name for name, param in self._named() if id(param) not in present]
+        if names:
+            self._places = []
+            shown = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
+            report(
+                self._checks,
+                f"the model has another parameter under the name {shown} than when it was attached "
+                "(load_state_dict(assign=True) and resize_token_embeddings do that), and the old "
+                "one is exchanged: change the model before it is attached, or attach it anew, with "
+                "a new optimizer, on all replicas",
+            )
+
+
+class LoadHook:
+    """The hook of the modules. In a copy, or in a model that was pickled, the hook does nothing."""
+
+    def __init__(self, watch: ModelWatch | None = None) -> None:
+        self._watch = None if watch is None else weakref.ref(watch)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        watch = None if self._watch is None else self._watch()
+        if watch is not None:
+            watch.loading(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LoadHook, ()
