@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -256,31 +257,31 @@ def make_shared(given: Any) -> nn.Module:
     return model
 
 
-def train_one_model(rank: int, port: int, given: Any, answers: Any) -> None:
-    """Stand for a program whose model is an argument of ``torch.multiprocessing.spawn``."""
+def attach_shared(rank: int, world: int, passed: bytes) -> list[str]:
     told = []
-    for name in ("shared", "copied"):
-        model = make_shared(given if name == "shared" else copy.deepcopy(given))
+    given = pickle.loads(passed)
+    for is_copied in (False, True):
+        model = make_shared(copy.deepcopy(given) if is_copied else given)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        place: dict[str, Any] = {"replica": rank, "num_replicas": 2, "name": name, "timeout": 30}
         try:
-            store = f"tcp://127.0.0.1:{port}"
-            DiLoCo(model, optimizer, sync_every=2, store=store, **place).close()
+            DiLoCo(model, optimizer, sync_every=2, timeout=30).close()
             told.append("")
         except ReplicaMismatch as error:
             told.append(str(error))
-    answers.put(told)
+    return told
 
 
 @pytest.mark.parametrize("given", ["model", "tensor"])
-def test_one_model_in_shared_memory_is_refused(
-    given: str, fresh_workers: Callable[..., Any]
-) -> None:
-    pool = fresh_workers(2, init_group=False)
-    model = Regression(WIDTH)
-    answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    passed = model if given == "model" else model.head.weight.detach()
-    torch.multiprocessing.spawn(train_one_model, (pool.store[1], passed, answers), nprocs=2)
-    for shared, copied in (answers.get(), answers.get()):
+def test_one_model_in_shared_memory_is_refused(given: str, workers) -> None:
+    """The tensors are passed as ``torch.multiprocessing`` passes the arguments of a process."""
+    model = Regression(WIDTH).share_memory()
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        passed = ForkingPickler.dumps(model if given == "model" else model.head.weight.detach())
+        results = workers(2).run(attach_shared, bytes(passed))
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    for shared, copied in results:
         assert "replicas 0 and 1 train the same tensors in shared memory" in shared
         assert copied == ""
