@@ -9,6 +9,7 @@ that compile CUDA are left out, and the table says so.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -61,13 +62,20 @@ def state_of_tree() -> str:
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+            ["git", *arguments],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
         ).stdout
 
     commit = git("rev-parse", "--short=12", "HEAD").strip()
     changes = git("diff", "HEAD")
-    for name in git("ls-files", "--others", "--exclude-standard").splitlines():
-        changes += name + hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+    for name in git("ls-files", "-z", "--others", "--exclude-standard").split("\0"):
+        file = ROOT / name
+        if name and file.is_file():
+            changes += name + hashlib.sha256(file.read_bytes()).hexdigest()
     pip = [sys.executable, "-m", "pip", "freeze", "--exclude-editable"]
     packages = subprocess.run(pip, check=True, capture_output=True, text=True).stdout
     digest = hashlib.sha256((changes + packages).encode()).hexdigest()[:8]
@@ -93,12 +101,17 @@ def run(name: str, command: str) -> dict[str, object]:
 
 def table(tree: str, outcomes: dict[str, dict[str, object]]) -> str:
     lines = [f"commit {tree}, {os.cpu_count()} processors", f"{'part':<16} {'seconds':>8}  outcome"]
-    for name, outcome in outcomes.items():
-        text = "passed" if outcome["status"] == 0 else f"failed, see build/nightly/{outcome['log']}"
-        text = "left out: there is no nvcc" if outcome["status"] is None else text
+    for name in PARTS:
+        outcome = outcomes.get(name, {"status": None, "seconds": 0, "log": None})
+        if outcome["status"] == 0:
+            text = "passed"
+        elif outcome["status"] is None:
+            text = "not run" if outcome["log"] is None else "left out: there is no nvcc"
+        else:
+            text = f"failed, see build/nightly/{outcome['log']}"
         lines.append(f"{name:<16} {outcome['seconds']:>8}  {text}")
     total = sum(int(str(outcome["seconds"])) for outcome in outcomes.values())
-    lines.append(f"{'all':<16} {total:>8}")
+    lines.append(f"{'sum':<16} {total:>8}")
     return "\n".join(lines) + "\n"
 
 
@@ -106,11 +119,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make nightly", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--again", action="store_true", help="also parts that have passed")
+    parser.add_argument("--list", action="store_true", help="show the parts, and run nothing")
     given = parser.parse_args()
     for part in given.parts:
         if part not in PARTS:
             parser.error(f"there is no part {part}; parts are {', '.join(PARTS)}")
+    if given.list:
+        print("\n".join(f"{name:<16} {command}" for name, command in PARTS.items()))
+        return 0
     FOLDER.mkdir(parents=True, exist_ok=True)
+    lock = (FOLDER / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit("another nightly run is under way in this folder")
     tree, record = state_of_tree(), FOLDER / "record.json"
     kept = json.loads(record.read_text()) if record.exists() else {}
     outcomes = kept["outcomes"] if kept.get("tree") == tree else {}
@@ -127,9 +149,13 @@ def main() -> int:
             sys.exit(f"{name}: files changed during the run, so no outcome of this part counts")
         record.write_text(json.dumps({"tree": tree, "outcomes": outcomes}, indent=1))
         (FOLDER / "summary.txt").write_text(table(tree, outcomes))
+    (FOLDER / "summary.txt").write_text(table(tree, outcomes))
     print(table(tree, outcomes), end="")
-    return int(any(outcome["status"] for outcome in outcomes.values()))
+    return int(any(outcomes[name]["status"] for name in given.parts or PARTS))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the next run goes on with this part")

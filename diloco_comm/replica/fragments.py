@@ -7,7 +7,7 @@ optimizers take part: frozen weights stay out. A tied weight counts once, under 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -254,6 +254,40 @@ def trainable_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Opti
                 f"{first}: all that one worker trains must be on one device"
             )
     return named
+
+
+def unexchanged_tensors(model: nn.Module, exchanged: Collection[str]) -> dict[str, Tensor]:
+    """Return frozen parameters and buffers by name: no exchange makes them alike on all replicas.
+
+    The buffers are the persistent ones, other than the statistics of normalisations, which each
+    replica has for its own data. For a DTensor this worker's shard is returned. A tensor without
+    storage of its own, such as one on ``meta`` or of a quantised type, is left out.
+
+    Args:
+        exchanged: The names of tensors that are exchanged.
+    """
+    found: dict[str, Tensor] = {}
+    model = unwrap_model(model)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            found[name] = param
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = buffer
+    shards = {_WRAPPERS.sub("", name): sharding.local(t).detach() for name, t in found.items()}
+    return {
+        name: shard
+        for name, shard in shards.items()
+        if name not in exchanged and _has_plain_memory(shard)
+    }
+
+
+def _has_plain_memory(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_plain and tensor.device.type != "meta" and is_dense(tensor)
 
 
 def refuse_new_parameters(

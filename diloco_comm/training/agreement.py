@@ -11,6 +11,7 @@ from ..base.errors import ReplicaMismatch
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.descriptions import describe_parameters, shared_memory
+from ..replica.fragments import unexchanged_tensors
 from ..replica.workers import ReplicaWorkers
 from ..rounds import joining
 from ..rounds.agreement import handshake, history
@@ -78,6 +79,9 @@ class Agreement:
             handshake.check_same_weights(exchange, named)
         elif init == "broadcast":
             exchange.broadcast(list(named.values()), source_rank)
+        if init != "join":
+            others = unexchanged_tensors(model, named)
+            handshake.share_unexchanged(exchange, others, init, source_rank)
         for part in parts:
             part.open_buffers(exchange)
         if init == "join":

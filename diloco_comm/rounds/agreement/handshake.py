@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,6 +22,9 @@ from ...exchange.exchange import Exchange
 from ...exchange.waiting import call_patiently
 from ...ops.digests import each_digest
 from ...replica import wrappers
+
+logger = logging.getLogger(__name__)
+_MOST_UNEXCHANGED_BYTES = 64 << 20
 
 if not dist.is_initialized():
     # The functions of this module keep the default group at the time of import as an argument's
@@ -245,3 +249,45 @@ def check_same_weights(exchange: Exchange, tensors: dict[str, Tensor]) -> None:
                 f"initial weights differ: parameter {name!r} on replica {odd[0]} is not that of "
                 f'replica {exchange.members[0]}; load the same weights or use init="broadcast"'
             )
+
+
+def share_unexchanged(
+    exchange: Exchange, tensors: dict[str, Tensor], init: str, source_rank: int
+) -> None:
+    """Make frozen parameters and buffers alike, which no later exchange carries.
+
+    Replicas that differ in them would train the mean of different functions. Only the tensors that
+    differ travel.
+
+    Args:
+        tensors: See ``unexchanged_tensors``.
+        init: With "check" a difference is an error.
+        source_rank: The rank of the replica that the others copy.
+
+    Raises:
+        ReplicaMismatch: On every replica, with the names, for a difference with ``init="check"``,
+            for one of more than 64 MiB, and for names or sizes that differ.
+    """
+    digests = each_digest(list(tensors.values()))
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    own = {name: [*pair] for name, *pair in zip(tensors, digests, sizes, strict=True)}
+    views = gather_json(exchange, own)
+    names = sorted({name for view in views for name in view})
+    differing = [name for name in names if any(v.get(name) != views[0].get(name) for v in views)]
+    if not differing:
+        return
+    shown = ", ".join(map(repr, differing[:3])) + (" and others" if len(differing) > 3 else "")
+    what = f"frozen parameters or buffers differ between replicas: {shown}"
+    if any(len({view[n][1] if n in view else None for view in views}) > 1 for n in differing):
+        raise ReplicaMismatch(f"{what}, also in their sizes: give all replicas the same model")
+    if init == "check":
+        raise ReplicaMismatch(f'{what}; load the same ones, or use init="broadcast"')
+    num_bytes = sum(own[name][1] for name in differing)
+    if num_bytes > _MOST_UNEXCHANGED_BYTES:
+        raise ReplicaMismatch(
+            f"{what}; {num_bytes / 2**20:.0f} MiB are more than the "
+            f"{_MOST_UNEXCHANGED_BYTES >> 20} MiB that are copied: load the same ones on all "
+            "replicas, or set the same seed before the model is made"
+        )
+    exchange.broadcast([tensors[name] for name in differing], source_rank)
+    logger.info("%s; replica %d has given them", what, exchange.members[source_rank])

@@ -83,6 +83,47 @@ def test_a_mark_without_a_reason_is_refused(suite: pytest.Pytester, mark: str) -
     assert "test_it: the mark" in result.stderr.str() + result.stdout.str()
 
 
+@pytest.mark.parametrize(
+    ("mark", "sentence"),
+    [
+        ("nightly('slow', buts=['one'])", "does not know ['buts']"),
+        ("nightly('slow', but='one')", "takes a list of ids as but, got 'one'"),
+        ("nightly(' ')", "needs its reason"),
+        ("each_pair('many')", "needs a test with at least 2 arguments, this one has 1"),
+        ("each_value('many')\n@pytest.mark.each_pair('many')", "give one of the marks"),
+    ],
+)
+def test_a_mark_that_has_no_effect_is_refused(
+    suite: pytest.Pytester, mark: str, sentence: str
+) -> None:
+    suite.makepyfile(f"""
+import pytest
+
+@pytest.mark.{mark}
+@pytest.mark.parametrize("a", ["one", "two"])
+def test_it(a):
+    pass
+""")
+    result = suite.runpytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert sentence in result.stderr.str() + result.stdout.str()
+
+
+def test_but_belongs_to_a_function(suite: pytest.Pytester) -> None:
+    suite.makepyfile("""
+        import pytest
+
+        @pytest.mark.nightly("slow", but=["one"])
+        class TestAll:
+            @pytest.mark.parametrize("a", ["one", "two"])
+            def test_it(self, a):
+                pass
+    """)
+    result = suite.runpytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "has but on a class or module" in result.stderr.str() + result.stdout.str()
+
+
 def test_an_id_that_no_test_has_is_refused(suite: pytest.Pytester) -> None:
     suite.makepyfile("""
         import pytest

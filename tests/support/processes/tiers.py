@@ -23,6 +23,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 
 Value = tuple[str, str]
 # How many arguments at a time a mark is about.
@@ -33,10 +34,11 @@ STRENGTHS = {"each_value": 1, "each_pair": 2}
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Settle of each test whether it has the mark ``nightly``; check that marks say why."""
     functions: dict[tuple[object, str, int], list[pytest.Function]] = {}
+    for item in items:
+        check_marks(item)
     if not any("::" in argument for argument in config.args):
         check_ids(items)
     for item in items:
-        check_reasons(item)
         if isinstance(item, pytest.Function):
             keep_first(item)
             for name, strength in STRENGTHS.items():
@@ -55,14 +57,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.nightly("its values are in other combinations"))
 
 
-def check_reasons(item: pytest.Item) -> None:
-    for name in ("nightly", *STRENGTHS):
-        for mark in item.iter_markers(name):
-            if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0]):
-                raise pytest.UsageError(
-                    f"{item.nodeid}: the mark {name} needs its reason as its only argument, "
-                    f"got {mark.args}"
-                )
+def check_marks(item: pytest.Item) -> None:
+    """Refuse a mark without a reason, with words that mean nothing, or where it has no effect."""
+    found = [mark for name in ("nightly", *STRENGTHS) for mark in item.iter_markers(name)]
+    for mark in found:
+        where = f"{item.nodeid}: the mark {mark.name}"
+        if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0].strip()):
+            raise pytest.UsageError(
+                f"{where} needs its reason as its only argument, got {mark.args}"
+            )
+        allowed = {"but"} if mark.name == "nightly" else set()
+        if mark.kwargs.keys() - allowed:
+            raise pytest.UsageError(f"{where} does not know {sorted(mark.kwargs.keys() - allowed)}")
+        but = mark.kwargs.get("but", [])
+        if not (isinstance(but, list) and all(isinstance(one, str) for one in but)):
+            raise pytest.UsageError(f"{where} takes a list of ids as but, got {but!r}")
+        if but and not any(mark is own for own in item.own_markers):
+            raise pytest.UsageError(f"{where} has but on a class or module: mark the function")
+    strengths = [mark.name for mark in found if mark.name in STRENGTHS]
+    num_arguments = len(arguments_of(item))
+    if len(strengths) > 1:
+        raise pytest.UsageError(f"{item.nodeid}: give one of the marks {strengths}")
+    if strengths and num_arguments < STRENGTHS[strengths[0]]:
+        raise pytest.UsageError(
+            f"{item.nodeid}: the mark {strengths[0]} needs a test with at least "
+            f"{STRENGTHS[strengths[0]]} arguments, this one has {num_arguments}"
+        )
 
 
 def check_ids(items: list[pytest.Item]) -> None:
@@ -100,12 +120,21 @@ def keep_first(item: pytest.Function) -> None:
 
 def is_skipped(item: pytest.Item) -> bool:
     """Return whether a mark skips the test on this machine."""
+    if item.get_closest_marker("skip") or (
+        item.get_closest_marker("gpu") and not torch.cuda.is_available()
+    ):
+        return True
     return any(True in mark.args[:1] for mark in item.iter_markers("skipif"))
 
 
 def values_of(item: pytest.Function) -> list[Value]:
     """Return the arguments of a parametrized test with their values, which need not be hashable."""
-    return sorted((name, repr(value)) for name, value in item.callspec.params.items())
+    return sorted((name, repr(value)) for name, value in arguments_of(item).items())
+
+
+def arguments_of(item: pytest.Item) -> dict[str, Any]:
+    """Return the arguments of a parametrized test, or none."""
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def cover(sets: list[set[Any]]) -> set[int]:
