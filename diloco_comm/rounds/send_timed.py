@@ -189,8 +189,9 @@ class SendTimed(RoundRunner):
                 penalty = mean.headers[0].gap * inner_lr
                 terms = [(payload, coefficient / penalty) for payload, coefficient in terms]
             terms = policy.gradient(terms, added[0] if added else None, stale)
-            flight = fresh if added and fresh is not None else flight
-            if not terms and self._is_step_of_others(mean, fresh):
+            if fresh is not None and (added or not policy.is_shared):
+                flight = fresh
+            if not terms and self._is_step_of_others(mean, due or fresh):
                 # This replica adds nothing, but its momentum decays as on the other replicas.
                 terms, layout = _nothing(mean, fresh) or (terms, layout)
         return Update(
@@ -202,10 +203,10 @@ class SendTimed(RoundRunner):
             impl=self.impl,
         )
 
-    def _is_step_of_others(self, mean: Mean | None, fresh: RoundInFlight | None) -> bool:
+    def _is_step_of_others(self, mean: Mean | None, flight: RoundInFlight | None) -> bool:
         """Return whether other replicas take an outer step here, with payloads of their own."""
         is_private = not self.settings.overlap.is_shared
-        return is_private and self.exchange.size > 1 and (mean is not None or fresh is not None)
+        return is_private and flight is not None and len(flight.members) > 1
 
     def _flush(self, inner_step: int, num_skipped: int) -> None:
         stale = history.stale_parts(self.exchange, self.parts, inner_step)

@@ -57,7 +57,7 @@ def test_tied_and_zero_sized_parameters_are_written_in_place(workers) -> None:
 
 
 def train_lora(rank: int, world: int) -> tuple[list[Tensor], int]:
-    """Low-rank adapters train; the base is frozen and even differs between replicas."""
+    """Low-rank adapters train; the base is frozen, and replica 0 gives its base to all."""
     model = Regression(seed=rank)
     model.requires_grad_(False)
     torch.manual_seed(5)
@@ -65,7 +65,7 @@ def train_lora(rank: int, world: int) -> tuple[list[Tensor], int]:
         layer.register_parameter("a", nn.Parameter(torch.randn(2, 24) / 5))
         layer.register_parameter("b", nn.Parameter(torch.zeros(24, 2)))
         layer.register_forward_hook(lambda m, args, out: out + args[0] @ m.a.T @ m.b.T)
-    base = [p.detach().clone() for p in model.parameters() if not p.requires_grad]
+    base = list(Regression(seed=0).parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with DiLoCo(model, optimizer, sync_every=2, fragments="layers:2", offsets=[2, 2]) as diloco:
         for step in range(4):

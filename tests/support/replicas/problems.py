@@ -24,8 +24,9 @@ class Quadratic(nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.coordinates = nn.ParameterList([nn.Parameter(torch.tensor(x)) for x in START])
-        self.register_buffer("matrix", torch.tensor(MATRICES[rank % 2]))
-        self.register_buffer("target", torch.tensor(TARGETS[rank % 2]))
+        # Not persistent: persistent buffers are made alike on all replicas.
+        self.register_buffer("matrix", torch.tensor(MATRICES[rank % 2]), persistent=False)
+        self.register_buffer("target", torch.tensor(TARGETS[rank % 2]), persistent=False)
 
     def forward(self) -> Tensor:
         error = torch.stack(list(self.coordinates)) - self.target
