@@ -34,7 +34,13 @@ def fail_alone(rank: int, world: int, address: Address, first: int) -> Any:
 
     def attach_and_fail(*arguments: Any) -> None:
         attach(*arguments)
+        # A failure before would keep replica 1 from the new epoch.
+        replica.store.wait(["replica 1 has attached"])
         raise SyncError("as a test wants it", stage="attach")
+
+    def attach_and_tell(*arguments: Any) -> None:
+        attach(*arguments)
+        replica.store.set("replica 1 has attached", "")
 
     if rank == 0:
         with mock.patch.object(regroup, "attach", attach_and_fail):
@@ -44,7 +50,7 @@ def fail_alone(rank: int, world: int, address: Address, first: int) -> Any:
         diloco.exchange.seal()
     else:
         # The first agreement in the new epoch is one that replica 0 does not come to.
-        with pytest.raises(SyncError):
+        with mock.patch.object(regroup, "attach", attach_and_tell), pytest.raises(SyncError):
             diloco.change_group([0, 1])
         assert diloco.epoch == 2
     if rank != first:
