@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..ops.digests import digest_of
 from . import sharding
@@ -42,12 +42,11 @@ def report(checks: str, sentence: str) -> None:
         warnings.warn(sentence, RuntimeWarning, stacklevel=2)
 
 
-def report_loaded(checks: str) -> None:
-    """Report weights that were loaded into a model whose shared weights a server has."""
-    report(
-        checks,
+def server_has_weights() -> str:
+    """Return the sentence about weights loaded into a model whose shared weights a server has."""
+    return (
         "weights were loaded into the model after it was attached, and the server's weights, which "
-        "it began with, would pull them back: load weights before it is attached to a new server",
+        "it began with, would pull them back: load weights before it is attached to a new server"
     )
 
 
@@ -57,8 +56,9 @@ class ModelWatch:
     Args:
         model, optimizers: As the program uses them.
         fragments: The parameters that are exchanged.
-        on_loaded: Called before an optimizer step if values were loaded since the last step.
-        checks: One of ``CHECKS``, for a replaced parameter; "off" sets no hook.
+        on_loaded: Called before an optimizer step if values were loaded since the last step;
+            returns a sentence about a load that goes wrong, or "".
+        checks: One of ``CHECKS``; "off" sets no hook.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ModelWatch:
         model: nn.Module,
         optimizers: Iterable[Any],
         fragments: Sequence[Fragment],
-        on_loaded: Callable[[], None],
+        on_loaded: Callable[[], str],
         checks: str,
     ) -> None:
         self._model, self._fragments, self._checks = model, fragments, checks
@@ -119,8 +119,8 @@ class ModelWatch:
         """Take what is loaded before the next step for a part of a resume."""
         self._before, self._is_expected = None, True
 
-    def loading(self, module: nn.Module) -> None:
-        """Note that values are about to be loaded into a module."""
+    def loading(self) -> None:
+        """Note that values are about to be loaded into a module of the model."""
         if self._before is None and not self._is_expected:
             self._before = self._digest()
 
@@ -130,14 +130,11 @@ class ModelWatch:
             return
         before, self._before = self._before, None
         self.refuse_replaced()
-        if self._digest() != before:
-            self._on_loaded()
+        if self._digest() != before and (sentence := self._on_loaded()):
+            report(self._checks, sentence)
 
     def _digest(self) -> int:
-        tensors: list[Tensor] = []
-        for fragment in self._fragments:
-            tensors += fragment.tensors()
-        return digest_of(tensors)
+        return digest_of([tensor for part in self._fragments for tensor in part.tensors()])
 
     # ---------------------------------------------------------------------- replaced parameters
 
@@ -173,10 +170,10 @@ class LoadHook:
     def __init__(self, watch: ModelWatch | None = None) -> None:
         self._watch = None if watch is None else weakref.ref(watch)
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, *_: Any) -> None:
         watch = None if self._watch is None else self._watch()
         if watch is not None:
-            watch.loading(module)
+            watch.loading()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoadHook, ()

@@ -189,11 +189,11 @@ class SendTimed(RoundRunner):
                 penalty = mean.headers[0].gap * inner_lr
                 terms = [(payload, coefficient / penalty) for payload, coefficient in terms]
             terms = policy.gradient(terms, added[0] if added else None, stale)
-            if fresh is not None and (added or not policy.is_shared):
-                flight = fresh
-            if not terms and self._is_step_of_others(mean, due or fresh):
+            if not (terms or policy.is_shared) and len(flight.members) > 1:
                 # This replica adds nothing, but its momentum decays as on the other replicas.
                 terms, layout = _nothing(mean, fresh) or (terms, layout)
+            if fresh is not None and (added or not policy.is_shared):
+                flight = fresh
         return Update(
             terms,
             part.tensors(),
@@ -202,11 +202,6 @@ class SendTimed(RoundRunner):
             clip=math.inf if policy.clip is None else policy.clip,
             impl=self.impl,
         )
-
-    def _is_step_of_others(self, mean: Mean | None, flight: RoundInFlight | None) -> bool:
-        """Return whether other replicas take an outer step here, with payloads of their own."""
-        is_private = not self.settings.overlap.is_shared
-        return is_private and flight is not None and len(flight.members) > 1
 
     def _flush(self, inner_step: int, num_skipped: int) -> None:
         stale = history.stale_parts(self.exchange, self.parts, inner_step)

@@ -22,7 +22,7 @@ from ..ops.dispatch import resolve_engine_impl
 from ..ops.wire import WireFormat
 from ..replica.fragments import FragmentSpec
 from ..replica.hooks import SkippedSteps, StepHooks, hookable
-from ..replica.model_watch import ModelWatch, report
+from ..replica.model_watch import ModelWatch
 from ..replica.workers import ReplicaWorkers
 from ..rounds.agreement import handshake
 from ..rounds.agreement.resets import OnReset, check_on_reset
@@ -176,7 +176,6 @@ class DiLoCo(Saved):
         optimizers = hookable(optimizer, attach=attach)
         self._skipped = SkippedSteps(optimizers)
         self._saved_writes: dict[int, set[int]] = {}
-        self._checks = checks
 
         shards = shard_group_of(shard_group, seconds)
         plan = make_plan(model, optimizers, settings, shard_group=shards, offload=offload)
@@ -307,23 +306,20 @@ class DiLoCo(Saved):
                 self._take_step_back(error, is_done)
             raise
 
-    def _take_loaded(self) -> None:
+    def _take_loaded(self) -> str:
         """Take weights that the program has loaded since the last step for the outer parameters.
 
         Before the first step alone: later, the momentum and rounds under way are of other weights.
-
-        Raises:
-            RuntimeError: After the first step, with ``checks="raise"``.
+        Then the sentence that says so is returned.
         """
         if self.inner_step == 0:
             self._agreement.begin_anew()
-            return
-        report(
-            self._checks,
+            return ""
+        return (
             f"weights were loaded into the model after {self.inner_step} inner steps, and the "
             "outer parameters, which are of the weights before, would pull them back: load weights "
             "before DiLoCo is constructed; to go on from a checkpoint, give its outer state to "
-            "diloco.load_state_dict() too, on all replicas",
+            "diloco.load_state_dict() too, on all replicas"
         )
 
     def _take_step_back(self, error: BaseException, is_done: bool) -> None:

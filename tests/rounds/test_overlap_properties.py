@@ -143,6 +143,12 @@ FLUSHED: list[dict[str, Any]] = [
 ]
 
 
+def is_outer(model: nn.Module, diloco: DiLoCo) -> bool:
+    """Whether the local parameters are the outer ones."""
+    local = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return torch.equal(local, torch.cat([part.outer for part in diloco.parts]))
+
+
 def flush_at_every_step(rank: int, world: int) -> list[tuple[str, bool]]:
     results = []
     for arguments in FLUSHED:
@@ -152,12 +158,10 @@ def flush_at_every_step(rank: int, world: int) -> list[tuple[str, bool]]:
                 for step in range(num_steps):
                     train_step(model, optimizer, rank, step, WIDTH)
                 diloco.flush()
-                flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-                outer = torch.cat([part.outer for part in diloco.parts])
                 buffers = [b for part in diloco.parts for b in part.state.tensors().values()]
                 is_done = not any(part.in_flight for part in diloco.parts)
                 digest = f"{diloco.outer_hash()} {[b.sum().item() for b in buffers]}"
-                results.append((digest, is_done and torch.equal(flat, outer)))
+                results.append((digest, is_done and is_outer(model, diloco)))
                 # Nothing is left to share, and training goes on.
                 diloco.flush()
                 assert digest.startswith(diloco.outer_hash())
@@ -192,9 +196,7 @@ def flush_with_weights(rank: int, world: int, name: str) -> list[tuple[str, bool
                 for step in range(num_steps):
                     train_step(model, optimizer, rank, step, WIDTH)
                 diloco.flush()
-                flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-                outer = torch.cat([part.outer for part in diloco.parts])
-                results.append((diloco.outer_hash(), torch.equal(flat, outer)))
+                results.append((diloco.outer_hash(), is_outer(model, diloco)))
     return results
 
 

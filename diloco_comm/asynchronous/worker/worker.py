@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +22,7 @@ from ...ops.wire import WireFormat, parse
 from ...ops.wire_options import check_training
 from ...replica.fragments import FragmentSpec
 from ...replica.hooks import StepHooks, hookable
-from ...replica.model_watch import CHECKS, ModelWatch, report_loaded
+from ...replica.model_watch import CHECKS, ModelWatch, server_has_weights
 from .following import Follower, Pursuit
 from .link import Link, ServerLost
 from .local import LocalModel
@@ -162,7 +161,7 @@ class AsyncDiLoCo:
             self._link.close()
             raise
         self._watch = ModelWatch(
-            model, optimizers, self._local.fragments, partial(report_loaded, checks), checks
+            model, optimizers, self._local.fragments, server_has_weights, checks
         )
         if attach:
             self._hooks = StepHooks(optimizers, self.step)

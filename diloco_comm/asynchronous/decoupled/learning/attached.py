@@ -21,7 +21,7 @@ from ....base.errors import NonFiniteError
 from ....base.interrupts import deferred_interrupts
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
 from ....replica.hooks import StepHooks, hookable
-from ....replica.model_watch import CHECKS, ModelWatch, report_loaded
+from ....replica.model_watch import CHECKS, ModelWatch, server_has_weights
 from ...worker.link import ServerLost
 from ..fragment_round import Merge
 from ..learner import Learner
@@ -131,9 +131,7 @@ class DecoupledDiLoCo:
         except BaseException:
             self._end()
             raise
-        self._watch = ModelWatch(
-            model, optimizers, self._fragments, partial(report_loaded, checks), checks
-        )
+        self._watch = ModelWatch(model, optimizers, self._fragments, server_has_weights, checks)
         if attach:
             self._hooks = StepHooks(optimizers, self.step)
 
