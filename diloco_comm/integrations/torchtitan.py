@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from ..methods.outer import SGD, Nesterov
 from ..methods.overlap import Blocking, Overlap, Streaming
 from ..training.diloco import DiLoCo
+from .attaching import finish
 from .wrapping import refuse_if_spans_replicas
 
 _REMEDY = (
@@ -57,6 +58,9 @@ def semi_sync_training(
 ) -> Iterator[DiLoCo | None]:
     """Train one of several replicas within the block, if the section enables it.
 
+    At the end of the block the replicas share what was trained since the last exchange. After an
+    error nothing is shared.
+
     Args:
         fault_tolerance: ``config.fault_tolerance`` or a mapping. Without ``enable`` and
             ``semi_sync_method`` ("diloco" or "local_sgd") the block gets None and nothing happens.
@@ -84,6 +88,9 @@ def semi_sync_training(
     refuse_if_spans_replicas(whole, chosen, _REMEDY)
     with DiLoCo(whole, _optimizers(optimizers), **chosen) as diloco:
         yield diloco
+        # The program may have ended it within the block.
+        if not diloco._is_closed:
+            finish(diloco)
 
 
 def diloco_arguments(fault_tolerance: Any) -> dict[str, Any]:

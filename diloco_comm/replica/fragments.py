@@ -285,6 +285,42 @@ def unexchanged_tensors(model: nn.Module, exchanged: Collection[str]) -> dict[st
     }
 
 
+def uncopied_tensors(model: nn.Module, exchanged: Collection[str]) -> dict[str, Tensor]:
+    """Return frozen parameters of quantised types, and buffers that are not persistent, by name.
+
+    ``unexchanged_tensors`` leaves them out: replicas often have the same, but may differ on
+    purpose. A quantised parameter, such as the base of a LoRA, is several plain tensors.
+    """
+    found: dict[str, Tensor] = {}
+    model = unwrap_model(model)
+    for name, param in model.named_parameters():
+        shard = sharding.local(param).detach()
+        if not param.requires_grad and not _has_plain_memory(shard):
+            found |= _plain_tensors(name, shard)
+    for path, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                found |= _plain_tensors(f"{path}.{name}" if path else name, buffer)
+    names = {name: _WRAPPERS.sub("", name) for name in found}
+    return {names[name]: t for name, t in found.items() if names[name] not in exchanged}
+
+
+def buffer_names(model: nn.Module) -> set[str]:
+    """Return the names of all buffers, without the prefixes of wrappers."""
+    return {_WRAPPERS.sub("", name) for name, _ in unwrap_model(model).named_buffers()}
+
+
+def _plain_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return a tensor, or the inner tensors of one of a quantised class."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = tensor.__tensor_flatten__()[0]
+        each = [_plain_tensors(f"{name}.{one}", getattr(tensor, one)) for one in inner]
+        return {key: value for found in each for key, value in found.items()}
+    plain = tensor.detach().as_subclass(Tensor)
+    return {name: plain} if _has_plain_memory(plain) else {}
+
+
 def _has_plain_memory(tensor: Tensor) -> bool:
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_plain and tensor.device.type != "meta" and is_dense(tensor)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from .optimizer_watch import refuse_second_weights
 
 logger = logging.getLogger(__name__)
 # Optimizers with hooks of this module; a copy of an optimizer has no hooks, and is not among them.
@@ -22,7 +25,8 @@ def hookable(optimizer: Any, *, attach: bool = True) -> list[Optimizer]:
         attach: The optimizers' steps will be hooked; otherwise ``param_groups`` are enough.
 
     Raises:
-        TypeError: If an item has no post-step hook, or no ``param_groups``.
+        TypeError: If an item has no post-step hook, or no ``param_groups``, or trains two sets of
+            weights.
         RuntimeError: If an optimizer is hooked already.
     """
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -43,6 +47,7 @@ def _unwrap(optimizer: Any, attach: bool) -> Optimizer:
     inner, seen = optimizer, set()
     while id(inner) not in seen:
         seen.add(id(inner))
+        refuse_second_weights(inner)
         # A wrapper may subclass Optimizer without running its __init__ and then cannot be hooked.
         if isinstance(inner, Optimizer) and hasattr(inner, "_optimizer_step_post_hooks"):
             return inner
@@ -82,7 +87,8 @@ class StepHooks:
     def _make_hook(self, index: int) -> Callable[..., None]:
         @torch.compiler.disable
         def diloco_step_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._stepped_once(index)
+            if not _is_within_step(optimizer):
+                self._stepped_once(index)
 
         return diloco_step_hook
 
@@ -107,6 +113,25 @@ class StepHooks:
         self._handles = []
         _attached.difference_update(self._optimizers)
         self._optimizers = ()
+
+
+# torch puts this function around the ``step`` of each class; the hooks run in its frame.
+_AROUND_STEP = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def _is_within_step(optimizer: Optimizer) -> bool:
+    """Whether the step whose hooks run was called by another ``step`` of the same optimizer.
+
+    A class that overrides ``step`` and calls ``super().step()`` runs the hooks twice. A step that a
+    hook takes is another one.
+    """
+    own = sys._getframe(1)
+    frame, num_steps = own.f_back, 0
+    while frame is not None and frame.f_code is not own.f_code and num_steps < 2:
+        if frame.f_code is _AROUND_STEP and frame.f_locals.get("self") is optimizer:
+            num_steps += 1
+        frame = frame.f_back
+    return num_steps > 1
 
 
 class SkippedSteps:

@@ -11,21 +11,26 @@ values that they had. Two things that a program may do later would go wrong with
 Hooks of every module tell of a load, also of one into a part of the model or through a wrapper.
 A load is looked at before the next optimizer step, by a digest of the values: a program may load
 averaged weights, evaluate them and load its own back. A step without a load before it costs one
-comparison. Writes that run no hook (``param.data = ...``, numpy) are not seen.
+comparison. Writes that run no hook (``param.data = ...``, numpy) are not seen. See
+``optimizer_watch`` too: a watch looks at the optimizers as that module says.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ..base.memory import memory_order
 from ..ops.digests import digest_of
 from . import sharding
 from .fragments import Fragment, unwrap_model
+from .optimizer_watch import CopyWatch, UncountedSteps, warn_of_unheld_parameters
 
 CHECKS = ("raise", "warn", "off")
 
@@ -59,17 +64,22 @@ class ModelWatch:
         on_loaded: Called before an optimizer step if values were loaded since the last step;
             returns a sentence about a load that goes wrong, or "".
         checks: One of ``CHECKS``; "off" sets no hook.
+        sync_every: Inner steps of a round.
+        is_hooked: Steps are counted by hooks of the optimizers; otherwise the program counts.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Iterable[Any],
+        optimizers: Sequence[Any],
         fragments: Sequence[Fragment],
         on_loaded: Callable[[], str],
         checks: str,
+        *,
+        sync_every: int,
+        is_hooked: bool,
     ) -> None:
-        self._model, self._fragments, self._checks = model, fragments, checks
+        self._model, self._fragments, self.checks = model, fragments, checks
         self._on_loaded = on_loaded
         # The digest of the values before the first load since the last step; None without a load.
         self._before: int | None = None
@@ -77,8 +87,17 @@ class ModelWatch:
         self._handles: list[Any] = []
         # The tables of modules with what each has under a name: parameters, and modules with them.
         self._places: list[tuple[dict[str, Any], str, Any]] = []
+        # Some elements of the parameters that were frozen after the last exchange, by name.
+        self._frozen: dict[str, Tensor] = {}
+        self._copies: CopyWatch | None = None
+        self._uncounted: UncountedSteps | None = None
         if checks == "off":
             return
+        params = [param for fragment in fragments for param in fragment.params]
+        warn_of_unheld_parameters(model, params)
+        self._copies = CopyWatch(optimizers, fragments, sync_every, self._report)
+        if is_hooked:
+            self._uncounted = UncountedSteps(optimizers, params, self._report)
         hook = LoadHook(self)
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
@@ -112,6 +131,39 @@ class ModelWatch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._uncounted is not None:
+            self._uncounted.close()
+
+    def _report(self, sentence: str) -> None:
+        report(self.checks, sentence)
+
+    # ----------------------------------------------------------------------------- each step
+
+    def before_send(self) -> None:
+        """Raise, or warn, if something about the model or an optimizer went wrong since attaching.
+
+        Raises:
+            RuntimeError: With ``checks="raise"``.
+        """
+        self.refuse_replaced()
+        self._refuse_frozen()
+        if self._copies is not None:
+            self._copies.before_send()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Enter a block in which an exchange may write the parameters."""
+        if self._copies is None:
+            yield
+            return
+        with self._copies.writing():
+            yield
+        self._frozen = {name: _some(param).clone() for name, param in self._now_frozen()}
+
+    def stepped(self) -> None:
+        """Look at the parameters after an inner step, before anything is exchanged."""
+        if self._copies is not None:
+            self._copies.stepped()
 
     # ------------------------------------------------------------------------------------- loads
 
@@ -131,7 +183,7 @@ class ModelWatch:
         before, self._before = self._before, None
         self.refuse_replaced()
         if self._digest() != before and (sentence := self._on_loaded()):
-            report(self._checks, sentence)
+            self._report(sentence)
 
     def _digest(self) -> int:
         return digest_of([tensor for part in self._fragments for tensor in part.tensors()])
@@ -154,14 +206,42 @@ class ModelWatch:
         names = [name for name, param in self._named() if id(param) not in present]
         if names:
             self._places = []
-            shown = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
-            report(
-                self._checks,
-                f"the model has another parameter under the name {shown} than when it was attached "
-                "(load_state_dict(assign=True) and resize_token_embeddings do that), and the old "
-                "one is exchanged: change the model before it is attached, or attach it anew, with "
-                "a new optimizer, on all replicas",
+            self._report(
+                f"the model has another parameter under the name {_shown(names)} than when it was "
+                "attached (load_state_dict(assign=True) and resize_token_embeddings do that), and "
+                "the old one is exchanged: change the model before it is attached, or attach it "
+                "anew, with a new optimizer, on all replicas"
             )
+
+    def _now_frozen(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, param) for name, param in self._named() if not param.requires_grad]
+
+    def _refuse_frozen(self) -> None:
+        """Report parameters that were frozen, and that no inner step of the last round has moved.
+
+        Loops that train one network against another freeze parameters for a part of each step.
+        """
+        kept = self._frozen
+        names = [
+            name
+            for name, param in self._now_frozen()
+            if name in kept and torch.equal(kept[name], _some(param))
+        ]
+        if names:
+            self._frozen = {}
+            self._report(
+                f"{_shown(names)} had requires_grad=False for a whole round: the outer momentum "
+                "would go on moving what is frozen; freeze before the model is attached, or attach "
+                "it anew, on all replicas"
+            )
+
+
+def _some(param: nn.Parameter) -> Tensor:
+    return memory_order(sharding.local(param).detach())[:1024]
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
 
 
 class LoadHook:

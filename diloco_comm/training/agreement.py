@@ -11,7 +11,7 @@ from ..base.errors import ReplicaMismatch
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..replica.descriptions import describe_parameters, shared_memory
-from ..replica.fragments import unexchanged_tensors
+from ..replica.fragments import buffer_names, uncopied_tensors, unexchanged_tensors
 from ..replica.workers import ReplicaWorkers
 from ..rounds import joining
 from ..rounds.agreement import handshake, history
@@ -61,6 +61,8 @@ class Agreement:
         self.inner: InnerStates | None = None
         self.copied_bytes = 0
         self.is_state_shared = settings.overlap.is_shared
+        # Frozen parameters keep their values, and need no second digest when replicas join.
+        self._frozen: handshake.Digests = {}
 
     def start(
         self, model: nn.Module, group: dist.ProcessGroup | None, init: str, source_rank: int = 0
@@ -79,9 +81,12 @@ class Agreement:
             handshake.check_same_weights(exchange, named)
         elif init == "broadcast":
             exchange.broadcast(list(named.values()), source_rank)
-        if init != "join":
-            others = unexchanged_tensors(model, named)
-            handshake.share_unexchanged(exchange, others, init, source_rank)
+        self._model = model
+        if init == "join":
+            self._compare_newcomers()
+        else:
+            others, uncopied = unexchanged_tensors(model, named), uncopied_tensors(model, named)
+            handshake.share_unexchanged(exchange, others, uncopied, init, source_rank)
         for part in parts:
             part.open_buffers(exchange)
         if init == "join":
@@ -143,10 +148,22 @@ class Agreement:
         self.copied_bytes = 0
         if self._exchange.joined:
             self.agree("join")
+            self._compare_newcomers()
             return self.share_state(inner_step)
         self.fix_weight()
         self.refuse_different_state()
         return inner_step
+
+    def _compare_newcomers(self) -> None:
+        """Warn of newcomers with other frozen parameters or buffers than the group has."""
+        exchanged = {name for part in self._plan.parts for name in part.named()}
+        tensors = unexchanged_tensors(self._model, exchanged)
+        tensors |= uncopied_tensors(self._model, exchanged)
+        new = {name: t for name, t in tensors.items() if name not in self._frozen}
+        digests = handshake.digests_by_name(new)
+        buffers = buffer_names(self._model)
+        self._frozen |= {name: digests[name] for name in new if name not in buffers}
+        handshake.warn_of_newcomers(self._exchange, {**self._frozen, **digests})
 
     def fix_weight(self) -> None:
         """Tell the replicas a weight that will not change."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -70,9 +72,26 @@ class Attached:
     def close(self) -> None:
         """Tell the peers, end the engine's threads and take the hooks off; idempotent.
 
-        What this replica has may still be looked at: parameters, metrics, ``state_dict``.
+        What this replica has may still be looked at: parameters, metrics, ``state_dict``. A warning
+        says so if inner steps were not shared.
         """
+        self._warn_of_unshared_steps()
         self._close(is_finished=True)
+
+    def _warn_of_unshared_steps(self) -> None:
+        """Warn when training ends in good order, and without a flush."""
+        is_group_lost = self.exchange.last_error is not None or sys.exc_info()[0] is not None
+        is_watched = self._watch is not None and self._watch.checks != "off"
+        if self._is_closed or is_group_lost or self._elastic is not None or not is_watched:
+            return
+        if self.exchange.size > 1 and self._rounds.has_unsent(self.inner_step):
+            warnings.warn(
+                f"what replica {self.exchange.replica} learned since its last exchange is lost, "
+                f"up to inner step {self.inner_step}: call flush() on all replicas before close(), "
+                "or before the end of the with block",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _close(self, *, is_finished: bool) -> None:
         """As ``close``; ``is_finished`` if this replica has taken all its steps."""
@@ -279,11 +298,15 @@ class Attached:
         """
         if is_sending:
             if self._watch is not None:
-                self._watch.refuse_replaced()
+                self._watch.before_send()
             known = {id(param) for param in self._plan.parameters()}
             refuse_new_parameters(self._model, self._optimizers, known)
         for part in parts:
             part.refuse_changes()
+
+    def _watched_writes(self, parts: Sequence[SyncedPart]) -> AbstractContextManager[None]:
+        """Return a block in which an exchange may write parameters of these parts."""
+        return nullcontext() if self._watch is None or not parts else self._watch.writing()
 
     def _parameter_parts(self) -> list[SyncedFragment]:
         return self._plan.parameter_parts()

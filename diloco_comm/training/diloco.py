@@ -199,7 +199,15 @@ class DiLoCo(Saved):
             )
             self._elastic.enter(self, begin, arguments)
         attached = [part.fragment for part in plan.parameter_parts()]
-        self._watch = ModelWatch(model, optimizers, attached, self._take_loaded, checks)
+        self._watch = ModelWatch(
+            model,
+            optimizers,
+            attached,
+            self._take_loaded,
+            checks,
+            sync_every=settings.sync_every,
+            is_hooked=attach,
+        )
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
 
@@ -238,7 +246,10 @@ class DiLoCo(Saved):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._close(is_finished=exception[:1] == (None,))
+        if exception[:1] == (None,):
+            self.close()
+        else:
+            self._close(is_finished=False)
 
     # -------------------------------------------------------------------- one inner step
 
@@ -291,6 +302,8 @@ class DiLoCo(Saved):
         try:
             if again is None:
                 self._skipped.observe(is_skipped=is_skipped)
+                if self._watch is not None:
+                    self._watch.stepped()
             due = self._plan.sent_at(self.inner_step)
             if again is not None:
                 due = [part for part in due if part.index in again]
@@ -298,8 +311,9 @@ class DiLoCo(Saved):
             with self._recorder.deferred_callbacks(), self._all_workers(written, is_idle=not due):
                 self._refuse_changes(dict.fromkeys([*due, *written]), is_sending=bool(due))
                 due = [part for part in due if part.buffers is not None]
-                # Encode and send what is due; wait for means that are due; outer step on each.
-                self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
+                with self._watched_writes([*due, *written]):
+                    # Encode and send what is due; wait for means that are due; outer step on each.
+                    self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
         except BaseException as error:
             if again is None:

@@ -200,6 +200,28 @@ def test_a_replaced_parameter_is_named(replace: Callable[[nn.Module], None]) -> 
                 train_step(model, optimizer, 0, step, WIDTH)
 
 
+def test_a_parameter_that_was_frozen_is_named() -> None:
+    model, optimizer = make()
+    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+        for step in range(5):
+            if step == 3:
+                model.head.weight.requires_grad_(False)
+            train_step(model, optimizer, 0, step, WIDTH)
+        with pytest.raises(RuntimeError, match=r"'head.weight' had requires_grad=False for a who"):
+            train_step(model, optimizer, 0, 5, WIDTH)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_parameter_that_is_frozen_for_a_part_of_each_step_is_trained() -> None:
+    model, optimizer = make()
+    # Before the hook that sends.
+    optimizer.register_step_post_hook(lambda *_: model.head.requires_grad_(False) and None)
+    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+        for step in range(8):
+            model.head.requires_grad_(True)
+            train_step(model, optimizer, 0, step, WIDTH)
+
+
 def test_a_parameter_that_moves_into_an_adapter_is_the_same() -> None:
     model, optimizer = make()
     with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):

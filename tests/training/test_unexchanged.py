@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco_comm import DiLoCo, ReplicaMismatch
@@ -112,3 +114,81 @@ def begin_with_another_size(rank: int, world: int) -> str:
 def test_a_buffer_of_another_size_is_refused(workers) -> None:
     for text in workers(2).run(begin_with_another_size):
         assert "differ between replicas: 'mask', also in their sizes" in text
+
+
+# ---------------------------------------------------------------------- neither sent nor copied
+
+
+class Packed(Tensor):
+    """A quantised weight as libraries have them: bytes and a scale, in one tensor class."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Packed:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(function)
+
+
+class Quantised(nn.Module):
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        packed = Packed(torch.full((4, 4), code, dtype=torch.uint8), torch.ones(4))
+        self.base = nn.Parameter(packed, requires_grad=False)
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 1)
+        self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+
+def begin_quantised(rank: int, world: int, codes: list[int], shift: float) -> list[str]:
+    model = Quantised(codes[rank])
+    model.angles += shift * rank
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        DiLoCo(model, optimizer, sync_every=2).close()
+    return [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize(
+    ("codes", "shift", "names"),
+    [([3, 3], 0.0, ""), ([3, 5], 0.0, "'base.codes'"), ([3, 3], 1.0, "'angles'")],
+)
+def test_a_difference_that_is_not_copied_is_told(
+    codes: list[int], shift: float, names: str, workers
+) -> None:
+    for told in workers(2).run(begin_quantised, codes, shift):
+        assert [text.partition(" differ between")[0] for text in told] == [names] * bool(names)
+
+
+def join_with(rank: int, world: int, address: tuple[str, int], seeds: list[int]) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        store = dist.TCPStore(*address, is_master=False)
+        arguments: dict[str, Any] = {"store": store, "replica": rank}
+        if rank < 2:
+            diloco = attach(seeds[rank], num_replicas=2, **arguments)[1]
+            diloco.change_group([0, 1, 2])
+        else:
+            diloco = attach(seeds[rank], init="join", members=[0, 1, 2], **arguments)[1]
+        diloco.close()
+    return [str(one.message) for one in told if "joins with" in str(one.message)]
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_a_newcomer_with_other_frozen_values_is_told(seed: int, workers) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for told in workers(3).run(join_with, ("127.0.0.1", store.port), [5, 5, seed]):
+        names = "replica 2 joins with other values of 'base.bias', 'base.weight', 'cache' and"
+        assert [text.startswith(names) for text in told] == [True] * (seed != 5), told

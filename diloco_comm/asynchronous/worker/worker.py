@@ -161,7 +161,13 @@ class AsyncDiLoCo:
             self._link.close()
             raise
         self._watch = ModelWatch(
-            model, optimizers, self._local.fragments, server_has_weights, checks
+            model,
+            optimizers,
+            self._local.fragments,
+            server_has_weights,
+            checks,
+            sync_every=self.round_steps,
+            is_hooked=attach,
         )
         if attach:
             self._hooks = StepHooks(optimizers, self.step)
@@ -213,6 +219,7 @@ class AsyncDiLoCo:
                 the next step tries again.
             NonFiniteError: This worker's values are not finite; nothing was sent.
         """
+        self._watch.stepped()
         self.inner_step += 1
         self.round_step += 1
         if self.round_step >= self.round_steps:
@@ -225,7 +232,8 @@ class AsyncDiLoCo:
 
     def _end_round(self) -> None:
         try:
-            self._exchange()
+            with self._watch.writing():
+                self._exchange()
         except ServerLost as error:
             if error.went_back_to is not None:
                 self._go_back(error.went_back_to)
@@ -246,7 +254,7 @@ class AsyncDiLoCo:
             if self._follower is not None:
                 self._follower.own = None
             self._local.rename(self.name)
-            self._watch.refuse_replaced()
+            self._watch.before_send()
             with span("encode", 0, self.seq + 1):
                 if not self._local.encode(self.seq + 1):
                     self._drop()

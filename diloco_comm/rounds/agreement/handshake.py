@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -251,8 +251,23 @@ def check_same_weights(exchange: Exchange, tensors: dict[str, Tensor]) -> None:
             )
 
 
+# Digest and number of bytes, by name.
+Digests = dict[str, list[int]]
+
+
+def digests_by_name(tensors: Mapping[str, Tensor]) -> Digests:
+    """Return the digest and the number of bytes of each tensor."""
+    digests = each_digest(list(tensors.values()))
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    return {name: [*pair] for name, *pair in zip(tensors, digests, sizes, strict=True)}
+
+
 def share_unexchanged(
-    exchange: Exchange, tensors: dict[str, Tensor], init: str, source_rank: int
+    exchange: Exchange,
+    tensors: Mapping[str, Tensor],
+    uncopied: Mapping[str, Tensor],
+    init: str,
+    source_rank: int,
 ) -> None:
     """Make frozen parameters and buffers alike, which no later exchange carries.
 
@@ -261,6 +276,7 @@ def share_unexchanged(
 
     Args:
         tensors: See ``unexchanged_tensors``.
+        uncopied: See ``uncopied_tensors``: a difference is a warning.
         init: With "check" a difference is an error.
         source_rank: The rank of the replica that the others copy.
 
@@ -268,16 +284,31 @@ def share_unexchanged(
         ReplicaMismatch: On every replica, with the names, for a difference with ``init="check"``,
             for one of more than 64 MiB, and for names or sizes that differ.
     """
-    digests = each_digest(list(tensors.values()))
-    sizes = [tensor.nbytes for tensor in tensors.values()]
-    own = {name: [*pair] for name, *pair in zip(tensors, digests, sizes, strict=True)}
-    views = gather_json(exchange, own)
-    names = sorted({name for view in views for name in view})
-    differing = [name for name in names if any(v.get(name) != views[0].get(name) for v in views)]
+    own = digests_by_name(tensors)
+    views = gather_json(exchange, [own, digests_by_name(uncopied)])
+    _share(exchange, tensors, own, [view for view, _ in views], init, source_rank)
+    differing = _differing([view for _, view in views])
+    if differing:
+        warnings.warn(
+            f"{_shown(differing)} differ between replicas, and are neither exchanged nor copied: "
+            "if they are meant to be the same, make them from the same seed or file",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _share(
+    exchange: Exchange,
+    tensors: Mapping[str, Tensor],
+    own: Digests,
+    views: Sequence[Mapping[str, Sequence[int]]],
+    init: str,
+    source_rank: int,
+) -> None:
+    differing = _differing(views)
     if not differing:
         return
-    shown = ", ".join(map(repr, differing[:3])) + (" and others" if len(differing) > 3 else "")
-    what = f"frozen parameters or buffers differ between replicas: {shown}"
+    what = f"frozen parameters or buffers differ between replicas: {_shown(differing)}"
     if any(len({view[n][1] if n in view else None for view in views}) > 1 for n in differing):
         raise ReplicaMismatch(f"{what}, also in their sizes: give all replicas the same model")
     if init == "check":
@@ -291,3 +322,35 @@ def share_unexchanged(
         )
     exchange.broadcast([tensors[name] for name in differing], source_rank)
     logger.info("%s; replica %d has given them", what, exchange.members[source_rank])
+
+
+def warn_of_newcomers(exchange: Exchange, own: Digests) -> None:
+    """Warn of newcomers with other frozen parameters or buffers than the members have alike.
+
+    A collective call. A tensor in which the members themselves differ is each replica's own.
+    """
+    views = gather_json(exchange, own)
+    pairs = list(zip(exchange.members, views, strict=True))
+    trained = [view for replica, view in pairs if replica not in exchange.joined]
+    own_names = set(_differing(trained))
+    for newcomer, view in pairs:
+        if newcomer not in exchange.joined or not trained:
+            continue
+        differing = [n for n in _differing([trained[0], view]) if n not in own_names]
+        if differing:
+            warnings.warn(
+                f"replica {newcomer} joins with other values of {_shown(differing)} than the "
+                "group has, and they are not exchanged: load the same ones before it joins",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _differing(views: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
+    """Return the names whose digests differ from the first view."""
+    names = sorted({name for view in views for name in view})
+    return [name for name in names if any(v.get(name) != views[0].get(name) for v in views)]
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")

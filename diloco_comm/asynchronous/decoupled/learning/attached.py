@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -76,6 +76,9 @@ class DecoupledDiLoCo:
         ServerLost: If no server answers.
     """
 
+    # None until the constructor has ended.
+    _watch: ModelWatch | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -131,7 +134,15 @@ class DecoupledDiLoCo:
         except BaseException:
             self._end()
             raise
-        self._watch = ModelWatch(model, optimizers, self._fragments, server_has_weights, checks)
+        self._watch = ModelWatch(
+            model,
+            optimizers,
+            self._fragments,
+            server_has_weights,
+            checks,
+            sync_every=self.settings.sync_every,
+            is_hooked=attach,
+        )
         if attach:
             self._hooks = StepHooks(optimizers, self.step)
 
@@ -212,6 +223,8 @@ class DecoupledDiLoCo:
         tokens = self._tokens
         if callable(tokens):
             tokens = integer("tokens", tokens(), 1)
+        if self._watch is not None:
+            self._watch.stepped()
         self._learner.stepped(tokens)
         try:
             self._exchange()
@@ -253,12 +266,21 @@ class DecoupledDiLoCo:
                     logger.debug("report %d on fragment %d was refused: %s", seq, index, reason)
                     self._learner.withdraw(index)
                     self._refused += 1
-            for arrival in shard.carrier.arrivals():
-                index = shard.fragments[arrival.fragment]
-                self._fragments[index].refuse_changes()
-                self._write(index, arrival)
-                self._commits += 1
-                shard.carrier.taken(arrival)
+            arrivals = shard.carrier.arrivals()
+            if arrivals:
+                with self._watched_writes():
+                    self._take_arrivals(shard, arrivals)
+
+    def _watched_writes(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.writing()
+
+    def _take_arrivals(self, shard: Shard, arrivals: Sequence[Arrival]) -> None:
+        for arrival in arrivals:
+            index = shard.fragments[arrival.fragment]
+            self._fragments[index].refuse_changes()
+            self._write(index, arrival)
+            self._commits += 1
+            shard.carrier.taken(arrival)
 
     def _write(self, index: int, arrival: Arrival) -> None:
         part = self._learner.fragments[index]
@@ -289,7 +311,8 @@ class DecoupledDiLoCo:
                     shard.carrier.answered(p, version)
         if not any(part.is_called for part in self._learner.fragments):
             return
-        self._watch.refuse_replaced()
+        if self._watch is not None:
+            self._watch.before_send()
         for fragment in self._fragments:
             fragment.refuse_changes()
         try:
@@ -379,7 +402,8 @@ class DecoupledDiLoCo:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
-        self._watch.close()
+        if self._watch is not None:
+            self._watch.close()
         self._end()
 
     def __reduce__(self) -> NoReturn:
