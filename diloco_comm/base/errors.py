@@ -61,7 +61,14 @@ class SyncError(RuntimeError):
 
 
 class ReplicaMismatch(SyncError):
-    """The replicas' layouts or settings differ; the message names values and replicas."""
+    """The replicas' layouts or settings differ; the message names values and replicas.
+
+    Attributes:
+        ended: Replicas that wait in ``flush`` for the others, which have trained less than a round
+            longer and sent ``fragment``; empty for any other difference.
+    """
+
+    ended: tuple[int, ...] = ()
 
 
 class PeerLeft(SyncError):

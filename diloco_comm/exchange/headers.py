@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from .. import _C
-from ..base.errors import ERRORS, NonFiniteError, PeerLeft, SyncError
+from ..base.errors import ERRORS, NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
 from ..ops.wire import WireFormat
 from .sentences import named
 
@@ -129,6 +129,11 @@ def error_from(
         error.replicas = tuple(failure.replicas)
     if isinstance(error, PeerLeft):
         error.inner_steps = tuple(failure.inner_steps)
+    if isinstance(error, ReplicaMismatch):
+        training, ended = _kinds(headers)
+        if training and ended and _are_near(training, ended):
+            error.ended = tuple(header.replica for header in ended)
+            error.fragment = training[0].fragment
     return error
 
 
@@ -149,13 +154,25 @@ def _explained(message: str, headers: Sequence[_C.Header]) -> str:
             return f"{message}: {advice}"
     if "kind differs" not in message:
         return message
-    training = [header for header in headers if header.kind == "sync"]
-    ended = [header for header in headers if header.kind == "exchange_objects"]
-    if training and ended and len(training) + len(ended) == len(headers):
+    training, ended = _kinds(headers)
+    if training and ended:
         message = message[: message.index("kind differs")] + _uneven_steps(training, ended)
     for kind, call in _CALLS.items():
         message = message.replace(kind, call)
     return message
+
+
+def _kinds(headers: Sequence[_C.Header]) -> tuple[list[_C.Header], list[_C.Header]]:
+    """Return the headers of replicas that train, and of those that have ended; [] with others."""
+    training = [header for header in headers if header.kind == "sync"]
+    ended = [header for header in headers if header.kind == "exchange_objects"]
+    return (training, ended) if len(training) + len(ended) == len(headers) else ([], [])
+
+
+def _are_near(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> bool:
+    """Whether no replica has trained a whole round longer than another."""
+    latest = max(header.inner_step for header in training)
+    return latest - min(header.inner_step for header in ended) < training[0].sync_every
 
 
 def _uneven_steps(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> str:

@@ -7,6 +7,7 @@ later send of the same part.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
@@ -14,12 +15,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..base.errors import NonFiniteError, SyncError
+from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from ..base.interrupts import Uninterruptible
 from ..base.trace import exchanged, span
 from ..exchange.exchange import Exchange
 from ..exchange.headers import Header, Kind
 from ..exchange.membership.regroup import Repair
+from ..exchange.sentences import named
 from ..exchange.work import ExchangeWork, Mean
 from ..methods.outer_state import Update
 from ..methods.settings import Settings
@@ -33,6 +35,8 @@ from .norms import SharedNorms
 from .records import Records
 from .synced import Measure, SyncedPart
 from .weighing import Weighing, Weight
+
+logger = logging.getLogger(__name__)
 
 
 class RoundRunner(ABC):
@@ -111,6 +115,19 @@ class RoundRunner(ABC):
     @abstractmethod
     def _flush(self, inner_step: int, num_skipped: int) -> None:
         """As ``flush``, without the limits on skipped rounds."""
+
+    def _stale_parts(self, inner_step: int) -> list[SyncedPart]:
+        """As ``history.stale_parts``, once the others have ended too."""
+        while True:
+            try:
+                return history.stale_parts(self.exchange, self.parts, inner_step)
+            except ReplicaMismatch as error:
+                if self.exchange.replica not in error.ended:
+                    raise
+                self._follow(self.parts[error.fragment], inner_step)
+
+    def _follow(self, part: SyncedPart, inner_step: int) -> None:  # noqa: B027
+        """Take the outer step that others have taken at a send of theirs, to which none came."""
 
     def has_unsent(self, inner_step: int) -> bool:
         """Whether this replica holds something that was not shared."""
@@ -292,7 +309,18 @@ class RoundRunner(ABC):
     def _report(
         self, part: SyncedPart, flight: RoundInFlight, inner_step: int, error: SyncError
     ) -> None:
-        """Raise for a round that no replica applies, or record that it was skipped."""
+        """Raise for a round that no replica applies, or record that it was skipped.
+
+        A round that others answer with a flush is left to that flush: an optimizer step that a
+        GradScaler skips on one replica does not count there.
+        """
+        if isinstance(error, ReplicaMismatch) and error.ended:
+            logger.warning(
+                "%s at inner step %d, and this replica after it: flush() shares the rest",
+                f"{named(error.ended)} ended training",
+                inner_step,
+            )
+            return
         if isinstance(error, NonFiniteError):
             self.voted_down[part.index] = flight.sent_step
         if not isinstance(error, NonFiniteError) or self.settings.on_nonfinite == "raise":

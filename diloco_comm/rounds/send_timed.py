@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from ..base.errors import NonFiniteError, SyncError
+from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
 from ..exchange.work import Mean
@@ -20,7 +20,7 @@ from ..methods.outer_state import Update
 from ..methods.overlap import Own, Terms
 from ..ops.residuals import drop_bad
 from ..ops.wire import Layout
-from .agreement import consensus, handshake, history
+from .agreement import consensus, handshake
 from .flights import RoundInFlight, mean_of, weight_sum
 from .runner import RoundRunner
 from .synced import Measure, SyncedFragment, SyncedPart
@@ -204,22 +204,50 @@ class SendTimed(RoundRunner):
         )
 
     def _flush(self, inner_step: int, num_skipped: int) -> None:
-        stale = history.stale_parts(self.exchange, self.parts, inner_step)
+        self._drop_unanswered(inner_step)
+        stale = self._stale_parts(inner_step)
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.drain(inner_step)
         if not self.settings.overlap.is_shared:
             self._equalize()
 
+    def _drop_unanswered(self, inner_step: int) -> None:
+        """Lose the rounds that others have answered with a flush: they have not got that round."""
+        for part in self.parts:
+            for flight in list(part.in_flight):
+                result = self._wait(part, flight)
+                if isinstance(result, ReplicaMismatch) and result.ended:
+                    self._fail(part, flight, inner_step, result)
+
+    def _follow(self, part: SyncedPart, inner_step: int) -> None:
+        if not self._is_due(part):
+            return
+        due = part.in_flight[0]
+        result = self._wait(part, due)
+        with self.uninterruptible():
+            if isinstance(result, SyncError):
+                self._fail(part, due, inner_step, result)
+                return
+            # The step overwrites the local parameters, of which nothing was sent.
+            part.owe_progress()
+            part.owes = part.has_outer
+            self._finish(part, due, None, inner_step)
+
     def _equalize(self) -> None:
         """Make the outer parameters of all replicas equal, unless they are; a collective call."""
         parts = [part for part in self.parts if isinstance(part, SyncedFragment)]
-        changed = [part.index for part in parts if part.state.num_steps != part.equal_at]
-        views = handshake.gather_json(self.exchange, changed)
-        differing = [part for part in parts if any(part.index in view for view in views)]
+        own = [[part.state.num_steps, part.equal_at] for part in parts]
+        each = list(zip(*handshake.gather_json(self.exchange, own), strict=True))
+        differing = [
+            part
+            for part, views in zip(parts, each, strict=True)
+            if any(num_steps != equal_at for num_steps, equal_at in views)
+        ]
         # Replicas that do this at different times would not find each other.
         with self.uninterruptible():
             consensus.equalize(self.exchange, differing, self.impl)
-            for part in parts:
+            for part, views in zip(parts, each, strict=True):
+                part.state.num_steps = max(num_steps for num_steps, _ in views)
                 part.equal_at = part.state.num_steps
 
     def drain(self, inner_step: int) -> None:

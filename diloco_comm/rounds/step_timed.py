@@ -15,7 +15,6 @@ from ..base.errors import SyncError
 from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
 from ..exchange.work import Mean
-from .agreement import history
 from .flights import RoundInFlight
 from .round_log import RoundLog
 from .runner import RoundRunner
@@ -142,7 +141,7 @@ class StepTimed(RoundRunner):
         self.settle_verdicts(inner_step)
         self.receive(inner_step, everything=True)
         self.settle_verdicts(inner_step)
-        stale = history.stale_parts(self.exchange, self.parts, inner_step)
+        stale = self._stale_parts(inner_step)
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.settle_verdicts(inner_step)
         # The last merge of a part left a share of the local values, of whatever age it is.

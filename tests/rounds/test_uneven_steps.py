@@ -8,12 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from problems import attach, parameters_of, train_step
-from torch import nn
+import torch.distributed as dist
+from problems import Regression, attach, equal, parameters_of, train_step
+from torch import Tensor, nn
 from trainers import ROWS, Rows, WithLoss, flat, make_optimizer, needs, on_store
 from workers import Pool
 
-from diloco_comm import Blocking, Delayed, DiLoCo, Eager, Streaming, SyncError
+from diloco_comm import (
+    CO2,
+    SGD,
+    Blocking,
+    Delayed,
+    DiLoCo,
+    Eager,
+    ReplicaMismatch,
+    Streaming,
+    SyncError,
+)
 
 STEPS = [9, 7, 12]
 
@@ -278,3 +289,73 @@ def without_agreeing(rank: int, world: int) -> str:
 def test_without_it_the_end_is_an_error(workers) -> None:
     for sentence in workers(2).run(without_agreeing):
         assert "replica 1" in sentence
+
+
+# -------------------------------------------------------- a replica that has taken fewer steps
+
+
+def end_unevenly(
+    rank: int, world: int, steps: list[int], overlap: Any, arguments: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor], int]:
+    """Flush after other numbers of steps; return parameters, local mean and rounds applied."""
+    model, optimizer, diloco = attach(rank, sync_every=4, overlap=overlap, **arguments)
+    with diloco:
+        for step in range(steps[rank]):
+            train_step(model, optimizer, rank, step)
+        diloco.flush()
+        outer = [part.outer.clone() for part in diloco.parts]
+        return parameters_of(model), outer, diloco.parts[0].round
+
+
+POLICIES = [Blocking(), Streaming(delay=1), Delayed(), Eager(), Eager(rounds=2), CO2()]
+
+
+@pytest.mark.parametrize("overlap", POLICIES, ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("steps", [[7, 8], [12, 11, 12]], ids=str)
+def test_a_step_that_one_replica_has_skipped_is_no_mismatch(
+    overlap: Any, steps: list[int], workers
+) -> None:
+    results = workers(len(steps)).run(end_unevenly, steps, overlap, {"fragments": 2})
+    for params, outer, _ in results:
+        assert equal(params, results[0][0]) and equal(outer, results[0][1])
+
+
+def train_apart(rank: int, world: int, steps: list[int]) -> list[Tensor]:
+    """Average the parameters after four steps and at the end, without the package."""
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps[rank]):
+        train_step(model, optimizer, rank, step)
+        if step == 3:
+            average(model)
+    average(model)
+    return parameters_of(model)
+
+
+def average(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.all_reduce(param.data)
+        param.data /= dist.get_world_size()
+
+
+def test_all_steps_are_shared(workers) -> None:
+    """The replica with eight steps has sent its second round in vain."""
+    steps, outer = [7, 8], SGD(lr=1.0)
+    truth = workers(2).run(train_apart, steps)[0]
+    for params, _, rounds in workers(2).run(end_unevenly, steps, Blocking(), {"outer": outer}):
+        assert rounds == 2
+        torch.testing.assert_close(params, truth)
+
+
+def end_far_apart(rank: int, world: int) -> str:
+    try:
+        end_unevenly(rank, world, [7, 13], Blocking(), {})
+    except ReplicaMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_a_whole_round_more_is_a_mismatch(workers) -> None:
+    for text in workers(2).run(end_far_apart):
+        assert "replica 0 has ended at inner step 7" in text
+        assert "replica 1 still trains, at inner step 12" in text

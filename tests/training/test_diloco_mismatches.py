@@ -133,10 +133,11 @@ def test_buffers_that_are_averaged_are_counted(workers) -> None:
     assert workers(2).run(average_a_mask) == [sentence] * 2
 
 
-def one_calls(rank: int, world: int, call: str) -> str:
+def one_calls(rank: int, world: int, call: str, steps: list[int]) -> str:
     """Replica 1 calls something else while replica 0 takes the step that sends."""
-    with attach(attach=False, timeout=30.0)[2] as diloco:
-        diloco.step()
+    with attach(attach=False, timeout=30.0, checks="off")[2] as diloco:
+        for _ in range(steps[rank]):
+            diloco.step()
         with pytest.raises(ReplicaMismatch) as info:
             getattr(diloco, call if rank else "step")()
         return str(info.value)
@@ -145,19 +146,19 @@ def one_calls(rank: int, world: int, call: str) -> str:
 def test_calls_that_differ_go_by_the_names_of_the_user(workers) -> None:
     sentence = "kind differs between replicas: sync on replica 0; consensus on replica 1"
     subjects = ["sync of fragment 0, round 0", "consensus"]
-    found = workers(2).run(one_calls, "consensus")
+    found = workers(2).run(one_calls, "consensus", [1, 1])
     assert found == [f"{subject}: {sentence}" for subject in subjects]
 
 
-def test_a_replica_that_has_fewer_steps_is_named(workers) -> None:
+def test_a_replica_that_lacks_a_whole_round_is_named(workers) -> None:
     sentence = (
-        "replica 1 has ended at inner step 1 (flush, or another call for all replicas), while "
-        "replica 0 still trains, at inner step 2: give all replicas the same number of steps, see "
+        "replica 1 has ended at inner step 2 (flush, or another call for all replicas), while "
+        "replica 0 still trains, at inner step 4: give all replicas the same number of steps, see "
         "DiLoCo.agree_on_steps; one that a GradScaler skips counts if the optimizer is fused, or "
         "with attach=False and diloco.step() after each batch"
     )
-    subjects = ["sync of fragment 0, round 0", "start of flush"]
-    found = workers(2).run(one_calls, "flush")
+    subjects = ["sync of fragment 0, round 1", "start of flush"]
+    found = workers(2).run(one_calls, "flush", [3, 2])
     assert found == [f"{subject}: {sentence}" for subject in subjects]
 
 
