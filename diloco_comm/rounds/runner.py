@@ -127,7 +127,7 @@ class RoundRunner(ABC):
                 self._follow(self.parts[error.fragment], inner_step)
 
     def _follow(self, part: SyncedPart, inner_step: int) -> None:  # noqa: B027
-        """Take the outer step that others have taken at a send of theirs, to which none came."""
+        """Take the outer step that others have taken at a send without this replica."""
 
     def has_unsent(self, inner_step: int) -> bool:
         """Whether this replica holds something that was not shared."""

@@ -228,7 +228,7 @@ class SendTimed(RoundRunner):
             if isinstance(result, SyncError):
                 self._fail(part, due, inner_step, result)
                 return
-            # The step overwrites the local parameters, of which nothing was sent.
+            # The step overwrites the local parameters, and their progress was not sent.
             part.owe_progress()
             part.owes = part.has_outer
             self._finish(part, due, None, inner_step)
