@@ -165,10 +165,14 @@ class _FusedState(OuterState):
                 clip=update.clip,
                 verdict=update.verdict,
             )
-        self.num_steps += 1
+        self.num_steps, self.last_lr = self.num_steps + 1, update.lr
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.momentum is None else {"momentum": self.momentum}
+
+    def look_ahead(self) -> tuple[Tensor, float] | None:
+        is_ahead = self.kind == "nesterov" and self.momentum is not None
+        return (self.momentum, self.mu) if is_ahead else None  # type: ignore[return-value]
 
 
 class _AdamState(OuterState):
@@ -198,7 +202,7 @@ class _AdamState(OuterState):
                 alpha=update.alpha,
                 verdict=update.verdict,
             )
-        self.num_steps += 1
+        self.num_steps, self.last_lr = self.num_steps + 1, update.lr
 
     def tensors(self) -> dict[str, Tensor]:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -272,7 +276,13 @@ class _TorchState(OuterState):
         self.optimizer.step()
         self.param.grad = None
         ops.merge(self.outer, update.params, alpha=update.alpha, impl=update.impl)
-        self.num_steps += 1
+        self.num_steps, self.last_lr = self.num_steps + 1, update.lr
+
+    def look_ahead(self) -> tuple[Tensor, float] | None:
+        group = self.optimizer.param_groups[0]
+        momentum = self.optimizer.state.get(self.param, {}).get("momentum_buffer")
+        is_ahead = type(self.optimizer) is torch.optim.SGD and group["nesterov"]
+        return (momentum, group["momentum"]) if is_ahead and momentum is not None else None
 
     def _values(self) -> dict[str, Any]:
         """Return the optimizer's state; before its first step, the state of a fresh optimizer."""

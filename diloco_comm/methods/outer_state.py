@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _C
-from ..ops.offload import Offloaded, chunks_of
+from ..ops.offload import CHUNK_ELEMENTS, Offloaded, chunks_of
 from ..ops.wire import Layout
 
 
@@ -57,10 +57,12 @@ class OuterState(ABC):
     Attributes:
         outer: fp32 ``[num_elements]``; the shared model.
         num_steps: Outer steps taken.
+        last_lr: Learning rate of the last step; None where that is not known.
         takes_verdict: A step can be left to the device's decision.
     """
 
     takes_verdict = False
+    last_lr: float | None = None
 
     def __init__(self, outer: Tensor) -> None:
         self.outer = outer
@@ -96,6 +98,21 @@ class OuterState(ABC):
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Return the buffers with one fp32 element for each parameter element."""
+
+    def look_ahead(self) -> tuple[Tensor, float] | None:
+        """Return a momentum and its factor, if ``outer`` is that much ahead, times the last lr."""
+        return None
+
+    def take_back_look_ahead(self, lr: float) -> None:
+        """Add lr * factor * momentum to ``outer``; see ``look_ahead``."""
+        ahead = self.look_ahead()
+        if ahead is None:
+            return
+        momentum, factor = ahead
+        for begin in range(0, self.outer.numel(), CHUNK_ELEMENTS):
+            # A product of its own, so that all devices round alike.
+            shift = momentum[begin : begin + CHUNK_ELEMENTS] * (lr * factor)
+            self.outer[begin : begin + CHUNK_ELEMENTS] += shift
 
     def extra(self) -> dict[str, Any]:
         """Return the values to be saved that are not in ``tensors``."""

@@ -30,7 +30,7 @@ from ..base.memory import memory_order
 from ..ops.digests import digest_of
 from . import sharding
 from .fragments import Fragment, unwrap_model
-from .optimizer_watch import CopyWatch, UncountedSteps, warn_of_unheld_parameters
+from .optimizer_watch import CopyWatch, UncountedSteps, unheld_parameters
 
 CHECKS = ("raise", "warn", "off")
 
@@ -89,12 +89,12 @@ class ModelWatch:
         self._places: list[tuple[dict[str, Any], str, Any]] = []
         # Some elements of the parameters that were frozen after the last exchange, by name.
         self._frozen: dict[str, Tensor] = {}
+        self._is_first_send = checks != "off"
         self._copies: CopyWatch | None = None
         self._uncounted: UncountedSteps | None = None
         if checks == "off":
             return
         params = [param for fragment in fragments for param in fragment.params]
-        warn_of_unheld_parameters(model, params)
         self._copies = CopyWatch(optimizers, fragments, sync_every, self._report)
         if is_hooked:
             self._uncounted = UncountedSteps(optimizers, params, self._report)
@@ -147,6 +147,11 @@ class ModelWatch:
         """
         self.refuse_replaced()
         self._refuse_frozen()
+        if self._is_first_send:
+            self._is_first_send = False
+            sentence = unheld_parameters(self._model, [param for _, param in self._named()])
+            if sentence:
+                warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         if self._copies is not None:
             self._copies.before_send()
 

@@ -20,7 +20,6 @@ anew after the model was attached, or that steps within ``backward()``.
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -184,22 +183,22 @@ def _second_weights(optimizer: str, where: str) -> str:
     )
 
 
-def warn_of_unheld_parameters(model: nn.Module, exchanged: Iterable[nn.Parameter]) -> None:
-    """Warn of parameters that require gradients and that no attached optimizer holds.
+def unheld_parameters(model: nn.Module, exchanged: Iterable[nn.Parameter]) -> str:
+    """Return the sentence about parameters that get gradients and that no optimizer holds, or "".
 
-    Such a parameter is not exchanged: each replica would train its own, or none does.
+    Such a parameter is not exchanged: each replica trains its own, by an optimizer that was not
+    given, or none trains it. A teacher, or a backbone that is only evaluated, gets no gradient.
     """
     known = set(map(id, exchanged))
     named = unwrap_model(model).named_parameters()
-    names = [name for name, param in named if param.requires_grad and id(param) not in known]
-    if names:
-        shown = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
-        warnings.warn(
-            f"parameters require gradients but are in no optimizer that was given: {shown}; they "
-            "are not exchanged: give their optimizer too, in a list, or set requires_grad=False",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    names = [name for name, param in named if param.grad is not None and id(param) not in known]
+    if not names:
+        return ""
+    shown = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
+    return (
+        f"parameters have gradients but are in no optimizer that was given: {shown}; they are not "
+        "exchanged: give their optimizer too, in a list, or set requires_grad=False"
+    )
 
 
 class UncountedSteps:

@@ -12,6 +12,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from ..methods.outer_state import Update
 from ..methods.settings import Settings
 from ..replica.workers import ReplicaWorkers
 from .agreement import history
+from .agreement.consensus import Ending, end_like_others, has_ended
 from .agreement.nonfinite import Streaks
 from .agreement.resets import OnReset, Resets
 from .flights import RoundInFlight, mean_of, weight_sum
@@ -104,23 +106,42 @@ class RoundRunner(ABC):
             SyncError: See ``DiLoCo.step``.
         """
 
-    def flush(self, inner_step: int, num_skipped: int) -> None:
+    def flush(self, inner_step: int, num_skipped: int, is_final: bool | None) -> None:
         """Apply all that is in flight, and what was trained since; a collective call.
 
         A NonFiniteError says that some of it was skipped; all of the rest is applied.
+
+        Args:
+            is_final: See ``Ending``.
         """
+        ending = Ending(is_final)
         with self._streaks.flushing(self.exchange.members):
-            self._flush(inner_step, num_skipped)
+            self._flush(inner_step, num_skipped, ending)
+        with self.uninterruptible():
+            ending.reach(self.parts, self.impl, self._writing)
 
     @abstractmethod
-    def _flush(self, inner_step: int, num_skipped: int) -> None:
-        """As ``flush``, without the limits on skipped rounds."""
+    def _flush(self, inner_step: int, num_skipped: int, ending: Ending) -> None:
+        """As ``flush``, without the limits on skipped rounds, and without the end of training."""
 
-    def _stale_parts(self, inner_step: int) -> list[SyncedPart]:
+    def end_like_others(self) -> None:
+        """End training where others of a new group have; see ``consensus``. A collective call."""
+        with self.uninterruptible():
+            end_like_others(self.exchange, self.parts, self.impl, self._writing)
+
+    def has_ended(self) -> bool:
+        """Whether no outer parameters are ahead of their iterate."""
+        return all(map(has_ended, self.parts))
+
+    def _writing(self, part: SyncedPart) -> AbstractContextManager[None]:
+        """Return a block that changes the outer state of a part."""
+        return contextlib.nullcontext()
+
+    def _stale_parts(self, inner_step: int, ending: Ending) -> list[SyncedPart]:
         """As ``history.stale_parts``, once the others have ended too."""
         while True:
             try:
-                return history.stale_parts(self.exchange, self.parts, inner_step)
+                return history.stale_parts(self.exchange, self.parts, inner_step, ending)
             except ReplicaMismatch as error:
                 if self.exchange.replica not in error.ended:
                     raise

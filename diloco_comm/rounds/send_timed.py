@@ -21,6 +21,7 @@ from ..methods.overlap import Own, Terms
 from ..ops.residuals import drop_bad
 from ..ops.wire import Layout
 from .agreement import consensus, handshake
+from .agreement.consensus import Ending
 from .flights import RoundInFlight, mean_of, weight_sum
 from .runner import RoundRunner
 from .synced import Measure, SyncedFragment, SyncedPart
@@ -203,9 +204,9 @@ class SendTimed(RoundRunner):
             impl=self.impl,
         )
 
-    def _flush(self, inner_step: int, num_skipped: int) -> None:
+    def _flush(self, inner_step: int, num_skipped: int, ending: Ending) -> None:
         self._drop_unanswered(inner_step)
-        stale = self._stale_parts(inner_step)
+        stale = self._stale_parts(inner_step, ending)
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.drain(inner_step)
         if not self.settings.overlap.is_shared:
@@ -236,18 +237,19 @@ class SendTimed(RoundRunner):
     def _equalize(self) -> None:
         """Make the outer parameters of all replicas equal, unless they are; a collective call."""
         parts = [part for part in self.parts if isinstance(part, SyncedFragment)]
-        own = [[part.state.num_steps, part.equal_at] for part in parts]
+        own = [[part.state.num_steps, part.equal_at, part.state.last_lr] for part in parts]
         each = list(zip(*handshake.gather_json(self.exchange, own), strict=True))
         differing = [
             part
             for part, views in zip(parts, each, strict=True)
-            if any(num_steps != equal_at for num_steps, equal_at in views)
+            if any(num_steps != equal_at for num_steps, equal_at, _ in views)
         ]
         # Replicas that do this at different times would not find each other.
         with self.uninterruptible():
             consensus.equalize(self.exchange, differing, self.impl)
             for part, views in zip(parts, each, strict=True):
-                part.state.num_steps = max(num_steps for num_steps, _ in views)
+                part.state.num_steps = max(num_steps for num_steps, _, _ in views)
+                part.state.last_lr = next((lr for _, _, lr in views if lr is not None), None)
                 part.equal_at = part.state.num_steps
 
     def drain(self, inner_step: int) -> None:

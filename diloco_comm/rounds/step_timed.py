@@ -15,6 +15,7 @@ from ..base.errors import SyncError
 from ..exchange.headers import Kind
 from ..exchange.membership.regroup import Repair
 from ..exchange.work import Mean
+from .agreement.consensus import Ending
 from .flights import RoundInFlight
 from .round_log import RoundLog
 from .runner import RoundRunner
@@ -109,7 +110,7 @@ class StepTimed(RoundRunner):
             return
         alpha = 0.0 if flight.kind == "flush" else self.settings.overlap.alpha
         update = self._update(part, result, alpha=alpha, verdict=result.verdict)
-        with self._logged(part):
+        with self._writing(part):
             self._step(part, flight, update, own=flight.own_after(inner_step))
             if result.verdict is None:
                 self._commit(part, flight, result)
@@ -122,7 +123,7 @@ class StepTimed(RoundRunner):
         part.last_sent = flight.sent_step
         self._record(part, flight, inner_step)
 
-    def _logged(self, part: SyncedPart) -> AbstractContextManager[None]:
+    def _writing(self, part: SyncedPart) -> AbstractContextManager[None]:
         return nullcontext() if self.log is None else self.log.writing(part)
 
     def _count(
@@ -134,14 +135,14 @@ class StepTimed(RoundRunner):
             self.log.add(part, number, before, mean)
 
     def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
-        with self._logged(part):
+        with self._writing(part):
             super()._settle_part(part, missed, inner_step)
 
-    def _flush(self, inner_step: int, num_skipped: int) -> None:
+    def _flush(self, inner_step: int, num_skipped: int, ending: Ending) -> None:
         self.settle_verdicts(inner_step)
         self.receive(inner_step, everything=True)
         self.settle_verdicts(inner_step)
-        stale = self._stale_parts(inner_step)
+        stale = self._stale_parts(inner_step, ending)
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.settle_verdicts(inner_step)
         # The last merge of a part left a share of the local values, of whatever age it is.

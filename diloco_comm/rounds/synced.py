@@ -39,6 +39,7 @@ class SyncedPart(ABC):
         owes: The next round will carry what a lost round had.
         is_ahead: The local parameters still hold rounds that were sent.
         equal_at: Number of outer steps at which all replicas had the same outer parameters.
+        ended_at: Number of outer steps after which ``take_back_look_ahead`` was called; -1 before.
         corrections: Own payloads of lost rounds, in the layout of ``buffers``, that ``Eager`` has
             applied and the next outer step takes back.
         weight_sum: Sum of all replicas' weights in the last round that was applied; 0 before.
@@ -64,6 +65,7 @@ class SyncedPart(ABC):
         self.owes = False
         self.is_ahead = False
         self.equal_at = 0
+        self.ended_at = -1
         self.corrections: list[Own] = []
         self.weight_sum = 0.0
         self.history = 0
@@ -160,6 +162,13 @@ class SyncedPart(ABC):
 
     def write_local(self, impl: str) -> None:  # noqa: B027
         """Set the local parameters to the outer ones, where there are any."""
+
+    def take_back_look_ahead(self, lr: float, impl: str) -> None:  # noqa: B027
+        """End training: take the look-ahead out of the outer parameters, and write the local ones.
+
+        Args:
+            lr: Outer learning rate of the last outer step.
+        """
 
     def owe_progress(self) -> None:  # noqa: B027
         """Owe the next round what the local parameters hold beyond the outer ones."""
@@ -296,6 +305,13 @@ class SyncedFragment(SyncedPart):
 
     def uncount_step(self) -> None:
         self.state.num_steps -= 1
+
+    def take_back_look_ahead(self, lr: float, impl: str) -> None:
+        if self.loader is not None:
+            self.loader.finish()
+        self.state.take_back_look_ahead(lr)
+        self.ended_at = self.state.num_steps
+        self.write_local(impl)
 
     def squared_norm(self, impl: str) -> Tensor:
         return self._squared_norm(self.on_device(), self.tensors(), impl)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +45,9 @@ def meet_workers(
 class Agreement:
     """Compare this replica with the others: at the start, and in each new group.
 
+    Args:
+        end_like_others: See ``RoundRunner``.
+
     Attributes:
         is_state_shared: All replicas have the same outer parameters after the same rounds.
         beside: See ``joining.share``; None where newcomers copy the state in ``share_state``.
@@ -52,9 +56,16 @@ class Agreement:
     """
 
     def __init__(
-        self, exchange: Exchange, plan: Plan, settings: Settings, weight: Weight, impl: str
+        self,
+        exchange: Exchange,
+        plan: Plan,
+        settings: Settings,
+        weight: Weight,
+        impl: str,
+        end_like_others: Callable[[], None],
     ) -> None:
         self._exchange, self._plan, self._settings = exchange, plan, settings
+        self._end_like_others = end_like_others
         self._weight = None if callable(weight) else float(weight)
         self._impl = impl
         self.beside: joining.CopyBeside | None = None
@@ -151,6 +162,7 @@ class Agreement:
             self._compare_newcomers()
             return self.share_state(inner_step)
         self.fix_weight()
+        self._end_like_others()
         self.refuse_different_state()
         return inner_step
 
@@ -175,6 +187,7 @@ class Agreement:
         Returns:
             The inner step of that replica.
         """
+        self._end_like_others()
         exchange, outer = self._exchange, self._settings.outer
         beside = self.beside if self.is_state_shared else None
         parts = self._plan.parts

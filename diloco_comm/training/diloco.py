@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base import recording
+from ..base.checks import flag
 from ..base.errors import NonFiniteError
 from ..exchange.membership import verdicts
 from ..methods.outer import Factory, OuterOptimizer
@@ -229,7 +230,9 @@ class DiLoCo(Saved):
         recorder = Recorder()
         rounds = make_runner(exchange, plan, settings, recorder, workers, impl, **measures)
         super().__init__(model, optimizers, settings, plan, exchange, rounds, recorder, workers)
-        self._agreement = Agreement(exchange, plan, settings, measures["weight"], impl)
+        self._agreement = Agreement(
+            exchange, plan, settings, measures["weight"], impl, rounds.end_like_others
+        )
         self._agreement.beside, self._agreement.inner = map(arguments.get, ("beside", "inner"))
         try:
             with self._all_workers(self.parts):
@@ -342,29 +345,37 @@ class DiLoCo(Saved):
         if is_untouched and not isinstance(error, Exception):
             self.inner_step -= 1
 
-    def flush(self) -> None:
+    def flush(self, *, final: bool = True) -> None:
         """Share what was trained since the last send, and apply it; every replica calls this.
 
         Afterwards outer and local parameters are identical on all replicas. A fragment that no
-        replica has trained since its last send is left alone.
+        replica has trained since its last send is sent no more.
+
+        Args:
+            final: Training ends here: Nesterov's outer parameters, which are ahead of the iterate
+                by lr * momentum, are set back to that iterate. The momentum stays as it is, and
+                training may go on all the same. False in the middle of training. The same on all
+                replicas.
 
         Raises:
             SyncError: As ``step``.
             NonFiniteError: Fragments had to be skipped, on all replicas; the others are shared.
             ReplicaMismatch: The outer states differ all the same: a program has written into one.
         """
+        flush = partial(self._flush, is_final=flag("final", final))
         if self._elastic is None:
-            self._flush()
+            flush()
         elif not self.is_done:
-            self._elastic.flush(self, self._flush)
+            self._elastic.flush(self, flush)
 
-    def _flush(self) -> None:
+    def _flush(self, *, is_final: bool | None = None) -> None:
+        """As ``flush``; without ``is_final``, as the others do, whose flush broke off."""
         self._refuse_if_alone()
         self._refuse_if_unfit()
         self.exchange.inner_step = self.inner_step
         with self._recorder.deferred_callbacks(), self._all_workers(self.parts):
             self._refuse_changes(self.parts)
-            self._rounds.flush(self.inner_step, self._skipped.count)
+            self._rounds.flush(self.inner_step, self._skipped.count, is_final)
             if self.exchange.size > 1:
                 self._agreement.refuse_different_state(is_shared=True)
 

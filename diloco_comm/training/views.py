@@ -55,7 +55,7 @@ class Trained(Protocol):
 
     def _take_step(self, *, again: Collection[int]) -> None: ...
 
-    def _flush(self) -> None: ...
+    def _flush(self, *, is_final: bool | None = None) -> None: ...
 
 
 class ElasticTraining:
@@ -95,6 +95,8 @@ class ElasticTraining:
                 self.transfer.close()
             raise
         self._may_be_boundary = self._is_flushing = self._must_flush = False
+        # The flush that this replica has called, until it ends.
+        self._own_flush: Callable[[], None] | None = None
         # The step before was broken off; always False with several workers.
         self._is_late = False
         self._workers = workers
@@ -216,7 +218,7 @@ class ElasticTraining:
         if self._may_be_boundary and self.group.is_boundary(diloco._rounds):
             self._go_on(diloco, None)
         if not self.is_done:
-            self.flush(diloco, diloco._flush)
+            self.flush(diloco, partial(diloco._flush, is_final=True))
             # Where the flush broke off, all go on from the step of the slowest replica.
             self._is_finished = self._has_all_steps(diloco) and not self.group.is_done
 
@@ -225,11 +227,11 @@ class ElasticTraining:
 
     def flush(self, diloco: Trained, flush: Callable[[], None]) -> None:
         """Flush; in the next view again, where the present one ends before all is shared."""
-        self._is_flushing = True
+        self._is_flushing, self._own_flush = True, flush
         try:
             self._unless_broken(diloco, flush)
         finally:
-            self._is_flushing = False
+            self._is_flushing, self._own_flush = False, None
 
     def _go_on(self, diloco: Trained, error: SyncError | None, began: float | None = None) -> None:
         """Go to the next view, and repeat there what broke off; on to another if that breaks."""
@@ -273,7 +275,8 @@ class ElasticTraining:
         if self._must_flush:
             self._must_flush, self._is_flushing = False, True
             try:
-                diloco._flush()
+                # A member that was not in a flush ends as the others say.
+                (self._own_flush or diloco._flush)()
             except KeyboardInterrupt:
                 self._must_flush = True
                 raise
@@ -327,7 +330,8 @@ class ElasticTraining:
         """
         step = diloco.inner_step
         unsent = [] if step == self._again_at else _unsent_at(diloco, step)
-        own = [self._is_flushing, diloco._rounds.has_unsent(step), unsent]
+        is_open = self._own_flush is not None and not diloco._rounds.has_ended()
+        own = [self._is_flushing, is_open or diloco._rounds.has_unsent(step), unsent]
         with self.leasing.all_workers():
             views = gather_json(diloco.exchange, own)
         flushing, has_unsent, due = zip(*views, strict=True)

@@ -59,7 +59,7 @@ def test_round_trip(message: Message) -> None:
         ([b"", b"", b""], "one frame or two, got 3"),
         ([b"short"], "a header has 32 bytes, got 5"),
         ([b"\0" * 32], "not a message of diloco_comm"),
-        ([header(1, protocol=9), b"{}"], "protocol version 9 was given, 4 is spoken here"),
+        ([header(1, protocol=9), b"{}"], "protocol version 9 was given, 5 is spoken here"),
         ([header(999)], "no kind of message 999"),
         ([header(Kind.PULL, number=1 << 63)], "too large"),
         ([header(Kind.PULL, version=(1 << 64) - 1)], "too large"),

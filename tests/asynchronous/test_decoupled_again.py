@@ -86,7 +86,7 @@ def test_a_renamed_learner_takes_the_shared_model_and_nothing_counts_twice(namel
             for _ in range(4):
                 for each in ((model, learner), (other, steady)):
                     train(*each, 1)
-            wait_until(lambda: all([each.flush(0.01) for each in (learner, steady)]))
+            wait_until(lambda: all([x.flush(0.01, remainder=False) for x in (learner, steady)]))
             assert learner.metrics.step_ledgers[0].applied == 4
             assert torch.equal(other.values(), torch.full((SIZE,), -8.0))
             learner.close()
@@ -152,7 +152,7 @@ def test_a_successor_does_not_use_the_number_of_a_refused_report() -> None:
         learner._learner.reports = spoiled  # type: ignore[method-assign]
         train(model, learner, 4)
         wait_until(lambda: server.report()["learners"]["a"]["steps"] == 4)
-        assert learner.flush(20.0) and learner.metrics.refused == 1
+        assert learner.flush(20.0, remainder=False) and learner.metrics.refused == 1
         seq = learner._learner.fragments[0].seq
         learner.close()
         wait_until(lambda: not server.report()["learners"])
@@ -177,7 +177,7 @@ def test_a_report_in_runs_of_another_size_is_refused_and_the_learner_goes_on(
 
         link.send_runs = send_less  # type: ignore[method-assign]
         train(model, learner, 4)
-        assert learner.flush(20.0)
+        assert learner.flush(20.0, remainder=False)
         assert (learner.metrics.refused, learner.metrics.merged) == (1, 0)
         assert server.report()["refused"] == {"size": 1}
         assert "what learner a sends is refused: a run of this" in caplog.text

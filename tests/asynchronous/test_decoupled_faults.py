@@ -141,7 +141,7 @@ def test_a_syncer_on_a_full_disk_sends_no_commit_until_there_is_room(
             for _ in range(steps):
                 model.descend(torch.ones(SIZE))
                 learner.step()
-                learner.flush(0.05)
+                learner.flush(0.05, remainder=False)
 
         train(12)
         before = learner.metrics
@@ -195,7 +195,7 @@ def test_a_ctrl_c_in_the_hook_waits_for_the_end_of_the_hook(
             model.descend(torch.linspace(1.0, 2.0 + number, SIZE))
             try:
                 learner.step()
-                assert learner.flush(20.0)
+                assert learner.flush(20.0, remainder=False)
             except KeyboardInterrupt:
                 num_interrupts += 1
         assert num_interrupts == 1 and learner.flush(20.0)

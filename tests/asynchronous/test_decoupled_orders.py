@@ -99,6 +99,14 @@ class Orders(RuleBasedStateMachine):
         self.send_reports(member)
         member.uplink.append(partial(self.syncer.stepped, learner.name, learner.num_steps, seconds))
 
+    @rule(index=INDICES)
+    def rest(self, index: int) -> None:
+        """A learner pauses until its next step, and says what it has to report."""
+        member = self.members[index]
+        if member.is_welcome:
+            progress = member.learner.progress()
+            member.uplink.append(lambda: self.syncer.rest(member.learner.name, progress, self.now))
+
     @rule(order=st.lists(INDICES, min_size=1, max_size=6))
     def train(self, order: list[int]) -> None:
         """Steps of several learners, whose messages arrive at once."""
@@ -272,10 +280,30 @@ class Orders(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Once all messages have arrived, the learners have the newest version of everything."""
         members = [member for member in getattr(self, "members", ()) if member.is_up]
+        self.settle(members)
+        self.check_values(members)
+        # All learners flush: with nobody in training, every step reaches the shared model.
+        for index in range(NUM_LEARNERS if members else 0):
+            self.detect(index)
+        for _ in range(20):
+            for member in members:
+                self.rest(int(member.learner.name))
+            self.settle(members)
+            self.wait(2.0)
+            self.settle(members)
+        assert not any(
+            p.steps.kept + p.steps.under_way for m in members for p in m.learner.fragments
+        )
+        self.check_values(members)
+
+    def settle(self, members: list[Member]) -> None:
+        """Deliver all messages, and those that answer them."""
         while any(member.uplink or member.downlink for member in members):
             for member in members:
                 self.arrive_at_the_learner(int(member.learner.name), 1)
                 self.arrive_at_the_syncer(int(member.learner.name), 1)
+
+    def check_values(self, members: list[Member]) -> None:
         for member in members:
             for part, each, shared in zip(
                 member.learner.fragments, self.syncer.rounds, self.syncer.fragments, strict=True

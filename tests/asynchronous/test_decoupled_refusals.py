@@ -111,7 +111,7 @@ def test_garbage_does_not_hurt_a_syncer() -> None:
         for _ in range(12):
             model.descend(torch.ones(SIZE))
             learner.step()
-            learner.flush(0.2)
+            learner.flush(0.2, remainder=False)
         assert learner.flush(20.0) and learner.metrics.merged >= 2
         assert server.report()["refused"]["garbage"] > 20
         learner.close()
@@ -132,7 +132,7 @@ def test_a_report_of_garbage_is_refused_and_the_learner_keeps_its_progress() -> 
         for _ in range(4):
             model.descend(torch.ones(SIZE))
             learner.step()
-            assert learner.flush(20.0)
+            assert learner.flush(20.0, remainder=False)
         assert learner.metrics.refused >= 2 and learner.metrics.merged == 0
         learner._learner.reports = encode  # type: ignore[method-assign]
         for _ in range(4):

@@ -108,6 +108,24 @@ def test_the_window_ends_when_the_missing_learner_leaves() -> None:
     assert each.deadline == 1.25
 
 
+def test_a_round_does_without_learners_that_rest() -> None:
+    each = called("abc", quorum=3)
+    send(each, "a", 1.0)
+    each.rest("b", 2.0, STEP_S, SYNC_S)
+    assert each.phase is Phase.CALLED
+    each.wake("b")
+    each.rest("c", 2.0, STEP_S, SYNC_S)
+    assert each.phase is Phase.CALLED
+    each.rest("b", 3.0, STEP_S, SYNC_S)
+    assert each.deadline == 3.0
+    merge = each.merge(3.0)
+    assert merge is not None and merge.weights == (1.0,)
+    # A learner that was gone, and comes back under its name, does not rest.
+    each.leave("b", 4.0, STEP_S, SYNC_S)
+    each.join("b")
+    assert each.resting == {"c"}
+
+
 def test_fewer_learners_than_the_quorum_are_enough() -> None:
     each = called("abc", quorum=3)
     send(each, "a", 1.0)
@@ -207,6 +225,13 @@ class Rounds(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def leave(self, name: str) -> None:
         self.round.leave(name, self.now, STEP_S, SYNC_S)
+
+    @rule(name=st.sampled_from(NAMES), rests=st.booleans())
+    def rest(self, name: str, rests: bool) -> None:
+        if rests and name in self.round.learners:
+            self.round.rest(name, self.now, STEP_S, SYNC_S)
+        else:
+            self.round.wake(name)
 
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: str) -> None:

@@ -50,7 +50,7 @@ def decoupled(rank: int, world: int, addresses: list[str]) -> list[list[Tensor]]
                 while not shard.carrier.is_noted(token):
                     shard.carrier.wait(0.1)
             dist.barrier()
-            assert learner.flush(60.0)
+            assert learner.flush(60.0, remainder=False)
             after.append(parameters_of(model))
             dist.barrier()
         figures = learner.metrics
@@ -146,7 +146,7 @@ def settle(*learners: DecoupledDiLoCo) -> None:
     for each, token in tokens:
         while not each._shards[0].carrier.is_noted(token):
             each._shards[0].carrier.wait(0.1)
-    while not all([each.flush(0.01) for each in learners]):
+    while not all([each.flush(0.01, remainder=False) for each in learners]):
         pass
 
 
@@ -210,7 +210,8 @@ def test_a_lost_report_is_offered_again_with_the_same_bytes() -> None:
         for _ in range(4):
             model.descend(torch.randn(SIZE))
             learner.step()
-        assert not learner.flush(0.2) or learner.metrics.reports == learner.metrics.merged
+        is_settled = learner.flush(0.2, remainder=False)
+        assert not is_settled or learner.metrics.reports == learner.metrics.merged
         now = [q.residuals.value for p in inner.fragments for q in p.pieces]
         assert all(torch.equal(x, y) for x, y in zip(residuals, now, strict=True))
         for _, each in models:

@@ -93,6 +93,71 @@ def test_a_merge_that_fails_is_repeated() -> None:
         syncer.rounds[1].reopen(3.0)
 
 
+def merged_with(syncer: Syncer, names: str, base: int) -> Commit:
+    """Let these learners report on fragment 0, and return the commit."""
+    payloads = payload_of(syncer, 1.0, 2.0, 3.0, 4.0)
+    for name in names:
+        assert not syncer.report(0, Report(name, base + 1, base, 1, 10), payloads, 1.0)
+    commit, *_ = syncer.advance(1.0)
+    assert isinstance(commit, Commit) and commit.merged.keys() == set(names)
+    return commit
+
+
+def test_a_learner_that_rests_is_called_beside_the_schedule() -> None:
+    """H = 4, K = 1: a call after step 4, one for the remainder after step 5, the next after 8."""
+    fragment = SharedFragment(
+        [torch.zeros(SIZE)], [Piece((0,), SIZE, "mean")], WireFormat("fp32"), SGD(1.0)
+    )
+    syncer = Syncer([fragment], QuorumRule(grace=0.0), sync_every=4)
+    syncer.join("a")
+
+    def called_after(steps: int) -> bool:
+        syncer.stepped("a", steps, 1.0)
+        return syncer.advance(0.0) == [Call(0, syncer.rounds[0].version)]
+
+    assert [called_after(steps) for steps in range(1, 5)] == [False, False, False, True]
+    merged_with(syncer, "a", 0)
+    assert not called_after(5)
+    # The learner's progress starts from a version that is not the present one any more.
+    syncer.rest("a", [0], 0.0)
+    assert syncer.advance(0.0) == []
+    syncer.rest("a", [1], 0.0)
+    assert syncer.advance(0.0) == [Call(0, 1)] and syncer.advance(0.0) == []
+    merged_with(syncer, "a", 1)
+    syncer.rest("a", [-1], 0.0)
+    assert syncer.advance(0.0) == []
+    assert [called_after(steps) for steps in range(6, 9)] == [False, False, True]
+
+
+def test_the_schedule_and_the_rounds_do_without_learners_that_rest() -> None:
+    syncer = called_syncer("mean")
+    syncer.rest("b", [-1], 1.0)
+    syncer.rest("stranger", [0], 1.0)
+    merged_with(syncer, "a", 0)
+    syncer.stepped("a", 2, 1.0)
+    assert syncer.advance(2.0) == [Call(0, 1)]
+    merged_with(syncer, "a", 1)
+    # With its next step b counts again: the same number of steps is none.
+    syncer.stepped("b", 1, 1.0)
+    assert syncer.rounds[0].resting == {"b"}
+    syncer.stepped("b", 2, 1.0)
+    assert syncer.rounds[0].resting == frozenset()
+    syncer.stepped("a", 3, 1.0)
+    assert syncer.advance(3.0) == [Call(0, 2)]
+    assert not send_at(syncer, "a", 2) and syncer.advance(9.0) == []
+    # If all learners rest, nobody's steps are waited for.
+    syncer.rest("b", [-1], 9.0)
+    syncer.rest("a", [2], 9.0)
+    (commit,) = syncer.advance(9.0)
+    assert isinstance(commit, Commit) and commit.merged == {"a": 3}
+    assert syncer.advance(9.0) == []
+
+
+def send_at(syncer: Syncer, name: str, base: int) -> str:
+    report = Report(name, base + 1, base, 1, 10)
+    return syncer.report(0, report, payload_of(syncer, 1.0, 2.0, 3.0, 4.0), 1.0)
+
+
 def test_merges_beyond_the_most_stay_due() -> None:
     """Every commit has a copy of its values: few of them are in memory at once."""
     syncer = called_syncer("mean", num_fragments=3)

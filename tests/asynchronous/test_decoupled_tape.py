@@ -35,7 +35,7 @@ def record(folder: Path, steps: int, *, snapshot_every: int = 4, **options: bool
             for model, learner in pairs:
                 model.descend(torch.randn(SIZE))
                 learner.step()
-                learner.flush(0.1)
+                learner.flush(0.1, remainder=False)
         for _, learner in pairs:
             assert learner.flush(20.0)
             learner.close()

@@ -56,9 +56,7 @@ def check(ends: list[End]) -> None:
 # -------------------------------------------------------------------------------- plain loops
 
 
-def plain(
-    rank: int, world: int, address: tuple[str, int], is_fused: bool, is_hooked: bool
-) -> End:
+def plain(rank: int, world: int, address: tuple[str, int], is_fused: bool, is_hooked: bool) -> End:
     model, scaler = Overflowing(rank), make_scaler()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=is_fused)
     place = on_store(rank, world, address, f"plain {is_fused} {is_hooked}")

@@ -171,8 +171,21 @@ def test_slow_weights_in_the_state_are_found() -> None:
 def test_parameters_in_no_optimizer_are_named() -> None:
     model = Regression(WIDTH)
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
-    with pytest.warns(RuntimeWarning, match="given: 'layers"):
-        DiLoCo(model, optimizer, sync_every=2, num_replicas=1).close()
+    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+        train_step(model, optimizer, 0, 0, WIDTH)
+        with pytest.warns(RuntimeWarning, match="gradients but .* given: 'layers"):
+            train_step(model, optimizer, 0, 1, WIDTH)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_teacher_in_the_model_is_in_no_optimizer() -> None:
+    model = Regression(WIDTH)
+    model.teacher = nn.Linear(WIDTH, 1)
+    head = [param for name, param in model.named_parameters() if "teacher" not in name]
+    optimizer = torch.optim.SGD(head, lr=0.1)
+    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+        for step in range(4):
+            train_step(model, optimizer, 0, step, WIDTH)
 
 
 # --------------------------------------------------------------------------- steps without a count

@@ -106,6 +106,7 @@ class FragmentRound:
         version: Merges committed so far.
         phase: What the round waits for.
         learners: The learners that take part: live as far as the syncer knows.
+        resting: Learners that rest and have nothing to report; a round does not wait for them.
         deadline: End of the grace window, in seconds; None outside of the window.
     """
 
@@ -113,6 +114,7 @@ class FragmentRound:
     version: int = 0
     phase: Phase = Phase.IDLE
     learners: set[str] = field(default_factory=set)
+    resting: set[str] = field(default_factory=set)
     deadline: float | None = None
     _called_at: float = 0.0
     _reports: dict[str, Report] = field(default_factory=dict)
@@ -134,7 +136,17 @@ class FragmentRound:
     def leave(self, learner: str, now: float, step_s: float, sync_s: float) -> None:
         """Forget a learner that is gone. A report that has arrived counts all the same."""
         self.learners.discard(learner)
+        self.resting.discard(learner)
         self._look(now, step_s, sync_s)
+
+    def rest(self, learner: str, now: float, step_s: float, sync_s: float) -> None:
+        """Do without a report of a learner that rests, until ``wake``."""
+        self.resting.add(learner)
+        self._look(now, step_s, sync_s)
+
+    def wake(self, learner: str) -> None:
+        """Count on a learner again."""
+        self.resting.discard(learner)
 
     def call(self, now: float) -> None:
         """Open a round."""
@@ -175,14 +187,15 @@ class FragmentRound:
 
     def _look(self, now: float, step_s: float, sync_s: float) -> None:
         """Open the grace window with the quorum; close it when no report can come any more."""
-        present = len(self.learners | self.reported)
+        waited_for = self.learners - self.resting
+        present = len(waited_for | self.reported)
         if self.phase is Phase.CALLED and self._reports:
             if len(self._reports) < min(self.rule.quorum, present):
                 return
             self.phase = Phase.GRACE
             self.deadline = now + self.rule.window(step_s, now - self._called_at, sync_s)
         is_full = len(self._reports) >= MAX_REPORTS
-        if self.phase is Phase.GRACE and (is_full or self.learners <= self.reported):
+        if self.phase is Phase.GRACE and (is_full or waited_for <= self.reported):
             self.deadline = now
 
     def merge(self, now: float) -> Merge | None:

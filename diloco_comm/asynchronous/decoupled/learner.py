@@ -212,6 +212,13 @@ class Learner:
         part = self.fragments[index]
         part.is_called = version == part.version and not part.is_under_way
 
+    def progress(self) -> list[int]:
+        """Return for each fragment the version from which progress is not merged; -1 for none."""
+        return [
+            part.version if part.steps.kept or part.steps.under_way else -1
+            for part in self.fragments
+        ]
+
     def reports(self) -> list[tuple[int, Report, list[Tensor]]]:
         """Make the reports that are called for, if there is progress to report.
 

@@ -49,7 +49,8 @@ class Syncer:
     """Decides when the fragments are called and merged, and merges them.
 
     A fragment is called when a quorum of learners has taken ``sync_every`` inner steps since its
-    last call. So the fastest K learners set the pace; the others report what they have.
+    last call. So the fastest K learners set the pace; the others report what they have. A fragment
+    is called at once, beside this schedule, when a learner rests and has progress to report.
 
     Args:
         fragments: The shared model.
@@ -76,6 +77,8 @@ class Syncer:
         self.rounds = [FragmentRound(rule) for _ in self.fragments]
         self._steps: dict[str, int] = {}
         self._step_s: dict[str, float] = {}
+        # For each learner that rests: by fragment, the version from which it has progress, or -1.
+        self._resting: dict[str, list[int]] = {}
         # The steps of each learner when a fragment was called last, by fragment.
         self._called: list[dict[str, int]] = [{} for _ in self.fragments]
         self._gathered = [Gathered(each.pieces, each.layouts, each.impl) for each in self.fragments]
@@ -126,6 +129,7 @@ class Syncer:
         """Forget a learner that is gone."""
         self._steps.pop(learner, None)
         self._step_s.pop(learner, None)
+        self._resting.pop(learner, None)
         for called in self._called:
             called.pop(learner, None)
         for each in self.rounds:
@@ -134,7 +138,29 @@ class Syncer:
     def stepped(self, learner: str, steps: int, seconds: float) -> None:
         """Note how many inner steps a learner has taken, and the seconds of the last one."""
         if learner in self._steps:
+            if steps != self._steps[learner] and self._resting.pop(learner, None) is not None:
+                for each in self.rounds:
+                    each.wake(learner)
             self._steps[learner], self._step_s[learner] = steps, seconds
+
+    def rest(self, learner: str, progress: Sequence[int], now: float) -> None:
+        """Note that a learner takes no inner step for now; its next step ends the rest.
+
+        Meanwhile no call waits for the learner's steps, and no round for a report that the learner
+        does not have.
+
+        Args:
+            progress: For each fragment the version from which the learner has progress that is not
+                merged, or -1. A fragment whose version is the present one is called.
+        """
+        if learner not in self._steps:
+            return
+        self._resting[learner] = list(progress)
+        for each, version in zip(self.rounds, progress, strict=True):
+            if version < 0:
+                each.rest(learner, now, self.step_s, self.sync_s)
+            else:
+                each.wake(learner)
 
     def report(self, fragment: int, report: Report, payloads: list[Tensor], now: float) -> str:
         """Take a report with the payload of each piece; return why it is refused, or "".
@@ -162,9 +188,11 @@ class Syncer:
             if merge is not None:
                 messages.append(self._commit(index, merge, now))
                 num_merges += 1
-            if self._is_due(index):
+            is_due = self._is_due(index)
+            if is_due or self._is_wanted(index):
                 each.call(now)
-                self._called[index].update(self._steps)
+                if is_due:
+                    self._called[index].update(self._steps)
                 messages.append(Call(index, each.version))
         self._unsent = []
         return messages
@@ -188,8 +216,16 @@ class Syncer:
         return Commit(index, self.rounds[index].version, merged, values, merge, factors)
 
     def _is_due(self, index: int) -> bool:
-        if self.rounds[index].phase is not Phase.IDLE or not self._steps:
+        """Return whether the schedule calls a fragment now."""
+        active = [name for name in self._steps if name not in self._resting]
+        if self.rounds[index].phase is not Phase.IDLE or not active:
             return False
         called = self._called[index]
-        ready = [n for n, steps in self._steps.items() if steps - called[n] >= self.sync_every]
-        return len(ready) >= min(self.rule.quorum, len(self._steps))
+        ready = [n for n in active if self._steps[n] - called[n] >= self.sync_every]
+        return len(ready) >= min(self.rule.quorum, len(active))
+
+    def _is_wanted(self, index: int) -> bool:
+        """Return whether a learner that rests has progress on a fragment that may be called."""
+        here = self.rounds[index]
+        wanted = any(progress[index] == here.version for progress in self._resting.values())
+        return wanted and here.phase is Phase.IDLE

@@ -4,9 +4,9 @@ A message is one frame or two. The first is a header of 32 bytes, little endian:
 
     magic "DCAS", protocol u16, kind u16, number u64, version u64, fragment u16, count u16, run u32
 
-Some kinds have a second frame. It is either JSON of at most ``MAX_JSON`` bytes, an object with
-exactly the keys of ``_FIELDS``, or the bytes of consecutive runs of a fragment, at most
-``MAX_BODY``.
+Some kinds have a second frame. It is either JSON of at most ``MAX_JSON`` bytes, an object with the
+keys of ``_FIELDS`` and perhaps keys of ``_OPTIONAL``, or the bytes of consecutive runs of a
+fragment, at most ``MAX_BODY``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAGIC = b"DCAS"
 HEADER = struct.Struct("<4sHHQQHHI")
 MAX_JSON = 1 << 16
 MAX_NAME = 64
 MAX_FRAGMENTS = 4096
+# Places in shared memory that a first message names.
+MAX_PLACES = 64
 # Updates in one answer: as many as 64 KiB of JSON hold.
 MAX_UPDATES = 64
 # Bytes of the longest run: RUN_ELEMENTS of fp32.
@@ -71,6 +73,9 @@ class Kind(IntEnum):
     STEP = 13
     OFFER = 14  # JSON: I have report ``number`` on a fragment, measured from ``version``
     START = 15  # I have parameters to start from, ask for their runs
+    # JSON. As STEP, and I take no step for now. By fragment: the version from which I have progress
+    # that is not merged, or -1.
+    REST = 16
     # From the server.
     # JSON. Fragment 1: another worker of this name came since, and may have sent updates. The field
     # ``history`` tells this server process from others. The field ``began`` is the version that the
@@ -160,6 +165,23 @@ def _is_count_or_none(value: object) -> bool:
     return value == -1 or _is_count(value)
 
 
+def _is_counts_or_none(value: object) -> bool:
+    """Return whether a value is a list of counts, with -1 for none."""
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_FRAGMENTS
+        and all(map(_is_count_or_none, value))
+    )
+
+
+def _is_digests(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+
+
+def _is_places(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_PLACES and all(map(_is_name, value))
+
+
 def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
@@ -229,6 +251,7 @@ _FIELDS = {
         "alone": _is_counts,
     },
     Kind.OFFER: {"steps": _is_count, "tokens": _is_count},
+    Kind.REST: {"progress": _is_counts_or_none},
     Kind.SET: {"settings": _is_object},
     Kind.ADMITTED: {
         "needs_start": _is_flag,
@@ -238,6 +261,16 @@ _FIELDS = {
     },
     Kind.VERDICT: {"refusal": _is_text},
     Kind.REPORT: {"status": _is_object},
+}
+# ``unexchanged`` has digests of frozen parameters and of persistent buffers. With ``warns`` a
+# difference from the first worker is a warning, and no refusal; a difference in the buffers alone
+# always is. ``memory``: where parameters lie.
+_BESIDE = {"unexchanged": _is_digests, "warns": _is_flag, "memory": _is_places}
+_OPTIONAL = {
+    Kind.HELLO: _BESIDE,
+    Kind.JOIN: _BESIDE,
+    Kind.WELCOME: {"warning": _is_text},
+    Kind.ADMITTED: {"warning": _is_text},
 }
 _WITH_BODY = (Kind.RUN, Kind.DATA)
 
@@ -301,10 +334,10 @@ def _parse_meta(kind: Kind, view: memoryview) -> dict[str, Any]:
         meta = json.loads(bytes(view))
     except (ValueError, RecursionError):
         raise ProtocolError(f"{kind.name} holds no JSON") from None
-    wanted = _FIELDS[kind]
-    if not isinstance(meta, dict) or meta.keys() != wanted.keys():
+    wanted, optional = _FIELDS[kind], _OPTIONAL.get(kind, {})
+    if not isinstance(meta, dict) or meta.keys() - optional.keys() != wanted.keys():
         raise ProtocolError(f"{kind.name} needs the fields {', '.join(wanted)}")
-    for name, is_valid in wanted.items():
-        if not is_valid(meta[name]):
+    for name, is_valid in {**wanted, **optional}.items():
+        if name in meta and not is_valid(meta[name]):
             raise ProtocolError(f"the field {name} of {kind.name} is out of its range")
     return meta

@@ -17,10 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 class Host(Protocol):
-    """What a server does with workers that come and go."""
+    """What a server does with workers that come and go.
+
+    Attributes:
+        unexchanged: Digests of frozen parameters and of persistent buffers, which the first worker
+            of the run has; None if no worker has said so.
+    """
 
     sessions: Sessions
     status: Status
+    unexchanged: list[int] | None
 
     def check_model(self, meta: dict[str, Any]) -> None:
         """Raise ProtocolError if a worker's first message describes another model."""
@@ -76,6 +82,9 @@ class Attendance:
                 f"the model has {sum(sizes)} parameters, this server takes {self._max_parameters}"
             )
         self.host.check_model(message.meta)
+        memory = frozenset(message.meta.get("memory", ()))
+        self._refuse_same_memory(peer, worker, memory)
+        warning = self._compare_unexchanged(message.meta)
         if not self._may_have(peer, message):
             return
         self._make_way(peer, connection, worker)
@@ -83,8 +92,48 @@ class Attendance:
             logger.info("worker %s is here", worker)
         now = time.monotonic()
         session = Session(peer, connection, worker, sizes, layout, now, message.number)
+        session.unexchanged, session.memory = message.meta.get("unexchanged"), memory
         self.host.sessions.add(session)
-        self._send(peer, self.host.welcome(session, message))
+        welcome = self.host.welcome(session, message)
+        if warning:
+            welcome.meta["warning"] = warning
+        self._send(peer, welcome)
+
+    def _refuse_same_memory(self, peer: bytes, worker: str, memory: frozenset[str]) -> None:
+        """Raise if another worker has the same tensors: a write of one changes both."""
+        if not memory:
+            return
+        for other in self.host.sessions.all():
+            is_live = other.peer != peer and other.peer not in self._ended
+            if is_live and other.worker != worker and memory & other.memory:
+                self.host.status.count_refusal("memory")
+                raise ProtocolError(
+                    f"workers {other.worker} and {worker} train the same tensors in shared memory, "
+                    "as torch.multiprocessing passes a model to its processes: make the model "
+                    "in each process, or begin there with model = copy.deepcopy(model)"
+                )
+
+    def _compare_unexchanged(self, meta: dict[str, Any]) -> str:
+        """Return a warning to a worker whose frozen parameters or buffers differ, or "".
+
+        Raises:
+            ProtocolError: If frozen parameters differ, and the worker wants no warning but a
+                refusal. Buffers may be each worker's own, and change while it trains.
+        """
+        first, given = self.host.unexchanged, meta.get("unexchanged")
+        if first is None or given is None or first == given:
+            return ""
+        names = ("frozen parameters", "persistent buffers")
+        pairs = zip(names, first, given, strict=True)
+        what = " and ".join(name for name, mine, theirs in pairs if mine != theirs)
+        sentence = (
+            f"the {what} of this worker differ from the first worker's, and no exchange makes them "
+            "alike: load the same weights on all workers before they attach"
+        )
+        if meta.get("warns", False) or first[0] == given[0]:
+            return sentence
+        self.host.status.count_refusal("unexchanged")
+        raise ProtocolError(sentence)
 
     def _may_have(self, peer: bytes, message: Message) -> bool:
         """Return whether a worker may use its name; send an answer if not."""

@@ -23,6 +23,8 @@ class Session:
         peer: ZeroMQ's name of the connection.
         connection: Number of the connection, see ``Connections``.
         instance: Random number of the worker's process; 0 if the worker sent none.
+        unexchanged: Digests of the worker's frozen parameters and persistent buffers, or None.
+        memory: Where in shared memory the worker's parameters lie.
         contested: Instance of another worker that wants the same name, and since when.
         follows: Version whose buffers the worker holds and keeps up to date by updates. ``NOTHING``
             if the worker wants to hold one; None if it fetches parameters.
@@ -42,6 +44,8 @@ class Session:
     layout: int
     seen_at: float
     instance: int = 0
+    unexchanged: list[int] | None = None
+    memory: frozenset[str] = frozenset()
     contested: tuple[int, float] | None = None
     follows: int | None = None
     token: int = 0

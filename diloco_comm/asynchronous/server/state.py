@@ -50,6 +50,7 @@ class ServerState:
     Attributes:
         coordinator: None until the server has parameters.
         max_readers: Number of workers that may fetch parameters at the same time.
+        unexchanged: See ``Host``.
         history: A random number that tells workers whether the server was restarted.
         problem: One sentence while an update waits for room on a disk, else "".
         began: Version that the server restored from disk; -1 if it restored none.
@@ -83,6 +84,7 @@ class ServerState:
         self._model_sizes, self._folder = model_sizes, folder
         self.coordinator: Coordinator | None = None
         self.layout: int | None = None
+        self.unexchanged: list[int] | None = None
         self.memory = PayloadMemory(0, self._make_files)
         self.max_readers = MAX_READERS
         self.history, self.began = secrets.randbelow(MAX_NUMBER), -1
@@ -231,6 +233,8 @@ class ServerState:
             member = self.coordinator.join(session.worker)
             last, is_anothers = member.last.seq, member.instance not in (0, message.number)
             member.instance = message.number
+            if self.unexchanged is None:
+                self.unexchanged = session.unexchanged
         meta = {
             "needs_start": self.coordinator is None,
             "rule": self.rule.config(),
@@ -270,6 +274,7 @@ class ServerState:
                 f"{self.rule.config()}"
             )
         self.open_model(header["sizes"], header["layout"])
+        self.unexchanged = header.get("unexchanged")
         return self.model.tensors()
 
     def _replay(self, record: dict[str, Any], body: PayloadFile) -> None:
@@ -303,6 +308,7 @@ class ServerState:
             "rule": self.rule.config(),
             "sizes": list(model.sizes),
             "layout": self.layout,
+            "unexchanged": self.unexchanged,
             "model": model.scalars(),
             "ledger": self.coordinator.ledger(),
         }

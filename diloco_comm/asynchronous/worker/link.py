@@ -78,6 +78,7 @@ class Link:
         identity: The worker's name and sequence numbers.
         needs_start: The server has no parameters yet.
         is_blocked: The last message could not be sent.
+        warning: The server has admitted this worker with this sentence; "" for none.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Link:
         self.sent_bytes = self.received_bytes = 0
         self.needs_start = False
         self.is_blocked = False
+        self.warning = ""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         # Without this the garbage collector would wait for an open socket for ever.
@@ -234,6 +236,7 @@ class Link:
         told = f"was told of {identity.next_seq - 1} and of version {identity.newest}"
         is_older = not identity.count_on(message)
         self.needs_start = message.meta["needs_start"]
+        self.warning = message.meta.get("warning", "")
         if self.needs_start and stage in ("push", "pull"):
             sentence = (
                 f"the server {self.address} was restarted without its snapshot and has no "

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ... import ops
 from ...base.memory import empty_pages, memory_order
+from ...ops.digests import each_digest
 from ...ops.residuals import Residuals
 from ...ops.wire import STAGE_ENCODE, Layout, WireFormat, rng_key
-from ...replica.descriptions import describe_parameters
+from ...replica.descriptions import describe_parameters, shared_memory
 from ...replica.fragments import (
     Fragment,
     FragmentSpec,
+    buffer_names,
     make_fragments,
     trainable_parameters,
+    unexchanged_tensors,
 )
 from ..model.shared import layout_of
+from ..protocol.messages import MAX_PLACES
 
 
 class LocalModel:
@@ -158,3 +163,32 @@ def layout_hash(fragments: Sequence[Fragment]) -> int:
     text = json.dumps(describe_parameters(fragments))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
+
+
+def beside_layout(model: nn.Module, fragments: Sequence[Fragment], checks: str) -> dict[str, Any]:
+    """Return what the first message to a server says of a model beside its layout.
+
+    Args:
+        checks: With "off" the server compares no frozen parameters and buffers; with "warn" a
+            difference is a warning.
+    """
+    places = sorted(shared_memory(t for fragment in fragments for t in fragment.tensors()))
+    # Models that are shared as a whole have the same first places.
+    found: dict[str, Any] = {"memory": places[:MAX_PLACES]} if places else {}
+    if checks != "off":
+        names = {name for fragment in fragments for name in fragment.names}
+        tensors, buffers = unexchanged_tensors(model, names), buffer_names(model)
+        found["unexchanged"] = [
+            _digest({name: t for name, t in tensors.items() if (name in buffers) == is_buffer})
+            for is_buffer in (False, True)
+        ]
+        found["warns"] = checks == "warn"
+    return found
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> int:
+    """Return one digest of the names and the bytes of tensors."""
+    names = sorted(tensors)
+    digests = each_digest([tensors[name] for name in names])
+    text = json.dumps(list(zip(names, digests, strict=True)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

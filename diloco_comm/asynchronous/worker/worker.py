@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from ...replica.hooks import StepHooks, hookable
 from ...replica.model_watch import CHECKS, ModelWatch, server_has_weights
 from .following import Follower, Pursuit
 from .link import Link, ServerLost
-from .local import LocalModel
+from .local import LocalModel, beside_layout
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ class AsyncDiLoCo:
         self._link = Link(
             server, name, sizes, layout, timeout=seconds, keys=keys, key_name=key_name
         )
+        self._link.identity.model |= beside_layout(model, self._local.fragments, checks)
         self.inner_step = self.round_step = 0
         self._is_encoded = self._is_pushed = False
         self._sent: tuple[int, int] = (0, 0)
@@ -160,6 +162,8 @@ class AsyncDiLoCo:
         except BaseException:
             self._link.close()
             raise
+        if self._link.warning:
+            warnings.warn(self._link.warning, RuntimeWarning, stacklevel=2)
         self._watch = ModelWatch(
             model,
             optimizers,

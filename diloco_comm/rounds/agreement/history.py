@@ -26,6 +26,7 @@ from .handshake import gather_json
 if TYPE_CHECKING:
     from ...exchange.exchange import Exchange
     from ...exchange.work import Mean
+    from .consensus import Ending
 
 
 def begin(part: SyncedPart, *, is_shared: bool, saved: int = 0) -> None:
@@ -36,7 +37,7 @@ def begin(part: SyncedPart, *, is_shared: bool, saved: int = 0) -> None:
             that differ) the history does not depend on their values: ``saved`` goes on.
         saved: The history in a saved state; 0 without a saved state.
     """
-    part.history = _mixed(saved, digest_of_state(part)) if is_shared else saved
+    part.history = mixed(saved, digest_of_state(part)) if is_shared else saved
 
 
 def digest_of_state(part: SyncedPart) -> int:
@@ -46,7 +47,7 @@ def digest_of_state(part: SyncedPart) -> int:
     buffers = [tensor for _, tensor in sorted(part.state.tensors().items())]
     others = repr(sorted((name, _plain(value)) for name, value in part.state.extra().items()))
     tensors_digest = digest_of([part.outer, *buffers])
-    return _mixed(tensors_digest, part.round, part.state.num_steps, _hashed(others.encode()))
+    return mixed(tensors_digest, part.round, part.state.num_steps, _hashed(others.encode()))
 
 
 def _plain(value: object) -> object:
@@ -58,7 +59,7 @@ def applied(part: SyncedPart, number: int, mean: Mean) -> None:
     lowest = mean.headers[0]
     numbers = lowest.outer_lr, lowest.gap, weight_sum(mean)
     coefficients = [coefficient for _, coefficient in mean.terms]
-    part.history = _mixed(part.history, number, mean.digest, *numbers, *coefficients)
+    part.history = mixed(part.history, number, mean.digest, *numbers, *coefficients)
 
 
 def refuse_difference(exchange: Exchange, parts: Sequence[SyncedPart], *, is_shared: bool) -> None:
@@ -78,7 +79,7 @@ def refuse_difference(exchange: Exchange, parts: Sequence[SyncedPart], *, is_sha
         values = [tuple(view[part.index]) for view in views]
         if len(set(values)) > 1:
             for each, (_, past, digest) in zip(parts, own, strict=True):
-                each.history = _mixed(past, digest)
+                each.history = mixed(past, digest)
             raise ReplicaMismatch(_sentence(exchange, part, values), stage="outer state")
 
 
@@ -105,12 +106,18 @@ def unsent(parts: Sequence[SyncedPart], inner_step: int) -> list[int]:
 
 
 def stale_parts(
-    exchange: Exchange, parts: Sequence[SyncedPart], inner_step: int
+    exchange: Exchange, parts: Sequence[SyncedPart], inner_step: int, ending: Ending
 ) -> list[SyncedPart]:
-    """List the parts of which any replica holds something unsent; a collective call."""
-    views = gather_json(exchange, [unsent(parts, inner_step), own_past(parts)])
-    refuse_other_past(exchange, parts, [past for _, past in views])
-    has_news = [any(news[part.index] for news, _ in views) for part in parts]
+    """List the parts of which any replica holds something unsent; a collective call.
+
+    Args:
+        ending: Takes what the replicas say of the end of training.
+    """
+    own = [unsent(parts, inner_step), own_past(parts), ending.own(parts)]
+    views = gather_json(exchange, own)
+    refuse_other_past(exchange, parts, [past for _, past, _ in views])
+    ending.hear(exchange, [view for _, _, view in views])
+    has_news = [any(news[part.index] for news, _, _ in views) for part in parts]
     return [part for part, is_new in zip(parts, has_news, strict=True) if is_new and part.buffers]
 
 
@@ -128,10 +135,10 @@ def _sentence(exchange: Exchange, part: SyncedPart, values: Sequence[tuple[int, 
 
 def _shown(value: tuple[int, ...]) -> str:
     round, *digests = value
-    return f"round {round}, digest {_mixed(*digests):#018x}"
+    return f"round {round}, digest {mixed(*digests):#018x}"
 
 
-def _mixed(*values: float) -> int:
+def mixed(*values: float) -> int:
     """Return 64 bits that depend on integers below 2^64 and floating-point numbers, in order."""
     packed = b"".join(
         struct.pack("<Q", value) if isinstance(value, int) else struct.pack("<d", value)

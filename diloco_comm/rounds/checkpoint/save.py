@@ -3,8 +3,9 @@
 The layout of a saved state (a ``torch.distributed.checkpoint`` Stateful):
 
     version, layout, inner_step, overlap
-    parts/<fragment>        round, last_sent, num_steps, weight_sum, step norms, extra (what the
-                            outer optimizer adds), flights (rounds under way, see ``flights``)
+    parts/<fragment>        round, last_sent, num_steps, weight_sum, step norms, last_lr, ended_at,
+                            extra (what the outer optimizer adds), flights (rounds under way, see
+                            ``flights``)
     outer/<parameter>       fp32, the parameter's shape
     buffers/<buffer>/<parameter>            momentum and the like, fp32
     flights/<fragment>/<k>/<term>           payloads of rounds under way
@@ -246,6 +247,8 @@ def numbers_of(part: SyncedPart) -> dict[str, Any]:
             "step_norm": part.step_norm,
             "largest_norm": part.largest_norm,
             "extra": part.state.extra(),
+            "last_lr": part.state.last_lr,
+            "ended_at": part.ended_at,
         }
     return numbers
 
@@ -258,3 +261,5 @@ def set_numbers(part: SyncedPart, numbers: Mapping[str, Any]) -> None:
         part.state.num_steps = int(numbers.get("num_steps", part.round))
         part.step_norm = float(numbers.get("step_norm", 0.0))
         part.largest_norm = float(numbers.get("largest_norm", 0.0))
+        part.state.last_lr = numbers.get("last_lr")
+        part.ended_at = int(numbers.get("ended_at", -1))

@@ -1,10 +1,11 @@
 """The file of frozen bits: made by this program, compared by ``tests/frozen``.
 
-    python tests/support/frozen/frozen_file.py --write                  # adds what is not there
-    python tests/support/frozen/frozen_file.py --write --change NAME    # NAME may differ, too
+    python tests/support/frozen/frozen_file.py                          # compares
+    python tests/support/frozen/frozen_file.py --write --add NAME       # NAME is new
+    python tests/support/frozen/frozen_file.py --write --change NAME    # NAME may differ, or end
 
 ``PYTHONPATH`` must name the repository and the folders of ``tests/support``. A name may hold
-wildcards.
+wildcards. A name that matches no such entry is refused, and so is an entry without a name.
 """
 
 from __future__ import annotations
@@ -193,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the file")
     parser.add_argument("--change", nargs="*", default=[], help="entries that may differ, or end")
+    parser.add_argument("--add", nargs="*", default=[], help="entries that are not in the file")
     options = parser.parse_args()
     known = load()
     names = all_names(known)
@@ -204,14 +206,24 @@ def main() -> None:
     told |= {name: "is no entry any more" for name in known if name not in found}
     for name, text in told.items():
         print(f"{name}: {text}")
-    refused = [n for n in told if n in failed or not any(fnmatchcase(n, p) for p in options.change)]
-    if refused:
-        sys.exit(f"{len(refused)} of {len(names)} entries fail, or differ without --change")
+    new = found.keys() - known
+    without = [*unmatched(told, options.change), *unmatched(new, options.add), *failed]
+    idle = [*unmatched(options.change, told), *unmatched(options.add, new)]
+    if without or idle:
+        sys.exit(
+            f"of {len(names)} entries these fail, differ without --change, or are new without "
+            f"--add: {without}; these names match no such entry: {idle}"
+        )
     if options.write:
         save(
             {name: found[name] if name in told else known.get(name, found[name]) for name in names}
         )
-    print(f"{len(names)} entries; {len(told)} differ, and {len(found.keys() - known)} are new")
+    print(f"{len(names)} entries; {len(told)} differ, and {len(new)} are new")
+
+
+def unmatched(these: Iterable[str], others: Collection[str]) -> list[str]:
+    """Return the names without a counterpart, where either may be a pattern."""
+    return [a for a in these if not any(fnmatchcase(a, b) or fnmatchcase(b, a) for b in others)]
 
 
 if __name__ == "__main__":

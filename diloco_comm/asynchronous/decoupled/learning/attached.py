@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ from ....base.interrupts import deferred_interrupts
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
 from ....replica.hooks import StepHooks, hookable
 from ....replica.model_watch import CHECKS, ModelWatch, server_has_weights
-from ...worker.link import ServerLost
+from ...worker.link import RETRY_S, ServerLost
+from ...worker.local import beside_layout
 from ..fragment_round import Merge
 from ..learner import Learner
 from ..ledger import Ledger
@@ -127,7 +129,8 @@ class DecoupledDiLoCo:
             self._check(fragments=fragments, wire=wire, sync_every=sync_every)
             spec = self.settings.fragments
             self._fragments = [f for f in make_fragments(model, named, spec) if f.num_elements]
-            self._learner = self._make_learner(rounding, seed, impl)
+            beside = beside_layout(model, self._fragments, checks)
+            self._learner = self._make_learner(rounding, seed, impl, beside)
             self._reports = self._merged = self._refused = self._commits = 0
             self._hook_s, self._ended_at = 0.0, time.monotonic()
             self._attach(impl)
@@ -157,14 +160,14 @@ class DecoupledDiLoCo:
                     f"learner was given {name}={value!r}: leave it out, or start the server with it"
                 )
 
-    def _make_learner(self, rounding: str, seed: int, impl: str) -> Learner:
+    def _make_learner(self, rounding: str, seed: int, impl: str, beside: dict[str, Any]) -> Learner:
         parts = [fragment.pieces() for fragment in self._fragments]
         pieces = self.settings.pieces(
             [[name for name, _ in each] for each in parts],
             [[tensor.shape for _, tensor in each] for each in parts],
         )
         for shard in self._shards:
-            describe(shard, self._fragments, pieces)
+            describe(shard, self._fragments, pieces, beside)
         self._pieces = pieces
         return Learner(
             self.name,
@@ -199,6 +202,8 @@ class DecoupledDiLoCo:
                     "snapshots, or all without",
                     stage="decoupled",
                 )
+        for warning in {shard.carrier.warning for shard in self._shards} - {""}:
+            warnings.warn(warning, RuntimeWarning, stacklevel=3)
         # The syncer may have asked for another name.
         self._learner.rename(self.name)
         self._take()
@@ -324,30 +329,42 @@ class DecoupledDiLoCo:
             courier, p = owners[index]
             courier.report(p, report, payloads)
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the syncer counts all steps and every report is merged or refused.
+    def flush(self, timeout: float | None = None, *, remainder: bool = True) -> bool:
+        """Share the steps since the last report, and wait until all steps are merged.
 
-        Call this method where training may wait, such as at its end.
+        Call this method at the end of training, and before a pause. Until its next step the syncer
+        waits for no step of this learner, and for no report that it does not have.
 
         Args:
             timeout: Seconds to wait at most; the default is that of the server's silence.
+            remainder: With False wait until the syncer counts all steps and each report is merged
+                or refused; steps that the syncer has not called for stay with this learner.
 
         Returns:
-            False if the time was over.
+            False if the time was over, or if a commit has replaced steps of this learner meanwhile,
+            which the receipt ``overwrite`` allows. The ledgers in ``metrics`` say how many.
         """
         end = time.monotonic() + (self._timeout if timeout is None else timeout)
-        tokens = [shard.carrier.note() for shard in self._shards]
+        parts, told, again_at = self._learner.fragments, list[int](), 0.0
+        lost = sum(part.steps.lost for part in parts)
+        tokens = [] if remainder else [shard.carrier.note() for shard in self._shards]
         while True:
             self.poll()
+            has_more = remainder and any(part.steps.kept for part in parts)
+            progress, now = self._learner.progress(), time.monotonic()
+            # After a refusal the progress is the same, and the syncer is asked for another call.
+            if remainder and (progress != told or (has_more and now >= again_at)):
+                tokens = [s.carrier.rest([progress[p] for p in s.fragments]) for s in self._shards]
+                told, again_at = progress, now + RETRY_S
             pairs = zip(self._shards, tokens, strict=True)
             late = [s for s, token in pairs if not s.carrier.is_settled_after(token)]
-            waiting = [i for i, p in enumerate(self._learner.fragments) if p.is_busy]
-            late += [s for s in self._shards if set(s.fragments) & set(waiting)]
+            waiting = {i for i, p in enumerate(parts) if p.is_busy or (has_more and p.steps.kept)}
+            late += [s for s in self._shards if waiting.intersection(s.fragments)]
             if not late:
-                return True
-            if time.monotonic() >= end:
+                return lost == sum(part.steps.lost for part in parts)
+            if now >= end:
                 return False
-            late[0].carrier.wait(min(_LOOK_S, max(0.0, end - time.monotonic())))
+            late[0].carrier.wait(min(_LOOK_S, max(0.0, end - now)))
 
     # ------------------------------------------------------------------------------- the figures
 

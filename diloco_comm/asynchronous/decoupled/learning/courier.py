@@ -47,6 +47,7 @@ class Courier(Postbox):
 
     Attributes:
         has_given: The syncer has asked this learner for parameters.
+        warning: The syncer has admitted this learner with this sentence; "" for none.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Courier(Postbox):
         self._of_piece = [p for p, each in enumerate(pieces) for _ in each]
         self._told_steps, self._asked_token = -1, 0
         self._is_admitted = self._needs_start = False
+        self.warning = ""
         self._run_number = -1
         self._fetch: Fetch | None = None
         self._parameters: tuple[list[Tensor], list[Layout]] | None = None
@@ -139,7 +141,7 @@ class Courier(Postbox):
 
     def _send_steps(self, now: float) -> None:
         with self._lock:
-            steps, seconds, token = self._steps, self._step_s, self._token
+            steps, seconds, token, rest = self._steps, self._step_s, self._token, self._rest
         is_silent = now - max(self._heard_at, self._asked_at) > _ASK_S
         is_wanted = token > self._noted and (
             token > self._asked_token or now - self._asked_at >= RETRY_S
@@ -147,7 +149,10 @@ class Courier(Postbox):
         if steps != self._told_steps or is_wanted or is_silent:
             run = token % _NO_TOKEN if is_wanted else _NO_TOKEN if is_silent else 0
             micros = min(int(1e6 * seconds), 1 << 62)
-            if self._link.send(Message(Kind.STEP, steps, micros, run=run)):
+            message = Message(Kind.STEP, steps, micros, run=run)
+            if rest is not None:
+                message = Message(Kind.REST, steps, micros, run=run, meta={"progress": rest})
+            if self._link.send(message):
                 self._told_steps = steps
                 if run:
                     self._asked_at, self._asked_token = now, token
@@ -244,6 +249,7 @@ class Courier(Postbox):
     def _admitted(self, message: Message) -> None:
         meta = message.meta
         self._is_admitted, self._needs_start = True, meta["needs_start"]
+        self.warning = meta.get("warning", "")
         if meta["needs_start"]:
             if self._run_number >= 0:
                 sentence = (

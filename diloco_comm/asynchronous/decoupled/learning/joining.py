@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,9 +111,15 @@ def check_shards(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def describe(
-    shard: Shard, fragments: Sequence[Fragment], pieces: Sequence[Sequence[Piece]]
+    shard: Shard,
+    fragments: Sequence[Fragment],
+    pieces: Sequence[Sequence[Piece]],
+    beside: dict[str, Any],
 ) -> None:
     """Put the model into the first message to a syncer.
+
+    Args:
+        beside: See ``beside_layout``.
 
     Raises:
         ValueError: If there is no fragment for the syncer.
@@ -139,6 +146,7 @@ def describe(
         "sizes": [piece.num_elements for each in own for piece in each],
         "pieces": [len(each) for each in own],
         "alone": [sum(piece.merge == "rda" for piece in each) for each in own],
+        **beside,
     }
 
 

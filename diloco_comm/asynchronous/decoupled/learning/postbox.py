@@ -99,6 +99,8 @@ class Postbox:
         self._lock = threading.Condition()
         self._refused: list[tuple[int, int, str]] = []
         self._steps, self._step_s = 0, 0.0
+        # While training rests: by fragment, the version from which there is progress, or -1.
+        self._rest: list[int] | None = None
         self._token = self._noted = 0
         self._error: BaseException | None = None
         self._is_over = False
@@ -109,7 +111,7 @@ class Postbox:
     def stepped(self, steps: int, seconds: float) -> None:
         """Note the inner steps taken, and the seconds of the last one."""
         with self._lock:
-            self._steps, self._step_s = steps, seconds
+            self._steps, self._step_s, self._rest = steps, seconds, None
         self.ring()
 
     def report(self, fragment: int, report: Report, payloads: list[Tensor]) -> None:
@@ -157,6 +159,16 @@ class Postbox:
             token = self._token
         self.ring()
         return token
+
+    def rest(self, progress: list[int]) -> int:
+        """Tell the server that training rests, as ``note`` does; the next step ends the rest.
+
+        Args:
+            progress: As in ``Syncer.rest``.
+        """
+        with self._lock:
+            self._rest = progress
+        return self.note()
 
     @property
     def is_complete(self) -> bool:

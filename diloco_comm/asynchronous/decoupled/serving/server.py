@@ -111,6 +111,7 @@ class DecoupledServer(Service):
         )
         self._handlers = {
             Kind.STEP: self._step,
+            Kind.REST: self._step,
             Kind.OFFER: self._receiver.offer,
             Kind.RUN: self._receiver.receive_run,
             Kind.START: self._receiver.start,
@@ -149,6 +150,8 @@ class DecoupledServer(Service):
             self._send(session.peer, Message(Kind.UNKNOWN))
             return
         self.state.stepped(session, message.number, message.version / 1e6)
+        if message.kind == Kind.REST:
+            self.state.rest(session, message.meta["progress"])
         if message.run:
             self._after_messages()
             self._send(session.peer, Message(Kind.NOTED, run=message.run))

@@ -64,6 +64,7 @@ class SyncerState:
 
     Attributes:
         model: None until there are parameters.
+        unexchanged: See ``Host``.
         history: A random number that tells learners whether the process was restarted.
         run: A random number of the shared model, kept in the snapshot.
         told: What each connection was told.
@@ -87,6 +88,7 @@ class SyncerState:
         self.memory = PayloadMemory(SMALL_BYTES)
         self.model: ServedModel | None = None
         self.layout = 0
+        self.unexchanged: list[int] | None = None
         self.history, self.run = secrets.randbelow(MAX_NUMBER), 0
         self.told: dict[bytes, Told] = {}
         self.held: dict[tuple[int, str, int], list[Tensor]] = {}
@@ -107,6 +109,7 @@ class SyncerState:
             found = self.storage.open(self.settings, self.outer, self.impl)
             if found is not None:
                 self.layout, self.run = found.layout, found.run
+                self.unexchanged = found.unexchanged
                 self._take_model(found.model)
                 logger.info("restored %d commits", found.model.num_commits)
 
@@ -123,6 +126,7 @@ class SyncerState:
             self.settings, self.outer, total, self.impl,
         )  # fmt: skip
         self.layout, self.run = session.layout, secrets.randbelow(MAX_NUMBER)
+        self.unexchanged = session.unexchanged
         self._take_model(model)
         self.save()
         # All learners join anew: those of another model are then refused.
@@ -184,6 +188,8 @@ class SyncerState:
         self.told[session.peer] = Told.nothing(len(message.meta["pieces"]))
         if self.model is not None:
             name, syncer = session.worker, self.model.syncer
+            if self.unexchanged is None:
+                self.unexchanged = session.unexchanged
             is_same = self._instances.get(name) == message.number and name in syncer.learners
             if not is_same:
                 if name in syncer.learners:
@@ -247,6 +253,20 @@ class SyncerState:
                     told.calls[key[1]] = -1
                     self.is_news = True
 
+    def rest(self, session: Session, progress: Sequence[int]) -> None:
+        """Note that a learner rests, and what it has to report, see ``Syncer.rest``."""
+        assert self.model is not None
+        rounds, told = self.model.syncer.rounds, self.told.get(session.peer)
+        if len(progress) != len(rounds):
+            raise ProtocolError(f"there are {len(rounds)} fragments, REST has {len(progress)}")
+        self.model.syncer.rest(session.worker, progress, time.monotonic())
+        for p, (version, here) in enumerate(zip(progress, rounds, strict=True)):
+            is_missing = here.is_open and session.worker not in here.reported
+            # The open round may have refused a report of this learner, which can send another one.
+            if told is not None and is_missing and version == here.version:
+                told.calls[p] = -1
+                self.is_news = True
+
     @property
     def due_at(self) -> float | None:
         """When ``advance`` has something to do, on the monotonic clock."""
@@ -303,7 +323,7 @@ class SyncerState:
     def save(self) -> None:
         """Write a snapshot, unless a merge has not been published."""
         if self.storage is not None and self.model is not None and self._is_published(self.model):
-            self.storage.save(self.model, self.layout, self.run)
+            self.storage.save(self.model, self.layout, self.run, self.unexchanged)
 
     def _is_published(self, model: ServedModel) -> bool:
         """Return whether the parameters are those of the published versions.

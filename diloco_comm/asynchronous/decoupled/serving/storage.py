@@ -27,11 +27,16 @@ FORMAT = 2
 
 @dataclass
 class Found:
-    """A model from the disk, with the hash of the learners' model and the number of the run."""
+    """A model from the disk, with the hash of the learners' model and the number of the run.
+
+    Attributes:
+        unexchanged: See ``Host``; None in snapshots of versions that did not keep them.
+    """
 
     model: ServedModel
     layout: int
     run: int
+    unexchanged: list[int] | None
 
 
 class CommitStorage:
@@ -92,7 +97,7 @@ class CommitStorage:
         self._begin_tape(model.num_commits)
         for record, body in self.keeper.replay(model.num_commits):
             repeat(model, record, body)
-        return Found(model, header["layout"], header["run"])
+        return Found(model, header["layout"], header["run"], header.get("unexchanged"))
 
     def _begin_tape(self, version: int) -> None:
         """Log where a tape ends, or begins later than the run."""
@@ -131,7 +136,9 @@ class CommitStorage:
         """Whether a snapshot, or another attempt at one, is due."""
         return self.keeper.is_due(version)
 
-    def save(self, model: ServedModel, layout: int, run: int) -> None:
+    def save(
+        self, model: ServedModel, layout: int, run: int, unexchanged: list[int] | None = None
+    ) -> None:
         """Write a snapshot and begin a new journal, if the disk takes both."""
         header = {
             "format": FORMAT,
@@ -139,6 +146,7 @@ class CommitStorage:
             "outer": model.syncer.fragments[0].outer.config(),
             "layout": layout,
             "run": run,
+            "unexchanged": unexchanged,
             **model.header(),
         }
         self.keeper.save(model.num_commits, header, model.tensors())

@@ -214,9 +214,10 @@ class Receiver:
             pairs.clear()
             upload.payloads.clear()
             self.state.open_model(session.sizes, session.layout, outers)
+            self.state.unexchanged = session.unexchanged
             # Workers with another model must say HELLO again, and are then refused.
             for other in self.state.sessions.all():
-                if (other.sizes, other.layout) != (session.sizes, session.layout):
+                if _model_of(other) != _model_of(session):
                     self.state.sessions.drop(other.peer)
             self.state.save()
         self.state.memory.give_back(upload.payloads)
@@ -253,3 +254,8 @@ class Receiver:
             self._queue.pop(session.worker, None)
             self._send(session.peer, Message(Kind.REFUSED, meta={"reason": str(error)}))
             return True
+
+
+def _model_of(session: Session) -> tuple[list[int], int, list[int] | None]:
+    """Return what tells a worker's model from another worker's."""
+    return session.sizes, session.layout, session.unexchanged
