@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
-from ..base.memory import memory_order
+from ..base.memory import memory_order, page_locked
 from . import sharding
 from .fragments import Fragment, unwrap_model
 
@@ -66,19 +66,14 @@ class CopyWatch:
         if sync_every >= _LEAST_STEPS:
             count = -(-_PARAMETERS // max(1, len(fragments)))
             for fragment in fragments:
-                by_size = sorted(fragment.params, key=lambda param: -param.numel())
+                held = [param for param in fragment.params if sharding.local(param).numel()]
+                by_size = sorted(held, key=lambda param: -param.numel())
                 self._sample += by_size[:count]
         self._is_looked_at = False
-        self._written: tuple[Tensor, Tensor] | None = None
-        # The undone share, and the share of the movement that lies along the write.
-        self._shares: Tensor | None = None
+        # The elements before the last write, after it, and one step later.
+        self._before, self._after, self._moved = (_Copies(self._sample) for _ in range(3))
+        self._is_written = self._is_measured = False
         self._num_undone = 0
-
-    def _read(self) -> Tensor:
-        flats = [memory_order(sharding.local(param).detach()) for param in self._sample]
-        begins = [max(0, flat.numel() - _ELEMENTS) // 2 for flat in flats]
-        pairs = zip(flats, begins, strict=True)
-        return torch.cat([flat[begin : begin + _ELEMENTS].float() for flat, begin in pairs])
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -86,30 +81,26 @@ class CopyWatch:
         if not self._sample:
             yield
             return
-        before = self._read()
+        self._before.take()
         yield
-        self._written = before, self._read()
+        self._after.take()
+        self._is_written, self._is_measured = True, False
 
     def stepped(self) -> None:
-        """Measure the undone share of the last write, one inner step after that write."""
-        if self._written is None:
-            return
-        (before, after), self._written = self._written, None
-        change, moved = before - after, self._read() - after
-        along = torch.dot(moved, change)
-        sizes = torch.stack([torch.dot(change, change), torch.dot(moved, moved)])
-        # The host reads the quotients at the next send, when the device has them. 0 / 0 is NaN.
-        undone = along / sizes[0]
-        self._shares = torch.stack([undone, undone * along / sizes[1]])
+        """Keep the elements one inner step after the last write."""
+        if self._is_written:
+            self._is_written, self._is_measured = False, True
+            self._moved.take()
 
     def before_send(self) -> None:
         """Look at the optimizer's state once, and at the undone share of each write."""
         if not self._is_looked_at:
             self._is_looked_at = True
             self._look_at_states()
-        if self._shares is None:
+        if not self._is_measured or not self._moved.is_there():
             return
-        (share, along), self._shares = self._shares.tolist(), None
+        self._is_measured = False
+        share, along = self.shares()
         # A block that wrote nothing has no share.
         if not math.isnan(share):
             is_undone = _UNDONE[0] < share < _UNDONE[1] and along > 0.5
@@ -122,6 +113,17 @@ class CopyWatch:
                 "offloaded copy, and writes it over the parameters; use an optimizer without such "
                 "a copy, with fp32 parameters under autocast if bf16 alone is too coarse"
             )
+
+    def shares(self) -> tuple[float, float]:
+        """Return the undone share, and the share of the movement that lies along the write.
+
+        NaN for a write that changed nothing.
+        """
+        after = self._after.values()
+        change, moved = self._before.values() - after, self._moved.values() - after
+        along = torch.dot(moved, change)
+        undone = along / torch.dot(change, change)
+        return float(undone), float(undone * along / torch.dot(moved, moved))
 
     def _look_at_states(self) -> None:
         for optimizer in self._optimizers:
@@ -144,6 +146,38 @@ class CopyWatch:
                     f"copy, or fp32 parameters under autocast instead of {param.dtype} ones"
                 )
         return ""
+
+
+class _Copies:
+    """Copies of some elements of parameters in host memory; ``take`` does not wait for a device."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        self._host: list[Tensor] = []
+        self._event: torch.Event | None = None
+
+    def take(self) -> None:
+        """Copy the elements as they are when the device is here."""
+        flats = [memory_order(sharding.local(param).detach()) for param in self._params]
+        begins = [max(0, flat.numel() - _ELEMENTS) // 2 for flat in flats]
+        pieces = [flat[b : b + _ELEMENTS] for flat, b in zip(flats, begins, strict=True)]
+        device = pieces[0].device
+        if not self._host:
+            make = torch.empty if device.type == "cpu" else page_locked
+            self._host = [make(piece.numel(), dtype=torch.float32) for piece in pieces]
+        for host, piece in zip(self._host, pieces, strict=True):
+            host.copy_(piece, non_blocking=True)
+        if device.type != "cpu":
+            self._event = torch.Event(device)
+            self._event.record(torch.accelerator.current_stream(device))
+
+    def is_there(self) -> bool:
+        """Whether the device has made the copies."""
+        return self._event is None or self._event.query()
+
+    def values(self) -> Tensor:
+        """Return the elements, fp32 [n], once they are there."""
+        return torch.cat(self._host)
 
 
 def _is_wider_copy(value: Any, param: nn.Parameter) -> bool:

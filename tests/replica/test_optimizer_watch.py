@@ -124,8 +124,8 @@ def train_as_usual(rank: int, world: int, name: str, sync_every: int) -> float:
         copies, shares = diloco._watch._copies, []
         for _ in range(10 * sync_every):
             train(model, optimizer, rank, 1)
-            if copies._shares is not None:
-                shares.append(float(copies._shares[0]))
+            if copies._is_measured:
+                shares.append(copies.shares()[0])
         diloco.flush()
     assert len(set(shares)) >= 9
     return max(shares)
