@@ -125,6 +125,10 @@ class _World:
             package.shutdown()  # type: ignore[union-attr]
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+        if "torch.distributed.tensor" in sys.modules:
+            # torch keeps the results of operators on DTensors by the shape of their mesh, and would
+            # give a later test a mesh whose groups are gone.
+            sys.modules["torch"]._C._clear_DTensor_sharding_propagator_cache()
 
 
 # ---------------------------------------------------------------------------- in the test process
