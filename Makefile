@@ -128,7 +128,7 @@ bars: setup
 
 # Asynchronous training under faults, for three minutes; SECONDS= chooses.
 soak-async: setup
-	PYTHONPATH=$$(echo tests/support/* | tr ' ' :) $(BIN)/python tests/asynchronous/test_async_faults.py $(or $(SECONDS),180)
+	PYTHONPATH=$$(echo tests/support/* | tr ' ' :) $(BIN)/python tests/asynchronous/test_async_faults.py $(or $(ASYNC_SECONDS),$(SECONDS),180)
 
 # Decoupled training under faults, for a quarter of an hour; SECONDS= and SEED= choose.
 soak-decoupled: setup
@@ -137,7 +137,8 @@ soak-decoupled: setup
 
 # Elastic membership under faults, for a quarter of an hour; SECONDS= and SEED= choose.
 soak-elastic: setup
-	$(BIN)/python -m benchmarks.elastic.soak --seconds $(or $(SECONDS),900) --seed $(or $(SEED),0) $(ARGS)
+	$(BIN)/python -m benchmarks.elastic.soak --seconds $(or $(SECONDS),900) --seed $(or $(SEED),0) \
+		$(and $(RESULT),--json $(RESULT)) $(ARGS)
 
 # What a change must pass: style, types, imports between the rooms, rules of the house; changes nothing.
 lint: setup

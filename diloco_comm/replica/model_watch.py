@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,13 +81,17 @@ class ModelWatch:
     ) -> None:
         self._model, self._fragments, self.checks = model, fragments, checks
         self._on_loaded = on_loaded
+        self._named = [
+            pair for part in fragments for pair in zip(part.names, part.params, strict=True)
+        ]
         # The digest of the values before the first load since the last step; None without a load.
         self._before: int | None = None
         self._is_expected = False
         self._handles: list[Any] = []
         # The tables of modules with what each has under a name: parameters, and modules with them.
         self._places: list[tuple[dict[str, Any], str, Any]] = []
-        # Some elements of the parameters that were frozen after the last exchange, by name.
+        # Parameters that were frozen at the last send, and some of their elements after it.
+        self._now_frozen: list[tuple[str, nn.Parameter]] = []
         self._frozen: dict[str, Tensor] = {}
         self._is_first_send = checks != "off"
         self._copies: CopyWatch | None = None
@@ -106,11 +110,7 @@ class ModelWatch:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._fsdp_modules = sharding.fsdp_modules(model)
         sharding.reshard(self._fsdp_modules)
-        self._add_places(unwrap_model(model), {id(param) for _, param in self._named()}, set())
-
-    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
-        for fragment in self._fragments:
-            yield from zip(fragment.names, fragment.params, strict=True)
+        self._add_places(unwrap_model(model), {id(param) for _, param in self._named}, set())
 
     def _add_places(self, module: nn.Module, known: set[int], seen: set[int]) -> bool:
         """Return whether the module, or a module in it, has a known parameter."""
@@ -149,7 +149,7 @@ class ModelWatch:
         self._refuse_frozen()
         if self._is_first_send:
             self._is_first_send = False
-            sentence = unheld_parameters(self._model, [param for _, param in self._named()])
+            sentence = unheld_parameters(self._model, [param for _, param in self._named])
             if sentence:
                 warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         if self._copies is not None:
@@ -163,7 +163,7 @@ class ModelWatch:
             return
         with self._copies.writing():
             yield
-        self._frozen = {name: _some(param).clone() for name, param in self._now_frozen()}
+        self._frozen = {name: _some(param).clone() for name, param in self._now_frozen}
 
     def stepped(self) -> None:
         """Look at the parameters after an inner step, before anything is exchanged."""
@@ -208,7 +208,7 @@ class ModelWatch:
             return
         # A parametrization, or an adapter around a module, may keep the parameter elsewhere.
         present = {id(param) for param in unwrap_model(self._model).parameters()}
-        names = [name for name, param in self._named() if id(param) not in present]
+        names = [name for name, param in self._named if id(param) not in present]
         if names:
             self._places = []
             self._report(
@@ -218,18 +218,16 @@ class ModelWatch:
                 "anew, with a new optimizer, on all replicas"
             )
 
-    def _now_frozen(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, param) for name, param in self._named() if not param.requires_grad]
-
     def _refuse_frozen(self) -> None:
         """Report parameters that were frozen, and that no inner step of the last round has moved.
 
         Loops that train one network against another freeze parameters for a part of each step.
         """
         kept = self._frozen
+        self._now_frozen = [(name, param) for name, param in self._named if not param.requires_grad]
         names = [
             name
-            for name, param in self._now_frozen()
+            for name, param in self._now_frozen
             if name in kept and torch.equal(kept[name], _some(param))
         ]
         if names:

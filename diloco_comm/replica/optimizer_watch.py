@@ -35,7 +35,7 @@ from . import sharding
 from .fragments import Fragment, unwrap_model
 
 # Elements that are looked at, in that many parameters.
-_PARAMETERS, _ELEMENTS = 16, 1024
+_PARAMETERS, _ELEMENTS = 4, 4096
 # A copy with fewer values may be a constant: zeros, or ones of a normalisation.
 _LEAST_VALUES = 17
 _LEAST_STEPS = 4
