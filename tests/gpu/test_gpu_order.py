@@ -166,8 +166,9 @@ def test_offloaded_chunks_come_and_go_behind_the_steps(replicas, stand_in) -> No
     """Two buffers: a chunk comes while the step works on the one before, which then leaves."""
     order = Order(replicas(2).run(from_host_memory, stand_in)[0])
     steps = order.find("diloco_comm::outer_step")
-    stores = order.find("copy out", steps[0])[1::2]  # of outer and momentum, the second
-    stream = order.streams[stores[0]]
+    copies = order.find("copy out", steps[0])
+    stream = order.streams[copies[0]]
+    stores = [i for i in copies if order.streams[i] == stream][1::2]  # outer and momentum each
     loads = [i for i in order.find("copy in", order.find("diloco_comm::encode")[-1])
              if order.streams[i] != stream][-2 * len(steps) :][1::2]  # fmt: skip
     after = order.comes_after
