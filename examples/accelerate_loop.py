@@ -52,6 +52,6 @@ for epoch in range(options.epochs):
             optimizer.zero_grad()
     print(f"replica {replica}: epoch {epoch}  loss {loss.item():.3f}")
 
-diloco.flush()  # DiLoCo: 3. What was learned since the last outer step; all replicas are equal now.
+diloco.flush(final=True)  # DiLoCo: 3. Share the last steps; all replicas are equal now.
 print(f"replica {replica}: parameters {diloco.outer_hash()[:16]}")
 diloco.close()

@@ -57,7 +57,7 @@ for _ in range(options.steps):
     loss.backward()
     optimizer.step()  # inside the replica every step, between the replicas every 25th
     optimizer.zero_grad()
-diloco.flush()
+diloco.flush(final=True)
 print(f"replica {replica} worker {worker}: loss {loss.item():.3f}  {diloco.outer_hash()[:16]}")
 diloco.close()
 if is_launched:

@@ -113,7 +113,7 @@ for step in range(1, options.steps + 1):
     if replica == 0 and step % 50 == 0:
         print(f"step {step:4d}  training {loss.item():.3f}")
 
-diloco.flush()  # DiLoCo: 2. What was learned since the last outer step; all replicas are equal now.
+diloco.flush(final=True)  # DiLoCo: 2. Share the last steps; all replicas are equal now.
 if replica == 0:
     sent = sum(sync.sent_bytes for sync in diloco.metrics())
     print(f"step {step:4d}  validation {validate(model):.3f}  sent {sent / 1e6:.1f} MB")

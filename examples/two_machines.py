@@ -84,7 +84,7 @@ while diloco.inner_step < options.steps:
         print(f"step {diloco.inner_step}: loss {loss:.5f}, hash {diloco.outer_hash()}", flush=True)
     time.sleep(options.pause)
 
-diloco.flush()
+diloco.flush(final=True)
 loss = loss_of(x_held_out).item()
 print(f"replica {options.replica}: loss {loss:.5f}, hash {diloco.outer_hash()}", flush=True)
 diloco.close()

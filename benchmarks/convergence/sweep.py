@@ -104,7 +104,7 @@ def train(run: Run, choice: dict[str, float], size: Size) -> dict[str, Any]:
     else:
         with _attach(row, task.model, optimizer, choice, size) as diloco:
             curve = _train_diloco(task, optimizer, diloco, size, half)
-            diloco.flush(final=False)
+            diloco.flush()
             with diloco.outer_parameters():
                 final = task.validate(half)
             sent = diloco.totals().sent_bytes

@@ -21,6 +21,8 @@ _CALLS = {
     "an agreement among all replicas": "start of flush",
     "all_reduce": "consensus",
 }
+# The gap in the header of small messages that only a replica in ``flush`` sends.
+END = -1.0
 # What cures a difference of a header's field.
 _ADVICE = {
     "round": "load the same checkpoint on every replica",
@@ -131,7 +133,7 @@ def error_from(
         error.inner_steps = tuple(failure.inner_steps)
     if isinstance(error, ReplicaMismatch):
         training, ended = _kinds(headers)
-        if training and ended and _are_near(training, ended):
+        if ended and _are_near(training, ended):
             error.ended = tuple(header.replica for header in ended)
             error.fragment = training[0].fragment
     return error
@@ -154,8 +156,9 @@ def _explained(message: str, headers: Sequence[_C.Header]) -> str:
             return f"{message}: {advice}"
     if "kind differs" not in message:
         return message
-    training, ended = _kinds(headers)
-    if training and ended:
+    training = [header for header in headers if header.kind == "sync"]
+    ended = [header for header in headers if header.kind == "exchange_objects"]
+    if training and ended and len(training) + len(ended) == len(headers):
         message = message[: message.index("kind differs")] + _uneven_steps(training, ended)
     for kind, call in _CALLS.items():
         message = message.replace(kind, call)
@@ -163,10 +166,11 @@ def _explained(message: str, headers: Sequence[_C.Header]) -> str:
 
 
 def _kinds(headers: Sequence[_C.Header]) -> tuple[list[_C.Header], list[_C.Header]]:
-    """Return the headers of replicas that train, and of those that have ended; [] with others."""
+    """Return the headers of replicas that train, and in ``flush``; [] if there are others."""
     training = [header for header in headers if header.kind == "sync"]
-    ended = [header for header in headers if header.kind == "exchange_objects"]
-    return (training, ended) if len(training) + len(ended) == len(headers) else ([], [])
+    ended = [h for h in headers if h.kind == "exchange_objects" and h.gap == END]
+    is_all = training and len(training) + len(ended) == len(headers)
+    return (training, ended) if is_all else ([], [])
 
 
 def _are_near(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> bool:

@@ -84,7 +84,7 @@ def finish(diloco: DiLoCo) -> None:
                 diloco.inner_step,
             )
         else:
-            diloco.flush()
+            diloco.flush(final=True)
     finally:
         diloco._close(is_finished=not trains_on)
 

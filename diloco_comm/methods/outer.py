@@ -165,7 +165,7 @@ class _FusedState(OuterState):
                 clip=update.clip,
                 verdict=update.verdict,
             )
-        self.num_steps, self.last_lr = self.num_steps + 1, update.lr
+        self.count_step(update.lr)
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.momentum is None else {"momentum": self.momentum}
@@ -202,7 +202,7 @@ class _AdamState(OuterState):
                 alpha=update.alpha,
                 verdict=update.verdict,
             )
-        self.num_steps, self.last_lr = self.num_steps + 1, update.lr
+        self.count_step(update.lr)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -276,7 +276,7 @@ class _TorchState(OuterState):
         self.optimizer.step()
         self.param.grad = None
         ops.merge(self.outer, update.params, alpha=update.alpha, impl=update.impl)
-        self.num_steps, self.last_lr = self.num_steps + 1, update.lr
+        self.count_step(update.lr)
 
     def look_ahead(self) -> tuple[Tensor, float] | None:
         group = self.optimizer.param_groups[0]

@@ -62,7 +62,18 @@ class OuterState(ABC):
     """
 
     takes_verdict = False
+    num_steps: int
     last_lr: float | None = None
+    _lr_before: float | None = None
+
+    def count_step(self, lr: float) -> None:
+        """Count an outer step with this learning rate."""
+        self.num_steps += 1
+        self._lr_before, self.last_lr = self.last_lr, lr
+
+    def uncount_step(self) -> None:
+        """Take back the count of the last outer step, which was not taken."""
+        self.num_steps, self.last_lr = self.num_steps - 1, self._lr_before
 
     def __init__(self, outer: Tensor) -> None:
         self.outer = outer

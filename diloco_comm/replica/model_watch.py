@@ -17,16 +17,15 @@ comparison. Writes that run no hook (``param.data = ...``, numpy) are not seen. 
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..base.memory import memory_order
 from ..ops.digests import digest_of
 from . import sharding
 from .fragments import Fragment, unwrap_model
@@ -80,19 +79,20 @@ class ModelWatch:
         is_hooked: bool,
     ) -> None:
         self._model, self._fragments, self.checks = model, fragments, checks
-        self._on_loaded = on_loaded
+        self._on_loaded, self._optimizers, self._is_left_out = on_loaded, optimizers, False
         self._named = [
             pair for part in fragments for pair in zip(part.names, part.params, strict=True)
         ]
         # The digest of the values before the first load since the last step; None without a load.
         self._before: int | None = None
-        self._is_expected = False
+        self._is_expected = self._is_paused = False
+        self._overwritten: int | None = None
         self._handles: list[Any] = []
         # The tables of modules with what each has under a name: parameters, and modules with them.
         self._places: list[tuple[dict[str, Any], str, Any]] = []
-        # Parameters that were frozen at the last send, and some of their elements after it.
-        self._now_frozen: list[tuple[str, nn.Parameter]] = []
-        self._frozen: dict[str, Tensor] = {}
+        # By name: the step when a frozen parameter was seen, and the digest after the last write.
+        self._frozen: dict[str, tuple[int, int]] = {}
+        self._sync_every, self._num_steps = sync_every, 0
         self._is_first_send = checks != "off"
         self._copies: CopyWatch | None = None
         self._uncounted: UncountedSteps | None = None
@@ -145,7 +145,11 @@ class ModelWatch:
         Raises:
             RuntimeError: With ``checks="raise"``.
         """
+        if self.checks == "off":
+            return
+        self._look_at_load()
         self.refuse_replaced()
+        self._refuse_left_out()
         self._refuse_frozen()
         if self._is_first_send:
             self._is_first_send = False
@@ -163,35 +167,87 @@ class ModelWatch:
             return
         with self._copies.writing():
             yield
-        self._frozen = {name: _some(param).clone() for name, param in self._now_frozen}
+        for name, param in self._named:
+            if not param.requires_grad:
+                first, _ = self._frozen.get(name, (self._num_steps, 0))
+                self._frozen[name] = first, digest_of([sharding.local(param).detach()])
+
+    def forget_writes(self) -> None:
+        """Measure nothing of the last write."""
+        self._frozen = {}
+        if self._copies is not None:
+            self._copies.forget()
 
     def stepped(self) -> None:
         """Look at the parameters after an inner step, before anything is exchanged."""
+        self._num_steps += 1
         if self._copies is not None:
             self._copies.stepped()
 
     # ------------------------------------------------------------------------------------- loads
 
-    def expect_load(self) -> None:
-        """Take what is loaded before the next step for a part of a resume."""
-        self._before, self._is_expected = None, True
+    def expect_load(self, overwritten: int | None) -> None:
+        """Take what is loaded before the next step for a part of a resume.
+
+        Args:
+            overwritten: Digest of weights of another replica that have taken the place of this
+                replica's own; None if that did not happen.
+        """
+        self._before, self._is_expected, self._overwritten = None, True, overwritten
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Enter a block after which the parameters are what they were before."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def loading(self) -> None:
         """Note that values are about to be loaded into a module of the model."""
-        if self._before is None and not self._is_expected:
+        if self._before is None and not self._is_expected and not self._is_paused:
             self._before = self._digest()
 
     def _before_step(self, *_: Any) -> None:
-        if self._before is None:
+        if self._is_expected:
             self._is_expected = False
+            self._look_at_resume()
+        self._look_at_load()
+
+    def _look_at_load(self) -> None:
+        if self._before is None:
             return
         before, self._before = self._before, None
         self.refuse_replaced()
         if self._digest() != before and (sentence := self._on_loaded()):
             self._report(sentence)
 
+    def _look_at_resume(self) -> None:
+        overwritten, self._overwritten = self._overwritten, None
+        if overwritten is not None and overwritten == self._digest():
+            self._report(
+                "this replica goes on from a saved state with the weights of another replica, "
+                "which the construction of DiLoCo has copied over those that were loaded: load "
+                "the model's state after DiLoCo is constructed"
+            )
+
     def _digest(self) -> int:
         return digest_of([tensor for part in self._fragments for tensor in part.tensors()])
+
+    def warn_of_unshared_steps(self, name: str, inner_step: int) -> None:
+        """Warn of an end in good order without a flush; not while an exception is handled.
+
+        Args:
+            name: The replica or the worker, for the message.
+        """
+        if self.checks != "off" and sys.exc_info()[0] is None:
+            warnings.warn(
+                f"what {name} learned since its last exchange is lost, up to inner step "
+                f"{inner_step}: call flush() before close(), on all replicas of a DiLoCo",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     # ---------------------------------------------------------------------- replaced parameters
 
@@ -218,17 +274,32 @@ class ModelWatch:
                 "anew, with a new optimizer, on all replicas"
             )
 
+    def _refuse_left_out(self) -> None:
+        """Report parameters that are exchanged and that no optimizer holds any more."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        held = {id(param) for group in groups for param in group["params"]}
+        names = [name for name, param in self._named if id(param) not in held]
+        if names and not self._is_left_out:
+            self._is_left_out = True
+            self._report(
+                f"{_shown(names)} is in no group of the optimizer any more: the outer momentum "
+                "would go on moving what is not trained; construct DiLoCo anew, on all replicas"
+            )
+
     def _refuse_frozen(self) -> None:
-        """Report parameters that were frozen, and that no inner step of the last round has moved.
+        """Report parameters that were frozen for a round, and that no inner step has moved.
 
         Loops that train one network against another freeze parameters for a part of each step.
         """
-        kept = self._frozen
-        self._now_frozen = [(name, param) for name, param in self._named if not param.requires_grad]
+        params = dict(self._named) if self._frozen else {}
+        for name, (_, digest) in list(self._frozen.items()):
+            shard = sharding.local(params[name]).detach()
+            if params[name].requires_grad or not shard.numel() or digest_of([shard]) != digest:
+                del self._frozen[name]
         names = [
             name
-            for name, param in self._now_frozen
-            if name in kept and torch.equal(kept[name], _some(param))
+            for name, (first, _) in self._frozen.items()
+            if self._num_steps - first >= self._sync_every
         ]
         if names:
             self._frozen = {}
@@ -237,10 +308,6 @@ class ModelWatch:
                 "would go on moving what is frozen; freeze before the model is attached, or attach "
                 "it anew, on all replicas"
             )
-
-
-def _some(param: nn.Parameter) -> Tensor:
-    return memory_order(sharding.local(param).detach())[:1024]
 
 
 def _shown(names: Sequence[str]) -> str:

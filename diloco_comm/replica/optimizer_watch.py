@@ -8,10 +8,9 @@ parameters, so that no outer step lasts. Two looks find that:
 * The values of some elements after an exchange has written them. Let b and a be their values
   before and after the write, and p their values one inner step later. The *undone share* is
   <p - a, b - a> / |b - a|^2: near 0 for an ordinary optimizer, 1 if the write was undone. A share
-  between 0.8 and 1.25 of a movement that is mostly this one, after three writes in a row, is
-  reported in rounds of at least four inner steps. In shorter rounds an ordinary optimizer's
-  momentum moves as far as an outer step, and a share by itself is no proof: a learning rate near
-  the limit of stability overshoots, to shares far from 1.
+  between 0.8 and 1.25 of a movement that is mostly this one, after three writes in a row, is a
+  warning, in rounds of at least four inner steps. The share is no proof: an inner optimizer that
+  reaches its own optimum in one step goes back as well.
 
 A step that is not counted is one of another optimizer on the same parameters: one that was made
 anew after the model was attached, or that steps within ``backward()``.
@@ -20,6 +19,7 @@ anew after the model was attached, or that steps within ``backward()``.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ from . import sharding
 from .fragments import Fragment, unwrap_model
 
 # Elements that are looked at, in that many parameters.
-_PARAMETERS, _ELEMENTS = 4, 4096
+_PARAMETERS, _MOST_PARAMETERS, _ELEMENTS = 4, 16, 4096
 # A copy with fewer values may be a constant: zeros, or ones of a normalisation.
 _LEAST_VALUES = 17
 _LEAST_STEPS = 4
@@ -69,6 +69,7 @@ class CopyWatch:
                 held = [param for param in fragment.params if sharding.local(param).numel()]
                 by_size = sorted(held, key=lambda param: -param.numel())
                 self._sample += by_size[:count]
+            self._sample = self._sample[:_MOST_PARAMETERS]
         self._is_looked_at = False
         # The elements before the last write, after it, and one step later.
         self._before, self._after, self._moved = (_Copies(self._sample) for _ in range(3))
@@ -85,6 +86,10 @@ class CopyWatch:
         yield
         self._after.take()
         self._is_written, self._is_measured = True, False
+
+    def forget(self) -> None:
+        """Measure nothing of the last write."""
+        self._is_written = self._is_measured = False
 
     def stepped(self) -> None:
         """Keep the elements one inner step after the last write."""
@@ -106,12 +111,15 @@ class CopyWatch:
             is_undone = _UNDONE[0] < share < _UNDONE[1] and along > 0.5
             self._num_undone = self._num_undone + 1 if is_undone else 0
         if self._num_undone == _LEAST_UNDONE:
-            self._report(
+            warnings.warn(
                 "one inner step after each of the last three exchanges the parameters were back "
-                f"where they had been before ({100 * share:.0f} % of the outer step was undone): "
-                "the optimizer keeps a copy of the weights of its own, such as fp32 masters or an "
-                "offloaded copy, and writes it over the parameters; use an optimizer without such "
-                "a copy, with fp32 parameters under autocast if bf16 alone is too coarse"
+                f"where they had been before ({100 * share:.0f} % of the outer step was undone). "
+                "An optimizer that keeps a copy of the weights, such as fp32 masters or an "
+                "offloaded copy, does that, and no outer step lasts: use one without such a copy, "
+                "with fp32 parameters under autocast if bf16 alone is too coarse. An optimizer "
+                "that converges within one step does that too",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
     def shares(self) -> tuple[float, float]:
@@ -201,12 +209,13 @@ def refuse_second_weights(optimizer: Any) -> None:
             undone by the other.
     """
     name = type(optimizer).__name__
-    if "lookahead" in name.lower():
+    names = " ".join(base.__name__.lower() for base in type(optimizer).__mro__)
+    if "lookahead" in names:
         raise TypeError(_second_weights(name, "its slow weights"))
-    # A wrapper that was not initialised as an optimizer only passes such calls on.
-    has_modes = all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
-    if has_modes and hasattr(optimizer, "_optimizer_step_post_hooks"):
-        raise TypeError(_second_weights(name, "between train() and eval()"))
+    groups = getattr(optimizer, "param_groups", [])
+    # The public schedule-free optimizers keep this flag in each group.
+    if "schedulefree" in names or any("train_mode" in group for group in groups):
+        raise TypeError(_second_weights(name, "one for train() and one for eval()"))
 
 
 def _second_weights(optimizer: str, where: str) -> str:
@@ -255,7 +264,9 @@ class UncountedSteps:
         self._num_counted = 0
         # Whether an optimizer holds exchanged parameters, and the count when its step began.
         self._holds: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._began: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._began: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
         handles = [
             hooks.register_optimizer_step_pre_hook(_weak(self, "_before")),
             hooks.register_optimizer_step_post_hook(_weak(self, "_after")),
@@ -271,15 +282,18 @@ class UncountedSteps:
         if optimizer in self._counted:
             self._is_inside = True
         elif not self._is_inside and self._has_ours(optimizer):
-            self._began[optimizer] = self._num_counted
+            self._began[optimizer] = self._num_counted, [t.clone() for t in self._some(optimizer)]
 
     def _after(self, optimizer: Optimizer) -> None:
         if optimizer in self._counted:
             self._is_inside = False
             self._num_counted += 1
             return
-        began = self._began.pop(optimizer, None)
-        if began != self._num_counted or self._report is None:
+        count, values = self._began.pop(optimizer, (-1, []))
+        if count != self._num_counted or self._report is None:
+            return
+        # A wrapper may collect gradients, and call the counted optimizer in a later step.
+        if all(map(torch.equal, values, self._some(optimizer))):
             return
         report, self._report = self._report, None
         report(
@@ -287,6 +301,12 @@ class UncountedSteps:
             "exchanged, and its steps are not counted: give that optimizer as optimizer=, on all "
             "replicas; one that is made anew, also by a trainer, is another optimizer"
         )
+
+    def _some(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return some elements of exchanged parameters of an optimizer."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        ours = [param for param in params if id(param) in self._params]
+        return [memory_order(sharding.local(param).detach())[:_ELEMENTS] for param in ours[:16]]
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._holds:
@@ -305,8 +325,10 @@ def _weak(watch: UncountedSteps, name: str) -> Callable[..., None]:
     """Return a hook of all optimizers that does not keep the watch alive."""
     reference = weakref.ref(watch)
 
-    @torch.compiler.disable
     def diloco_look_at_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # No break in the graph of an optimizer that is compiled, whoever compiles it.
+        if torch.compiler.is_compiling():
+            return
         present = reference()
         if present is not None:
             getattr(present, name)(optimizer)

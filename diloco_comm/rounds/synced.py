@@ -304,7 +304,7 @@ class SyncedFragment(SyncedPart):
                 piece.zero_()
 
     def uncount_step(self) -> None:
-        self.state.num_steps -= 1
+        self.state.uncount_step()
 
     def take_back_look_ahead(self, lr: float, impl: str) -> None:
         if self.loader is not None:

@@ -11,6 +11,7 @@ from torch import nn
 from ..base.errors import ReplicaMismatch
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
+from ..ops.digests import digest_of
 from ..replica.descriptions import describe_parameters, shared_memory
 from ..replica.fragments import buffer_names, uncopied_tensors, unexchanged_tensors
 from ..replica.workers import ReplicaWorkers
@@ -52,6 +53,8 @@ class Agreement:
         is_state_shared: All replicas have the same outer parameters after the same rounds.
         beside: See ``joining.share``; None where newcomers copy the state in ``share_state``.
         inner: Gives newcomers the state of the inner optimizers; None where they begin afresh.
+        overwritten: Digest of the weights that this replica was given in the place of other ones,
+            or None.
         copied_bytes: Of outer and inner state that the newcomers of this group were given.
     """
 
@@ -70,6 +73,7 @@ class Agreement:
         self._impl = impl
         self.beside: joining.CopyBeside | None = None
         self.inner: InnerStates | None = None
+        self.overwritten: int | None = None
         self.copied_bytes = 0
         self.is_state_shared = settings.overlap.is_shared
         # Frozen parameters keep their values, and need no second digest when replicas join.
@@ -91,13 +95,18 @@ class Agreement:
         if init == "check":
             handshake.check_same_weights(exchange, named)
         elif init == "broadcast":
+            given = digest_of(list(named.values()))
             exchange.broadcast(list(named.values()), source_rank)
+            copied = digest_of(list(named.values()))
+            self.overwritten = copied if copied != given else None
         self._model = model
         if init == "join":
             self._compare_newcomers()
         else:
             others, uncopied = unexchanged_tensors(model, named), uncopied_tensors(model, named)
-            handshake.share_unexchanged(exchange, others, uncopied, init, source_rank)
+            digests = handshake.share_unexchanged(exchange, others, uncopied, init, source_rank)
+            buffers = buffer_names(model)
+            self._frozen = {name: each for name, each in digests.items() if name not in buffers}
         for part in parts:
             part.open_buffers(exchange)
         if init == "join":
@@ -175,7 +184,7 @@ class Agreement:
         digests = handshake.digests_by_name(new)
         buffers = buffer_names(self._model)
         self._frozen |= {name: digests[name] for name in new if name not in buffers}
-        handshake.warn_of_newcomers(self._exchange, {**self._frozen, **digests})
+        handshake.warn_of_newcomers(self._exchange, {**self._frozen, **digests}, buffers)
 
     def fix_weight(self) -> None:
         """Tell the replicas a weight that will not change."""

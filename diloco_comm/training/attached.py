@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -75,23 +73,18 @@ class Attached:
         What this replica has may still be looked at: parameters, metrics, ``state_dict``. A warning
         says so if inner steps were not shared.
         """
-        self._warn_of_unshared_steps()
-        self._close(is_finished=True)
+        try:
+            self._warn_of_unshared_steps()
+        finally:
+            self._close(is_finished=True)
 
     def _warn_of_unshared_steps(self) -> None:
         """Warn when training ends in good order, and without a flush."""
-        is_group_lost = self.exchange.last_error is not None or sys.exc_info()[0] is not None
-        is_watched = self._watch is not None and self._watch.checks != "off"
-        if self._is_closed or is_group_lost or self._elastic is not None or not is_watched:
-            return
-        if self.exchange.size > 1 and self._rounds.has_unsent(self.inner_step):
-            warnings.warn(
-                f"what replica {self.exchange.replica} learned since its last exchange is lost, "
-                f"up to inner step {self.inner_step}: call flush() on all replicas before close(), "
-                "or before the end of the with block",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        is_alone = self._elastic is not None or self.exchange.size == 1
+        is_open = not self._is_closed and self.exchange.last_error is None and not is_alone
+        if is_open and self._watch is not None and self._rounds.has_unsent(self.inner_step):
+            name = f"replica {self.exchange.replica}"
+            self._watch.warn_of_unshared_steps(name, self.inner_step)
 
     def _close(self, *, is_finished: bool) -> None:
         """As ``close``; ``is_finished`` if this replica has taken all its steps."""
@@ -307,6 +300,11 @@ class Attached:
     def _watched_writes(self, parts: Sequence[SyncedPart]) -> AbstractContextManager[None]:
         """Return a block in which an exchange may write parameters of these parts."""
         return nullcontext() if self._watch is None or not parts else self._watch.writing()
+
+    def _forget_writes(self) -> None:
+        """Measure nothing of the last write: parameters are written again, beside the rounds."""
+        if self._watch is not None:
+            self._watch.forget_writes()
 
     def _parameter_parts(self) -> list[SyncedFragment]:
         return self._plan.parameter_parts()

@@ -345,7 +345,7 @@ class DiLoCo(Saved):
         if is_untouched and not isinstance(error, Exception):
             self.inner_step -= 1
 
-    def flush(self, *, final: bool = True) -> None:
+    def flush(self, *, final: bool = False) -> None:
         """Share what was trained since the last send, and apply it; every replica calls this.
 
         Afterwards outer and local parameters are identical on all replicas. A fragment that no
@@ -353,9 +353,8 @@ class DiLoCo(Saved):
 
         Args:
             final: Training ends here: Nesterov's outer parameters, which are ahead of the iterate
-                by lr * momentum, are set back to that iterate. The momentum stays as it is, and
-                training may go on all the same. False in the middle of training. The same on all
-                replicas.
+                by lr * momentum, are set back to that iterate; the loss is lower there. Training
+                that goes on all the same has lost that movement. The same on all replicas.
 
         Raises:
             SyncError: As ``step``.
@@ -372,9 +371,11 @@ class DiLoCo(Saved):
         """As ``flush``; without ``is_final``, as the others do, whose flush broke off."""
         self._refuse_if_alone()
         self._refuse_if_unfit()
-        self.exchange.inner_step = self.inner_step
+        # As in the headers of rounds, which replicas that still train send.
+        self.exchange.inner_step = self.inner_step - self._skipped.count
         with self._recorder.deferred_callbacks(), self._all_workers(self.parts):
-            self._refuse_changes(self.parts)
+            self._refuse_changes(self.parts, is_sending=True)
+            self._forget_writes()
             self._rounds.flush(self.inner_step, self._skipped.count, is_final)
             if self.exchange.size > 1:
                 self._agreement.refuse_different_state(is_shared=True)
@@ -417,6 +418,7 @@ class DiLoCo(Saved):
         self._refuse_if_alone()
         self._refuse_if_unfit()
         unreported: list[NonFiniteError] = []
+        self._forget_writes()
         with self._recorder.deferred_callbacks(), self._all_workers(self.parts):
             self._refuse_changes(self.parts)
             repairs = self.exchange.change_group(

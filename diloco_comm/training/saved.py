@@ -40,8 +40,12 @@ class Saved(Attached):
         writing = nullcontext() if self._plan.shard_group is None else self._all_workers(parts)
         guard = self._rounds.uninterruptible
         self._is_swapped = True
+        watching = nullcontext() if self._watch is None else self._watch.paused()
         try:
-            with swapped_in(parts, outers, impl=self.impl, writing=writing, uninterruptible=guard):
+            with (
+                watching,
+                swapped_in(parts, outers, impl=self.impl, writing=writing, uninterruptible=guard),
+            ):
                 yield
         finally:
             self._is_swapped = False
@@ -98,4 +102,4 @@ class Saved(Attached):
             self.inner_step = write()
             self._saved_writes = saved_writes(self.parts)
         if self._watch is not None:
-            self._watch.expect_load()
+            self._watch.expect_load(self._agreement.overwritten)

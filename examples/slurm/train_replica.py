@@ -50,6 +50,6 @@ for _ in range(options.steps):
         diloco.change_group("survivors")
         print(f"replica {options.replica}: going on with {diloco.members}", flush=True)
     optimizer.zero_grad()
-diloco.flush()
+diloco.flush(final=True)
 print(f"replica {options.replica}: loss {loss.item():.3f}  {diloco.outer_hash()[:16]}")
 diloco.close()

@@ -32,7 +32,7 @@ def flushed(rank: int, world: int) -> Tensor:
     with DiLoCo(model, optimizer, sync_every=SYNC_EVERY, outer=outer, wire="fp32") as diloco:
         for step in range(10):
             train_step(model, optimizer, rank, step)
-        diloco.flush()
+        diloco.flush(final=True)
         return diloco.parts[0].outer.clone()
 
 

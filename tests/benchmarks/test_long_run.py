@@ -41,7 +41,7 @@ def train_with_the_library(rank: int, world: int, policy: Overlap) -> list[Tenso
         for step in range(NUM_STEPS):
             train_step(model, optimizer, rank, step)
             seen.append(values(model))
-        diloco.flush(final=False)
+        diloco.flush()
         with diloco.outer_parameters():
             seen.append(values(model))
     return seen

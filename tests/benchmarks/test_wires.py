@@ -60,7 +60,7 @@ def with_the_library(rank: int, world: int, run: wires.Run, num_steps: int) -> l
         for step in range(num_steps):
             train_step(model, optimizer, rank, step)
             seen.append(values(model))
-        diloco.flush(final=False)
+        diloco.flush()
         return [*seen, torch.cat([part.outer for part in diloco.parts if part.outer is not None])]
 
 

@@ -274,7 +274,7 @@ def flush_after_failure(
         replica.fault("kill", "reduce")
     failure = replica.train_until_failure(1)
     replica.diloco.change_group([1, 2])
-    replica.diloco.flush(final=False)
+    replica.diloco.flush()
     result = replica.result([failure])
     local = torch.cat([tensor.detach().flatten() for tensor in replica.model.parameters()])
     (part,) = replica.diloco._parameter_parts()

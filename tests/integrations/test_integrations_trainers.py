@@ -189,7 +189,7 @@ def accelerate_run(
             if index + 1 == SAVED_STEP * 2 and not resume:
                 accelerator.save_state(str(folder / f"replica_{rank}"))
         assert diloco.inner_step == NUM_STEPS
-        diloco.flush()
+        diloco.flush(final=True)
     return flat(model)
 
 

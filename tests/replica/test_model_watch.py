@@ -119,6 +119,56 @@ def test_weights_loaded_in_the_middle_are_told(
     assert len(told) == (checks == "warn")
 
 
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("change", ["load", "replace"])
+def test_a_flush_looks_too(steps: int, change: str) -> None:
+    model, optimizer = make()
+    with DiLoCo(model, optimizer, sync_every=4, num_replicas=1) as diloco:
+        for step in range(steps):
+            train_step(model, optimizer, 0, step, WIDTH)
+        if change == "load":
+            model.load_state_dict(other_weights())
+        else:
+            new_head(model)
+        sentence = "were loaded into the model" if change == "load" else "another parameter under"
+        with pytest.raises(RuntimeError, match=sentence):
+            diloco.flush()
+
+
+def resume_with(rank: int, world: int, order: str) -> str:
+    """Resume in the middle of a round; return what the first step says."""
+    model, optimizer = make()
+    with DiLoCo(model, optimizer, sync_every=4, wire="fp32") as diloco:
+        for step in range(6):
+            train_step(model, optimizer, rank, step, WIDTH)
+        saved = copy.deepcopy([model.state_dict(), diloco.state_dict()])
+        diloco.flush()
+    model, optimizer = make()
+    if order == "before":
+        model.load_state_dict(saved[0])
+    with DiLoCo(model, optimizer, sync_every=4, wire="fp32") as diloco:
+        if order == "after":
+            model.load_state_dict(saved[0])
+        diloco.load_state_dict(saved[1])
+        if order == "by hand":
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    param.copy_(saved[0][name])
+        try:
+            train_step(model, optimizer, rank, 6, WIDTH)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            diloco.flush()
+    return ""
+
+
+@pytest.mark.parametrize("order", ["before", "after", "by hand"])
+def test_a_resume_that_lost_the_local_weights_is_told(order: str, workers) -> None:
+    first, second = workers(2).run(resume_with, order)
+    assert first == "" and second.startswith("this replica goes on") == (order == "before"), second
+
+
 def swap_average(model: nn.Module, diloco: DiLoCo) -> None:
     own = copy.deepcopy(model.state_dict())
     model.load_state_dict(other_weights())
@@ -147,6 +197,11 @@ def resume_the_other_way_round(model: nn.Module, diloco: DiLoCo) -> None:
     model.load_state_dict(saved[0])
 
 
+def load_within_outer_parameters(model: nn.Module, diloco: DiLoCo) -> None:
+    with diloco.outer_parameters():
+        model.load_state_dict(other_weights())
+
+
 def look_at_outer_parameters(model: nn.Module, diloco: DiLoCo) -> None:
     with diloco.outer_parameters():
         torch.save(model.state_dict(), io.BytesIO())
@@ -161,6 +216,7 @@ def look_at_outer_parameters(model: nn.Module, diloco: DiLoCo) -> None:
         resume,
         resume_the_other_way_round,
         look_at_outer_parameters,
+        load_within_outer_parameters,
     ],
 )
 @pytest.mark.filterwarnings("error")
@@ -209,6 +265,20 @@ def test_a_parameter_that_was_frozen_is_named() -> None:
             train_step(model, optimizer, 0, step, WIDTH)
         with pytest.raises(RuntimeError, match=r"'head.weight' had requires_grad=False for a who"):
             train_step(model, optimizer, 0, 5, WIDTH)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_part_that_never_moves_is_not_all_of_a_parameter() -> None:
+    """The first row of an embedding, of the padding, gets no gradient."""
+    model = nn.ModuleDict({"rows": nn.Embedding(4, 2048, padding_idx=0), "head": nn.Linear(1, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: model["rows"].requires_grad_(False) and None)
+    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+        for _ in range(8):
+            model.requires_grad_(True)
+            optimizer.zero_grad()
+            (model["rows"](torch.arange(4)).sum() + model["head"](torch.ones(1)).sum()).backward()
+            optimizer.step()
 
 
 @pytest.mark.filterwarnings("error")

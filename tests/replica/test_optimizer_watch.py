@@ -14,6 +14,7 @@ from decoupled_processes import make_server
 from problems import Regression, train_step
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_hooks
 
 from diloco_comm import DiLoCo, Streaming
 from diloco_comm.asynchronous import AsyncDiLoCo, DecoupledDiLoCo
@@ -47,7 +48,15 @@ class Lookahead:
         self.param_groups = optimizer.param_groups
 
 
-class ScheduleFree(torch.optim.SGD):
+class SGDScheduleFree(torch.optim.SGD):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+class WithModes(torch.optim.SGD):
+    """An optimizer that may average its iterates, and does not."""
+
     def train(self) -> None: ...
 
     def eval(self) -> None: ...
@@ -83,8 +92,10 @@ def train_with_copies(
     optimizer = WithCopies(model.parameters(), 0.05, in_state=in_state)
     diloco = DiLoCo(model, optimizer, sync_every=sync_every, wire="fp32", **options)
     try:
-        train(model, optimizer, rank, 10 * sync_every)
-    except RuntimeError as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "one inner step after")
+            train(model, optimizer, rank, 10 * sync_every)
+    except (RuntimeError, RuntimeWarning) as error:
         return f"{error} after {diloco.inner_step}"
     finally:
         diloco.close()
@@ -154,9 +165,14 @@ def test_a_constant_in_the_state_is_no_copy() -> None:
 def test_an_optimizer_with_two_sets_of_weights_is_refused(kind: str) -> None:
     model = Regression(WIDTH)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = Lookahead(inner) if kind == "wrapper" else ScheduleFree(model.parameters(), lr=0.1)
+    given = Lookahead(inner) if kind == "wrapper" else SGDScheduleFree(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="keeps a second set of weights"):
         DiLoCo(model, given, sync_every=2, num_replicas=1)  # type: ignore[arg-type]
+
+
+def test_modes_alone_are_no_second_set() -> None:
+    model = Regression(WIDTH)
+    DiLoCo(model, WithModes(model.parameters(), lr=0.1), sync_every=2, num_replicas=1).close()
 
 
 def test_slow_weights_in_the_state_are_found() -> None:
@@ -265,6 +281,44 @@ def test_nested_optimizers_make_one_step(given: str) -> None:
         assert diloco.inner_step == 4
 
 
+class Collecting(Nested):
+    """A wrapper that takes a step of the inner optimizer every second time."""
+
+    num_calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_calls += 1
+        if self.num_calls % 2 == 0:
+            self.base.step()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_wrapper_that_moves_nothing_has_not_stepped() -> None:
+    model = Regression(WIDTH)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = Collecting(base)
+    with DiLoCo(model, base, sync_every=2, num_replicas=1) as diloco:
+        for step in range(4):
+            train_step(model, wrapper, 0, step, WIDTH)
+        assert diloco.inner_step == 2
+
+
+def test_a_hook_of_all_optimizers_breaks_no_graph() -> None:
+    model = Regression(WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1):
+        hooks = optimizer_hooks._global_optimizer_pre_hooks.values()
+        ours = [hook for hook in hooks if hook.__name__ == "diloco_look_at_step"]
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def call(x: Tensor) -> Tensor:
+            for hook in ours:
+                hook(optimizer, (), {})
+            return x + 1
+
+        assert ours and call(torch.ones(1)).item() == 2.0
+
+
 class Override(torch.optim.SGD):
     """An optimizer that adds to the step of its parent."""
 
@@ -292,6 +346,25 @@ def test_an_optimizer_of_other_parameters_is_nobodys_concern() -> None:
     train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, 0, WIDTH)
 
 
+@pytest.mark.parametrize("door", ["diloco", "async", "decoupled"])
+def test_a_parameter_that_left_the_optimizer_is_named(door: str) -> None:
+    model = Regression(WIDTH)
+    optimizer = torch.optim.SGD(
+        [{"params": model.layers.parameters()}, {"params": [*model.head.parameters()]}], lr=0.1
+    )
+    if door != "diloco":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        optimizer.add_param_group({"params": model.norm.parameters()})
+    with attached(door, model, optimizer, "raise") as diloco:
+        train_step(model, optimizer, 0, 0, WIDTH)
+        del optimizer.param_groups[0]["params"][0]
+        with pytest.raises(RuntimeError, match="is in no group of the optimizer any more"):
+            for step in range(4):
+                train_step(model, optimizer, 0, step, WIDTH)
+            diloco.flush()
+
+
 # ---------------------------------------------------------------------------- an end without flush
 
 
@@ -311,6 +384,21 @@ def end(rank: int, world: int, way: str) -> list[str]:
         except KeyError:
             pass
     return [str(one.message) for one in told]
+
+
+def close_strictly(rank: int, world: int) -> bool:
+    model = Regression(WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = DiLoCo(model, optimizer, sync_every=4, wire="fp32")
+    train_step(model, optimizer, rank, 0, WIDTH)
+    with warnings.catch_warnings(), pytest.raises(RuntimeWarning, match="is lost"):
+        warnings.simplefilter("error")
+        diloco.close()
+    return diloco._is_closed
+
+
+def test_a_warning_that_is_an_error_closes_all_the_same(workers) -> None:
+    assert workers(2).run(close_strictly) == [True, True]
 
 
 @pytest.mark.parametrize(("way", "is_told"), [("flush", False), ("", True), ("error", False)])

@@ -108,23 +108,23 @@ def go_on(rank: int, world: int) -> tuple[State, State, str]:
     with diloco:
         for step in range(6):
             train_step(model, optimizer, rank, step)
-        diloco.flush()
+        diloco.flush(final=True)
         saved = copy.deepcopy([model.state_dict(), diloco.state_dict(), optimizer.state_dict()])
         ended = state_of(model, diloco)
         for step in range(6, 12):
             train_step(model, optimizer, rank, step)
-        diloco.flush()
+        diloco.flush(final=True)
         states.append(state_of(model, diloco))
     model, optimizer, diloco = attach(rank, sync_every=4, outer=Nesterov(LR, MOMENTUM))
     with diloco:
         model.load_state_dict(saved[0])
         diloco.load_state_dict(saved[1])
         # The look-ahead was taken back before the save.
-        diloco.flush()
+        diloco.flush(final=True)
         assert all(equal(a, b) for a, b in zip(state_of(model, diloco), ended, strict=True))
         for step in range(6, 12):
             train_step(model, optimizer, rank, step)
-        diloco.flush()
+        diloco.flush(final=True)
         states.append(state_of(model, diloco))
         return states[0], states[1], diloco.outer_hash()
 
@@ -145,10 +145,10 @@ def join_after_the_end(rank: int, world: int, address: tuple[str, int]) -> State
         model, optimizer, diloco = attach(rank, num_replicas=2, **arguments)
         for step in range(6):
             train_step(model, optimizer, rank, step)
-        diloco.flush()
+        diloco.flush(final=True)
         diloco.change_group(range(3))
     with diloco:
-        diloco.flush()
+        diloco.flush(final=True)
         return state_of(model, diloco)
 
 
@@ -178,7 +178,7 @@ def break_off(rank: int, world: int, address: tuple[str, int]) -> State:
         Ending.reach = fail if rank else reach  # type: ignore[method-assign]
         try:
             with pytest.raises(SyncError):
-                diloco.flush()
+                diloco.flush(final=True)
         finally:
             Ending.reach = reach  # type: ignore[method-assign]
         diloco.change_group(range(2))

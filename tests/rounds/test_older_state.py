@@ -52,7 +52,7 @@ def go_on(rank: int, world: int) -> tuple[list[str], list[str], list[int], str]:
         under_way = [len(part.in_flight) for part in diloco.parts]
         loaded = differences(state_of(model, diloco), sample["saved"])
         train(model, optimizer, rank, SAVED_STEP, NUM_STEPS)
-        diloco.flush(final=False)
+        diloco.flush()
         end = differences(state_of(model, diloco), sample["end"])
         return loaded, end, under_way, diloco.outer_hash()
 

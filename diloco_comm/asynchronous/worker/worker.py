@@ -155,7 +155,7 @@ class AsyncDiLoCo:
         )
         self._link.identity.model |= beside_layout(model, self._local.fragments, checks)
         self.inner_step = self.round_step = 0
-        self._is_encoded = self._is_pushed = False
+        self._is_encoded = self._is_pushed = self._is_closed = False
         self._sent: tuple[int, int] = (0, 0)
         try:
             self._attach()
@@ -236,8 +236,7 @@ class AsyncDiLoCo:
 
     def _end_round(self) -> None:
         try:
-            with self._watch.writing():
-                self._exchange()
+            self._exchange()
         except ServerLost as error:
             if error.went_back_to is not None:
                 self._go_back(error.went_back_to)
@@ -271,7 +270,7 @@ class AsyncDiLoCo:
         times.append(time.monotonic())
         started_from, outcome = self.version, self._outcome
         traffic = self._sent
-        with span("pull", 0, self.seq):
+        with span("pull", 0, self.seq), self._watch.writing():
             self._begin_round()
         times.append(time.monotonic())
         self._report_round(started_from, outcome.version, outcome.meta, traffic, times)
@@ -339,6 +338,10 @@ class AsyncDiLoCo:
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
         """Put the shared parameters that the round started from into the model, for evaluation."""
+        with self._watch.paused():
+            yield from self._swapped()
+
+    def _swapped(self) -> Iterator[None]:
         kept = [t.clone() for fragment in self._local.fragments for t in fragment.tensors()]
         self._local.write()
         try:
@@ -349,7 +352,15 @@ class AsyncDiLoCo:
                 tensor.copy_(value)
 
     def close(self) -> None:
-        """Leave the server and remove the hooks; the open round is not sent."""
+        """Leave the server and remove the hooks; the open round is not sent, see ``flush``."""
+        try:
+            if not self._is_closed and self.round_step:
+                self._watch.warn_of_unshared_steps(f"worker {self.name}", self.inner_step)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._is_closed = True
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None

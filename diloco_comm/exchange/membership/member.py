@@ -16,7 +16,7 @@ from ... import _C
 from ...base.errors import LeftBehind, SyncError
 from ...base.memory import memory_order
 from ..buffers import ExchangeBuffers
-from ..headers import Header, error_from, verdict_of
+from ..headers import END, Header, error_from, verdict_of
 from ..options import Options
 from ..waiting import describe_store, wait_for_job
 
@@ -215,16 +215,20 @@ class Member:
 
     # --------------------------------------------------------------------------- small messages
 
-    def exchange_objects(self, blob: bytes) -> list[bytes]:
-        """Give ``blob`` to every replica and return the blobs of all, in rank order."""
+    def exchange_objects(self, blob: bytes, *, is_end: bool = False) -> list[bytes]:
+        """Give ``blob`` to every replica and return the blobs of all, in rank order.
+
+        Args:
+            is_end: This replica has ended a stretch of training, see ``ReplicaMismatch.ended``.
+        """
         if self.size == 1:
             self._engine.check_process()
             return [bytes(blob)]
-        job = self._submit_blob(blob)
+        job = self._submit_blob(blob, is_end=is_end)
         _finish(job)
         return [received.numpy().tobytes() for received in job.blobs]
 
-    def _submit_blob(self, blob: bytes) -> _C.Job:
+    def _submit_blob(self, blob: bytes, *, is_end: bool = False) -> _C.Job:
         tensor = (
             torch.frombuffer(bytearray(blob), dtype=torch.uint8)
             if blob
@@ -232,6 +236,7 @@ class Member:
         )
         header = _C.Header("exchange_objects")
         header.blob_bytes, header.inner_step = len(blob), self.inner_step
+        header.gap = END if is_end else header.gap
         return self._begin(self._engine.submit, header, blob=tensor)
 
     def broadcast(self, tensors: list[Tensor], source_rank: int) -> None:

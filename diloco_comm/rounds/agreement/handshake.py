@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -176,9 +176,9 @@ def warn_if_spans_replicas(model: nn.Module, group: dist.ProcessGroup) -> None:
 # -------------------------------------------------------------------------------- agreement
 
 
-def gather_json(exchange: Exchange, value: Any) -> list[Any]:
-    """Return every replica's value, in rank order."""
-    blobs = exchange.exchange_objects(json.dumps(value).encode())
+def gather_json(exchange: Exchange, value: Any, *, is_end: bool = False) -> list[Any]:
+    """Return every replica's value, in rank order; ``is_end`` in a flush."""
+    blobs = exchange.exchange_objects(json.dumps(value).encode(), is_end=is_end)
     return [json.loads(blob) for blob in blobs]
 
 
@@ -268,8 +268,10 @@ def share_unexchanged(
     uncopied: Mapping[str, Tensor],
     init: str,
     source_rank: int,
-) -> None:
+) -> Digests:
     """Make frozen parameters and buffers alike, which no later exchange carries.
+
+    Returns the digests that all replicas have then.
 
     Replicas that differ in them would train the mean of different functions. Only the tensors that
     differ travel.
@@ -295,6 +297,7 @@ def share_unexchanged(
             RuntimeWarning,
             stacklevel=2,
         )
+    return views[source_rank][0]
 
 
 def _share(
@@ -324,15 +327,19 @@ def _share(
     logger.info("%s; replica %d has given them", what, exchange.members[source_rank])
 
 
-def warn_of_newcomers(exchange: Exchange, own: Digests) -> None:
+def warn_of_newcomers(exchange: Exchange, own: Digests, buffers: Collection[str]) -> None:
     """Warn of newcomers with other frozen parameters or buffers than the members have alike.
 
-    A collective call. A tensor in which the members themselves differ is each replica's own.
+    A collective call. A tensor in which the members themselves differ is each replica's own. Where
+    one member trains, nothing tells which buffers are.
+
+    Args:
+        buffers: Names of buffers among the tensors.
     """
     views = gather_json(exchange, own)
     pairs = list(zip(exchange.members, views, strict=True))
     trained = [view for replica, view in pairs if replica not in exchange.joined]
-    own_names = set(_differing(trained))
+    own_names = set(_differing(trained)) if len(trained) > 1 else set(buffers)
     for newcomer, view in pairs:
         if newcomer not in exchange.joined or not trained:
             continue

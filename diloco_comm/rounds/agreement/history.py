@@ -114,7 +114,7 @@ def stale_parts(
         ending: Takes what the replicas say of the end of training.
     """
     own = [unsent(parts, inner_step), own_past(parts), ending.own(parts)]
-    views = gather_json(exchange, own)
+    views = gather_json(exchange, own, is_end=True)
     refuse_other_past(exchange, parts, [past for _, past, _ in views])
     ending.hear(exchange, [view for _, _, view in views])
     has_news = [any(news[part.index] for news, _, _ in views) for part in parts]

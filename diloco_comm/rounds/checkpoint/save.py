@@ -247,9 +247,11 @@ def numbers_of(part: SyncedPart) -> dict[str, Any]:
             "step_norm": part.step_norm,
             "largest_norm": part.largest_norm,
             "extra": part.state.extra(),
-            "last_lr": part.state.last_lr,
-            "ended_at": part.ended_at,
         }
+        # Left out of the state of a fresh part: torch.distributed.checkpoint looks in a file for
+        # each key of a fresh state, and files of older versions lack these.
+        if part.state.last_lr is not None:
+            numbers |= {"last_lr": part.state.last_lr, "ended_at": part.ended_at}
     return numbers
 
 

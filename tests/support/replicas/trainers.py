@@ -102,7 +102,7 @@ def plain_loop(
             optimizer.step()
             optimizer.zero_grad()
             history.append(flat(model))
-        diloco.flush()
+        diloco.flush(final=True)
         history.append(flat(model))
     return history
 
@@ -125,7 +125,7 @@ def outers_of_plain_loop(
             optimizer.zero_grad()
             with diloco.outer_parameters():
                 outers.append(flat(model))
-        diloco.flush()
+        diloco.flush(final=True)
     return outers, flat(model)
 
 

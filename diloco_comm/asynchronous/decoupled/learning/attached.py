@@ -363,6 +363,12 @@ class DecoupledDiLoCo:
             if not late:
                 return lost == sum(part.steps.lost for part in parts)
             if now >= end:
+                logger.warning(
+                    "flush() has waited in vain, and not all steps of learner %s are in the shared "
+                    "model: with a quorum of more than one learner, each of them must train or "
+                    "call flush()",
+                    self.name,
+                )
                 return False
             late[0].carrier.wait(min(_LOOK_S, max(0.0, end - now)))
 
@@ -401,6 +407,10 @@ class DecoupledDiLoCo:
             self._take()
         finally:
             self._wake()
+        with nullcontext() if self._watch is None else self._watch.paused():
+            yield from self._swapped()
+
+    def _swapped(self) -> Iterator[None]:
         tensors = [
             piece_t for p in self._learner.fragments for q in p.pieces for piece_t in q.tensors
         ]
@@ -415,7 +425,15 @@ class DecoupledDiLoCo:
                 tensor.copy_(value)
 
     def close(self) -> None:
-        """Leave the server and remove the hooks; idempotent. Nothing more is sent."""
+        """Leave the server and remove the hooks; idempotent. Nothing is sent, see ``flush``."""
+        try:
+            kept = any(part.steps.kept for part in self._learner.fragments)
+            if kept and self._end.alive and self._watch is not None:
+                self._watch.warn_of_unshared_steps(f"learner {self.name}", self._learner.num_steps)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
