@@ -136,6 +136,16 @@ def test_training_may_go_on_after_an_end(workers) -> None:
         assert digest == results[0][2]
 
 
+def test_a_fresh_state_asks_for_nothing_that_older_files_lack() -> None:
+    """``torch.distributed.checkpoint`` looks in a file for each key of the state of a fresh run."""
+    model, optimizer, diloco = attach(num_replicas=1)
+    with diloco:
+        assert not {"last_lr", "ended_at"} & diloco.state_dict()["parts"]["0"].keys()
+        for step in range(2):
+            train_step(model, optimizer, 0, step)
+        assert {"last_lr", "ended_at"} <= diloco.state_dict()["parts"]["0"].keys()
+
+
 def join_after_the_end(rank: int, world: int, address: tuple[str, int]) -> State:
     arguments = {"store": dist.TCPStore(*address, is_master=False), "replica": rank}
     arguments |= {"sync_every": 4, "outer": Nesterov(LR, MOMENTUM)}

@@ -150,6 +150,20 @@ def test_calls_that_differ_go_by_the_names_of_the_user(workers) -> None:
     assert found == [f"{subject}: {sentence}" for subject in subjects]
 
 
+def one_agrees(rank: int, world: int) -> str:
+    with attach(attach=False, timeout=30.0, checks="off")[2] as diloco:
+        diloco.step()
+        with pytest.raises(ReplicaMismatch) as info:
+            diloco.agree_on_steps(3) if rank else diloco.step()
+        return str(info.value)
+
+
+def test_only_a_flush_is_an_end(workers) -> None:
+    """Another call for all replicas that one makes alone is an error of all, with no round lost."""
+    for text in workers(2).run(one_agrees):
+        assert "replica 1 has ended at inner step 1" in text
+
+
 def test_a_replica_that_lacks_a_whole_round_is_named(workers) -> None:
     sentence = (
         "replica 1 has ended at inner step 2 (flush, or another call for all replicas), while "
