@@ -200,6 +200,7 @@ class Attached:
             )
         num_steps = integer("num_steps", num_steps, 0)
         self._refuse_if_alone()
+        self.exchange.inner_step = self.inner_step
         with self._all_workers(()):
             if self._workers is not None:
                 num_steps = self._workers.least(num_steps)
