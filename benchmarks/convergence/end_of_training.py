@@ -219,6 +219,10 @@ def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=place)
 
 
+def _short(value: Any) -> Any:
+    return round(value, 5) if isinstance(value, float) else value
+
+
 def _settings() -> dict[str, Any]:
     return {
         "outer": Nesterov(OUTER_LR, MOMENTUM).config(),
@@ -255,7 +259,8 @@ def main() -> int:
             if not runs.find(run.keys(row["remainder"])):
                 runs.add(row)
         print(f"{time.process_time() - begin:6.1f} s  {run}", flush=True)
-    results = {"settings": _settings(), "runs": _in_order(runs.rows)}
+    rows = [{key: _short(value) for key, value in row.items()} for row in _in_order(runs.rows)]
+    results = {"settings": _settings(), "runs": rows}
     runs.write_record(args.json, report_lines(runs.rows), results)
     return 0
 

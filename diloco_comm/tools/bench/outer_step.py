@@ -109,6 +109,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         if settings.link is not None:
             diloco.emulate_link(*settings.link)
         figures = [_round(model, diloco, settings) for _ in range(settings.rounds + 1)][1:]
+        diloco.flush()  # rounds may be under way
     return _summary(figures, settings)
 
 
