@@ -141,11 +141,15 @@ class RoundRunner(ABC):
         """As ``history.stale_parts``, once the others have ended too."""
         while True:
             try:
-                return history.stale_parts(self.exchange, self.parts, inner_step, ending)
+                own = ending.own(self.parts)
+                stale, views = history.stale_parts(self.exchange, self.parts, inner_step, own)
+                break
             except ReplicaMismatch as error:
                 if self.exchange.replica not in error.ended:
                     raise
                 self._follow(self.parts[error.fragment], inner_step)
+        ending.hear(self.exchange, views)
+        return stale
 
     def _follow(self, part: SyncedPart, inner_step: int) -> None:  # noqa: B027
         """Take the outer step that others have taken at a send without this replica."""

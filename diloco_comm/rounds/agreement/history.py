@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -26,7 +26,6 @@ from .handshake import gather_json
 if TYPE_CHECKING:
     from ...exchange.exchange import Exchange
     from ...exchange.work import Mean
-    from .consensus import Ending
 
 
 def begin(part: SyncedPart, *, is_shared: bool, saved: int = 0) -> None:
@@ -106,19 +105,22 @@ def unsent(parts: Sequence[SyncedPart], inner_step: int) -> list[int]:
 
 
 def stale_parts(
-    exchange: Exchange, parts: Sequence[SyncedPart], inner_step: int, ending: Ending
-) -> list[SyncedPart]:
+    exchange: Exchange, parts: Sequence[SyncedPart], inner_step: int, beside: Any
+) -> tuple[list[SyncedPart], list[Any]]:
     """List the parts of which any replica holds something unsent; a collective call.
 
     Args:
-        ending: Takes what the replicas say of the end of training.
+        beside: A further JSON value of this replica.
+
+    Returns:
+        The parts, and the values ``beside`` of all replicas, in rank order.
     """
-    own = [unsent(parts, inner_step), own_past(parts), ending.own(parts)]
+    own = [unsent(parts, inner_step), own_past(parts), beside]
     views = gather_json(exchange, own, is_end=True)
     refuse_other_past(exchange, parts, [past for _, past, _ in views])
-    ending.hear(exchange, [view for _, _, view in views])
     has_news = [any(news[part.index] for news, _, _ in views) for part in parts]
-    return [part for part, is_new in zip(parts, has_news, strict=True) if is_new and part.buffers]
+    stale = [part for part, is_new in zip(parts, has_news, strict=True) if is_new and part.buffers]
+    return stale, [value for _, _, value in views]
 
 
 def own_past(parts: Sequence[SyncedPart]) -> list[list[int]]:
