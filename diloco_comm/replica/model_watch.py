@@ -181,6 +181,7 @@ class ModelWatch:
     def stepped(self) -> None:
         """Look at the parameters after an inner step, before anything is exchanged."""
         self._num_steps += 1
+        self._is_expected = False  # Without hooks of the optimizer nothing else ends a resume.
         if self._copies is not None:
             self._copies.stepped()
 
@@ -194,6 +195,7 @@ class ModelWatch:
                 replica's own; None if that did not happen.
         """
         self._before, self._is_expected, self._overwritten = None, True, overwritten
+        self.forget_writes()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
