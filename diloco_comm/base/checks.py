@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -73,6 +74,11 @@ def choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
         names = ", ".join(map(str, allowed))
         raise ValueError(f"{name} must be one of {names}, got {value!r}")
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Quote the first three names for a message, and say if there are others."""
+    return ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
 
 
 def timeout_seconds(timeout: float | timedelta, name: str = "timeout") -> float:

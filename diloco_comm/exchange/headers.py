@@ -133,7 +133,8 @@ def error_from(
         error.inner_steps = tuple(failure.inner_steps)
     if isinstance(error, ReplicaMismatch):
         training, ended = _kinds(headers)
-        if ended and _are_near(training, ended):
+        is_end = bool(ended) and all(header.gap == END for header in ended)
+        if is_end and _are_near(training, ended):
             error.ended = tuple(header.replica for header in ended)
             error.fragment = training[0].fragment
     return error
@@ -156,9 +157,8 @@ def _explained(message: str, headers: Sequence[_C.Header]) -> str:
             return f"{message}: {advice}"
     if "kind differs" not in message:
         return message
-    training = [header for header in headers if header.kind == "sync"]
-    ended = [header for header in headers if header.kind == "exchange_objects"]
-    if training and ended and len(training) + len(ended) == len(headers):
+    training, ended = _kinds(headers)
+    if ended:
         message = message[: message.index("kind differs")] + _uneven_steps(training, ended)
     for kind, call in _CALLS.items():
         message = message.replace(kind, call)
@@ -166,9 +166,9 @@ def _explained(message: str, headers: Sequence[_C.Header]) -> str:
 
 
 def _kinds(headers: Sequence[_C.Header]) -> tuple[list[_C.Header], list[_C.Header]]:
-    """Return the headers of replicas that train, and in ``flush``; [] if there are others."""
+    """Return the headers of rounds, and of calls for all replicas; [] if there are others."""
     training = [header for header in headers if header.kind == "sync"]
-    ended = [h for h in headers if h.kind == "exchange_objects" and h.gap == END]
+    ended = [header for header in headers if header.kind == "exchange_objects"]
     is_all = training and len(training) + len(ended) == len(headers)
     return (training, ended) if is_all else ([], [])
 

@@ -53,6 +53,15 @@ def layout_hash(fragments: Sequence[Fragment], schedule: Schedule, *, whole: boo
     return int.from_bytes(digest, "little") >> 1
 
 
+def same_memory(these: str) -> str:
+    """Return the sentence about two replicas, or workers, with the same tensors in memory."""
+    return (
+        f"{these} train the same tensors in shared memory, as torch.multiprocessing passes a model "
+        "to its processes: make the model in each process, or begin there with "
+        "model = copy.deepcopy(model)"
+    )
+
+
 def shared_memory(tensors: Iterable[Tensor]) -> list[str]:
     """Name the places in shared memory where tensors lie, alike in all processes of a machine.
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import nn
 
+from ..base.checks import first_of
 from ..ops.digests import digest_of
 from . import sharding
 from .fragments import Fragment, unwrap_model
@@ -60,8 +61,8 @@ class ModelWatch:
     Args:
         model, optimizers: As the program uses them.
         fragments: The parameters that are exchanged.
-        on_loaded: Called before an optimizer step if values were loaded since the last step;
-            returns a sentence about a load that goes wrong, or "".
+        on_loaded: Called before an optimizer step, a send or a flush if values were loaded since
+            the last step; returns a sentence about a load that goes wrong, or "".
         checks: One of ``CHECKS``; "off" sets no hook.
         sync_every: Inner steps of a round.
         is_hooked: Steps are counted by hooks of the optimizers; otherwise the program counts.
@@ -270,10 +271,10 @@ class ModelWatch:
         if names:
             self._places = []
             self._report(
-                f"the model has another parameter under the name {_shown(names)} than when it was "
-                "attached (load_state_dict(assign=True) and resize_token_embeddings do that), and "
-                "the old one is exchanged: change the model before it is attached, or attach it "
-                "anew, with a new optimizer, on all replicas"
+                f"the model has another parameter under the name {first_of(names)} than when it "
+                "was attached (load_state_dict(assign=True) and resize_token_embeddings do that), "
+                "and the old one is exchanged: change the model before it is attached, or attach "
+                "it anew, with a new optimizer, on all replicas"
             )
 
     def _refuse_left_out(self) -> None:
@@ -284,7 +285,7 @@ class ModelWatch:
         if names and not self._is_left_out:
             self._is_left_out = True
             self._report(
-                f"{_shown(names)} is in no group of the optimizer any more: the outer momentum "
+                f"{first_of(names)} is in no group of the optimizer any more: the outer momentum "
                 "would go on moving what is not trained; construct DiLoCo anew, on all replicas"
             )
 
@@ -306,14 +307,10 @@ class ModelWatch:
         if names:
             self._frozen = {}
             self._report(
-                f"{_shown(names)} had requires_grad=False for a whole round: the outer momentum "
+                f"{first_of(names)} had requires_grad=False for a whole round: the outer momentum "
                 "would go on moving what is frozen; freeze before the model is attached, or attach "
                 "it anew, on all replicas"
             )
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
 
 
 class LoadHook:

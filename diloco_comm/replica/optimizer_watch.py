@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
+from ..base.checks import first_of
 from ..base.memory import memory_order, page_locked
 from . import sharding
 from .fragments import Fragment, unwrap_model
@@ -237,10 +238,9 @@ def unheld_parameters(model: nn.Module, exchanged: Iterable[nn.Parameter]) -> st
     names = [name for name, param in named if param.grad is not None and id(param) not in known]
     if not names:
         return ""
-    shown = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
     return (
-        f"parameters have gradients but are in no optimizer that was given: {shown}; they are not "
-        "exchanged: give their optimizer too, in a list, or set requires_grad=False"
+        f"parameters have gradients but are in no optimizer that was given: {first_of(names)}; "
+        "they are not exchanged: give their optimizer too, in a list, or set requires_grad=False"
     )
 
 

@@ -12,7 +12,7 @@ from ..base.errors import ReplicaMismatch
 from ..exchange.exchange import Exchange
 from ..methods.settings import Settings
 from ..ops.digests import digest_of
-from ..replica.descriptions import describe_parameters, shared_memory
+from ..replica.descriptions import describe_parameters, same_memory, shared_memory
 from ..replica.fragments import buffer_names, uncopied_tensors, unexchanged_tensors
 from ..replica.workers import ReplicaWorkers
 from ..rounds import joining
@@ -95,10 +95,12 @@ class Agreement:
         if init == "check":
             handshake.check_same_weights(exchange, named)
         elif init == "broadcast":
-            given = digest_of(list(named.values()))
-            exchange.broadcast(list(named.values()), source_rank)
-            copied = digest_of(list(named.values()))
-            self.overwritten = copied if copied != given else None
+            tensors = list(named.values())
+            # The source keeps its weights, and needs no digest.
+            given = None if exchange.rank == source_rank else digest_of(tensors)
+            exchange.broadcast(tensors, source_rank)
+            if given is not None and (copied := digest_of(tensors)) != given:
+                self.overwritten = copied
         self._model = model
         if init == "join":
             self._compare_newcomers()
@@ -157,11 +159,7 @@ class Agreement:
             for place in found:
                 other = owners.setdefault(place, replica)
                 if other != replica:
-                    raise ReplicaMismatch(
-                        f"replicas {other} and {replica} train the same tensors in shared memory, "
-                        "as torch.multiprocessing passes a model to its processes: make the model "
-                        "in each process, or begin there with model = copy.deepcopy(model)"
-                    )
+                    raise ReplicaMismatch(same_memory(f"replicas {other} and {replica}"))
 
     def renew(self, inner_step: int) -> int:
         """Begin in a new group; return the inner step."""

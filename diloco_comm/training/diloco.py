@@ -109,9 +109,10 @@ class DiLoCo(Saved):
             been written: to clear the optimizer's state, which is else left alone.
         norms: Measure the norm of the pseudo-gradient, one more pass over the parameters.
         attach: False leaves it to the user to call ``step()`` after each optimizer step.
-        checks: "raise" (default) or "warn" when a program loads other weights into the model in
-            the middle of a run, or replaces a parameter under its name; "off" looks at neither.
-            Weights loaded before the first step are taken over, on all replicas or on none.
+        checks: "raise" (default) or "warn" when the program does with model or optimizer what no
+            exchange survives, such as loading other weights in the middle of a run or stepping
+            an optimizer that was not given; "off" looks at nothing. Weights loaded before the first
+            step are taken over, on all replicas or on none. ``docs/explanation/checks.md`` has all.
         membership: An ``Elastic``: replicas come and go by themselves. Without ``group``, ``mesh``,
             ``store``, ``replica``, ``num_replicas``, ``members`` and ``init``.
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ...replica.descriptions import same_memory
 from ..protocol.connections import Connections
 from ..protocol.messages import NAME_TAKEN, Kind, Message, ProtocolError
 from .sessions import Session, Sessions
@@ -107,11 +108,7 @@ class Attendance:
             is_live = other.peer != peer and other.peer not in self._ended
             if is_live and other.worker != worker and memory & other.memory:
                 self.host.status.count_refusal("memory")
-                raise ProtocolError(
-                    f"workers {other.worker} and {worker} train the same tensors in shared memory, "
-                    "as torch.multiprocessing passes a model to its processes: make the model "
-                    "in each process, or begin there with model = copy.deepcopy(model)"
-                )
+                raise ProtocolError(same_memory(f"workers {other.worker} and {worker}"))
 
     def _compare_unexchanged(self, meta: dict[str, Any]) -> str:
         """Return a warning to a worker whose frozen parameters or buffers differ, or "".

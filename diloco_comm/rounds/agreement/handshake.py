@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ... import _C
 from ...base import launch
-from ...base.checks import integer, timeout_seconds
+from ...base.checks import first_of, integer, timeout_seconds
 from ...base.errors import ReplicaMismatch
 from ...exchange.exchange import Exchange
 from ...exchange.waiting import call_patiently
@@ -292,7 +292,7 @@ def share_unexchanged(
     differing = _differing([view for _, view in views])
     if differing:
         warnings.warn(
-            f"{_shown(differing)} differ between replicas, and are neither exchanged nor copied: "
+            f"{first_of(differing)} differ between replicas, and are neither exchanged nor copied: "
             "if they are meant to be the same, make them from the same seed or file",
             RuntimeWarning,
             stacklevel=2,
@@ -311,7 +311,7 @@ def _share(
     differing = _differing(views)
     if not differing:
         return
-    what = f"frozen parameters or buffers differ between replicas: {_shown(differing)}"
+    what = f"frozen parameters or buffers differ between replicas: {first_of(differing)}"
     if any(len({view[n][1] if n in view else None for view in views}) > 1 for n in differing):
         raise ReplicaMismatch(f"{what}, also in their sizes: give all replicas the same model")
     if init == "check":
@@ -346,7 +346,7 @@ def warn_of_newcomers(exchange: Exchange, own: Digests, buffers: Collection[str]
         differing = [n for n in _differing([trained[0], view]) if n not in own_names]
         if differing:
             warnings.warn(
-                f"replica {newcomer} joins with other values of {_shown(differing)} than the "
+                f"replica {newcomer} joins with other values of {first_of(differing)} than the "
                 "group has, and they are not exchanged: load the same ones before it joins",
                 RuntimeWarning,
                 stacklevel=2,
@@ -357,7 +357,3 @@ def _differing(views: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
     """Return the names whose digests differ from the first view."""
     names = sorted({name for view in views for name in view})
     return [name for name in names if any(v.get(name) != views[0].get(name) for v in views)]
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
