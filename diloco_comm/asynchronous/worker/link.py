@@ -104,7 +104,8 @@ class Link:
         # Without this the garbage collector would wait for an open socket for ever.
         self._end = weakref.finalize(self, _close, self._socket, self._context)
         self._end.atexit = False
-        self._socket.linger = 300
+        # A LEAVE that a busy machine sends late still goes out; without a connection none waits.
+        self._socket.linger = 3_000
         self._socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
         # Queue no message without a connection: a restarted server would get old messages.
         self._socket.immediate = True
