@@ -250,7 +250,7 @@ def let_one_member_enter(replica: Replica, stage: str) -> None:
             diloco.change_group([0, 1])
     else:
         # What comes after the rounds have been applied.
-        with mock.patch.object(diloco._agreement, "refuse_different_state", die):
+        with mock.patch.object(diloco._agreement, "renew", die):
             diloco.change_group([0, 1])
 
 
