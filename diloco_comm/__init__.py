@@ -20,7 +20,14 @@ try:
 except ImportError as error:
     extension.end_command(error)
     raise
-from .base.errors import LeftBehind, NonFiniteError, PeerLeft, ReplicaMismatch, SyncError
+from .base.errors import (
+    LeftBehind,
+    NonFiniteError,
+    PeerLeft,
+    ReplicaMismatch,
+    RunEnded,
+    SyncError,
+)
 from .exchange.collective import all_reduce, shutdown
 from .methods.outer import SGD, Adam, FromTorch, HeavyBall, Nesterov, OuterOptimizer
 from .methods.overlap import CO2, Blocking, Delayed, Eager, Overlap, Streaming
@@ -67,6 +74,7 @@ __all__ = [
     "Overlap",
     "PeerLeft",
     "ReplicaMismatch",
+    "RunEnded",
     "Streaming",
     "SyncError",
     "SyncMetrics",

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
-Each process is a replica that learns to add on numbers of its own. Half-way it saves everything in
-a folder of its own and goes on from there, as a run that was interrupted would.
+Each process is a replica that learns to add on its own part of the numbers. Half-way it saves
+everything in a folder of its own and goes on from there, as a run that was interrupted would.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ options = parser.parse_args()
 # Before the Accelerator is made, which would take the processes for one group.
 replicas = replica_per_process()  # DiLoCo: 1
 replica = replicas.get("replica", 0)
-torch.manual_seed(replica)
+torch.manual_seed(0)
 
-x = torch.randn(2048, 8)
+x = torch.randn(4096, 8)
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=32, shuffle=True)
 model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+model, optimizer = accelerator.prepare(model, optimizer)
 diloco = attach(accelerator, model, optimizer, sync_every=options.sync_every, **replicas)  # 2
+loader = accelerator.prepare(diloco.shard(loader, batches_per_step=2))  # DiLoCo: 3
 
 folder = str(options.output_dir / f"replica-{replica}")
 for epoch in range(options.epochs):
@@ -52,6 +53,6 @@ for epoch in range(options.epochs):
             optimizer.zero_grad()
     print(f"replica {replica}: epoch {epoch}  loss {loss.item():.3f}")
 
-diloco.flush(final=True)  # DiLoCo: 3. Share the last steps; all replicas are equal now.
+diloco.flush(final=True)  # DiLoCo: 4. Share the last steps; all replicas are equal now.
 print(f"replica {replica}: parameters {diloco.outer_hash()[:16]}")
 diloco.close()

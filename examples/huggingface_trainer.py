@@ -59,7 +59,8 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     dataloader_pin_memory=False,
 )
-callback = DiLoCoCallback(sync_every=options.sync_every, **replicas)  # DiLoCo: 2
+# shard=False: each replica has files of its own. Otherwise the callback divides train_dataset.
+callback = DiLoCoCallback(sync_every=options.sync_every, shard=False, **replicas)  # DiLoCo: 2
 trainer = Trainer(
     LlamaForCausalLM(config),
     arguments,

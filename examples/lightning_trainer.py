@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/lightning_trainer.py
 
-Each process is a replica that learns to add on numbers of its own, and has a folder of checkpoints
-of its own. trainer.fit(..., ckpt_path=...) would go on from one to the same bytes.
+Each process is a replica that learns to add on its own part of the numbers, which the callback
+divides, and has a folder of checkpoints of its own. trainer.fit(..., ckpt_path=...) would go on
+from one to the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ options = parser.parse_args()
 # Before anything asks how many processes there are: the Trainer would take them for one group.
 replicas = replica_per_process()  # DiLoCo: 1
 replica = replicas.get("replica", 0)
-torch.manual_seed(replica)
+torch.manual_seed(0)
 
 
 class Adder(pl.LightningModule):
@@ -44,7 +45,7 @@ class Adder(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-x = torch.randn(2048, 8)
+x = torch.randn(4096, 8)
 data = TensorDataset(x, x.sum(1, keepdim=True))
 module = Adder()
 callback = DiLoCoCallback(sync_every=options.sync_every, **replicas)  # DiLoCo: 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.elastic.ledger_replica import Applied
+from diloco_comm.base.log import Log
 from diloco_comm.elastic.registry import journal
 from diloco_comm.elastic.views import OPEN, View, from_bytes, record_hash
 from diloco_comm.tools.demo.chaos.messages import DONE, Entered
@@ -49,14 +50,11 @@ class Life:
 
 def records_of(path: Path, run: str) -> Iterator[bytes]:
     """Yield the records of a run that a journal holds, from the oldest to the newest."""
-    data = path.read_bytes()
-    _, seed = journal._read_header(path, data)
-    offset = journal.HEADER_BYTES
-    while content := journal._content(data, offset, seed):
-        for name, record in journal._changes(content):
-            if name == run:
-                yield record
-        offset += journal._ENTRY.size + len(content)
+    log = Log(path, journal.KIND, is_writable=False)
+    try:
+        yield from (record for name, record in journal.changes(log) if name == run)
+    finally:
+        log.release()
 
 
 def check_chain(records: Sequence[bytes], run: str) -> tuple[list[View], list[str]]:

@@ -1,4 +1,4 @@
-"""Checks of single arguments. The functions return plain Python values, which JSON can hold.
+"""Checks of single arguments, and warnings. Checked values are plain ones, which JSON can hold.
 
 This module imports nothing of the package, so every other module may import it.
 """
@@ -7,20 +7,32 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from types import FrameType
 from typing import Any, NoReturn
 
 # Larger timeouts overflow clocks that count nanoseconds.
 _MAX_TIMEOUT_S = 10 * 365 * 86400.0
+# Largest number in a field of 32 bits, such as the fields of the headers of exchanges.
+MOST_INT32 = 2**31 - 1
+# Frames of these packages lie between the user's line and a hook, or a block, of this package.
+_NOT_THE_USERS = frozenset(
+    {
+        *("diloco_comm", "torch", "contextlib", "functools", "threading"),
+        *("transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric"),
+    }
+)
 
 
-def integer(name: str, value: Any, least: int | None = None) -> int:
+def integer(name: str, value: Any, least: int | None = None, *, most: int | None = None) -> int:
     """Return an integer of any type, NumPy's too, as int.
 
     Raises:
-        ValueError: If the value is no integer, a bool, or below ``least``.
+        ValueError: If the value is no integer, a bool, below ``least`` or above ``most``.
     """
     found = None
     if not isinstance(value, bool):
@@ -29,6 +41,8 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
     if found is None or (least is not None and found < least):
         bound = "" if least is None else f" of at least {least}"
         raise ValueError(f"{name} must be an integer{bound}, got {value!r}")
+    if most is not None and found > most:
+        raise ValueError(f"{name} must be at most {most}, which a header holds, got {value!r}")
     return found
 
 
@@ -106,3 +120,19 @@ def refuse_copy(what: object, remedy: str) -> NoReturn:
         f"a {type(what).__name__} holds connections and threads, and cannot be pickled or copied: "
         f"{remedy}"
     )
+
+
+def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of something at the innermost line that belongs to the user's program.
+
+    On a thread without such a line, the warning shows the caller of this function.
+    """
+    level = 2
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _package(frame) in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(sentence, category, stacklevel=2 if frame is None else level)
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -98,6 +98,13 @@ class LeftBehind(SyncError):
         self.went_on_in = went_on_in
 
 
+class RunEnded(SyncError):
+    """The replicas of an elastic run had taken all steps before this process came.
+
+    A program that does not catch this error ends with status 0 and the message.
+    """
+
+
 class NonFiniteError(SyncError):
     """Some replica's values were NaN, Inf or out of the wire's range; no replica applies the round.
 
@@ -116,7 +123,7 @@ class NonFiniteError(SyncError):
 
 ERRORS: dict[str, type[SyncError]] = {
     error.__name__: error
-    for error in (SyncError, ReplicaMismatch, PeerLeft, LeftBehind, NonFiniteError)
+    for error in (SyncError, ReplicaMismatch, PeerLeft, LeftBehind, RunEnded, NonFiniteError)
 }
 
 

@@ -1,5 +1,6 @@
-"""Load the C++ extension, or say in one sentence why this Python and torch cannot load it.
+"""Versions that must fit: of the C++ extension and torch, and of processes that talk to each other.
 
+``load`` loads the extension, or says in one sentence why this Python and torch cannot load it.
 torch's C++ interface changes between its minor versions, so the extension runs only with the minor
 version of torch that it was built for. Under another version it does not load, or it loads and
 misreads torch's objects.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import mmap
 import re
 import sys
@@ -20,6 +22,24 @@ _NAME = "diloco_comm._C"
 # module.cpp writes this text into the extension, followed by the version.
 _MARK = b"diloco_comm is built for torch "
 _COMMAND, _COMMAND_MODULE = "diloco-comm", "diloco_comm.tools.cli"
+
+# Versions of all that two processes of this package say to each other. Raise one with every change
+# that a process of the version before would misread. The headers of exchanges have a version of
+# their own, in csrc/exchange/transport/message.h.
+# The meeting of replicas on a store, and the JSON that they compare before their first exchange.
+HANDSHAKE = 2
+# Records of views and beats of members in the registry of elastic training, as JSON.
+VIEW = 2
+# Frames between the registry's server and its clients.
+REGISTRY = 1
+# Frames between a replica that joins and its donors.
+TRANSFER = 3
+# Frames between a server of asynchronous or decoupled training and its workers.
+ASYNCHRONOUS = 5
+
+# How replicas name HANDSHAKE among their settings: the name stands in the message of a peer that
+# has no such version, too.
+HANDSHAKE_NAME = "handshake version of diloco_comm"
 
 
 def load() -> None:
@@ -79,3 +99,41 @@ def _built_for() -> str | None:
             begin = content.find(_MARK) + len(_MARK)
             found = re.match(rb"\d+\.\d+", content[begin : begin + 16])
             return None if found is None else found[0].decode()
+
+
+def package_version() -> str:
+    """Return the version of this package, for messages."""
+    from .. import __version__
+
+    return __version__
+
+
+def refusal(given: int, spoken: int) -> str:
+    """Return the sentence about a message of another version.
+
+    Args:
+        given: Protocol version of the message.
+        spoken: Protocol version that is spoken here.
+    """
+    return (
+        f"protocol version {given} was given, {spoken} is spoken here, by diloco_comm "
+        f"{package_version()}: install the same version of diloco_comm on both sides"
+    )
+
+
+class RefusedVersions:
+    """The other versions that have come to a server; each is logged once.
+
+    Args:
+        peer: Names the refused ones in the log, such as "a worker".
+    """
+
+    def __init__(self, logger: logging.Logger, peer: str) -> None:
+        self._logger, self._peer = logger, peer
+        self._known: set[int] = set()
+
+    def log(self, version: int, error: Exception) -> None:
+        """Log the refusal of a version that has not come before."""
+        if version not in self._known:
+            self._known.add(version)
+            self._logger.warning("%s was refused: %s", self._peer, error)

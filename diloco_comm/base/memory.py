@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,31 +162,40 @@ def device_of(tensors: list[Tensor]) -> torch.device:
 
 
 class Reading:
-    """A norm that is copied to the host; only ``norm`` waits for the copy.
+    """Numbers that are copied to the host; only ``values`` and ``norm`` wait for the copy.
 
     Args:
-        squared: fp64 on any device; its first element is the squared norm.
+        numbers: 1-D, on any device. For ``norm`` the first of them is a squared norm, in fp64.
     """
 
-    def __init__(self, squared: Tensor) -> None:
+    def __init__(self, numbers: Tensor) -> None:
         self._event: torch.Event | None = None
-        self._host = squared
-        if squared.device.type != "cpu":
-            self._host = page_locked(squared.numel(), squared.dtype)
-            self._host.copy_(squared, non_blocking=True)
-            self._event = torch.Event(squared.device)
-            self._event.record(torch.accelerator.current_stream(squared.device))
+        self._host = numbers
+        if numbers.device.type != "cpu":
+            self._host = page_locked(numbers.numel(), numbers.dtype)
+            self._host.copy_(numbers, non_blocking=True)
+            self._event = torch.Event(numbers.device)
+            self._event.record(torch.accelerator.current_stream(numbers.device))
 
     @property
     def is_there(self) -> bool:
         """Whether ``norm`` returns without a wait for other replicas: always."""
         return True
 
-    def norm(self) -> float:
-        if self._event is not None:
+    @property
+    def is_copied(self) -> bool:
+        """Whether the numbers are in host memory."""
+        return self._event is None or self._event.query()
+
+    def values(self) -> list[Any]:
+        if self._event is not None and not self._event.query():
             self._event.synchronize()
-            self._event = None
-        return rounded_norm(self._host[0].item())
+        self._event = None
+        values: list[Any] = self._host.tolist()
+        return values
+
+    def norm(self) -> float:
+        return rounded_norm(self.values()[0])
 
 
 def rounded_norm(squared: float) -> float:

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.hooks import RemovableHandle
 
 from . import env
+from .files import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +74,8 @@ class Recorder:
 
     def _write(self, finished: profile) -> None:
         self._is_running = False
-        path = self.folder / f"rank{self._rank()}.json.gz"
-        partial = path.with_suffix(f".{os.getpid()}.partial.gz")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                finished.export_chrome_trace(str(partial))
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
-        except OSError as error:
-            reason = error.strerror or error
-            raise OSError(f"cannot write the trace {path}: {reason}") from None
+        with whole_file("the trace", self.folder / f"rank{self._rank()}.json.gz") as path:
+            finished.export_chrome_trace(str(path))
 
     def _rank(self) -> int:
         dist = torch.distributed

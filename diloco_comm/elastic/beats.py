@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..base.extension import VIEW as VERSION
+from ..base.extension import RefusedVersions, refusal
 from .views import NO_VIEW, Member
 
-VERSION = 1
 MAX_BEAT_BYTES = 2048
+_refused = RefusedVersions(logging.getLogger(__name__), "the beat of another replica")
 
 # A newcomer, or one whose change has failed before it had the state: waits to be let in.
 READY = "ready"
@@ -45,7 +48,8 @@ class Beat:
         has_state: It holds the state of a view that it was in.
         is_leaving: It leaves at the next boundary.
         inner_step: Of the state that it holds, or of its checkpoint.
-        positions: The last applied round of each fragment; () without state and checkpoint.
+        positions: The last applied rounds of the fragments of its checkpoint, each number once; ()
+            without a checkpoint.
         unreachable: Nonces of processes that it could not reach.
         serves: Where other processes can copy its outer state, and its public key; "" for nowhere.
     """
@@ -82,10 +86,15 @@ class Beat:
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Beat | None:
-        """Return the beat of which this is the text; None for any other text."""
+        """Return the beat of which this is the text; None for any other text.
+
+        A beat of another version is logged, once.
+        """
         try:
             values = json.loads(text)
-            if values.pop("version") != VERSION:
+            version = values.pop("version")
+            if version != VERSION:
+                _refused.log(version, ValueError(refusal(version, VERSION)))
                 return None
             values["member"] = Member(*values["member"])
             values["positions"] = tuple(values["positions"])

@@ -19,7 +19,7 @@ from . import core
 from .beats import FINISHED, GONE, READY, TRAINING, Beat
 from .core import events as ev
 from .detecting import AGAIN_S, Detector, Signs
-from .exits import Ended
+from .exits import Ended, is_asked_to_leave
 from .numbers import NumberChoice
 from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
 from .state_folder import StateFolder
@@ -55,10 +55,11 @@ class Driver:
         state: The core's newest state.
         is_change_wanted: Headers shall ask for a boundary.
         is_broken: Another member has stopped: the training thread shall stop too.
-        inner_step: That this process has reached, for its beats.
+        inner_step: That this process has reached, or of its checkpoint, for its beats.
+        positions: For its beats, see there.
         waits_since: Since when the training thread may wait for the other members; 0: it does not.
-        waiting_for: For what this process waits; "" for nothing.
-        is_registry_lost: The last poll had no answer.
+        waiting_for: The reason for which the core waits; "" for nothing.
+        loss: Why the last poll had no answer of this process's registry; None if it had one.
         serves: For its beats, see there.
         beats: The last beat of every process; None before the first poll.
     """
@@ -79,8 +80,10 @@ class Driver:
         self._folder = folder
         before = None if folder is None else folder.last_process(state.settings.run)
         self._choice = NumberChoice(before) if chooses_number else None
-        self.is_change_wanted = self.is_broken = self.is_registry_lost = False
+        self.is_change_wanted = self.is_broken = False
+        self.loss: Exception | None = None
         self.inner_step = 0
+        self.positions: tuple[int, ...] = ()
         self.waiting_for = ""
         self.waits_since = 0.0
         self.serves = ""
@@ -172,6 +175,11 @@ class Driver:
         """Whether an attempt is to fail."""
         return self._abandoned >= number or self._ended is not None
 
+    @property
+    def waits(self) -> str:
+        """The reason for which this process waits; "" for nothing."""
+        return self.waiting_for if self.loss is None else f"for the registry: {self.loss}"
+
     def warn_if_ended(self) -> None:
         """Log once that this replica's group cannot change any more."""
         if self._ended is not None and self._ended.kind == "failed" and not self._has_warned:
@@ -212,7 +220,7 @@ class Driver:
 
     def _pause(self) -> float:
         """Return the seconds until the next look, which may be one between two that measure."""
-        if self.is_registry_lost:
+        if self.loss is not None:
             return self._period_s
         if self.state.stage not in (READY, TRAINING):
             return max(_LOOK_S, _PATIENCE * (time.monotonic() - self._stage_since))
@@ -229,18 +237,18 @@ class Driver:
             self._last_poll = now
         self._counter += 1
         member = self.state.member
-        beat = core.beat_of(self.state, self._counter, self.inner_step)
+        beat = core.beat_of(self.state, self._counter, self.inner_step, self.positions)
         beat = replace(beat, serves=self.serves)
         try:
             texts = self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())
             record = self._registry.read()
-        except RegistryUnavailable as error:
+        except (RegistryUnavailable, RegistryMismatch) as error:
             self._note_loss(error)
             self._last_answer = time.monotonic()
             return
         self._last_answer = time.monotonic()
-        if self.is_registry_lost:
-            self.is_registry_lost = False
+        if self.loss is not None:
+            self.loss = None
             logger.warning("the registry answers again")
         found = [Beat.from_bytes(text) for text in texts.values()]
         beats = sorted((one for one in found if one is not None), key=lambda one: one.member.key)
@@ -255,7 +263,8 @@ class Driver:
 
     def _leave_if_asked(self) -> None:
         is_asked = self._folder is not None and self._folder.is_asked_to_leave
-        if is_asked and not self.state.is_leaving:
+        if (is_asked or is_asked_to_leave()) and not self.state.is_leaving:
+            logger.warning("this replica was asked to leave, and leaves at its next boundary")
             self._step(ev.Leave())
 
     def _break_off_silent_round(self) -> None:
@@ -280,7 +289,7 @@ class Driver:
         free = self._choice.instead_of(own, beats, self._view_in(record))
         if free is None:
             return False
-        with contextlib.suppress(RegistryUnavailable):
+        with contextlib.suppress(RegistryUnavailable, RegistryMismatch):
             self._registry.beat(name_of(own.id, own.nonce), b"")
         self.state = replace(self.state, member=replace(own, id=free))
         return True
@@ -289,9 +298,11 @@ class Driver:
         return from_bytes(record, self.state.settings.run) if record else None
 
     def _note_loss(self, error: Exception) -> None:
-        if not self.is_registry_lost:
-            self.is_registry_lost = True
-            logger.warning("rounds go on, but nobody can come or go: %s", error)
+        if type(error) is not type(self.loss):
+            is_other = isinstance(error, RegistryMismatch)
+            level = logging.ERROR if is_other else logging.WARNING
+            logger.log(level, "rounds go on, but nobody can come or go: %s", error)
+        self.loss = error
 
     def _step(self, event: ev.Event) -> None:
         stage = self.state.stage
@@ -309,7 +320,12 @@ class Driver:
             self._publish(_form=action)
         elif isinstance(action, ev.Enter):
             self._publish(_entered=action.view, is_change_wanted=False, is_broken=False)
-            self._note(lambda folder: folder.remember(action.view.run, self.state.key))
+            view, registry_id = action.view, self._registry.registry_id
+            self._note(
+                lambda folder: folder.remember(
+                    view.run, self.state.key, registry_id=registry_id, view=view.number
+                )
+            )
         elif isinstance(action, ev.Abandon):
             self._abandon(action.number)
         elif isinstance(action, ev.Pend):
@@ -321,9 +337,11 @@ class Driver:
             self._end("fenced", action.reason)
         elif isinstance(action, ev.Refuse):
             self._end("refused", action.reason)
+        elif isinstance(action, ev.Over):
+            self._end("over", action.reason)
         elif isinstance(action, ev.Drained):
-            if self.state.stage != FINISHED:
-                self._note(StateFolder.note_leaving)
+            is_finished = self.state.stage == FINISHED
+            self._note(StateFolder.note_end if is_finished else StateFolder.note_leaving)
             self._end("drained", "this replica has left")
         elif isinstance(action, ev.Wait):
             self.waiting_for = action.reason
@@ -339,7 +357,7 @@ class Driver:
     def _swap(self, action: ev.Swap) -> None:
         try:
             is_done: bool | None = self._registry.swap(action.old, action.new)
-        except RegistryUnavailable as error:
+        except (RegistryUnavailable, RegistryMismatch) as error:
             self._note_loss(error)
             is_done = None
         self._step(ev.Swapped(action.old, action.new, is_done))
@@ -377,7 +395,7 @@ class Driver:
         beat = core.beat_of(self.state, self._counter + 1, self.inner_step)
         if beat.stage != FINISHED:
             beat = replace(beat, stage=GONE)
-        if self.is_registry_lost:
+        if self.loss is not None:
             return
         with contextlib.suppress(RegistryUnavailable, RegistryMismatch, ValueError):
             self._registry.beat(name_of(member.id, member.nonce), beat.to_bytes())

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 
-from ..base.errors import LeftBehind, ReplicaMismatch, SyncError
+from ..base.errors import LeftBehind, ReplicaMismatch, RunEnded, SyncError
+from .state_folder import StateFolder
 
-# All steps are taken.
+# All steps are taken, by this process or before it came.
 DONE = 0
 # Too few replicas, or no answer of the registry, for ``quorum_wait`` seconds.
 UNAVAILABLE = 69
 # The others went on without this replica, or a worker of it was lost: start the replica again.
 RESTART = 75
-# Model or settings are not those of the run: starting the replica again does not help.
+# Model, settings or registry are not those of the run: starting the replica again does not help.
 MISFIT = 78
 # The replica has left, as it was asked to.
 LEFT = 143
@@ -22,6 +29,8 @@ LEFT = 143
 # Stages of a SyncError for which waiting was in vain.
 _WAITED = ("quorum", "registry")
 LEFT_STAGE = "left"
+# Seconds in which a launcher that was told to end asks its workers to leave.
+_LAUNCHER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class Ended:
     """Why the driver takes no further part.
 
     Attributes:
-        kind: "fenced", "refused", "drained" or "failed".
+        kind: "fenced", "refused", "over", "drained" or "failed".
     """
 
     kind: str
@@ -40,6 +49,8 @@ def status_of(error: BaseException) -> int | None:
     """Return the exit status for an error that ended the training; None for any other error."""
     if not isinstance(error, SyncError):
         return None
+    if isinstance(error, RunEnded):
+        return DONE
     if isinstance(error, ReplicaMismatch):
         return MISFIT
     if isinstance(error, LeftBehind):
@@ -49,8 +60,12 @@ def status_of(error: BaseException) -> int | None:
     return UNAVAILABLE if error.stage in _WAITED else RESTART
 
 
-def end_with_status() -> None:
-    """Let an error that nobody catches end this process with its exit status; idempotent."""
+def end_with_status(*, has_launcher: bool = True) -> None:
+    """Let an error that nobody catches end this process with its exit status; idempotent.
+
+    Args:
+        has_launcher: Without a launcher only the end of the run and a wish to leave have a status.
+    """
     before = sys.excepthook
     if getattr(before, "ends_with_status", False):
         return
@@ -58,10 +73,78 @@ def end_with_status() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, RunEnded):
+            print(f"diloco_comm: {error}", file=sys.stderr)
+            sys.exit(DONE)
         before(kind, error, traceback)
         status = status_of(error)
-        if status is not None:
+        if status is not None and (has_launcher or status == LEFT):
             sys.exit(status)
 
     hook.ends_with_status = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+# ------------------------------------------------------------------------------------- SIGTERM
+
+# The groups of this process that leave at SIGTERM.
+_heeding: weakref.WeakSet[object] = weakref.WeakSet()
+_is_asked = False
+
+
+def is_asked_to_leave() -> bool:
+    """Whether a SIGTERM has asked this process to leave its group."""
+    return _is_asked
+
+
+def heed_sigterm(group: object, folder: StateFolder | None, *, has_mates: bool) -> None:
+    """Let the first SIGTERM ask this replica to leave, and the second one end the process.
+
+    A handler of the program's own stays. Only the main thread can do this.
+
+    Args:
+        group: Heeds the signal until ``forget_sigterm``.
+        folder: The launcher's, or None without one.
+        has_mates: The replica has further workers. torchrun ends them by SIGTERM when one has
+            failed, so that only the launcher's wish counts; without a launcher nothing changes.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or (has_mates and folder is None):
+        return
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        _handle_sigterm(folder, has_mates=has_mates)
+    _heeding.add(group)
+
+
+def forget_sigterm(group: object) -> None:
+    """End what ``heed_sigterm`` has begun; idempotent."""
+    _heeding.discard(group)
+
+
+def _handle_sigterm(folder: StateFolder | None, *, has_mates: bool) -> None:
+    process = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        global _is_asked
+        # A forked child, such as a worker of a DataLoader, has the handler of its parent.
+        is_ours = os.getpid() == process and len(_heeding) > 0 and not _is_asked
+        if is_ours and has_mates and folder is not None:
+            is_ours = _launcher_asks(folder)
+        if not is_ours:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        _is_asked = True
+        if folder is not None:
+            # The wish outlives this process.
+            with suppress(OSError):
+                folder.ask_to_leave()
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _launcher_asks(folder: StateFolder) -> bool:
+    until = time.monotonic() + _LAUNCHER_S
+    while time.monotonic() < until and not folder.is_asked_to_leave:
+        time.sleep(0.05)
+    return folder.is_asked_to_leave

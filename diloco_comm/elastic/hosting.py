@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from .. import _C
-from ..base.store_host import address, open_store
+from ..base.store_host import address, connect_store, open_store, resolve
 from .views import View
 
 _SETTINGS = "settings"
@@ -57,7 +56,7 @@ def settings_at(address: str, timeout_s: float) -> str:
     """
     url = urlsplit(address)
     assert url.hostname is not None and url.port is not None
-    return str(_C.connect_store(url.hostname, url.port, timeout_s).get(_SETTINGS).decode())
+    return str(connect_store(url.hostname, url.port, timeout_s).get(_SETTINGS).decode())
 
 
 def meeting_place(view: View, timeout_s: float, address: str = "") -> dist.Store:
@@ -71,7 +70,7 @@ def meeting_place(view: View, timeout_s: float, address: str = "") -> dist.Store
     """
     url = urlsplit(address or view.lowest.address)
     assert url.hostname is not None and url.port is not None
-    store = _C.connect_store(url.hostname, url.port, timeout_s)
+    store = connect_store(url.hostname, url.port, timeout_s)
     return dist.PrefixStore(f"view{view.number}/{view.proposer}", store)
 
 
@@ -79,6 +78,9 @@ def own_interface(registry: object) -> str:
     """Return the address of the interface that leads from this host to the registry's.
 
     Without an address of the registry's (a store of another kind), that is loopback.
+
+    Raises:
+        OSError: If the registry's host has no address.
     """
     if isinstance(registry, dist.Store):
         while isinstance(registry, dist.PrefixStore):
@@ -89,7 +91,7 @@ def own_interface(registry: object) -> str:
         place = None if url.hostname is None else (url.hostname, url.port or 0)
     if place is None:
         return "127.0.0.1"
-    family, _, _, _, target = socket.getaddrinfo(place[0], place[1], type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, target = resolve(*place, "the registry", kind=socket.SOCK_DGRAM)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # A datagram socket sends nothing when it connects; it only chooses its interface.
         probe.connect(target)

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base import env
-from ..base.checks import flag, integer, not_negative, timeout_seconds
-from ..base.errors import SyncError
+from ..base.checks import MOST_INT32, flag, integer, not_negative, timeout_seconds
+from ..base.errors import ReplicaMismatch, SyncError
 from ..exchange.waiting import WaitLog
-from . import core
+from . import core, exits
 from .detecting import Detector
-from .exits import LEFT_STAGE
 from .hosting import own_interface
 from .registry import connect
-from .registry.protocol import Registry, RegistryUnavailable, check_run
+from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable, check_run
 from .state_folder import StateFolder
-from .views import Member
+from .views import NO_VIEW, Member
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -35,6 +34,8 @@ PERIOD_S = 0.5
 _UNHEARD_AFTER_S = 2.0
 # The same for a replica of which a detector says that its process has ended.
 _ENDED_AFTER_S = 1.0
+# Id of the registry in which this process was in a view, by address and run.
+_registries: dict[tuple[str, str], str] = {}
 
 
 @dataclass
@@ -73,7 +74,8 @@ class Elastic:
             others wait.
         checkpoint: A ``state_dict()`` of an earlier process of this run. A replica that joins takes
             the outer state from the checkpoint, and copies only what the group has done since.
-            Where a run begins it is not used: there, call ``load_state_dict``.
+            Where a run begins, or goes on after all its replicas have died, all take the outer
+            state and the inner step of the newest checkpoint that one of them has.
         join_bandwidth: Most bytes a second that this replica asks for while it joins; None: no
             limit.
         inner_state: A replica that joins is given the state of the inner optimizer (the moments of
@@ -122,7 +124,7 @@ class Elastic:
         if self.replica is None:
             self.replica = env.replica()
         if self.replica is not None:
-            self.replica = integer("replica", self.replica, 0)
+            self.replica = integer("replica", self.replica, 0, most=MOST_INT32)
         self.founding_wait = not_negative("founding_wait", self.founding_wait)
         flag("rollback", self.rollback)
         flag("inner_state", self.inner_state)
@@ -162,14 +164,37 @@ class Elastic:
         self.insecure = env.is_insecure() if self.insecure is None else self.insecure
 
     def connect(self) -> Registry:
-        """Connect to the registry; wait for ``quorum_wait`` until it answers."""
+        """Connect to the registry; wait for ``quorum_wait`` until it answers.
+
+        Raises:
+            ReplicaMismatch: If another registry answers than before, or one that has lost the run.
+            SyncError: If no registry answers in time.
+        """
         assert self.registry is not None and self.run is not None
-        registry = connect(self.registry, run=self.run, key=self.key, insecure=bool(self.insecure))
+        folder = self.folder()
+        known = "" if folder is None else folder.registry_id
+        place = "this process" if not known or folder is None else str(folder.file)
+        known = known or _registries.get((str(self.registry), self.run), "")
+        registry = connect(
+            self.registry,
+            run=self.run,
+            key=self.key,
+            insecure=bool(self.insecure),
+            registry_id=known,
+        )
         log, began = WaitLog(), time.monotonic()
         while True:
             try:
-                registry.read()
+                record = registry.read()
+                if not record and folder is not None:
+                    self._refuse_lost_record(folder)
                 return registry
+            except RegistryMismatch as error:
+                registry.close()
+                raise self._mismatch(error, known, place) from None
+            except ReplicaMismatch:
+                registry.close()
+                raise
             except RegistryUnavailable as error:
                 limit = self.quorum_wait
                 if limit is not None and time.monotonic() - began > limit:
@@ -177,16 +202,51 @@ class Elastic:
                     raise SyncError(
                         f"waited {limit:g} s for the registry: {error}", stage="registry"
                     ) from error
-            folder = self.folder()
-            if folder is not None and folder.is_asked_to_leave:
+            if exits.is_asked_to_leave() or (folder is not None and folder.is_asked_to_leave):
                 registry.close()
-                raise SyncError("asked to leave before the registry answered", stage=LEFT_STAGE)
+                raise SyncError(
+                    "asked to leave before the registry answered", stage=exits.LEFT_STAGE
+                )
             log.tick(lambda: f"the registry at {self.registry}")
             time.sleep(PERIOD_S)
 
+    def _mismatch(self, error: RegistryMismatch, known: str, place: str) -> ReplicaMismatch:
+        text = str(error)
+        if known and known in text:
+            text = (
+                f"{text.rpartition(': ')[0]}, as {place} notes: start that registry at this "
+                "address, with its own journal or data; to begin the run anew instead, delete "
+                "the note or give the run another name"
+            )
+        return ReplicaMismatch(text, stage="registry")
+
+    def _refuse_lost_record(self, folder: StateFolder) -> None:
+        """Refuse to begin a run anew in which this replica has been, and which is forgotten."""
+        if folder.last_view == NO_VIEW or self.rollback or self.checkpoint is not None:
+            return
+        raise ReplicaMismatch(
+            f"the registry at {self.registry} knows nothing of run {self.run!r}, and this replica "
+            f"was in view {folder.last_view} of it, as {folder.file} notes: start the registry "
+            "with its newest journal; to begin the run anew instead, give Elastic a checkpoint= or "
+            "rollback=True",
+            stage="registry",
+        )
+
+    def remember(self, registry_id: str) -> None:
+        """Remember the registry of this run until the run has ended; "" forgets it."""
+        if isinstance(self.registry, str) and self.run is not None:
+            _registries[self.registry, self.run] = registry_id
+
     def interface(self) -> str:
-        """Return the address at which the other members reach this process."""
-        return self.host or own_interface(self.registry)
+        """Return the address at which the other members reach this process.
+
+        Raises:
+            SyncError: If the registry's host has no address.
+        """
+        try:
+            return self.host or own_interface(self.registry)
+        except OSError as error:
+            raise SyncError(str(error), stage="registry") from None
 
     def folder(self) -> StateFolder | None:
         """Return the folder that ``diloco-comm launch`` has given to this replica; None without."""

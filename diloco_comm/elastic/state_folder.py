@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .views import Key
+from .views import NO_VIEW, Key
 
 REPLICA_FILE, LEAVE_FILE = "replica.json", "leave"
 
@@ -47,9 +47,34 @@ class StateFolder:
             )
         return values["replica"], values["nonce"]
 
-    def remember(self, run: str, key: Key) -> None:
-        """Note the number and the nonce of this process, which is in a view."""
-        self._write({"run": run, "replica": key[0], "nonce": key[1], "has_left": False})
+    @property
+    def file(self) -> Path:
+        """Where the folder notes what it knows of the replica."""
+        return self.path / REPLICA_FILE
+
+    @property
+    def registry_id(self) -> str:
+        """The registry of the last process; "" if that process has taken all steps, or is unknown.
+
+        Raises:
+            ValueError: If the folder is damaged.
+        """
+        return str(self._read().get("registry", ""))
+
+    @property
+    def last_view(self) -> int:
+        """Number of the last process's view in that registry; NO_VIEW if there was none."""
+        return int(self._read().get("view", NO_VIEW))
+
+    def remember(self, run: str, key: Key, *, registry_id: str = "", view: int = NO_VIEW) -> None:
+        """Note number and nonce of this process, its view, and the registry of that view."""
+        values = {"run": run, "replica": key[0], "nonce": key[1], "has_left": False}
+        self._write({**values, "registry": registry_id, "view": view})
+
+    def note_end(self) -> None:
+        """Note that this replica has taken all steps: the next process may begin another run."""
+        if values := self._read():
+            self._write({**values, "registry": "", "view": NO_VIEW})
 
     def note_leaving(self) -> None:
         """Note that this replica has left its group, as it was asked to."""
@@ -77,22 +102,20 @@ class StateFolder:
 
     def _read(self) -> dict[str, Any]:
         try:
-            values = json.loads((self.path / REPLICA_FILE).read_text())
+            values = json.loads(self.file.read_text())
             if _is_sound(values):
                 return dict(values)
         except FileNotFoundError:
             return {}
         except (ValueError, RecursionError):
             pass
-        raise ValueError(
-            f"{self.path / REPLICA_FILE} is damaged: delete the file, and the replica gets a number"
-        )
+        raise ValueError(f"{self.file} is damaged: delete the file, and the replica gets a number")
 
     def _write(self, values: dict[str, Any]) -> None:
         partial = self.path / f"{REPLICA_FILE}.{os.getpid()}"
         try:
             partial.write_text(json.dumps(values))
-            partial.replace(self.path / REPLICA_FILE)
+            partial.replace(self.file)
         finally:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
@@ -102,5 +125,7 @@ def _is_sound(values: Any) -> bool:
     """Whether these are the values that ``StateFolder`` writes."""
     if not isinstance(values, dict):
         return False
-    number, texts = values.get("replica"), (values.get("run"), values.get("nonce"))
-    return type(number) is int and number >= 0 and all(type(one) is str for one in texts)
+    number, view = values.get("replica"), values.get("view", NO_VIEW)
+    texts = values.get("run"), values.get("nonce"), values.get("registry", "")
+    is_number = type(number) is int and number >= 0 and type(view) is int
+    return is_number and all(type(one) is str for one in texts)

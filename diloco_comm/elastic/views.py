@@ -15,7 +15,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-VERSION = 1
+from ..base.extension import VIEW as VERSION
+
 MAX_RECORD_BYTES = 8192
 FORMING, OPEN = "forming", "open"
 NO_VIEW = -1
@@ -67,6 +68,7 @@ class View:
         left: Ids of base members whose process is no member.
         source: Id of the member whose state all others take; NO_VIEW if the base's state goes on.
         evicted: Ids of members that are to be left out at the next boundary.
+        is_finished: The members have taken all steps of the run.
     """
 
     run: str
@@ -83,6 +85,7 @@ class View:
     left: tuple[int, ...] = ()
     source: int = NO_VIEW
     evicted: tuple[int, ...] = ()
+    is_finished: bool = False
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -141,6 +144,11 @@ def with_evicted(view: View, id: int) -> View:
         raise ValueError(f"view {view.number} is being formed: evict replica {id} when it is open")
     evicted = tuple(sorted({*view.evicted, id}))
     return replace(view, parent=record_hash(to_bytes(view)), evicted=evicted)
+
+
+def finished(view: View) -> View:
+    """Return the record that says that the members of an open view have taken all steps."""
+    return replace(view, parent=record_hash(to_bytes(view)), is_finished=True)
 
 
 # ------------------------------------------------------------------------------------ records

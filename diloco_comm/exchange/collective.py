@@ -257,7 +257,10 @@ def all_reduce(
         raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     wire = parse(wire, block_size)
     check_options(wire, rounding=rounding)
-    seed, lanes = checks.integer("seed", seed), checks.integer("lanes", lanes, 1)
+    seed, lanes = (
+        checks.integer("seed", seed),
+        checks.integer("lanes", lanes, 1, most=checks.MOST_INT32),
+    )
     weight = checks.not_negative("weight", weight)
     group = _group_of(group)
     with _lock:

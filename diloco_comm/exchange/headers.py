@@ -27,6 +27,7 @@ END = -1.0
 _ADVICE = {
     "round": "load the same checkpoint on every replica",
     "outer_lr": "assign the same outer.lr on every replica",
+    "protocol version": "install the same version of diloco_comm on every replica",
 }
 STATE_ADVICE = (
     "outer parameters, momentum or the rounds applied so far are not the same. Load the same "
@@ -38,14 +39,15 @@ STATE_ADVICE = (
 class Header:
     """What a replica says to the others before an exchange.
 
-    ``weight``, ``inner_step``, ``gap``, ``is_reset`` and ``is_change_due`` may differ between
-    replicas; everything else, and the fragment's wire, block size and number of elements, must be
-    equal on all of them.
+    ``weight``, ``inner_step``, ``gap``, ``is_reset``, ``is_change_due`` and ``digest`` may differ
+    between replicas; everything else, and the fragment's wire, block size and number of elements,
+    must be equal on all of them.
 
     Attributes:
         history: Of the fragment's outer state (see ``history``), 0 without one.
         is_reset: No wire carries the replica's values, so its payload is zeros of weight 0.
         is_change_due: The replica knows of a change of the group that is due after this round.
+        digest: A digest of the local parameters, below 2^32; 0 where none is needed.
     """
 
     kind: Kind = "sync"
@@ -61,6 +63,7 @@ class Header:
     history: int = 0
     is_reset: bool = False
     is_change_due: bool = False
+    digest: int = 0
 
 
 def shares(weights: Sequence[float]) -> list[float]:
@@ -86,6 +89,8 @@ def to_native(
     native.num_elements, native.num_chunks = num_elements, num_chunks
     native.flags = int(stochastic) | (_C.RESET if header.is_reset else 0)
     native.flags |= _C.CHANGE if header.is_change_due else 0
+    # A round has no blob: the length's place is free.
+    native.blob_bytes = header.digest
     return native
 
 
@@ -104,6 +109,7 @@ def from_native(native: _C.Header) -> Header:
         history=native.history,
         is_reset=native.is_reset,
         is_change_due=native.is_change_due,
+        digest=native.blob_bytes,
     )
 
 

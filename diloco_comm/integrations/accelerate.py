@@ -1,8 +1,9 @@
 """DiLoCo for a user's own training loop on ``accelerate``::
 
     replicas = replica_per_process()                 # before the Accelerator is made
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer = accelerator.prepare(model, optimizer)
     diloco = attach(accelerator, model, optimizer, sync_every=100, **replicas)
+    loader = accelerator.prepare(diloco.shard(loader))
 
 The training loop stays as it is.
 Source: accelerate 1.15, ``optimizer.py`` and ``checkpointing.py``.
@@ -10,6 +11,8 @@ Source: accelerate 1.15, ``optimizer.py`` and ``checkpointing.py``.
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,7 +21,7 @@ from torch import nn
 
 from ..replica import wrappers
 from ..training.diloco import DiLoCo
-from .attaching import Make
+from .attaching import Make, check
 from .wrapping import refuse_if_alone_in_a_job, refuse_if_spans_replicas
 
 _REMEDY = (
@@ -49,19 +52,35 @@ def attach(
     Raises:
         ValueError: Under DeepSpeed, whose optimizer steps inside ``accelerator.backward``; if the
             prepared model averages gradients over several replicas; if the accelerator knows of one
-            process in a job of several; if the model is not what ``accelerator.prepare`` returned.
+            process in a job of several; if the model is not what ``accelerator.prepare`` returned;
+            inside accelerate's ``find_executable_batch_size``, which begins one replica anew.
+        TypeError: For an argument that ``make`` does not have.
     """
+    check(attach, make, arguments)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError(
             "under DeepSpeed the optimizer steps inside accelerator.backward(), where no hook "
             "runs: use DiLoCo(..., attach=False) and call diloco.step() after each applied step"
         )
+    _refuse_if_restarted()
     _refuse_if_unwrapped(accelerator, model)
     refuse_if_spans_replicas(model, arguments, _REMEDY)
     refuse_if_alone_in_a_job(accelerator.num_processes, arguments, _REMEDY)
     diloco = make(accelerator.unwrap_model(model), optimizer, **arguments)
     accelerator.register_for_checkpointing(diloco)
     return diloco
+
+
+def _refuse_if_restarted() -> None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "accelerate.utils.memory":
+            raise ValueError(
+                "find_executable_batch_size begins the training of one replica anew when its "
+                "memory is full, and the others would wait for it: call attach() outside of it, "
+                "with a batch size that fits on every replica"
+            )
+        frame = frame.f_back
 
 
 def _refuse_if_unwrapped(accelerator: Accelerator, model: nn.Module) -> None:

@@ -7,20 +7,103 @@ If a checkpoint's model has the local parameters, DiLoCo's state in the checkpoi
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..replica.sharding import is_sharded, local
+from ..rounds.agreement.handshake import check_place
+from ..rounds.agreement.resets import check_on_reset
 from ..rounds.synced import SyncedFragment
+from ..training.arguments import check_arguments, seconds_of, settings_among, weight_of
 from ..training.diloco import DiLoCo
 
 _logger = logging.getLogger(__name__)
 Make = Callable[..., DiLoCo]
+# Further arguments of a function in this module are arguments of ``DiLoCo``.
+_PRESETS = "diloco_comm.training.presets"
+
+
+def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -> set[str]:
+    """Check the arguments of a callback when it is made: the trainer begins much later.
+
+    The values are checked where ``make`` is ``DiLoCo``; the names, also where it is a preset.
+
+    Args:
+        owner: The class or function that the user calls.
+        make: See ``attach``.
+
+    Returns:
+        The names of the arguments that ``make`` is known to take.
+
+    Raises:
+        TypeError: For an argument that ``make`` does not have, or for one that it lacks.
+        TypeError, ValueError: For a value that cannot be.
+    """
+    if not callable(make):
+        raise TypeError(f"make must be DiLoCo or a preset such as eager_diloco, got {make!r}")
+    base: Any = make
+    bound = dict(arguments)
+    while isinstance(base, partial):
+        base, bound = base.func, {**base.keywords, **bound}
+    is_ours = base is DiLoCo or getattr(base, "__module__", "") == _PRESETS
+    everything = _named(DiLoCo)
+    wanted = _named(base)
+    if wanted.pop("**", None) is not None:
+        if not is_ours:
+            return set()  # A function of the user's may take anything.
+        wanted = {**everything, **wanted}
+    check_names(owner, arguments, wanted)
+    for name, default in wanted.items():
+        if default is inspect.Parameter.empty and name not in bound:
+            raise TypeError(f"{owner.__name__} needs {name}=, which {base.__name__} asks for")
+    if is_ours:
+        given = {**everything, **bound}
+        check_arguments({**given, "model": nn.Module()})
+        check_place(*(given[name] for name in ("store", "replica", "num_replicas", "members")))
+        weight_of(given["weight"])
+        seconds_of(given["timeout"])
+    if base is DiLoCo:
+        check_on_reset(given["on_reset"], settings_among(given, given["config"]))
+    return set(wanted)
+
+
+def _named(make: Make) -> dict[str, Any]:
+    """Return the arguments after model and optimizer with their defaults; "**" for any others."""
+    parameters = list(inspect.signature(make).parameters.values())[2:]
+    return {"**" if one.kind is one.VAR_KEYWORD else one.name: one.default for one in parameters}
+
+
+def check_names(
+    owner: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    wanted: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise TypeError for an argument that is not among those that are wanted.
+
+    Args:
+        owner: The class or function that the user calls.
+        wanted: By name; None for the arguments of ``DiLoCo``.
+    """
+    wanted = _named(DiLoCo) if wanted is None else wanted
+    for name in arguments:
+        if name in wanted:
+            continue
+        if name in ("model", "optimizer"):
+            raise TypeError(f"{owner.__name__} takes the trainer's own {name}: leave out {name}=")
+        own = [own for own in inspect.signature(owner).parameters if own != "arguments"]
+        close = get_close_matches(name, [*own, *wanted], 1)
+        raise TypeError(
+            f"{owner.__name__} has no argument {name!r}: "
+            + (f"did you mean {close[0]!r}?" if close else "give arguments of DiLoCo")
+        )
 
 
 def attach(
@@ -35,7 +118,8 @@ def attach(
     Args:
         make: ``DiLoCo`` or a preset; called as ``make(model, optimizer, **arguments)``.
         saved: The state to continue from, see above. The local parameters are those in the state,
-            or those that the trainer has loaded. They differ between replicas, and stay so.
+            or those that the trainer has loaded. They differ between replicas, and stay so. A
+            replica that joins a group which trains is given the state of the group instead.
 
     Raises:
         ValueError: If the saved local parameters are not those of the model.
@@ -45,6 +129,9 @@ def attach(
     # Attaching copies the first replica's weights to all replicas; the code below undoes that.
     loaded = [(tensor, tensor.clone()) for tensor in _local_tensors(model)]
     diloco = make(model, optimizer, **arguments)
+    if has_joined(diloco):
+        _logger.info("the parameters and the outer state of the group replace the checkpoint's")
+        return diloco
     try:
         with torch.no_grad():
             for tensor, value in loaded:
@@ -56,6 +143,12 @@ def attach(
         diloco.close()
         raise
     return diloco
+
+
+def has_joined(diloco: DiLoCo) -> bool:
+    """Whether this replica has come to a group that trains already, and has the group's state."""
+    view = None if diloco._elastic is None else diloco._elastic.group.view
+    return view is not None and set(view.joined) != set(view.ids)
 
 
 def with_total_steps(arguments: Mapping[str, Any], num_steps: int) -> dict[str, Any]:

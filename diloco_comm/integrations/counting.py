@@ -1,8 +1,40 @@
-"""Count the steps at which a trainer skipped its optimizer."""
+"""Keep the steps of a trainer, of its schedules and of DiLoCo alike."""
 
 from __future__ import annotations
 
+import logging
+import warnings
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
 from ..training.diloco import DiLoCo
+
+_logger = logging.getLogger(__name__)
+
+
+def move_schedule(schedule: Any, num_steps: int) -> None:
+    """Take steps of a learning-rate schedule that others have taken before this replica came.
+
+    Args:
+        schedule: A scheduler, or the wrapper of accelerate around a scheduler; None does nothing.
+    """
+    inner = getattr(schedule, "scheduler", schedule)
+    if num_steps < 1 or inner is None:
+        return
+    if isinstance(inner, ReduceLROnPlateau) or not isinstance(inner, LRScheduler):
+        _logger.warning(
+            "the learning rate of this replica begins anew, and the group has taken %d steps: a "
+            "%s cannot be moved there",
+            num_steps,
+            type(inner).__name__,
+        )
+        return
+    with warnings.catch_warnings():
+        # The optimizer has not taken these steps.
+        warnings.simplefilter("ignore")
+        for _ in range(num_steps):
+            inner.step()
 
 
 class TrainerSteps:

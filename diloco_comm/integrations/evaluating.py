@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import ExitStack
 
+from ..base.checks import warn
 from ..ops.digests import digest_of
 from ..rounds.agreement import handshake
 from ..training.diloco import DiLoCo
@@ -81,10 +81,9 @@ def share_best(diloco: DiLoCo, step: int | None) -> bool:
         members = diloco.exchange.members
         found = zip(members, views, strict=True)
         steps = ", ".join(f"step {view[0]} on replica {replica}" for replica, view in found)
-        warnings.warn(
+        warn(
             f"the best model differs between replicas ({steps}): all take that of replica "
-            f"{members[ranks[0]]}; evaluate on the same data everywhere",
-            stacklevel=2,
+            f"{members[ranks[0]]}; evaluate on the same data everywhere"
         )
         diloco.exchange.broadcast(tensors, ranks[0])
     return True

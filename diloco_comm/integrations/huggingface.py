@@ -13,28 +13,40 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
+from accelerate.data_loader import DataLoaderStateMixin
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..base.checks import choice
+from ..base.checks import choice, flag
+from ..base.files import load_state, save_state
 from ..training.diloco import DiLoCo
-from .attaching import Make, attach, finish, savable, state_with_local, with_total_steps
-from .counting import TrainerSteps
+from .attaching import (
+    Make,
+    attach,
+    check,
+    finish,
+    savable,
+    state_with_local,
+    with_total_steps,
+)
+from .counting import TrainerSteps, move_schedule
 from .evaluating import CHOICES, Swap, share_best
-from .wrapping import refuse_if_alone_in_a_job, refuse_if_spans_replicas
-from .writers import Figures
+from .wrapping import Division, refuse_if_alone_in_a_job, refuse_if_spans_replicas
+from .writers import FIGURES, Figures
 
 _logger = logging.getLogger(__name__)
 _REMEDY = (
     "write `replicas = replica_per_process()` (of diloco_comm.integrations.launch) before "
     "TrainingArguments and the Trainer are made, and DiLoCoCallback(..., **replicas)"
 )
+_RESUME = "give DiLoCoCallback(resume_from=...) the checkpoint's folder"
 
 
 class DiLoCoCallback(TrainerCallback):
@@ -47,10 +59,19 @@ class DiLoCoCallback(TrainerCallback):
     holds the outer parameters.
 
     All replicas end at the same step: the earliest at which a replica's ``max_steps`` or data end.
-    With ``membership=`` all end at its ``total_steps``, by default the trainer's ``max_steps``.
-    The means of DiLoCo's figures (see ``log_metrics``) go to the trainer's log as ``diloco/...``
-    each time the trainer logs its loss after an exchange. The last exchange comes after the end of
-    the trainer's reporters, so its figures go to ``trainer.state.log_history`` only.
+    With ``membership=`` all end at its ``total_steps``, by default the trainer's ``max_steps``. A
+    replica that joins goes on at the group's step: ``trainer.state.global_step`` and the
+    learning-rate schedule are moved there.
+
+    Four figures go to the trainer's log each time the trainer logs its loss after an exchange:
+    ``diloco/sent_mb``, ``diloco/waited_s``, ``diloco/hidden_share`` (of the time of the exchanges)
+    and ``diloco/drift`` (L2 distance between local and outer parameters when they are sent). The
+    last exchange comes after the end of the trainer's reporters, so its figures go to
+    ``trainer.state.log_history`` only.
+
+    Each replica trains on its own part of ``train_dataset``, where the trainer does not divide it:
+    see ``diloco_comm.training.sampler.shard_part``. The orders of the epochs come from DiLoCo's
+    ``seed``. For this the callback must be among the Trainer's ``callbacks=``.
 
     The trainer does not tell callbacks that training has failed. After a failure call ``close()``,
     so that the other replicas do not wait for this replica. The next training or evaluation closes
@@ -64,10 +85,16 @@ class DiLoCoCallback(TrainerCallback):
             parameters, saves them as the model of its checkpoints, and ``load_best_model_at_end``
             chooses among these checkpoints. Training continues from the local parameters, which
             ``diloco.pt`` then holds.
+        shard: False if the data are divided already: the callback leaves them as they are.
+        figures: "main" (default) for four figures; "all" for the means of the figures of
+            ``log_metrics`` too.
         arguments: Arguments of ``make``, such as ``sync_every=100``.
 
     Attributes:
         diloco: The attached DiLoCo; None before training.
+
+    Raises:
+        TypeError, ValueError: For arguments that ``make`` does not have, or that cannot be.
     """
 
     def __init__(
@@ -76,10 +103,18 @@ class DiLoCoCallback(TrainerCallback):
         *,
         resume_from: str | Path | None = None,
         evaluate: str = "local",
+        shard: bool = True,
+        figures: str = "main",
         **arguments: Any,
     ) -> None:
         choice("evaluate", evaluate, CHOICES)
+        choice("figures", figures, FIGURES)
+        if "norms" in check(DiLoCoCallback, make, arguments):
+            arguments = {"norms": True, **arguments}
         self._make, self._arguments = make, arguments
+        self._division = Division(arguments, is_wanted=flag("shard", shard))
+        self._has_loader = False
+        self._choice = figures
         self._resume_from = resume_from
         self._is_outer = evaluate == "outer"
         self._trainer: Trainer | None = None
@@ -88,6 +123,37 @@ class DiLoCoCallback(TrainerCallback):
         self._steps: TrainerSteps | None = None
         self._figures = Figures()
         self.diloco: DiLoCo | None = None
+
+    # ----------------------------------------------------------------------------------- data
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let the trainer's loader read this replica's part of the data."""
+        trainer, _ = _calling_trainer()
+        if trainer is not None:
+            self._has_loader = True
+            trainer.get_train_dataloader = partial(
+                self._own_part, trainer, trainer.get_train_dataloader
+            )
+
+    def _own_part(self, trainer: Trainer, get_loader: Callable[[], Any]) -> Any:
+        num_processes, prepare = trainer.args.world_size, trainer.accelerator.prepare
+        if not self._division.is_needed(num_processes):
+            return get_loader()
+
+        def prepare_part(*objects: Any, **options: Any) -> Any:
+            objects = tuple(self._division.part_of(one, num_processes) for one in objects)
+            return prepare(*objects, **options)
+
+        # A loader that accelerate has prepared cannot be divided any more.
+        trainer.accelerator.prepare = prepare_part
+        try:
+            loader = get_loader()
+        finally:
+            del trainer.accelerator.prepare
+        is_prepared = isinstance(loader, DataLoaderStateMixin)
+        return loader if is_prepared else self._division.part_of(loader, num_processes)
 
     # ------------------------------------------------------------------------------- training
 
@@ -111,17 +177,41 @@ class DiLoCoCallback(TrainerCallback):
         self._detach()
         saved = None
         if state.global_step > 0:
-            saved = _load(self._folder_to_resume(args, state) / _file_name(args))
+            saved = load_state(self._folder_to_resume(args, state) / _file_name(args), _RESUME)
         arguments = with_total_steps(self._arguments, state.max_steps)
         self.diloco = attach(self._make, model, optimizer, arguments, saved)
         self._swap = Swap(self.diloco)
+        if self.diloco.view >= 0:
+            self._move_to_group(state, kwargs.get("lr_scheduler"))
         self._steps = TrainerSteps(self.diloco, state.global_step)
-        self._figures = Figures(self.diloco)
+        self._figures = Figures(self.diloco, self._choice)
         self._agree_on_the_end(state)
+        self._division.check(self.diloco)
+        if not self._has_loader and self._division.is_needed(args.world_size):
+            self._division.warn_undivided(
+                "the callback came after the Trainer was made; give it as Trainer(callbacks=[...])"
+            )
         if self._is_outer and args.eval_on_start:
             self._swap.enter()
 
+    def _move_to_group(self, state: TrainerState, schedule: Any) -> None:
+        """Go on at the inner step of the group that this replica has joined."""
+        assert self.diloco is not None
+        num_steps = max(0, self.diloco.inner_step - state.global_step)
+        move_schedule(schedule, num_steps)
+        state.global_step += num_steps
+        # The trainer divides its sums of losses by the steps since these.
+        for name in ("_initial_global_step", "_globalstep_last_logged"):
+            if hasattr(self._trainer, name):
+                setattr(self._trainer, name, state.global_step)
+
     def _refuse(self, args: TrainingArguments) -> None:
+        if args.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size=True begins the training of one replica anew when its memory "
+                "is full, and the others would wait for it: set it to False, and give a "
+                "per_device_train_batch_size that fits on every replica"
+            )
         if args.load_best_model_at_end and not self._is_outer:
             raise ValueError(
                 "load_best_model_at_end=True would put one replica's local parameters in the place "
@@ -189,12 +279,9 @@ class DiLoCoCallback(TrainerCallback):
         self._swap.leave()
         if args.save_only_model:
             return
-        folder = _folder(args, state)
-        folder.mkdir(parents=True, exist_ok=True)
-        file, partial = folder / _file_name(args), folder / f"{_file_name(args)}.partial"
         whole = state_with_local(self.diloco) if has_outer else self.diloco.state_dict()
-        torch.save(savable(whole), partial)
-        partial.rename(file)
+        file = _folder(args, state) / _file_name(args)
+        save_state("DiLoCo's state", savable(whole), file)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -310,12 +397,3 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
 def _file_name(args: TrainingArguments) -> str:
     """Return the name of this worker's file: workers of one replica share a folder."""
     return "diloco.pt" if args.world_size == 1 else f"diloco_{args.process_index}.pt"
-
-
-def _load(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ValueError(
-            f"training goes on from a checkpoint, but {file} is not there: give "
-            "DiLoCoCallback(resume_from=...) the checkpoint's folder"
-        )
-    return torch.load(file, map_location="cpu", weights_only=True)

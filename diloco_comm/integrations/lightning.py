@@ -13,20 +13,30 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from ..base.checks import choice
+from ..base.checks import choice, flag
 from ..rounds.agreement import handshake
 from ..training.diloco import DiLoCo
-from .attaching import Make, attach, finish, state_with_local, with_total_steps
-from .counting import TrainerSteps
+from .attaching import (
+    Make,
+    attach,
+    check,
+    finish,
+    state_with_local,
+    with_total_steps,
+)
+from .counting import TrainerSteps, move_schedule
 from .evaluating import CHOICES, Swap
-from .wrapping import refuse_if_spans_replicas
-from .writers import log_metrics
+from .wrapping import Division, refuse_if_spans_replicas
+from .writers import FIGURES, Figures
 
 _logger = logging.getLogger(__name__)
 _REMEDY = (
@@ -44,28 +54,77 @@ class DiLoCoCallback(pl.Callback):
     module holds the outer parameters.
 
     All replicas end at the same step: the earliest at which a replica's ``max_steps`` or data end.
-    DiLoCo's figures (see ``log_metrics``) go to the trainer's loggers as ``diloco/...``.
+    With ``membership=`` a replica that joins goes on at the group's step: ``trainer.global_step``
+    and the learning-rate schedules are moved there.
+
+    Four figures go to the trainer's loggers after each exchange, at the step at which the trainer
+    logs: ``diloco/sent_mb``, ``diloco/waited_s``, ``diloco/hidden_share`` (of the time of the
+    exchanges) and ``diloco/drift`` (L2 distance between local and outer parameters when they are
+    sent).
+
+    Each replica trains on its own part of the data, where the trainer does not divide them: see
+    ``diloco_comm.training.sampler.shard_part``. The orders of the epochs come from DiLoCo's
+    ``seed``.
 
     Args:
         make: ``DiLoCo`` or a preset such as ``eager_diloco``.
         evaluate: "local" (default) or "outer". With "outer" validation runs on the outer
             parameters, and checkpoints hold them as the module's state. Training continues from the
             local parameters, which the callback's state then holds.
+        shard: False if the data are divided already: the callback leaves them as they are.
+        figures: "main" (default) for four figures; "all" for the figures of ``log_metrics``
+            too.
         arguments: Arguments of ``make``, such as ``sync_every=100``.
 
     Attributes:
         diloco: The attached DiLoCo; None before training.
+
+    Raises:
+        TypeError, ValueError: For arguments that ``make`` does not have, or that cannot be.
     """
 
-    def __init__(self, make: Make = DiLoCo, *, evaluate: str = "local", **arguments: Any) -> None:
+    def __init__(
+        self,
+        make: Make = DiLoCo,
+        *,
+        evaluate: str = "local",
+        shard: bool = True,
+        figures: str = "main",
+        **arguments: Any,
+    ) -> None:
         choice("evaluate", evaluate, CHOICES)
+        choice("figures", figures, FIGURES)
+        if "norms" in check(DiLoCoCallback, make, arguments):
+            arguments = {"norms": True, **arguments}
         self._make, self._arguments = make, arguments
+        self._division = Division(arguments, is_wanted=flag("shard", shard))
+        self._choice, self._figures = figures, Figures()
         self._is_outer = evaluate == "outer"
         self._saved: dict[str, Any] | None = None
         self._swap: Swap | None = None  # while training, and after a failure
         self._steps: TrainerSteps | None = None
         self._last_step = sys.maxsize
         self.diloco: DiLoCo | None = None
+
+    # ----------------------------------------------------------------------------------- data
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let the trainer's loaders read this replica's part of the data."""
+        num_processes = trainer.world_size
+        if stage != "fit" or not self._division.is_needed(num_processes):
+            return
+        source = trainer.fit_loop._data_source
+        get_loaders = source.dataloader
+
+        def own_parts() -> Any:
+            found = get_loaders()
+            part_of = partial(self._division.part_of, num_processes=num_processes)
+            if isinstance(found, CombinedLoader):
+                found.flattened = [part_of(loader) for loader in found.flattened]
+                return found
+            return tree_map(part_of, found)
+
+        source.dataloader = own_parts
 
     # ------------------------------------------------------------------------------- training
 
@@ -88,10 +147,13 @@ class DiLoCoCallback(pl.Callback):
         self.diloco = attach(self._make, pl_module, optimizer, arguments, saved)
         self._swap = Swap(self.diloco)
         self._steps = None
+        if self.diloco.view >= 0:
+            _move_to_group(trainer, self.diloco.inner_step)
         if len(optimizers) == 1:
             self._steps = TrainerSteps(self.diloco, trainer.global_step)
-        log_metrics(self.diloco, lambda values, step: _log(trainer, values, step))
+        self._figures = Figures(self.diloco, self._choice)
         self._agree_on_the_end(trainer)
+        self._division.check(self.diloco)
 
     def _refuse(self, trainer: pl.Trainer) -> None:
         for saving in trainer.checkpoint_callbacks:
@@ -183,12 +245,24 @@ class DiLoCoCallback(pl.Callback):
             self.diloco.is_done or trainer.global_step >= self._last_step
         ):
             trainer.should_stop = True
+        self._log(trainer)
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        """Write to all loggers; ``self.log`` would drop values between two ``log_every_n_steps``.
+
+        Some loggers drop what comes at an earlier step than the last, so this step is the step at
+        which Lightning itself logs.
+        """
+        if values := self._figures.take():
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Share what was learned since the last outer step, and leave the group."""
         if self.diloco is not None:
             try:
                 finish(self.diloco)
+                self._log(trainer)
             finally:
                 self._detach()
 
@@ -275,7 +349,23 @@ def _forced_steps(trainer: pl.Trainer) -> float:
     return max(steps, trainer.min_epochs * epoch)
 
 
-def _log(trainer: pl.Trainer, values: dict[str, float], step: int) -> None:
-    """Write to all loggers; ``self.log`` would drop values between two ``log_every_n_steps``."""
-    for logger in trainer.loggers:
-        logger.log_metrics(values, step=step)
+def _move_to_group(trainer: pl.Trainer, inner_step: int) -> None:
+    """Go on at the inner step of the group that this replica has joined."""
+    loop, num_optimizers = trainer.fit_loop.epoch_loop, len(trainer.optimizers)
+    num_steps = inner_step - trainer.global_step // num_optimizers
+    if num_steps < 1:
+        return
+    is_automatic = trainer.lightning_module.automatic_optimization
+    if is_automatic:
+        total = loop.automatic_optimization.optim_progress.optimizer.step.total
+    else:
+        total = loop.manual_optimization.optim_step_progress.total
+    # The trainer counts the steps of each of several optimizers.
+    total.ready += num_steps * num_optimizers
+    total.completed += num_steps * num_optimizers
+    loop._batches_that_stepped += num_steps
+    for config in trainer.lr_scheduler_configs if is_automatic else ():
+        steps_per_turn = float(config.frequency)
+        if config.interval == "epoch":
+            steps_per_turn *= trainer.num_training_batches // trainer.accumulate_grad_batches or 1
+        move_schedule(config.scheduler, int(num_steps / steps_per_turn))

@@ -5,10 +5,12 @@
             ...
             optimizers.step()
 
-``semi_sync_training`` replaces torchtitan's ``maybe_semi_sync_training``. It needs neither torchft
-nor torchft's lighthouse. This module does not import torchtitan: the section is any object with
-the attributes below, or a dictionary.
-Source: torchtitan 0.3.0, ``experiments/torchft/{manager,config/job_config}.py``.
+``semi_sync_training`` takes the arguments of torchtitan's ``maybe_semi_sync_training``. It needs
+neither torchft nor torchft's lighthouse, so it goes around the ``train`` of torchtitan's own
+``Trainer``; its ``FaultTolerantTrainer`` needs both. This module does not import torchtitan: the
+section is any object with the attributes below, or a dictionary.
+Source: torchtitan 0.3.0, ``trainer.py`` and
+``experiments/torchft/{manager,trainer,config/job_config}.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch.optim import Optimizer
 from ..methods.outer import SGD, Nesterov
 from ..methods.overlap import Blocking, Overlap, Streaming
 from ..training.diloco import DiLoCo
-from .attaching import finish
+from .attaching import check_names, finish
 from .wrapping import refuse_if_spans_replicas
 
 _REMEDY = (
@@ -54,7 +56,15 @@ DEFAULTS: dict[str, Any] = {
 
 @contextmanager
 def semi_sync_training(
-    fault_tolerance: Any, model: nn.Module, optimizers: Any, **arguments: Any
+    fault_tolerance: Any,
+    model: nn.Module | Sequence[nn.Module],
+    optimizers: Any = None,
+    *,
+    optimizer: Any = None,
+    ft_manager: Any = None,
+    n_layers: int = 0,
+    fragment_fn: Any = None,
+    **arguments: Any,
 ) -> Iterator[DiLoCo | None]:
     """Train one of several replicas within the block, if the section enables it.
 
@@ -65,7 +75,10 @@ def semi_sync_training(
         fault_tolerance: ``config.fault_tolerance`` or a mapping. Without ``enable`` and
             ``semi_sync_method`` ("diloco" or "local_sgd") the block gets None and nothing happens.
         model: The whole model, or torchtitan's list ``model_parts`` if the list has one model.
-        optimizers: An optimizer, several, or torchtitan's ``OptimizersContainer``.
+        optimizers: An optimizer, several, or torchtitan's ``OptimizersContainer``; torchtitan's
+            call names it ``optimizer``.
+        ft_manager, n_layers, fragment_fn: Without effect. They belong to torchtitan's call, and
+            here the section names the fragments.
         arguments: Further arguments of ``DiLoCo``, which win over the section: ``group``, ``mesh``
             or ``store``, ``wire``, ``outer``, ``overlap``. With a ``store``, ``replica_id`` and
             ``group_size`` of the section are this replica's number and the number of replicas.
@@ -78,15 +91,20 @@ def semi_sync_training(
     Raises:
         ValueError: If a value of the section is invalid, or the model's gradients are averaged over
             several replicas.
+        TypeError: If there is no optimizer, or for arguments that ``DiLoCo`` does not have.
     """
     section = _read(fault_tolerance)
+    if (optimizers is None) == (optimizer is None):
+        raise TypeError("semi_sync_training takes one of optimizers and optimizer")
+    check_names(semi_sync_training, arguments)
     if not section["enable"] or section["semi_sync_method"] is None:
         yield None
         return
     chosen = {**diloco_arguments(section), **_place(section, arguments), **arguments}
     whole = _whole(model)
     refuse_if_spans_replicas(whole, chosen, _REMEDY)
-    with DiLoCo(whole, _optimizers(optimizers), **chosen) as diloco:
+    inner = _optimizers(optimizer if optimizers is None else optimizers)
+    with DiLoCo(whole, inner, **chosen) as diloco:
         yield diloco
         # The program may have ended it within the block.
         if not diloco._is_closed:

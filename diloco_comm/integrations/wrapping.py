@@ -1,19 +1,26 @@
-"""Refuse to exchange between replicas whose gradients a trainer already averages at every step."""
+"""Refuse gradients that a trainer averages over replicas, and divide its undivided data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ..base import env
-from ..base.checks import timeout_seconds
+from ..base.checks import timeout_seconds, warn
 from ..replica import wrappers
 from ..replica.messages import WorkerMessages
 from ..replica.wrappers import Wrapper
 from ..rounds.agreement import handshake
+from ..training.diloco import DiLoCo
+from ..training.sampler import ElasticSampler, ReplicaSampler, shard_part
+
+_DIVIDED = "DiLoCoCallback(shard=False) says that the data are divided already"
 
 
 def refuse_if_spans_replicas(model: nn.Module, arguments: Mapping[str, Any], remedy: str) -> None:
@@ -83,3 +90,115 @@ def _several_replicas(wrapper: Wrapper, arguments: Mapping[str, Any]) -> list[in
         if len(set(replicas)) > 1:
             return dist.get_process_group_ranks(group)
     return []
+
+
+class Division:
+    """Give this replica its own part of the training data, where the trainer does not divide them.
+
+    A trainer divides the data over the processes that it knows of. It knows of no other replica if
+    each replica is a job of its own, or if it knows of one process only.
+
+    Args:
+        arguments: Arguments of ``DiLoCo``.
+        is_wanted: False leaves all data as they are.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], *, is_wanted: bool) -> None:
+        self._arguments, self._is_wanted = arguments, is_wanted
+        self._has_warned = False
+        self._datasets: dict[int, Any] = {}  # that were divided, by identity
+
+    def is_needed(self, num_processes: int) -> bool:
+        """Whether the trainer gives all replicas the same data.
+
+        Args:
+            num_processes: Number of processes that the trainer knows of.
+        """
+        _, num_parts = self._place(num_processes)
+        is_elastic = self._arguments.get("membership") is not None
+        return self._is_wanted and (num_parts > 1 or is_elastic)
+
+    def _place(self, num_processes: int) -> tuple[int, int]:
+        """Return this replica's part, and the number of parts."""
+        given = self._arguments.get
+        if given("store") is not None:
+            members = given("members") or range(given("num_replicas") or 1)
+            return sorted(set(members)).index(given("replica") or 0), len(set(members))
+        # Several processes that share no store are all processes of the launch, of all replicas.
+        if num_processes > 1 or given("membership") is not None:
+            return 0, 1
+        group = handshake.replica_group(given("group"), given("mesh"), None, given("num_replicas"))
+        return (0, 1) if group is None else (group.rank(), group.size())
+
+    def part_of(self, loader: Any, num_processes: int) -> Any:
+        """Return a loader like ``loader`` with this replica's part; another object as it is.
+
+        Warns once if the loader cannot be divided, and returns it as it is.
+        """
+        place = self._place(num_processes)
+        if not self.is_needed(num_processes) or not isinstance(loader, DataLoader):
+            return loader
+        if isinstance(loader.sampler, DistributedSampler | ReplicaSampler | ElasticSampler):
+            return loader
+        if self._arguments.get("membership") is not None:
+            self.warn_undivided(
+                "with membership= give the loader an ElasticSampler, or each replica its own data"
+            )
+            return loader
+        try:
+            divided = shard_part(loader, *place, seed=self._arguments.get("seed") or 0)
+        except (TypeError, ValueError) as error:
+            self.warn_undivided(str(error))
+            return loader
+        self._datasets[id(loader.dataset)] = loader.dataset
+        return divided
+
+    def warn_undivided(self, reason: str) -> None:
+        """Warn once that the replicas have the same data."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn(f"all replicas may train on the same data: {reason}; {_DIVIDED}")
+
+    def check(self, diloco: DiLoCo) -> None:
+        """Warn if the data were divided though they differ between replicas; a collective call."""
+        if diloco.view >= 0:
+            return
+        own = [_shown(data) for data in self._datasets.values()]
+        self._datasets = {}
+        views = handshake.gather_json(diloco.exchange, own)
+        are_known = all(view and all(view) for view in views)
+        if are_known and any(view != views[0] for view in views):
+            warn(
+                "each replica has data of its own, and trains on a part of them alone, one of "
+                f"{len(views)}: {_DIVIDED}"
+            )
+
+
+def _shown(data: Any) -> str:
+    """Return the length of a data set and a digest of its first sample.
+
+    "" where that fails, and where the sample is another one each time.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            first, again = (b" ".join(_pieces(data[0])) for _ in range(2))
+        digest = hashlib.blake2b(first, digest_size=8).hexdigest()
+        return f"{len(data)} {digest}" if first == again else ""
+    except Exception:
+        # A data set may do anything when it is asked; training asks it again.
+        return ""
+
+
+def _pieces(sample: Any) -> Iterable[bytes]:
+    if isinstance(sample, Mapping):
+        for name, value in sample.items():
+            yield str(name).encode()
+            yield from _pieces(value)
+    elif isinstance(sample, Tensor):
+        yield f"{sample.dtype}{tuple(sample.shape)}".encode()
+        yield repr(sample.flatten()[:4096].tolist()).encode()
+    elif isinstance(sample, list | tuple):
+        for value in sample:
+            yield from _pieces(value)
+    elif isinstance(sample, str | bytes | int | float):
+        yield repr(sample).encode()

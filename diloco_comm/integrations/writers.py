@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from ..rounds.metrics import SyncMetrics
+from ..rounds.metrics import SyncMetrics, overlap_fraction
 from ..training.diloco import DiLoCo
 
 Write = Callable[[dict[str, float], int], None]
+FIGURES = ("main", "all")
 _POSITION = ("round", "fragment", "inner_step")
 
 
@@ -28,7 +29,8 @@ def log_metrics(diloco: DiLoCo, writer: Any, *, prefix: str = "diloco") -> None:
     The figures are those of ``SyncMetrics``, in seconds and bytes, without the figures that were
     not measured. A tag is ``<prefix>/<figure>``, with several fragments
     ``<prefix>/<figure>/fragment_<i>``. The step is the inner step at which the result was applied.
-    One replica is enough.
+    W&B drops values at a step below its own, which counts what the program logs: there the figures
+    join the row that is open, and ``<prefix>/inner_step`` is their axis. One replica is enough.
 
     Args:
         writer: A TensorBoard ``SummaryWriter``, a W&B run (or the module ``wandb`` after its
@@ -38,7 +40,7 @@ def log_metrics(diloco: DiLoCo, writer: Any, *, prefix: str = "diloco") -> None:
     Raises:
         TypeError: If the writer is of another kind.
     """
-    write = _function_of(writer)
+    write = _function_of(writer, prefix)
     num_fragments = len(diloco.parts)
 
     def on_sync(metrics: SyncMetrics) -> None:
@@ -50,26 +52,49 @@ def log_metrics(diloco: DiLoCo, writer: Any, *, prefix: str = "diloco") -> None:
 
 
 class Figures:
-    """Means of the figures of all exchanges since the last ``take``.
+    """The figures of all exchanges since the last ``take``.
 
     Args:
         diloco: Its exchanges give the figures; None gives no figures.
+        choice: "main" for four figures, "all" for the means of the figures of ``log_metrics`` too.
     """
 
-    def __init__(self, diloco: DiLoCo | None = None) -> None:
+    def __init__(self, diloco: DiLoCo | None = None, choice: str = "main") -> None:
+        self._since: list[SyncMetrics] = []
         self._values: dict[str, list[float]] = {}
+        # One for each fragment, from its last round: their sum is about the whole model.
+        self._norms: dict[int, float] = {}
         if diloco is not None:
-            log_metrics(diloco, self._add)
+            diloco.on_sync(self._since.append)
+            if choice == "all":
+                log_metrics(diloco, self._add)
 
     def _add(self, values: dict[str, float], step: int) -> None:
         for tag, value in values.items():
             self._values.setdefault(tag, []).append(value)
 
     def take(self) -> dict[str, float]:
-        """Return the means by tag, and start anew; empty if there was no exchange."""
-        means = {tag: sum(values) / len(values) for tag, values in self._values.items()}
+        """Return the figures by tag, and start anew; empty if there was no exchange.
+
+        The four: megabytes sent, seconds waited, the share of the exchange that was hidden, and
+        the drift, which is the L2 distance between the local and the outer parameters when they
+        were sent. The drift is missing with ``norms=False``.
+        """
+        if not self._since:
+            return {}
+        waited = sum(one.exposed_s for one in self._since)
+        values = {tag: sum(found) / len(found) for tag, found in self._values.items()}
+        values["diloco/sent_mb"] = sum(one.sent_bytes for one in self._since) / 1e6
+        values["diloco/waited_s"] = waited
+        exchange_s = sum(one.exchange_s for one in self._since)
+        values["diloco/hidden_share"] = overlap_fraction(exchange_s, waited)
+        norms = {one.fragment: one.pseudo_gradient_norm for one in self._since}
+        self._norms |= {fragment: norm for fragment, norm in norms.items() if math.isfinite(norm)}
+        if self._norms:
+            values["diloco/drift"] = math.hypot(*self._norms.values())
+        self._since.clear()
         self._values = {}
-        return means
+        return values
 
 
 def _figures(metrics: SyncMetrics) -> dict[str, float]:
@@ -79,7 +104,7 @@ def _figures(metrics: SyncMetrics) -> dict[str, float]:
     return {k: v for k, v in values.items() if k not in _POSITION and not math.isnan(v)}
 
 
-def _function_of(writer: Any) -> Write:
+def _function_of(writer: Any, prefix: str) -> Write:
     if hasattr(writer, "add_scalar"):
 
         def to_tensorboard(values: dict[str, float], step: int) -> None:
@@ -87,6 +112,8 @@ def _function_of(writer: Any) -> Write:
                 writer.add_scalar(tag, value, step)
 
         return to_tensorboard
+    if hasattr(writer, "define_metric"):
+        return _to_wandb(writer, prefix)
     if hasattr(writer, "log"):
         return lambda values, step: writer.log(values, step=step)
     if callable(writer):
@@ -95,3 +122,33 @@ def _function_of(writer: Any) -> Write:
         "writer must have add_scalar (TensorBoard) or log (Weights & Biases), or be a function of "
         f"a dictionary and a step, got a {type(writer).__name__}"
     )
+
+
+def _to_wandb(run: Any, prefix: str) -> Write:
+    """Write into W&B's open row, so that its step stays the program's.
+
+    Several exchanges within one row of a program that logs are a mean. Where the program logs
+    nothing, each exchange has a row.
+    """
+    axis = f"{prefix}/inner_step"
+    run.define_metric(f"{prefix}/*", step_metric=axis)
+    written: dict[str, list[float]] = {}
+    row, program_logs = -1, False
+
+    def write(values: dict[str, float], step: int) -> None:
+        nonlocal row, program_logs
+        # The module wandb has its run beside it.
+        own = getattr(run, "run", run)
+        if own.step != row:
+            program_logs |= row >= 0
+            written.clear()
+        elif not program_logs and not written.keys().isdisjoint(values):
+            run.log({}, commit=True)
+            written.clear()
+        row = own.step
+        for tag, value in values.items():
+            written.setdefault(tag, []).append(value)
+        means = {tag: sum(written[tag]) / len(written[tag]) for tag in values}
+        run.log({**means, axis: step}, commit=False)
+
+    return write

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base import env
-from ..base.checks import choice, flag, integer, not_negative
+from ..base.checks import MOST_INT32, choice, flag, integer, not_negative
 from ..ops.wire import ELEMENT_WIRES, WireFormat
 from ..replica.fragments import FragmentSpec, fragment_spec
 from ..replica.schedule import inner_steps
@@ -50,7 +50,7 @@ class Settings:
         self.wire = Wires.parse(self.wire, self.block_size)
         if self.wire.single:
             self.block_size = self.wire.single.block_size
-        self.sync_every = integer("sync_every", self.sync_every, 1)
+        self.sync_every = integer("sync_every", self.sync_every, 1, most=MOST_INT32)
         self.fragments = fragment_spec(self.fragments)
         self.offsets = None if self.offsets is None else inner_steps(self.offsets)
         self.outer = make_outer(self.outer)
@@ -62,7 +62,7 @@ class Settings:
             self.max_skipped = integer("max_skipped", self.max_skipped, 1)
         self.seed = integer("seed", self.seed)
         lanes = env.lanes() if self.lanes is None else self.lanes
-        self.lanes = integer("lanes", lanes, 1)
+        self.lanes = integer("lanes", lanes, 1, most=MOST_INT32)
         chunk_bytes = env.chunk_bytes() if self.chunk_bytes is None else self.chunk_bytes
         self.chunk_bytes = None if chunk_bytes is None else integer("chunk_bytes", chunk_bytes, 1)
         for name in ("error_feedback", "average_buffers", "align_tensors"):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, ops
+from ..base.memory import Reading
 
 
 def each_digest(tensors: Sequence[Tensor], *, impl: str = "") -> list[int]:
@@ -28,17 +29,45 @@ def each_digest(tensors: Sequence[Tensor], *, impl: str = "") -> list[int]:
     Raises:
         ValueError: If a tensor does not fill its memory without gaps.
     """
-    places: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        places.setdefault(tensor.device, []).append(i)
-    digests = [0] * len(tensors)
-    for device, indices in places.items():
-        sums = torch.zeros(len(indices), 2, dtype=torch.int64, device=device)
-        for row, i in zip(sums, indices, strict=True):
-            ops.digest(tensors[i].detach(), row, impl=impl)
-        for (product, total), i in zip(sums.tolist(), indices, strict=True):
-            digests[i] = ops.finish_digest(product, total, tensors[i].nbytes)
-    return digests
+    return DigestReading(tensors, impl=impl).each()
+
+
+class DigestReading:
+    """Digests of tensors that a device works out while the host goes on.
+
+    Args:
+        tensors, impl: As in ``each_digest``, with the same errors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, impl: str = "") -> None:
+        self._sizes = [tensor.nbytes for tensor in tensors]
+        places: dict[torch.device, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            places.setdefault(tensor.device, []).append(i)
+        self._readings: list[tuple[list[int], Reading]] = []
+        for device, indices in places.items():
+            sums = torch.zeros(len(indices), 2, dtype=torch.int64, device=device)
+            for row, i in zip(sums, indices, strict=True):
+                ops.digest(tensors[i].detach(), row, impl=impl)
+            self._readings.append((indices, Reading(sums.view(-1))))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the digests come without a wait."""
+        return all(reading.is_copied for _, reading in self._readings)
+
+    def each(self) -> list[int]:
+        """Return the digest of each tensor; waits for the devices."""
+        digests = [0] * len(self._sizes)
+        for indices, reading in self._readings:
+            sums = reading.values()
+            for i, product, total in zip(indices, sums[::2], sums[1::2], strict=True):
+                digests[i] = ops.finish_digest(product, total, self._sizes[i])
+        return digests
+
+    def digest(self) -> int:
+        """Return the digest of all tensors, see ``digest_of``; waits for the devices."""
+        return chained(self.each(), len(self._sizes))
 
 
 def chained(digests: Iterable[int], start: int = 0) -> int:
@@ -59,4 +88,4 @@ def digest_of(tensors: Sequence[Tensor], *, impl: str = "") -> int:
     Args:
         tensors, impl: As in ``each_digest``, with the same errors.
     """
-    return chained(each_digest(tensors, impl=impl), len(tensors))
+    return DigestReading(tensors, impl=impl).digest()

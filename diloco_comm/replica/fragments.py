@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.checks import integer
+from ..base.checks import first_of, integer
 from ..ops.dispatch import is_served
 from . import sharding
 from .fragment_rules import Named, balanced, by_layers, by_patterns
@@ -306,6 +306,13 @@ def uncopied_tensors(model: nn.Module, exchanged: Collection[str]) -> dict[str, 
     return {names[name]: t for name, t in found.items() if names[name] not in exchanged}
 
 
+def all_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters by name, without the prefixes of wrappers; frozen and tied ones too."""
+    sharding.reshard(sharding.fsdp_modules(model))
+    named = unwrap_model(model).named_parameters(remove_duplicate=False)
+    return {_WRAPPERS.sub("", name): param for name, param in named}
+
+
 def buffer_names(model: nn.Module) -> set[str]:
     """Return the names of all buffers, without the prefixes of wrappers."""
     return {_WRAPPERS.sub("", name) for name, _ in unwrap_model(model).named_buffers()}
@@ -337,9 +344,9 @@ def refuse_new_parameters(
     names = {id(p): _WRAPPERS.sub("", name) for name, p in unwrap_model(model).named_parameters()}
     shown = [names.get(id(p), f"one of shape {tuple(p.shape)} outside the model") for p in new]
     raise ValueError(
-        f"the optimizer trains parameters that are not exchanged: {', '.join(shown)}; they were "
-        "added, replaced or unfrozen after DiLoCo was constructed: construct it anew, on all "
-        "replicas"
+        f"the optimizer trains parameters that are not exchanged: {first_of(shown)}; they were "
+        "added, replaced or unfrozen after DiLoCo was constructed: on all replicas, keep copies of "
+        "the state_dict() of the model and of DiLoCo, close(), construct DiLoCo anew, and load both"
     )
 
 

@@ -18,7 +18,6 @@ comparison. Writes that run no hook (``param.data = ...``, numpy) are not seen. 
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from ..base.checks import first_of
+from ..base.checks import first_of, warn
 from ..ops.digests import digest_of
 from . import sharding
 from .fragments import Fragment, unwrap_model
@@ -44,7 +43,7 @@ def report(checks: str, sentence: str) -> None:
     if checks == "raise":
         raise RuntimeError(sentence)
     if checks == "warn":
-        warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+        warn(sentence, RuntimeWarning)
 
 
 def server_has_weights() -> str:
@@ -156,7 +155,7 @@ class ModelWatch:
             self._is_first_send = False
             sentence = unheld_parameters(self._model, [param for _, param in self._named])
             if sentence:
-                warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+                warn(sentence, RuntimeWarning)
         if self._copies is not None:
             self._copies.before_send()
 
@@ -245,11 +244,10 @@ class ModelWatch:
             name: The replica or the worker, for the message.
         """
         if self.checks != "off" and sys.exc_info()[0] is None:
-            warnings.warn(
+            warn(
                 f"what {name} learned since its last exchange is lost, up to inner step "
                 f"{inner_step}: call flush() before close(), on all replicas of a DiLoCo",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     # ---------------------------------------------------------------------- replaced parameters

@@ -19,7 +19,6 @@ anew after the model was attached, or that steps within ``backward()``.
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
-from ..base.checks import first_of
+from ..base.checks import first_of, warn
 from ..base.memory import memory_order, page_locked
 from . import sharding
 from .fragments import Fragment, unwrap_model
@@ -112,7 +111,7 @@ class CopyWatch:
             is_undone = _UNDONE[0] < share < _UNDONE[1] and along > 0.5
             self._num_undone = self._num_undone + 1 if is_undone else 0
         if self._num_undone == _LEAST_UNDONE:
-            warnings.warn(
+            warn(
                 "one inner step after each of the last three exchanges the parameters were back "
                 f"where they had been before ({100 * share:.0f} % of the outer step was undone). "
                 "An optimizer that keeps a copy of the weights, such as fp32 masters or an "
@@ -120,7 +119,6 @@ class CopyWatch:
                 "with fp32 parameters under autocast if bf16 alone is too coarse. An optimizer "
                 "that converges within one step does that too",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def shares(self) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.checks import integer
+from ..base.checks import MOST_INT32, integer
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Schedule:
     def plan(
         cls, sync_every: int, num_fragments: int, offsets: Sequence[int] | None = None
     ) -> Schedule:
-        """Check the numbers; offsets default to floor(H*(p+1)/P): all are sent once by step H.
+        """Check the numbers; offsets default to floor(H*(p+1)/P), at least 1.
 
         Raises:
             ValueError: If ``sync_every`` is below 1 or an offset is outside 1..2*sync_every.
             TypeError: If ``offsets`` is no list.
         """
-        sync_every = integer("sync_every", sync_every, 1)
+        sync_every = integer("sync_every", sync_every, 1, most=MOST_INT32)
         if offsets is not None:
             offsets = inner_steps(offsets)
         else:

@@ -1,9 +1,9 @@
-"""Modules that average gradients at every step, DDP and FSDP, and over which ranks."""
+"""Modules and optimizers that join ranks at every step: DDP, FSDP and ZeRO, and the ranks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +15,25 @@ from . import sharding
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A module that averages the gradients of a model, or of a part of the model.
+    """A module that averages gradients of several ranks, or an optimizer that steps for them.
 
     Attributes:
         name: Name of the class or function in torch.
         argument: The argument of that class that sets the ranks.
-        ranks: Global numbers of the ranks that the gradients are averaged over.
+        ranks: Global numbers of the ranks that are joined.
         groups: The process groups of these ranks; none for the mesh of DTensors.
+        does: A verb phrase, which the ranks follow in messages.
     """
 
     name: str
     argument: str
     ranks: frozenset[int]
     groups: tuple[dist.ProcessGroup, ...] = ()
+    does: str = "averages gradients over"
 
 
-def around(model: nn.Module) -> Iterator[Wrapper]:
-    """Find the wrappers that average gradients of this module and of the modules inside it."""
+def around(model: nn.Module, optimizers: Iterable[Any] = ()) -> Iterator[Wrapper]:
+    """Find the wrappers of this module, of the modules inside it, and ZeRO among the optimizers."""
     ranks = sharding.spanned_ranks(list(model.parameters()))
     if ranks:
         yield Wrapper("FullyShardedDataParallel", "mesh", frozenset(ranks))
@@ -42,11 +44,15 @@ def around(model: nn.Module) -> Iterator[Wrapper]:
             yield _over("FullyShardedDataParallel", *_fsdp1_groups(module))
         elif _is_replicated(module):
             yield _over("replicate()", _replicate_group(module))
+    for optimizer in optimizers:
+        if _is_zero(optimizer):
+            name = "ZeroRedundancyOptimizer"
+            yield _over(name, optimizer.process_group, does="divides one optimizer step among")
 
 
-def _over(name: str, *groups: Any) -> Wrapper:
+def _over(name: str, *groups: Any, does: str = Wrapper.does) -> Wrapper:
     ranks = [rank for group in groups for rank in dist.get_process_group_ranks(group)]
-    return Wrapper(name, "process_group", frozenset(ranks), groups)
+    return Wrapper(name, "process_group", frozenset(ranks), groups, does)
 
 
 # The modules of torch are not imported here, because an import takes long: a program that has not
@@ -63,6 +69,11 @@ def _fsdp1_groups(module: Any) -> list[Any]:
     # With a hybrid strategy the second group averages the sums of the first group.
     groups = [module.process_group, getattr(module, "_inter_node_pg", None)]
     return [group for group in groups if group is not None]
+
+
+def _is_zero(optimizer: Any) -> bool:
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
 
 
 def _is_replicated(module: nn.Module) -> bool:

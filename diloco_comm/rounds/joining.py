@@ -82,15 +82,41 @@ def share(
     copied, is_equal = list(parts), False
     if beside is not None:
         copied, is_equal = _different_parts(exchange, parts, source_rank, beside)
-    inner_step, outer_lr = send_or_receive(exchange, parts, inner_step, lr, source_rank, copied)
-    if exchange.replica in exchange.joined:
+    is_new = exchange.replica in exchange.joined
+    inner_step, outer_lr = send_or_receive(
+        exchange, parts, inner_step, lr, source_rank, copied, is_new=is_new
+    )
+    if is_new:
         if outer_lr is not None:
             outer.lr = outer_lr
-        for part in parts:
-            if isinstance(part, SyncedFragment):
-                part.write_local(impl)
+        _write_local(parts, impl)
     copied_bytes = sum(tensor.nbytes for part in copied for tensor in _state_of(part))
     return Shared(inner_step, copied_bytes, is_equal)
+
+
+def begin_from(
+    exchange: Exchange, parts: Sequence[SyncedPart], inner_step: int, impl: str, source_rank: int
+) -> int:
+    """Begin a group with the outer state of one replica; a collective call.
+
+    The local parameters of all replicas become the outer ones. Learning rates stay as they are.
+
+    Returns:
+        The inner step of that replica.
+    """
+    fragments = [part for part in parts if isinstance(part, SyncedFragment)]
+    is_new = exchange.rank != source_rank
+    given = send_or_receive(
+        exchange, parts, inner_step, None, source_rank, fragments, is_new=is_new
+    )
+    _write_local(parts, impl)
+    return given[0]
+
+
+def _write_local(parts: Sequence[SyncedPart], impl: str) -> None:
+    for part in parts:
+        if isinstance(part, SyncedFragment):
+            part.write_local(impl)
 
 
 def _different_parts(
@@ -124,6 +150,8 @@ def send_or_receive(
     outer_lr: float | None,
     source_rank: int,
     copied: Sequence[SyncedPart],
+    *,
+    is_new: bool,
 ) -> tuple[int, float | None]:
     """Give the newcomers the source's outer state, exactly; a collective call.
 
@@ -133,6 +161,7 @@ def send_or_receive(
 
     Args:
         copied: The parts whose tensors are given; of the others, only the numbers.
+        is_new: This replica is a newcomer.
 
     Returns:
         Inner step and outer learning rate of the source; None for a rate that is a function.
@@ -149,7 +178,6 @@ def send_or_receive(
     torch.save({"inner_step": inner_step, "outer_lr": outer_lr, "parts": numbers}, file)
     blobs = exchange.exchange_objects(file.getvalue())
     meta = torch.load(io.BytesIO(blobs[source_rank]), weights_only=True)
-    is_new = exchange.replica in exchange.joined
     for part in parts:
         own = meta["parts"][str(part.index)]
         if part not in copied:

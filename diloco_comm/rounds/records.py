@@ -1,17 +1,23 @@
-"""The record of each round: its metrics, applied or skipped; and one warning."""
+"""The record of each round: its metrics, applied or skipped; and two warnings."""
 
 from __future__ import annotations
 
 import logging
-import warnings
+from collections.abc import Sequence
 
+from ..base.checks import warn
+from ..base.memory import CPU
 from ..exchange.exchange import Exchange
+from ..exchange.sentences import named
 from ..exchange.work import Mean
+from ..ops.digests import DigestReading, digest_of
 from .flights import RoundInFlight
 from .metrics import Recorder, SyncMetrics, overlap_fraction
 from .synced import SyncedPart
 
 logger = logging.getLogger(__name__)
+# A replica whose parameters do not move, or whose device is late, sends no digest.
+_MOST_LOOKS = 4
 
 
 class Records:
@@ -72,11 +78,80 @@ class Records:
             return
         self._has_warned_of_skips = True
         counts = dict(zip(self._exchange.members, steps, strict=True))
-        warnings.warn(
+        warn(
             f"replicas have applied different numbers of inner steps ({counts} by replica): "
-            "some of them skipped steps, as a GradScaler does after an overflow",
-            stacklevel=2,
+            "some of them skipped steps, as a GradScaler does after an overflow"
         )
+
+
+class SameData:
+    """Warn once if the first rounds show that replicas train on the same data.
+
+    Replicas begin with equal parameters. After some steps on data of their own they differ in all
+    bits. The headers of the first rounds carry digests of the local parameters, until a round with
+    such a digest is applied. The host does not wait for the digest of parameters on a device: the
+    part's next round carries that digest.
+
+    Attributes:
+        is_wanted: Whether there is still something to find out; set by ``begin``.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self.is_wanted = exchange, False
+        self._num_looks = 0
+        self._first: dict[int, int] = {}
+        self._readings: dict[int, DigestReading] = {}
+
+    def begin(self, parts: Sequence[SyncedPart]) -> None:
+        """Take digests of the parameters that training begins with."""
+        self.is_wanted = True
+        if self._exchange.size > 1:
+            self._first = {p.index: digest_of(p.tensors()) for p in parts if p.has_outer}
+
+    def digest(self, part: SyncedPart, inner_step: int, *, waits: bool) -> int:
+        """Return a digest of a part's local parameters, below 2^32; 0 if it would tell nothing.
+
+        Args:
+            waits: Wait for the part's device.
+        """
+        # A first step may depend on the signs of gradients alone, as under Adam.
+        is_early = inner_step < 2 or self._exchange.size == 1
+        if not self.is_wanted or is_early or not part.has_outer:
+            return 0
+        now = DigestReading(part.tensors())
+        reading: DigestReading | None = now
+        if part.device != CPU and not waits:
+            reading, self._readings[part.index] = self._readings.get(part.index), now
+            if reading is None or not reading.is_done:
+                return 0
+        assert reading is not None
+        digest = reading.digest()
+        # Parameters that have not moved are equal on all replicas.
+        return 0 if digest == self._first.get(part.index) else digest % (2**32 - 1) + 1
+
+    def look(self, flight: RoundInFlight) -> None:
+        """Compare the digests of a round that was applied."""
+        headers = flight.wait().headers
+        # The round of a saved state has one header, and is of an earlier process.
+        if not self.is_wanted or len(headers) != len(flight.members):
+            return
+        owners: dict[int, list[int]] = {}
+        for replica, header in zip(flight.members, headers, strict=True):
+            if header.digest:
+                owners.setdefault(header.digest, []).append(replica)
+        self._num_looks += bool(owners)
+        alike = max(owners.values(), key=len, default=[])
+        is_full = sum(map(len, owners.values())) == len(headers)
+        if is_full or len(alike) > 1 or self._num_looks == _MOST_LOOKS:
+            self.is_wanted = False
+        if len(alike) > 1:
+            who = "all replicas" if len(alike) == len(headers) else named(alike)
+            warn(
+                f"{who} had equal parameters at a send up to inner step {headers[0].inner_step}: "
+                "they train on the same data, and learn no more than one replica; give each "
+                "replica its own part of the data, see DiLoCo.shard",
+                RuntimeWarning,
+            )
 
 
 def _log_reset(part: SyncedPart, flight: RoundInFlight, replicas: tuple[int, ...]) -> None:

@@ -34,7 +34,7 @@ from .agreement.resets import OnReset, Resets
 from .flights import RoundInFlight, mean_of, weight_sum
 from .metrics import Recorder
 from .norms import SharedNorms
-from .records import Records
+from .records import Records, SameData
 from .synced import Measure, SyncedPart
 from .weighing import Weighing, Weight
 
@@ -52,6 +52,7 @@ class RoundRunner(ABC):
         on_reset: See ``resets``.
 
     Attributes:
+        same_data: Looks for replicas that train on the same data.
         announces_change: What is sent says that a change of the group is due.
         is_change_due: A round was applied of which a replica has said so.
         voted_down: The inner step of the last round that was voted down, by the part's index.
@@ -82,6 +83,7 @@ class RoundRunner(ABC):
         self.impl = impl
         self._norms = SharedNorms(workers, parts, settings.overlap, sent=norms)
         self._records = Records(recorder, exchange)
+        self.same_data = SameData(exchange)
         self._streaks = Streaks(settings)
         self._resets = Resets(exchange, parts, settings, impl, workers=workers, on_reset=on_reset)
         self.voted_down: dict[int, int] = {}
@@ -192,6 +194,7 @@ class RoundRunner(ABC):
             gap=policy.gap_for(part.step_norm, part.largest_norm),
             history=part.history,
             is_change_due=self.announces_change,
+            digest=self.same_data.digest(part, inner_step, waits=kind == "flush"),
         )
         reading = None
         if self.norms:
@@ -326,6 +329,7 @@ class RoundRunner(ABC):
         self.is_change_due |= any(header.is_change_due for header in flight.wait().headers)
         try:
             self._records.applied(part, flight, inner_step)
+            self.same_data.look(flight)
         finally:
             self._streaks.applied(part, flight.number, flight.reset_replicas())
 

@@ -14,7 +14,7 @@ import typer
 
 from .. import __version__
 from .bench import command as bench
-from .common.exits import fail, misuse
+from .common.exits import fail, given_options, misuse
 from .common.printing import announcer
 from .doctor.command import EXAMPLES as DOCTOR_EXAMPLES
 from .doctor.command import doctor
@@ -27,6 +27,8 @@ from .profile.command import profile
 from .registry.command import registry_app
 from .registry.members import EXAMPLES as MEMBERS_EXAMPLES
 from .registry.members import members
+from .report.command import EXAMPLES as REPORT_EXAMPLES
+from .report.command import report
 from .serve.command import serve_app
 from .serve.replay import EXAMPLES as REPLAY_EXAMPLES
 from .serve.replay import replay
@@ -71,6 +73,7 @@ def options(
 
 app.command(epilog=PLAN_EXAMPLES)(plan)
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
+app.command(epilog=REPORT_EXAMPLES)(report)
 app.command(epilog=MEMBERS_EXAMPLES)(members)
 app.command(epilog=LAUNCH_EXAMPLES, context_settings=LAUNCH_SETTINGS)(launch)
 app.command(epilog=REPLAY_EXAMPLES)(replay)
@@ -125,10 +128,9 @@ def demo(
     from .demo.choosing import run_chosen
     from .demo.run import ReplicaError
 
-    given = [name for name in context.params if _is_given(context, name)]
     try:
         check_folder("--out", out)
-        claims = run_chosen(context.params, given)
+        claims = run_chosen(context.params, given_options(context))
     except KeyboardInterrupt:
         print("diloco-comm: interrupted, all replicas are stopped", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -138,11 +140,6 @@ def demo(
         fail(str(error))
     if check and not all(claim.holds for claim in claims):
         raise typer.Exit(1)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 @app.command(epilog=STORE_EXAMPLES)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -80,7 +81,12 @@ class Agreement:
         self._frozen: handshake.Digests = {}
 
     def start(
-        self, model: nn.Module, group: dist.ProcessGroup | None, init: str, source_rank: int = 0
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: dist.ProcessGroup | None,
+        init: str,
+        source_rank: int = 0,
     ) -> int:
         """Begin with the same weights on all replicas, as ``init`` says; return the inner step.
 
@@ -88,7 +94,7 @@ class Agreement:
             source_rank: Of the replica whose weights all take with "broadcast".
         """
         if group is not None:
-            handshake.warn_if_spans_replicas(model, group)
+            handshake.warn_if_spans_replicas(model, optimizers, group)
         self.agree(init)
         exchange, parts, inner_step = self._exchange, self._plan.parts, 0
         named = {name: tensor for part in parts for name, tensor in part.named().items()}
@@ -119,6 +125,19 @@ class Agreement:
             history.begin(part, is_shared=True)
         self.refuse_different_state()
         return inner_step
+
+    def begin_from(self, inner_step: int, source_rank: int) -> int:
+        """Begin with the outer state of one replica, which has loaded a checkpoint.
+
+        Returns:
+            The inner step of that replica.
+        """
+        exchange, parts = self._exchange, self._plan.parts
+        given = joining.begin_from(exchange, parts, inner_step, self._impl, source_rank)
+        for part in parts:
+            history.begin(part, is_shared=True)
+        self.refuse_different_state()
+        return given
 
     def begin_anew(self) -> None:
         """Begin with the local weights as they are now; before the first step.

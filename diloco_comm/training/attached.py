@@ -95,7 +95,7 @@ class Attached:
             self._watch.close()
         self.exchange.inner_step = self.inner_step
         if self._elastic is not None:
-            self._elastic.group.close(is_finished=is_finished)
+            self._elastic.close(is_finished=is_finished)
         self.exchange.close()
         if self._workers is not None:
             self._workers.close()

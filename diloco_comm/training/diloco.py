@@ -36,6 +36,8 @@ from .planning import Plan, make_plan
 from .saved import Saved
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from ..elastic.options import Elastic
 
 
@@ -49,7 +51,8 @@ class DiLoCo(Saved):
             ``attach=False`` anything that has ``param_groups``.
         sync_every: Inner steps between two sends of the same fragment (H).
         fragments: A number (1), ``"layers:3"``, ``"sequential:3"`` or lists of name patterns.
-        offsets: 1-based inner step of each fragment's first send; default floor(H*(p+1)/P).
+        offsets: 1-based inner step of each fragment's first send, by default floor(H*(p+1)/P) and
+            at least 1.
         overlap: When results are applied: ``Blocking()`` (default), ``Streaming``, ``Delayed``,
             ``Eager`` or ``CO2``.
         outer: ``SGD``, ``HeavyBall``, ``Nesterov`` (default), ``Adam``, or a callable that makes
@@ -210,6 +213,8 @@ class DiLoCo(Saved):
             sync_every=settings.sync_every,
             is_hooked=attach,
         )
+        if checks != "off":
+            self._rounds.same_data.begin(self._rounds.parts)
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
 
@@ -238,7 +243,8 @@ class DiLoCo(Saved):
         try:
             with self._all_workers(self.parts):
                 init, source = arguments["init"], arguments.get("source_rank", 0)
-                self.inner_step = self._agreement.start(model, arguments["group"], init, source)
+                start = partial(self._agreement.start, model, optimizers, arguments["group"])
+                self.inner_step = start(init, source)
         except BaseException:
             if self._elastic is None:
                 self.close()
@@ -380,6 +386,39 @@ class DiLoCo(Saved):
             self._rounds.flush(self.inner_step, self._skipped.count, is_final)
             if self.exchange.size > 1:
                 self._agreement.refuse_different_state(is_shared=True)
+
+    # -------------------------------------------------------------------------- the data
+
+    def shard(self, loader: DataLoader[Any], *, batches_per_step: int = 1) -> DataLoader[Any]:
+        """Return a loader like this one that reads the own part of this replica.
+
+        For a map-style data set and the sampler that ``DataLoader(dataset, shuffle=...)`` makes;
+        its other arguments are kept. Not a collective call. The orders come from ``DiLoCo(seed=)``,
+        which is equal on all replicas, not from ``generator``. Worker s of S of replica number r
+        among W (see ``replica_index``) reads part r * S + s of W * S. FSDP2, DDP and the workers of
+        ``shard_group`` are data parallel, each with another part. Where tensors may be sharded in
+        another way too, that is an error.
+
+        In a fixed group all parts have the same number of batches, and so all replicas end at the
+        same step: the first samples of an epoch are repeated at its end, at most W * S - 1, or with
+        ``drop_last=True`` the last ones are left out. Each epoch has another order.
+        ``loader.sampler.state_dict()`` and ``load_state_dict()`` go on within an epoch; without
+        them a resumed run begins with the first epoch.
+
+        With ``membership=`` the loader's sampler is an ``ElasticSampler``: iterate over the loader
+        once, and leave the loop when ``is_done`` is true.
+
+        Args:
+            batches_per_step: Batches of one inner step, with gradient accumulation. It matters with
+                ``membership=``, and for a state that is saved with ``num_workers > 0``.
+
+        Raises:
+            TypeError, ValueError: If the data set, or a sampler that was given, can only be
+                divided by the program; the sentence says how.
+        """
+        from .sampler import shard
+
+        return shard(loader, self, batches_per_step=batches_per_step)
 
     # ------------------------------------------------------------------------- the group
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..base.errors import NonFiniteError, SyncError
+from ..base.errors import NonFiniteError, ReplicaMismatch, SyncError
 from ..elastic.core import events as ev
 from ..elastic.differences import found_difference
 from ..elastic.driver import Driver
-from ..elastic.exits import LEFT_STAGE, Ended, end_with_status
+from ..elastic.exits import LEFT_STAGE, Ended, end_with_status, forget_sigterm, heed_sigterm
 from ..elastic.happenings import Fenced, Suspected, ViewChanged, Waiting
 from ..elastic.hosting import Host, meeting_place
 from ..elastic.options import PERIOD_S, Elastic
@@ -37,6 +37,8 @@ Attempt = Callable[[tuple[int, ...], dist.Store, ev.Form], None]
 # How often the workers of a replica hear from worker 0, which speaks for the replica.
 _HEAR_S = 1.0
 _POLL_S = 0.05
+# Key of the store of a view that begins: the inner step of the checkpoint of its source.
+_FIRST_STEP = "first step"
 
 
 class ElasticGroup:
@@ -54,6 +56,8 @@ class ElasticGroup:
         is_done: This replica has left the group.
         meter: Takes the times of this replica.
         copied_bytes: Of state that newcomers of the view were given while all waited.
+        first_step: Inner step of the checkpoint with which the view begins the run, or goes on with
+            the run after all its members have died; -1 if there is none.
     """
 
     def __init__(
@@ -69,17 +73,21 @@ class ElasticGroup:
         self.is_done = False
         self.replica = -1
         self.copied_bytes = 0
+        self.first_step = -1
         self._transfer = transfer
         self._form: ev.Form | None = None
         self._shown = json.dumps(shown)
         self.meter = Meter(time.monotonic())
         # At worker 0 of this replica, for what it tells the replica's other workers.
         self._own_store: dist.Store | None = None
+        self._store: dist.Store | None = None
+        self._registry_id = ""
         self._driver: Driver | None = None
         self._host: Host | None = None
-        failure = ""
-        if elastic.folder() is not None:
-            end_with_status()
+        failure, is_misfit = "", False
+        folder = elastic.folder()
+        end_with_status(has_launcher=folder is not None)
+        heed_sigterm(self, folder, has_mates=workers is not None)
         if self._speaks:
             try:
                 self._open(shown, 1 if workers is None else workers.size)
@@ -87,8 +95,11 @@ class ElasticGroup:
                 if workers is None:
                     raise
                 failure = f"{type(error).__name__}: {error}"
-        if failure := self._from_worker_0(failure):
-            raise SyncError(f"worker 0 of this replica failed: {failure}", stage="registry")
+                is_misfit = isinstance(error, ReplicaMismatch)
+        failure, is_misfit = self._from_worker_0((failure, is_misfit))
+        if failure:
+            kind = ReplicaMismatch if is_misfit else SyncError
+            raise kind(f"worker 0 of this replica failed: {failure}", stage="registry")
 
     def _open(self, shown: Any, num_workers: int) -> None:
         elastic = self.elastic
@@ -121,6 +132,7 @@ class ElasticGroup:
             registry.close()
             self._host = None
             raise
+        self._registry_id = registry.registry_id
         self._driver = driver
 
     @property
@@ -130,15 +142,19 @@ class ElasticGroup:
     def _from_worker_0(self, value: Any) -> Any:
         return value if self._workers is None else self._workers.gather(value)[0]
 
-    def close(self, *, is_finished: bool = True) -> None:
+    def close(self, *, is_finished: bool = True, has_all_steps: bool = False) -> None:
         """Tell the others that this replica has ended; idempotent.
 
         Args:
             is_finished: It has taken all its steps.
+            has_all_steps: All steps of the run are taken and shared.
         """
+        forget_sigterm(self)
+        if is_finished and not self.is_done:
+            self.elastic.remember("")
         if self._driver is not None:
             if is_finished:
-                self._driver.tell(ev.Finished())
+                self._driver.tell(ev.Finished(has_all_steps))
             self._driver.close()
         if self._transfer is not None:
             self._transfer.close()
@@ -233,12 +249,17 @@ class ElasticGroup:
     def _meeting_place(self, form: ev.Form) -> dist.Store:
         """Connect all workers to the store of a view."""
         self._form, self._own_store = form, None
+        self.first_step = -1
         with nullcontext() if self._workers is None else self._workers.all_workers():
             try:
                 if self._workers is not None:
                     own = next(one for one in form.view.members if one.id == self.replica)
                     self._own_store = meeting_place(form.view, self._connect_s, own.address)
-                return meeting_place(form.view, self._connect_s)
+                store = self._store = meeting_place(form.view, self._connect_s)
+                if form.view.source == self.replica and self._driver is not None:
+                    step = -1 if self._transfer is None else self._transfer.saved_step
+                    store.set(_FIRST_STEP, str(step))
+                return store
             except dist.DistError as error:
                 host = form.view.lowest
                 raise SyncError(
@@ -259,7 +280,7 @@ class ElasticGroup:
         while True:
             driver = self._driver
             order: Any = None if driver is None else self._next_order(driver)
-            waiting = "" if driver is None else driver.waiting_for
+            waiting = "" if driver is None else driver.waits
             if self._transfer is not None and self._transfer.is_pulling:
                 began = time.monotonic()
             if order is None and limit is not None and time.monotonic() - began > limit:
@@ -309,6 +330,7 @@ class ElasticGroup:
         self.view = view
         self.meter.entered(time.monotonic(), time.monotonic() - began)
         self._tell(ev.Started(view.number))
+        self.elastic.remember(self._registry_id)
         if self._host is not None:
             self._host.forget_before(view.number)
         if self._transfer is not None:
@@ -317,6 +339,7 @@ class ElasticGroup:
             entered = self._driver.state.recorded or view
             seconds = time.monotonic() - began
             step = entered.inner_step if entered.number == view.number else view.inner_step
+            self._driver.inner_step = step
             who = view.number, view.ids, view.joined, view.left
             self._emit(ViewChanged(*who, view.reason, seconds, step, self.copied_bytes))
 
@@ -340,6 +363,8 @@ class ElasticGroup:
         if self._driver is None:
             self._hear_of_opening(number)
             return
+        if self._form.role == "broadcast":
+            inner_step = self.first_step = self._hear_first_step()
         self._driver.tell(ev.Formed(number, max(0, inner_step)))
         log, began, limit = WaitLog(), time.monotonic(), self.elastic.quorum_wait
         while not self._driver.is_given_up(number):
@@ -350,6 +375,15 @@ class ElasticGroup:
                 break
             log.tick(lambda: f"the registry to open view {number}")
         raise self._given_up(number)
+
+    def _hear_first_step(self) -> int:
+        assert self._store is not None
+        try:
+            return int(self._store.get(_FIRST_STEP))
+        except dist.DistError as error:
+            raise SyncError(
+                f"the store of the view has not told its first inner step: {error}", stage="view"
+            ) from error
 
     def _mark(self, what: str) -> None:
         """Tell this replica's other workers what became of the attempt."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, SyncError
+from ..base.errors import LeftBehind, NonFiniteError, ReplicaMismatch, RunEnded, SyncError
 from ..elastic.exits import Ended
 from ..replica.workers import WORKMATE_STAGE
 
@@ -17,6 +17,8 @@ def error_of(end: Ended) -> SyncError:
         return LeftBehind(f"{end.reason}: {advice}", stage="view")
     if end.kind == "refused":
         return ReplicaMismatch(end.reason, stage="view")
+    if end.kind == "over":
+        return RunEnded(end.reason, stage="view")
     return SyncError(end.reason, stage=_STAGES[end.kind])
 
 

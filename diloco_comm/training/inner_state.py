@@ -10,6 +10,7 @@ replicas log why.
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..base.errors import SyncError
 from ..base.memory import memory_order
@@ -250,6 +252,31 @@ class InnerStates:
                     f"{sorted(there)} there"
                 )
         return ""
+
+
+def warn_of_schedules(optimizers: Sequence[Any], inner_step: int) -> None:
+    """Log which schedules of the learning rate begin, where training goes on at ``inner_step``.
+
+    A scheduler knows its optimizer and not the reverse, so this function asks the garbage collector
+    for the schedulers; only for an optimizer whose ``step`` a scheduler has wrapped.
+    """
+    scheduled = [one for one in optimizers if hasattr(one.step, "_wrapped_by_lr_sched")]
+    if not inner_step or not scheduled:
+        return
+    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
+    for optimizer in scheduled:
+        # Wrappers such as accelerate's have the optimizer inside.
+        own = [s for s in found if optimizer in (s.optimizer, getattr(s.optimizer, "optimizer", 0))]
+        own = [s for s in own if not isinstance(s, ReduceLROnPlateau)]
+        if own and max(getattr(s, "last_epoch", 0) for s in own) < 1:
+            logger.warning(
+                "training goes on at inner step %d, and the learning rate of this replica begins "
+                "anew: its %s has taken no step; call scheduler.step() %d times before the first "
+                "step, unless it counts epochs",
+                inner_step,
+                type(own[0]).__name__,
+                inner_step,
+            )
 
 
 def _source_rank(exchange: Exchange) -> int:

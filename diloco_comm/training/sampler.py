@@ -1,20 +1,362 @@
-"""Which samples of a data set each replica trains on, in a group that changes."""
+"""Which samples of a data set each replica trains on: ``shard``, and the samplers behind it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sized
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from ..base.checks import choice, flag, integer
 from ..elastic.leases import REPEAT, SKIP, Account, Plan
+from ..replica import sharding, wrappers
+from ..replica.shard_group import ShardGroup
+from .attached import Attached
 
-if TYPE_CHECKING:
-    from .diloco import DiLoCo
+# Number of a part, from 0, and how many parts there are.
+Place = tuple[int, int]
+
+# ----------------------------------------------------------------------------------------- loaders
+
+
+def shard(
+    loader: DataLoader[Any], diloco: Attached, *, batches_per_step: int = 1
+) -> DataLoader[Any]:
+    """Return a loader like ``loader`` that reads the own part of this replica; see ``DiLoCo``."""
+    integer("batches_per_step", batches_per_step, 1)
+    place, is_elastic = partial(_place_of, diloco), diloco._elastic is not None
+    num_samples, is_shuffled = _ordinary(loader, place(), is_elastic=is_elastic)
+    samples_per_step = (loader.batch_size or 1) * batches_per_step
+    seed = diloco.settings.seed
+    if is_elastic:
+        elastic = ElasticSampler(
+            num_samples, diloco, batch_size=samples_per_step, seed=seed, shuffle=is_shuffled
+        )
+        return _with_sampler(loader, elastic)
+    fixed = ReplicaSampler(
+        num_samples,
+        place,
+        seed=seed,
+        shuffle=is_shuffled,
+        drop_last=loader.drop_last,
+        inner_step=lambda: diloco.inner_step,
+        # Without workers the loader takes a batch when the loop asks for that batch.
+        samples_per_step=samples_per_step if loader.num_workers else None,
+    )
+    return _with_part(loader, fixed)
+
+
+def shard_part(
+    loader: DataLoader[Any], part: int, num_parts: int, *, seed: int = 0
+) -> DataLoader[Any]:
+    """Return a loader like ``loader`` that reads one of ``num_parts`` parts, without a DiLoCo.
+
+    As ``DiLoCo.shard`` in a fixed group, for a loader that is made before DiLoCo is attached. Each
+    iteration is a new epoch, unless ``loader.sampler.set_epoch()`` is called before it.
+
+    Args:
+        part: From 0; another one on each worker of each replica.
+        seed: The seed of the epochs' orders; the same on all replicas.
+    """
+    num_parts = integer("num_parts", num_parts, 1)
+    if integer("part", part, 0) >= num_parts:
+        raise ValueError(f"part must be less than num_parts, {num_parts}, got {part}")
+    place = part, num_parts
+    num_samples, is_shuffled = _ordinary(loader, place)
+    fixed = ReplicaSampler(
+        num_samples, lambda: place, seed=seed, shuffle=is_shuffled, drop_last=loader.drop_last
+    )
+    return _with_part(loader, fixed)
+
+
+def _ordinary(
+    loader: DataLoader[Any], place: Place, *, is_elastic: bool = False
+) -> tuple[int, bool]:
+    """Return the number of samples of a loader with an ordinary sampler, and whether it shuffles.
+
+    Raises:
+        TypeError, ValueError: If only the program knows how the loader's data can be divided.
+    """
+    part, num_parts = place
+    by_hand = (
+        "give DataLoader(sampler=ElasticSampler(dataset, diloco, batch_size=))"
+        if is_elastic
+        else "give DataLoader(sampler=DistributedSampler(dataset, "
+        f"num_replicas={num_parts}, rank={part}))"
+    )
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"shard() takes a torch DataLoader, got {loader!r}: {by_hand}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError(
+            "shard() got a loader of an IterableDataset, which has no indices to divide: divide "
+            "the data set itself, for Hugging Face data sets by "
+            "datasets.distributed.split_dataset_by_node(dataset, "
+            f"rank={part}, world_size={num_parts})"
+        )
+    sampler = loader.sampler
+    if isinstance(sampler, ReplicaSampler | ElasticSampler):
+        raise ValueError("shard() got a loader that is sharded already: use it as it is")
+    if isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            "shard() got a loader with a DistributedSampler, of "
+            f"num_replicas={sampler.num_replicas} and rank={sampler.rank}: leave out shard(), and "
+            f"{by_hand}"
+        )
+    if type(loader) is not DataLoader:
+        kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
+        raise TypeError(
+            f"shard() takes a torch DataLoader and got the subclass {kind}, which it cannot make "
+            f"anew: shard the loader before a trainer prepares it, or {by_hand}"
+        )
+    if loader.batch_sampler is not None and loader.batch_size is None:
+        raise ValueError(
+            "shard() got a loader with a batch_sampler of its own, "
+            f"{type(loader.batch_sampler).__name__}: let the batch_sampler choose from part {part} "
+            f"of {num_parts} of the indices, and leave out shard()"
+        )
+    return _num_samples(sampler, len(loader.dataset), by_hand), isinstance(sampler, RandomSampler)  # type: ignore[arg-type]
+
+
+def _num_samples(sampler: Any, size: int, by_hand: str) -> int:
+    """Return ``size``, the length of the data set, if the sampler takes each sample once."""
+    kind = type(sampler)
+    if kind not in (RandomSampler, SequentialSampler):
+        raise ValueError(
+            f"shard() got a loader with a sampler of its own, {kind.__name__}: {by_hand}, or let "
+            "your sampler choose other indices on each replica, and leave out shard()"
+        )
+    if getattr(sampler, "replacement", False):
+        raise ValueError(
+            "shard() got a loader with RandomSampler(replacement=True), whose draws cannot be "
+            "divided: draw with another seed on each replica, and leave out shard()"
+        )
+    if not len(sampler) == len(sampler.data_source) == size:
+        raise ValueError(
+            f"shard() got a loader whose sampler takes {len(sampler)} samples of a data set of "
+            f"{size}: choose them by torch.utils.data.Subset, or {by_hand}"
+        )
+    return size
+
+
+def _with_part(loader: DataLoader[Any], sampler: ReplicaSampler) -> DataLoader[Any]:
+    made = _with_sampler(loader, sampler)
+    if len(made) == 0:
+        _, num_parts = sampler.place()
+        raise ValueError(
+            f"with drop_last=True, {len(loader.dataset)} samples in {num_parts} parts leave no "  # type: ignore[arg-type]
+            f"batch of {loader.batch_size}: give more data, smaller batches or drop_last=False"
+        )
+    return made
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: Sampler[int]) -> DataLoader[Any]:
+    """Return a DataLoader with the arguments of ``loader`` and another sampler."""
+    names = inspect.signature(DataLoader.__init__).parameters.keys()
+    kept = names - {"self", "shuffle", "sampler", "batch_sampler"}
+    arguments = {name: getattr(loader, name) for name in kept if hasattr(loader, name)}
+    return DataLoader(**arguments, sampler=sampler)
+
+
+def _place_of(diloco: Attached) -> Place:
+    """Return the part of this worker, of all data-parallel workers of all replicas."""
+    worker, num_workers = _worker_of(diloco)
+    return diloco.replica_index * num_workers + worker, diloco.num_replicas * num_workers
+
+
+def _worker_of(diloco: Attached) -> Place:
+    """Return the place of this worker among the workers of its replica, which take other samples.
+
+    Raises:
+        ValueError: If it is not certain that the workers are data parallel.
+    """
+    params = [p for p in diloco._model.parameters() if sharding.is_sharded(p)]
+    workers = diloco._workers
+    if params:
+        if workers is None:
+            return 0, 1
+        if not _are_data_parallel(diloco, params):
+            raise ValueError(
+                f"the parameters lie on {workers.size} workers of this replica in a way that does "
+                "not tell which of them take the same samples: give DataLoader("
+                "sampler=DistributedSampler(dataset, num_replicas=, rank=)), where rank is equal "
+                "on workers of one tensor-parallel group"
+            )
+        return workers.rank, workers.size
+    groups = [group for one in wrappers.around(diloco._model) for group in one.groups]
+    groups += [workers.group] if isinstance(workers, ShardGroup) else []
+    found = {tuple(sorted(dist.get_process_group_ranks(group))) for group in groups}
+    found = {ranks for ranks in found if len(ranks) > 1}
+    if not found:
+        return 0, 1
+    if len(found) > 1:
+        raise ValueError(
+            "the model averages gradients over several groups of workers, of ranks "
+            f"{sorted(map(list, found))}: give DataLoader(sampler=DistributedSampler(dataset, "
+            "num_replicas=, rank=)), with a rank of its own for each worker of each replica"
+        )
+    (ranks,) = found
+    return ranks.index(dist.get_rank()), len(ranks)
+
+
+def _are_data_parallel(diloco: Attached, params: list[Any]) -> bool:
+    """Whether FSDP2 alone has sharded the parameters: over one dimension, or as HSDP."""
+    managed = {id(param) for m in sharding.fsdp_modules(diloco._model) for param in m.parameters()}
+    meshes = {param.device_mesh for param in params}
+    is_fsdp = all(id(param) in managed for param in params)
+    # With tensor parallelism, FSDP shards the first dimension, which HSDP leaves whole.
+    copied = {tuple(one.is_replicate() for one in param.placements) for param in params}
+    return is_fsdp and len(meshes) == 1 and copied in ({(False,)}, {(True, False)})
+
+
+# ---------------------------------------------------------------------------------------- samplers
+
+
+class Orders:
+    """The orders in which the data epochs go through a data set, equal on all replicas.
+
+    An order takes 8 bytes a sample of host memory; two orders are kept.
+    """
+
+    def __init__(self, num_samples: int, seed: int, *, shuffle: bool) -> None:
+        self.num_samples = num_samples
+        self._seed, self._shuffle = seed, shuffle
+        self._kept: dict[int, Tensor] = {}
+
+    def sample(self, epoch: int, index: int) -> int:
+        """Return the index of the sample in this place of an epoch."""
+        return int(self.order(epoch)[index]) if self._shuffle else index
+
+    def order(self, epoch: int) -> Tensor:
+        """Return a permutation of the samples, int64."""
+        if epoch not in self._kept:
+            while len(self._kept) > 1:
+                del self._kept[min(self._kept)]
+            text = f"{self._seed} {epoch}".encode()
+            seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+            generator = torch.Generator().manual_seed(seed)
+            self._kept[epoch] = torch.randperm(self.num_samples, generator=generator)
+        return self._kept[epoch]
+
+
+class ReplicaSampler(Sampler[int]):
+    """Give one part of each data epoch, in a group of replicas that does not change by itself.
+
+    Part p of n takes the places p, p + n, p + 2n ... of the epoch's order. All parts have as many
+    samples: with ``drop_last`` the samples that are left over are dropped, otherwise the first ones
+    of the epoch are taken once more.
+
+    A new iteration begins the next epoch if the replica has trained since the last iteration began.
+    So a look at a first batch, on one replica alone, changes no order.
+
+    Args:
+        num_samples: The length of the data set.
+        place: Returns the own part and the number of parts; called when an epoch begins.
+        seed: The seed of the orders.
+        shuffle: False for the order of the data set in every epoch.
+        drop_last: Drop samples, instead of repeating some.
+        inner_step: Returns the inner steps taken; None makes each iteration a new epoch.
+        samples_per_step: Samples of one inner step, where the loader takes samples ahead of the
+            training; None where it does not.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        place: Callable[[], Place],
+        *,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        inner_step: Callable[[], int] | None = None,
+        samples_per_step: int | None = None,
+    ) -> None:
+        self.place, self.epoch = place, 0
+        self._orders = Orders(integer("num_samples", num_samples, 1), seed, shuffle=shuffle)
+        self._drop_last, self._inner_step = drop_last, inner_step
+        self._samples_per_step = samples_per_step
+        self._shape = {"num_samples": num_samples, "seed": seed, "shuffle": shuffle}
+        # Inner step at which the present epoch began, None before; its first sample, the next one.
+        self._begun: int | None = None
+        self._first = self._taken = 0
+
+    def __len__(self) -> int:
+        _, num_parts = self.place()
+        return self._count(num_parts)
+
+    def _count(self, num_parts: int) -> int:
+        num_samples = self._orders.num_samples
+        return num_samples // num_parts if self._drop_last else -(-num_samples // num_parts)
+
+    def __iter__(self) -> Iterator[int]:
+        now = self._now()
+        if self._begun is not None and (self._inner_step is None or now != self._begun):
+            self.set_epoch(self.epoch + 1)
+        self._begun, self._taken = now, self._first
+        return self._samples(self.epoch, self._first)
+
+    def _now(self) -> int:
+        return 0 if self._inner_step is None else self._inner_step()
+
+    def _samples(self, epoch: int, first: int) -> Iterator[int]:
+        part, num_parts = self.place()
+        for number in range(first, self._count(num_parts)):
+            self._taken = number + 1
+            place = number * num_parts + part
+            yield self._orders.sample(epoch, place % self._orders.num_samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch with the next iteration; the same number on all replicas."""
+        if epoch != self.epoch or self._begun is not None:
+            self._first = self._taken = 0
+        self.epoch, self._begun = integer("epoch", epoch, 0), None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the data stand, for a checkpoint at this inner step."""
+        taken = self._taken
+        if self._begun is not None and self._samples_per_step is not None:
+            used = (self._now() - self._begun) * self._samples_per_step
+            taken = min(taken, self._first + used)
+        return {**self._shape, "num_parts": self.place()[1], "epoch": self.epoch, "taken": taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, with the next iteration; every replica loads its own or another.
+
+        Call this after ``diloco.load_state_dict``.
+
+        Raises:
+            ValueError: If the state is of other data, or of another number of parts within an
+                epoch.
+        """
+        other = {name: state.get(name) for name in self._shape}
+        if other != self._shape:
+            raise ValueError(
+                f"the saved state is of a loader with {other}, and this one has {self._shape}: "
+                "shard the same data, in a DiLoCo with the same seed"
+            )
+        taken, num_parts = int(state["taken"]), self.place()[1]
+        if taken and state["num_parts"] != num_parts:
+            raise ValueError(
+                f"the saved state is {taken} samples into an epoch of {state['num_parts']} parts, "
+                f"and there are {num_parts} parts now: begin an epoch by "
+                f"loader.sampler.set_epoch({int(state['epoch']) + 1}), on all replicas"
+            )
+        self.set_epoch(int(state["epoch"]))
+        self._first = self._taken = taken
+        if taken >= self._count(num_parts):
+            self.set_epoch(self.epoch + 1)
 
 
 class ElasticSampler(Sampler[int]):
@@ -25,7 +367,7 @@ class ElasticSampler(Sampler[int]):
     same sample. An epoch ends where the replicas together have gone through the data set; the next
     epoch has another order.
 
-    What a replica had taken when it was lost, and what no outer step holds, is given out again or
+    If a replica is lost, its samples that no outer step holds are given out again or
     skipped. Exactly once is not promised: a lost replica may have shared a part of a sample's
     effect, as other fragments or with an overlap, and steps of a round that broke off count.
 
@@ -38,15 +380,14 @@ class ElasticSampler(Sampler[int]):
         data: The data set, or the number of its samples.
         diloco: With ``membership=``.
         batch_size: Samples that each worker of a replica takes for one inner step: with gradient
-            accumulation, those of all its batches.
-        seed: Of the orders of the epochs.
+            accumulation, the samples of all its batches.
+        seed: The seed of the epochs' orders.
         shuffle: False for the order of the data set in every epoch.
         lost: "repeat" or "skip": what becomes of the unapplied samples of a lost replica.
 
-    An order takes 8 bytes a sample of host memory; two orders are kept.
-
     Raises:
-        ValueError: If an argument is out of range, or ``diloco`` has no ``membership=``.
+        ValueError: If an argument is out of range, or ``diloco`` has no ``membership=``; if it is
+            not certain that the workers of this replica are data parallel.
         RuntimeError: If this DiLoCo has a sampler already.
         ReplicaMismatch: If this replica has joined others whose samplers have other arguments.
     """
@@ -54,7 +395,7 @@ class ElasticSampler(Sampler[int]):
     def __init__(
         self,
         data: Sized | int,
-        diloco: DiLoCo,
+        diloco: Attached,
         *,
         batch_size: int,
         seed: int = 0,
@@ -64,8 +405,8 @@ class ElasticSampler(Sampler[int]):
         training = diloco._elastic
         if training is None:
             raise ValueError(
-                "ElasticSampler needs a DiLoCo with membership=; for a fixed group take "
-                "torch.utils.data.DistributedSampler"
+                "ElasticSampler needs a DiLoCo with membership=; for a fixed group use "
+                "diloco.shard(loader)"
             )
         num_samples = data if isinstance(data, int) else len(data)
         self._num_samples = integer("data", num_samples, 1)
@@ -73,11 +414,9 @@ class ElasticSampler(Sampler[int]):
         self._seed = integer("seed", seed)
         flag("shuffle", shuffle)
         choice("lost", lost, (REPEAT, SKIP))
-        self._diloco, self._shuffle = diloco, shuffle
-        workers = diloco._workers
-        self._worker = 0 if workers is None else workers.rank
-        self._num_workers = 1 if workers is None else workers.size
-        self._orders: dict[int, Tensor] = {}
+        self._diloco = diloco
+        self._worker, self._num_workers = _worker_of(diloco)
+        self._orders = Orders(self._num_samples, self._seed, shuffle=shuffle)
         self._shape = {
             "num_samples": self._num_samples,
             "lease": self._batch_size * self._num_workers,
@@ -93,27 +432,13 @@ class ElasticSampler(Sampler[int]):
             lease = self._book.draw()
             begin = (lease * self._num_workers + self._worker) * self._batch_size
             for place in range(begin, begin + self._batch_size):
-                yield self._sample(place)
-
-    def _sample(self, place: int) -> int:
-        """Return the index of the sample at a place of the endless stream."""
-        epoch, index = divmod(place, self._num_samples)
-        return int(self._order(epoch)[index]) if self._shuffle else index
-
-    def _order(self, epoch: int) -> Tensor:
-        if epoch not in self._orders:
-            while len(self._orders) > 1:
-                del self._orders[min(self._orders)]
-            text = f"{self._seed} {epoch}".encode()
-            seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-            generator = torch.Generator().manual_seed(seed)
-            self._orders[epoch] = torch.randperm(self._num_samples, generator=generator)
-        return self._orders[epoch]
+                yield self._orders.sample(*divmod(place, self._num_samples))
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the data stand, for a checkpoint at this inner step.
 
-        What was taken ahead of the training, and not yet used, is given out again after a resume.
+        Samples that were taken ahead of the training, and not yet used, are given out again after a
+        resume.
         """
         plan = self._book.saved(self._diloco.inner_step)
         return {**self._shape, "first": plan.first, "again": list(plan.again)}

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ..replica.fragments import all_parameters, refuse_new_parameters
 from ..rounds.agreement.consensus import mean_outer
-from ..rounds.checkpoint import load, save
+from ..rounds.checkpoint import save
+from ..rounds.checkpoint.changes import run_of
 from ..rounds.checkpoint.flights import saved_writes
+from ..rounds.checkpoint.load import Restore
+from ..rounds.synced import SyncedPart
 from .agreement import Agreement
 from .attached import Attached
 from .evaluation import swapped_in
@@ -19,6 +27,16 @@ class Saved(Attached):
 
     _agreement: Agreement
     _saved_writes: dict[int, set[int]]
+    # A state whose new parameters take the weights that the model has at the next step.
+    _awaiting: Restore | None = None
+    # Hooks of the optimizers; the number of their parameters, and those that are not exchanged.
+    _handles: tuple[Any, ...] = ()
+    _num_held = -1
+    _others_held: list[Tensor]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._watch_steps()
 
     # ------------------------------------------------------------------- outer parameters
 
@@ -72,22 +90,40 @@ class Saved(Attached):
             self._refuse_if_alone()
         self._rounds.uninterruptible.refuse_if_broken()
         self._look_at_parts()
+        return save.collect(self.parts, self._scope(), inner_step=self.inner_step, shared=shared)
+
+    def _scope(self) -> save.Scope:
         scope = self._agreement.scope()
-        return save.collect(self.parts, scope, inner_step=self.inner_step, shared=shared)
+        run = run_of(
+            self.parts,
+            self.schedule,
+            self.settings,
+            layout=scope.layout,
+            members=scope.members,
+        )
+        return replace(scope, run=run)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over a saved state, in place; local parameters come with the user's model.
 
+        The state goes by the names of parameters, and follows other settings of the same model:
+        ``sync_every``, fragments, offsets, wire, error feedback, overlap policy, numbers of the
+        outer optimizer, averaged buffers, group, and parameters that were frozen or unfrozen. A
+        parameter that was not exchanged before begins without outer momentum, from the weights
+        that the model has at the next step. All replicas must load with the same settings: replicas
+        whose outer state differs raise a ReplicaMismatch at the next exchange.
+
         Args:
-            strict: Raise when what this replica had for itself is missing, instead of doing
-                without: residuals start at zero, outer parameters that differ between replicas are
-                those of the lowest one.
+            strict: Raise when what this replica had for itself is missing and the change does not
+                explain it, instead of doing without: residuals start at zero, outer parameters that
+                differ between replicas are those of the lowest one.
 
         Rounds under way are dropped; those of the state take their place.
 
         Raises:
-            ValueError: If the state was saved with another model, schedule or set of fragments, or
-                lacks something; nothing is changed.
+            ValueError: If the state was saved with another model, other shapes or another kind of
+                outer optimizer, has rounds under way that cannot follow a change, or lacks
+                something; nothing is changed.
             RuntimeError: Inside ``outer_parameters()``, or after ``close()``; with ``membership=``,
                 if this replica has joined a group that trains, whose state it has.
         """
@@ -96,10 +132,63 @@ class Saved(Attached):
             self._elastic.refuse_to_load()
         self._refuse_if_unfit()
         self._refuse_changes(self.parts)
-        write = load.restore(self.parts, state_dict, self._agreement.scope(), strict=strict)
+        model = all_parameters(self._model)
+        restore = Restore(self.parts, state_dict, self._scope(), model, strict=strict)
         with self._recorder.deferred_callbacks(), self._rounds.uninterruptible():
             self._rounds.drop()
-            self.inner_step = write()
+            restore.write()
+            self.inner_step = restore.inner_step
             self._saved_writes = saved_writes(self.parts)
         if self._watch is not None:
             self._watch.expect_load(self._agreement.overwritten)
+        self._awaiting = restore if restore.has_new and self._handles else None
+
+    # --------------------------------------------------------------- before an inner step
+
+    def _watch_steps(self) -> None:
+        """Look at the optimizers' parameters before each of their steps."""
+
+        @torch.compiler.disable
+        def before_step(*_: Any) -> None:
+            if self._watch is None:
+                return  # The constructor has failed.
+            # The program may have loaded the model after the state.
+            self._begin_new_parameters()
+            self._awaiting = None
+            self._refuse_new_parameters()
+
+        self._stop_watching()
+        able = [one for one in self._optimizers if hasattr(one, "register_step_pre_hook")]
+        self._handles = tuple(one.register_step_pre_hook(before_step) for one in able)
+
+    def _stop_watching(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+
+    def _close(self, *, is_finished: bool) -> None:
+        self._stop_watching()
+        super()._close(is_finished=is_finished)
+
+    def _refuse_changes(self, parts: Iterable[SyncedPart], *, is_sending: bool = False) -> None:
+        self._begin_new_parameters()
+        if is_sending:
+            self._awaiting = None
+        super()._refuse_changes(parts, is_sending=is_sending)
+
+    def _begin_new_parameters(self) -> None:
+        if self._awaiting is not None:
+            self._awaiting.read_new()
+
+    def _refuse_new_parameters(self) -> None:
+        """Raise before the first step on parameters that were added to an optimizer or unfrozen."""
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        num_held = sum(len(group["params"]) for group in groups)
+        if num_held != self._num_held:
+            known = {id(param) for param in self._plan.parameters()}
+            held = [param for group in groups for param in group["params"]]
+            self._others_held = [param for param in held if id(param) not in known]
+            self._num_held = num_held
+        if any(param.requires_grad for param in self._others_held):
+            known = {id(param) for param in self._plan.parameters()}
+            refuse_new_parameters(self._model, self._optimizers, known)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ..base.errors import ReplicaMismatch
 from ..elastic.core import events as ev
@@ -59,6 +60,7 @@ class StateTransfer:
 
     Attributes:
         log: Of the rounds that this replica has applied.
+        saved_step: Inner step of the checkpoint; -1 without one.
         is_pulling: This replica copies a state and does not ask to be let in yet.
         caught_up_bytes: That this replica received while all members waited for it.
     """
@@ -66,8 +68,13 @@ class StateTransfer:
     def __init__(self, elastic: Elastic, parts: Sequence[SyncedFragment], layout: int) -> None:
         self._elastic, self._parts = elastic, list(parts)
         self._load_saved: Callable[[], None] | None = None
+        self._saved_rounds: tuple[int, ...] = ()
+        self.saved_step = -1
         if elastic.checkpoint is not None:
             self._load_saved = restore_outer(parts, elastic.checkpoint, layout)
+            self.saved_step = _step_of(elastic.checkpoint)
+            saved = elastic.checkpoint["parts"].values()
+            self._saved_rounds = tuple(sorted({int(numbers["round"]) for numbers in saved}))
         limit = elastic.round_log_bytes
         self.log = RoundLog(default_log_bytes(parts) if limit is None else limit)
         self.is_pulling = True
@@ -86,9 +93,10 @@ class StateTransfer:
         return self._donor.served_bytes
 
     def attach(self, driver: Driver, report: Callable[[JoinProgress], None]) -> None:
-        """Publish in the driver's beats where this process serves."""
+        """Publish in the driver's beats where this process serves, and which checkpoint it has."""
         self._driver, self._report = driver, report
         driver.serves = self._donor.place.to_text()
+        driver.inner_step, driver.positions = max(0, self.saved_step), self._saved_rounds
 
     def close(self) -> None:
         """End both sides; idempotent."""
@@ -135,7 +143,10 @@ class StateTransfer:
         elif newcomer.gave_up:
             self._be_ready(driver, newcomer.gave_up)
         elif now - self._moved_at > limit:
-            self._be_ready(driver, f"no donor has sent anything for {limit:g} s")
+            is_alone = not driver.donors()
+            self._be_ready(
+                driver, "" if is_alone else f"no donor has sent anything for {limit:g} s"
+            )
 
     def _progress(self, newcomer: Newcomer) -> JoinProgress:
         return JoinProgress(
@@ -176,6 +187,11 @@ class StateTransfer:
             set_numbers(part, {"round": 0, "last_sent": 0})
             part.history = 0
 
+    def load_saved(self) -> None:
+        """Put the outer state of the checkpoint into the fragments."""
+        assert self._load_saved is not None
+        self._load_saved()
+
     def has_begun(self) -> None:
         """Serve from now on: this replica holds the state of the group."""
         self._end_copy()
@@ -198,3 +214,12 @@ class StateTransfer:
         beats = () if self._driver is None else self._driver.beats or ()
         places = [Place.from_text(beat.serves) for beat in beats]
         return [place.key for place in places if place is not None]
+
+
+def _step_of(checkpoint: Mapping[str, Any]) -> int:
+    step = checkpoint.get("inner_step")
+    if type(step) is not int or step < 0:
+        raise ValueError(
+            f"the saved state has the inner step {step!r}, a number from 0 on expected"
+        )
+    return step

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..base import extension
 from ..base.errors import SyncError
 from ..elastic.core.events import Form
 from ..elastic.options import Elastic
@@ -30,7 +31,7 @@ from ..rounds.synced import SyncedPart
 from .agreement import Agreement
 from .elastic_group import ElasticGroup
 from .endings import is_about_group
-from .inner_state import InnerStates
+from .inner_state import InnerStates, warn_of_schedules
 from .leasing import Leasing
 from .planning import Plan
 
@@ -77,7 +78,13 @@ class ElasticTraining:
         timeout_s: float,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        shown = {"model": plan.description, "settings": _alike(settings), "of": plan.num_fragments}
+        spoken = {"handshake": extension.HANDSHAKE, "transfer": extension.TRANSFER}
+        # The first difference in this order is named.
+        shown: dict[str, Any] = {
+            "versions of diloco_comm's protocols": spoken,
+            "model": plan.description,
+        }
+        shown |= {"settings": _alike(settings), "of": plan.num_fragments}
         shown["total_steps"] = elastic.total_steps
         shown["inner_state"] = elastic.inner_state
         self._total_steps = elastic.total_steps
@@ -94,6 +101,8 @@ class ElasticTraining:
             if self.transfer is not None:
                 self.transfer.close()
             raise
+        # Until the first step, at which the schedules of the learning rate are looked at.
+        self._optimizers = list(optimizers)
         self._may_be_boundary = self._is_flushing = self._must_flush = False
         # The flush that this replica has called, until it ends.
         self._own_flush: Callable[[], None] | None = None
@@ -112,6 +121,11 @@ class ElasticTraining:
     def is_done(self) -> bool:
         """Whether this replica has left the group, or has taken and shared all steps."""
         return self.group.is_done or self._is_finished
+
+    def close(self, *, is_finished: bool) -> None:
+        """Tell the others that this replica has ended; idempotent."""
+        has_all_steps = is_finished and self._is_finished
+        self.group.close(is_finished=is_finished, has_all_steps=has_all_steps)
 
     def enter(
         self,
@@ -157,6 +171,11 @@ class ElasticTraining:
         more |= {"beside": beside, "inner": self._inner}
         begin({**arguments, **places, **more})
         group.copied_bytes = diloco._agreement.copied_bytes
+        if group.first_step >= 0:
+            if view.source == group.replica and self.transfer is not None:
+                self.transfer.load_saved()
+            agreement = diloco._agreement
+            diloco.inner_step = agreement.begin_from(group.first_step, source_rank)
         if self.transfer is not None and isinstance(diloco._rounds, StepTimed):
             diloco._rounds.log = self.transfer.log
         if form.role == "join":
@@ -174,6 +193,9 @@ class ElasticTraining:
 
     def take_step(self, diloco: Trained, take_step: Callable[[], None]) -> None:
         """Go to the next view if the present one has ended, then take an inner step."""
+        if self._optimizers:
+            optimizers, self._optimizers = self._optimizers, []
+            warn_of_schedules(optimizers, diloco.inner_step)
         rounds = diloco._rounds
         # After an interrupt, what was to be sent again is still to be sent.
         self._repeat(diloco)

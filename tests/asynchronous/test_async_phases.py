@@ -26,6 +26,7 @@ from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.server.storage import snapshots as storage
 from diloco_comm.asynchronous.worker.link import Link
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.base.log import Log
 from diloco_comm.tools.common.workers import free_port
 
 # Two runs of the first fragment, one of the second.
@@ -86,21 +87,20 @@ def arm_server(stage: str) -> None:
     death.before(storage.Storage, "append", "begin", lambda *_: "journal")
     death.after(storage.Storage, "append", "end", lambda *_: "journal")
     death.before(storage.Storage, "save", "begin", lambda *_: "snapshot")
-    death.before(os, "replace", "rename", lambda *_: "snapshot")
-    death.after(os, "replace", "renamed", lambda *_: "snapshot")
-    write = storage._write_record
+    death.before(os, "replace", "rename", lambda source, target: Path(target).name)
+    death.after(os, "replace", "renamed", lambda source, target, result: Path(target).name)
+    append = Log.append
 
-    def write_half(file: Any, header: Any, tensors: Any) -> None:
-        if "worker" in header and death.left == 1:
-            length = file.tell()
-            write(file, header, tensors)
-            os.ftruncate(file.fileno(), (length + file.tell()) // 2)
-        if "worker" in header:
+    def append_half(log: Log, *arguments: Any, **options: Any) -> None:
+        begin = log.end
+        append(log, *arguments, **options)
+        if log.path.name.startswith("journal"):
+            if death.left == 1:
+                os.ftruncate(log.fileno(), (begin + log.end) // 2)
             death.meet("tear", "journal")
-        write(file, header, tensors)
 
     if death.when == "tear":
-        storage._write_record = write_half
+        Log.append = append_half  # type: ignore[method-assign]
 
 
 def run_and_die(main: Callable[[], None]) -> None:

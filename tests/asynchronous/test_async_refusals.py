@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import threading
 
 import numpy as np
 import pytest
 import torch
+import zmq
 from async_helpers import (
     HELLO,
     PLAIN,
@@ -24,9 +27,10 @@ from async_helpers import (
     wait_until,
 )
 
-from diloco_comm import NonFiniteError
+from diloco_comm import NonFiniteError, __version__
+from diloco_comm.asynchronous import DecoupledDiLoCo
 from diloco_comm.asynchronous.model.rules import Immediate
-from diloco_comm.asynchronous.protocol.messages import Kind, Message
+from diloco_comm.asynchronous.protocol.messages import HEADER, PROTOCOL, Kind, Message, pack
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.worker.link import ServerRefused
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
@@ -220,6 +224,7 @@ def test_garbage_on_the_port_changes_nothing() -> None:
         ({"address": "nonsense"}, "the address must be tcp://host:port"),
         ({"address": "tcp://127.0.0.1:99999"}, "the address must be tcp://host:port"),
         ({"sync_every": 0}, "sync_every must be"),
+        ({"sync_every": 2**31}, "sync_every must be at most 2147483647"),
         ({"grace": -1.0}, "grace must be"),
         ({"min_steps": 0}, "min_steps must be"),
         ({"snapshot_every": 0}, "snapshot_every must be"),
@@ -247,3 +252,44 @@ def test_bad_worker_arguments(options: dict, message: str) -> None:
     options = {"server": "tcp://127.0.0.1:1", **options}
     with pytest.raises(ValueError, match=message):
         AsyncDiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
+def test_a_worker_of_another_version_reads_why_it_is_refused(
+    protocol: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    sentence = (
+        f"protocol version {protocol} was given, {PROTOCOL} is spoken here, by diloco_comm "
+        f"{__version__}: install the same version of diloco_comm on both sides"
+    )
+    with serving() as server, Peer(server.address) as peer:
+        for _ in range(2):
+            peer.say_raw(*pack(Message(Kind.HELLO, meta=HELLO), protocol))
+            assert peer.socket.poll(20_000)
+            header, text = peer.socket.recv_multipart()
+            assert HEADER.unpack(header)[1:3] == (protocol, Kind.REFUSED)
+            assert json.loads(text)["reason"] == sentence
+    assert caplog.messages.count(f"a worker was refused: {sentence}") == 1
+
+
+@pytest.mark.parametrize("of_kind", [AsyncDiLoCo, DecoupledDiLoCo])
+def test_a_server_of_another_version_is_named_at_once(of_kind: type) -> None:
+    context = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def serve() -> None:
+        peer = server.recv_multipart()[0]
+        refusal = Message(Kind.REFUSED, meta={"reason": "as an older server says it"})
+        server.send_multipart([peer, *pack(refusal, PROTOCOL - 1)])
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    model = Flat()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sentence = f"protocol version {PROTOCOL - 1} was given, {PROTOCOL} is spoken here, by diloco"
+    with pytest.raises(ServerRefused, match=sentence):
+        of_kind(model, optimizer, server=address, timeout=100.0)
+    serving.join()
+    server.close(0)
+    context.term()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from async_helpers import (
 
 from diloco_comm.asynchronous.protocol.keys import make_keys
 from diloco_comm.asynchronous.server.server import AsyncServer
-from diloco_comm.asynchronous.worker.link import ServerLost, read_status
+from diloco_comm.asynchronous.worker.link import ServerLost, ServerRefused, read_status
 
 
 def test_keys_let_in_the_allowed_and_nobody_else(tmp_path: Path) -> None:
@@ -33,6 +34,23 @@ def test_keys_let_in_the_allowed_and_nobody_else(tmp_path: Path) -> None:
         report = read_status(server.address, keys=tmp_path, key_name="one", timeout=20.0)
         assert list(report["workers"]) == ["a"]
         worker.close()
+
+
+def test_a_worker_whose_key_is_removed_is_out(tmp_path: Path) -> None:
+    make_keys(tmp_path, ["one", "two"])
+    with serving(keys=tmp_path, parameters=[torch.ones(7)]) as server:
+        _, kept = attach(server.address, "a", keys=tmp_path, key_name="one")
+        model, worker = attach(server.address, "b", keys=tmp_path, key_name="two")
+        (tmp_path / "allowed" / "two.key").unlink()
+        time.sleep(2.0)
+        model.descend(torch.ones(7))
+        with pytest.raises(ServerRefused, match="the key of this client is not among"):
+            worker.step()
+            worker.flush()
+        report = read_status(server.address, keys=tmp_path, key_name="one", timeout=20.0)
+        present = {name for name, one in report["workers"].items() if one["connected"]}
+        assert present == {"a"}
+        kept.close()
 
 
 def test_keys_are_private_files(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from diloco_comm.asynchronous.protocol.messages import Message
 from diloco_comm.asynchronous.server.server import AsyncServer
 from diloco_comm.asynchronous.worker.link import ServerLost
 from diloco_comm.asynchronous.worker.worker import AsyncDiLoCo
+from diloco_comm.base.log import DamagedLog
 
 
 def test_a_restarted_server_takes_its_workers_back(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_a_torn_record_is_cut_off(tmp_path: Path) -> None:
     worker.close()
     server.stop()
     one, both = sizes
-    cuts = [(both, 1), (both - 1, 0), (one, 0), (one - 1, -1), (5, -1)]
+    cuts = [(both, 1), (both - 1, 0), (one, 0), (one - 1, -1)]
     # A loss of power may leave a file that ends in zeros.
     zeros = [(size, 0, expected) for size, expected in cuts] + [(both, 16, 1), (one, 4096, 0)]
     for size, num_zeros, expected in zeros:
@@ -108,7 +109,7 @@ def test_snapshots_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was made with the rule"):
         AsyncServer(Buffered(period=2), snapshot=tmp_path / "s")
     (tmp_path / "s" / "snapshot").write_bytes(b"garbage")
-    with pytest.raises(ValueError, match="is not a snapshot"):
+    with pytest.raises(DamagedLog, match="is damaged at byte 0, or is no log"):
         AsyncServer(PLAIN, snapshot=tmp_path / "s")
     with pytest.raises(ValueError, match="delay compensation cannot be restarted"):
         AsyncServer(Immediate(compensation=1.0), snapshot=tmp_path / "t")

@@ -269,8 +269,10 @@ def test_old_journals_go_once_the_new_snapshot_is_on_the_disk(
     storage.save({}, {"x": torch.ones(4)})
     storage.begin_journal(1)
     storage.release()
-    names = [("fsync", str(tmp_path / "snapshot.new")), ("replace", "snapshot")]
-    wanted = [*names, ("fsync", str(tmp_path)), ("unlink", "journal-0")]
+    fsync_folder = ("fsync", str(tmp_path))
+    written = [("fsync", str(tmp_path / "snapshot.new")), ("replace", "snapshot"), fsync_folder]
+    begun = [("replace", "journal-1"), fsync_folder, ("unlink", "journal-0")]
+    wanted = [*written, *begun]
     assert [event for event in events if event in wanted] == wanted
 
 

@@ -22,6 +22,7 @@ from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.shared import SharedFragment
 from diloco_comm.asynchronous.decoupled.tape import replay
 from diloco_comm.asynchronous.server.storage import snapshots
+from diloco_comm.base import log
 
 SIZES = (5, 3)
 
@@ -182,7 +183,8 @@ def test_merges_after_a_snapshot_whose_folder_took_no_fsync_are_kept(
         kept.merge()
     fail_folder(True)
     kept.state.save()
-    assert f"{tmp_path} cannot be written: Input/output error; merges wait" in kept.keeper.problem
+    words = f"{tmp_path}/journal-3 cannot be written: Input/output error; merges wait"
+    assert words in kept.keeper.problem
     # The new snapshot may be lost with the power: the old one's journal stays.
     assert (tmp_path / "journal-0").exists()
     kept.keeper._retry_at = 0.0
@@ -199,6 +201,34 @@ def test_merges_after_a_snapshot_whose_folder_took_no_fsync_are_kept(
     assert back.published == (6, [-6.0, -6.0])
     back.state.end()
     assert {path.name for path in tmp_path.iterdir()} == {"lock", "snapshot", "journal-6"}
+
+
+def test_a_journal_whose_fsync_failed_is_written_anew_without_the_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed fsync nobody knows what is on the disk, also if the next fsync succeeds."""
+    kept = Kept(tmp_path)
+    kept.merge()
+    journal = tmp_path / "journal-0"
+    with monkeypatch.context() as patched:
+
+        def failing(number: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patched.setattr(os, "fsync", failing)
+        kept.merge()
+        words = f"{journal} cannot be written: Input/output error; merges wait"
+        assert kept.published[0] == 1 and words in kept.keeper.problem
+        kept.keeper._retry_at = 0.0
+        kept.state.advance(9.0)
+    before = journal.stat().st_ino
+    kept.keeper._retry_at = 0.0
+    kept.state.advance(9.0)
+    assert kept.published[0] == 2 and kept.keeper.problem == ""
+    assert journal.stat().st_ino != before
+    kept.merge()
+    kept.kill()
+    assert replay(tmp_path).versions == (3,)
 
 
 def test_what_a_killed_syncer_had_written_is_on_the_disk_before_anybody_gets_it(
@@ -229,7 +259,7 @@ def test_a_snapshot_that_could_not_be_read_does_not_replace_the_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its header would be too long, for the many names of learners."""
-    monkeypatch.setattr(snapshots, "_MAX_HEADER", 4096)
+    monkeypatch.setattr(log, "MAX_HEAD", 4096)
     kept = Kept(tmp_path)
     kept.merge()
     before = (tmp_path / "snapshot").read_bytes()
@@ -237,7 +267,7 @@ def test_a_snapshot_that_could_not_be_read_does_not_replace_the_good_one(
     names = {f"learner-{number}": 1 for number in range(1000)}
     kept.model.published[0] = replace(newest, merged={**newest.merged, **names})
     kept.state.save()
-    words = "snapshot.new cannot be written: the header has "
+    words = "snapshot cannot be written: the header has "
     assert words in kept.keeper.problem and "at most 4096 are read" in kept.keeper.problem
     assert "a crash loses nothing" in kept.keeper.problem
     kept.merge()

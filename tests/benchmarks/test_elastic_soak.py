@@ -55,7 +55,7 @@ def records(views: list[View]) -> list[bytes]:
 def test_a_journal_gives_back_all_records(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for record in records(chain()):
-        journal.append([(RUN, record), ("another run", b"x")])
+        journal.append([(RUN, record), ("another-run", b"x")])
     journal.close()
     assert list(checks.records_of(tmp_path / "journal", RUN)) == records(chain())
 

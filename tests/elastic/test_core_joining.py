@@ -30,6 +30,7 @@ from diloco_comm.elastic.core.events import (
     Form,
     Formed,
     Leave,
+    Over,
     Pend,
     Pulled,
     Refuse,
@@ -39,6 +40,7 @@ from diloco_comm.elastic.core.events import (
 )
 from diloco_comm.elastic.views import (
     NO_VIEW,
+    finished,
     opened,
     to_bytes,
     with_evicted,
@@ -222,6 +224,36 @@ def test_a_run_whose_members_have_all_died_is_founded_anew_from_a_checkpoint(
         after = proposal(actions)
         assert after.ids == (id, 5) and after.base == 4 and after.left == (0, 1)
         assert after.source == (id if values else 2)
+
+
+def test_nobody_begins_anew_beside_one_in_a_later_view_than_the_record() -> None:
+    """The registry has its journal of an earlier time: the record names members that are dead."""
+    process = founder(5, to_bytes(view(0, 1)))
+    saved, elsewhere = newcomer(1, positions=(3,), inner_step=900), replace(view(7), number=9)
+    actions: list[Any] = []
+    for _ in range(9):
+        actions += process.poll(saved, beat(7, TRAINING, elsewhere))
+    assert not [a for a in actions if isinstance(a, Swap)]
+    assert reasons(actions)[-1].startswith("until replica 7 tells the registry of the view")
+
+
+def test_the_record_says_that_all_steps_are_taken() -> None:
+    one = view(0, 1)
+    process = Process(training(0, one))
+    record = to_bytes(finished(one))
+    assert process.tell(Finished(has_all_steps=True)) == [Swap(to_bytes(one), record), Drained()]
+    assert founder(5, record).poll()[0] == Over(
+        "run 'run' has ended: replicas [0, 1] have taken all their steps; to train on, give the "
+        "run another name, or rollback=True"
+    )
+    # Nobody who trained is told so, and who may begin anew does.
+    assert not [a for a in Process(training(1, one), record).poll() if isinstance(a, Over)]
+    again = founder(5, record, allows_rollback=True)
+    actions: list[Any] = []
+    while not any(isinstance(one, Swap) for one in actions):
+        actions += again.poll()
+    anew = proposal(actions)
+    assert anew.ids == (5,) and anew.base == 4 and not anew.is_finished
 
 
 def test_a_process_with_other_settings_is_refused() -> None:

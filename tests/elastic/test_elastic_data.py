@@ -16,7 +16,7 @@ from elastic_replicas import PACE_S, SUSPECT_AFTER_S
 from elastic_replicas import registry as registry
 from fault_replicas import BLOCK, connect, make_model, make_optimizer, take_inner_step
 from registries import Host
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, ElasticSampler, ReplicaMismatch, SyncError
@@ -109,7 +109,7 @@ def live(
     assert diloco.is_done
     outer = diloco.outer_hash()
     totals = diloco.elastic_totals()
-    places = sampler._order(0).argsort()[samples]
+    places = sampler._orders.order(0).argsort()[samples]
     diloco.flush()
     diloco.close()
     return End(samples, diloco.inner_step, outer, totals, set((places // BATCH).tolist()))
@@ -162,6 +162,39 @@ def test_no_two_replicas_take_the_same_sample(
     assert first.totals.num_views == 3 and joined.totals.num_views == 2
     assert first.totals.forming_s > 0 and 0 < first.totals.goodput < 1
     assert joined.totals.joining_s > 0
+
+
+def read_own_part(
+    rank: int, world: int, store: tuple[str, int], registry: str
+) -> tuple[list[int], int, str]:
+    """Train to the last step on a loader that ``diloco.shard`` has made."""
+    diloco, model, optimizer = attach(registry, rank, total_steps=24, min_replicas=2)
+    data: Any = range(NUM_SAMPLES)
+    loader = diloco.shard(DataLoader(data, BATCH, shuffle=True), batches_per_step=2)
+    with pytest.raises(ValueError, match="sharded already"):
+        diloco.shard(loader)
+    with pytest.raises(ValueError, match=r"sampler=ElasticSampler\(dataset, diloco, batch_size="):
+        diloco.shard(DataLoader(data, BATCH, sampler=SubsetRandomSampler([1])))
+    samples: list[int] = []
+    for number, batch in enumerate(loader, 1):
+        samples += batch.tolist()
+        if number % 2 == 0:
+            take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
+        if diloco.is_done:
+            break
+    outer = diloco.outer_hash()
+    diloco.close()
+    return samples, diloco.inner_step, outer
+
+
+def test_a_sharded_loader_of_an_elastic_group(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    first, second = pool.run(read_own_part, pool.store, registry.address, timeout=60)
+    assert first[1:] == second[1:] and first[1] == 24
+    assert len(first[0]) == len(second[0]) == 24 * 2 * BATCH
+    assert len({*first[0], *second[0]}) == 2 * 24 * 2 * BATCH
 
 
 def differ(rank: int, world: int, store: tuple[str, int], registry: str) -> str:

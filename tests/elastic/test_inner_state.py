@@ -285,3 +285,52 @@ def test_another_optimizer_is_refused_before_it_comes(
     for error, kind in zip(errors, ("sgd.SGD", "adamw.AdamW amsgrad"), strict=True):
         assert f'inner_optimizer.0.bias is "torch.optim.{kind}' in error and there in error
     assert donor[2] == newcomer[2] and all(newcomer[2].values())
+
+
+# ----------------------------------------------------------------- schedules of the learning rate
+
+
+def told_of_schedules(
+    optimizer: torch.optim.Optimizer, inner_step: int, caplog: pytest.LogCaptureFixture
+) -> list[str]:
+    caplog.clear()
+    inner_state.warn_of_schedules([optimizer], inner_step)
+    return caplog.messages
+
+
+def test_a_schedule_that_begins_in_the_middle_of_a_run_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schedules = torch.optim.lr_scheduler
+    optimizer = make_optimizer(make_model(), "AdamW")
+    assert told_of_schedules(optimizer, 24, caplog) == []
+    schedule = schedules.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 40))
+    # Another optimizer's schedule says nothing about this one.
+    other = make_optimizer(make_model(), "SGD")
+    others = schedules.StepLR(other, 1)
+    other.step()
+    others.step()
+    assert told_of_schedules(optimizer, 0, caplog) == []
+    assert told_of_schedules(optimizer, 24, caplog) == [
+        "training goes on at inner step 24, and the learning rate of this replica begins anew: its "
+        "LambdaLR has taken no step; call scheduler.step() 24 times before the first step, unless "
+        "it counts epochs"
+    ]
+    optimizer.step()
+    for _ in range(24):
+        schedule.step()
+    assert told_of_schedules(optimizer, 24, caplog) == []
+
+
+def test_a_schedule_of_parts_has_moved_with_its_first_part(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schedules = torch.optim.lr_scheduler
+    optimizer = make_optimizer(make_model(), "AdamW")
+    parts = [schedules.ConstantLR(optimizer), schedules.ExponentialLR(optimizer, 0.9)]
+    whole = schedules.SequentialLR(optimizer, parts, milestones=[10])
+    [sentence] = told_of_schedules(optimizer, 3, caplog)
+    assert "call scheduler.step() 3 times" in sentence
+    optimizer.step()
+    whole.step()
+    assert told_of_schedules(optimizer, 3, caplog) == []

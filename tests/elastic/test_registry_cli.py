@@ -80,6 +80,36 @@ def test_a_registry_is_hosted_ended_and_found_again(tmp_path: Path) -> None:
     assert re.fullmatch(f"diloco-comm: {journal} is damaged at byte 0.*\n", ended.err)
 
 
+def test_a_damaged_journal_is_cut_off_by_hand(tmp_path: Path) -> None:
+    folder, journal = tmp_path / "j", tmp_path / "j" / "journal"
+    check_misuse(run_cli("registry", "--truncate"), "--truncate needs --journal")
+    check_misuse(run_cli("registry", "--truncate", "--journal", folder), "the folder of a journal")
+    assert not folder.exists()
+    with serving(journal=folder) as server:
+        registry = connect(server.address, run="r", timeout_s=20)
+        for old, new in ((b"", b"1"), (b"1", b"2"), (b"2", b"3")):
+            assert registry.swap(old, new)
+    data = journal.read_bytes()
+    place = data.index(b"r2")
+    journal.write_bytes(damaged := data[:place] + b"?" + data[place + 1 :])
+    refused = run_cli("registry", "--port", "0", "--journal", folder)
+    assert refused.status == 1 and "with 1 whole records behind the damage" in refused.err
+    command = re.search("`diloco-comm (registry .* --truncate)`", refused.err)
+    assert command is not None and journal.read_bytes() == damaged
+    done = run_cli(*command[1].split())
+    assert (done.status, done.err) == (0, "")
+    assert re.fullmatch(f"{journal} is cut off at byte .* are kept in {journal}.cut-.*\n", done.out)
+    again = run_cli(*command[1].split())
+    assert (again.status, again.out) == (0, f"{journal} is not damaged: nothing was cut off\n")
+    with serving(journal=folder) as server:
+        assert connect(server.address, run="r").read() == b"1"
+    journal.rename(tmp_path / "elsewhere")
+    journal.symlink_to(tmp_path / "elsewhere")
+    ended = run_cli("registry", "--port", "0", "--journal", folder)
+    sentence = "it is a symbolic link, which is not followed: put a regular file there, or none"
+    assert ended.status == 1 and f"diloco-comm: {journal}: {sentence}\n" == ended.err
+
+
 def test_misuse_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     for arguments, sentence in (
         (("registry", "--host", "0.0.0.0"), "can be reached from other machines: give --keys"),

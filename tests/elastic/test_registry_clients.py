@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -56,7 +57,7 @@ def test_a_client_drops_what_is_not_its_answer(context: zmq.Context) -> None:
     serving = threading.Thread(target=serve, args=(0,))
     serving.start()
     assert registry.read() == b"first" and registry.read() == b"second"
-    with pytest.raises(RegistryMismatch, match="protocol 9 was given, 1 is spoken here"):
+    with pytest.raises(RegistryMismatch, match="protocol version 9 was given, 1 is spoken here"):
         registry.read()
     serving.join()
 
@@ -105,6 +106,34 @@ def test_keys_let_in_the_allowed_and_nobody_else(tmp_path: Path) -> None:
         assert not allowed(keys)
     with pytest.raises(ValueError, match="there is no key"):
         connect(server.address, run="r", key=keys / "three.key_secret")
+
+
+def test_a_key_counts_from_and_until_a_second_after_its_file(tmp_path: Path) -> None:
+    """A client whose key was removed is refused on the connection that it has, too."""
+    make_keys(tmp_path, ["paris", "tokyo"])
+    file, kept = tmp_path / "allowed" / "tokyo.key", tmp_path / "tokyo.key"
+    key = tmp_path / "tokyo.key_secret"
+    with serving(keys=tmp_path) as server:
+        tokyo = connect(server.address, run="r", timeout_s=20, key=key)
+        paris = connect(server.address, run="r", timeout_s=20, key=tmp_path / "paris.key_secret")
+        assert tokyo.swap(b"", b"x")
+        file.unlink()
+        time.sleep(2.0)
+        for call in (lambda: tokyo.swap(b"x", b"y"), lambda: tokyo.beat("0.a", b"b"), tokyo.read):
+            with pytest.raises(RegistryUnavailable, match="refuses: the key of this client is not"):
+                call()
+        again = connect(server.address, run="r", timeout_s=0.5, key=key)
+        with pytest.raises(RegistryUnavailable, match="does it know the key"):
+            again.read()
+        assert paris.read() == b"x" and paris.beat("1.b", b"b") == {"1.b": b"b"}
+        shutil.copy(kept, file)
+        time.sleep(2.0)
+        assert tokyo.read() == b"x"
+        assert connect(server.address, run="r", timeout_s=20, key=key).read() == b"x"
+        # A file that is no key lets nobody in, and locks nobody out.
+        (tmp_path / "allowed" / "broken.key").write_text("no key")
+        time.sleep(2.0)
+        assert paris.swap(b"x", b"y")
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://192.0.2.1:5", "tcp://a.example:5"])

@@ -16,6 +16,7 @@ import zmq
 from registries import Host, in_threads, increment, serving
 from test_registry_journal import disk_of
 
+from diloco_comm.base.log import DoubtfulWrite
 from diloco_comm.base.service.sockets import receive
 from diloco_comm.elastic.registry import RegistryMismatch, RegistryUnavailable, connect
 from diloco_comm.elastic.registry import journal as journal_module
@@ -170,6 +171,7 @@ def test_swaps_share_one_fsync_and_beats_do_not_wait_for_it(
     time.sleep(0.3)
     try:
         server.turn(5000)
+        monkeypatch.undo()
         told = [answer(peer, 5000) for peer in peers]
     finally:
         server.close()
@@ -187,7 +189,7 @@ def test_a_doubtful_swap_is_told_apart_from_a_certain_one() -> None:
         registry_id, records = bytes(16), {"a": b"1"}
 
         def append(self, changes: object) -> None:
-            raise journal_module.DoubtfulWrite(5, "Input/output error", "journal")
+            raise DoubtfulWrite(5, "Input/output error", "journal")
 
     records = Records(Disk())  # type: ignore[arg-type]
     told: list[tuple[str, Kind, bytes]] = []
@@ -230,7 +232,7 @@ def test_garbage_on_the_port_changes_nothing(context: zmq.Context) -> None:
             ([header, b"\xff", b"x", b"y"], "can't decode byte 0xff"),
             (
                 [HEADER.pack(MAGIC, 9, Kind.SWAP, 7, known, bytes(16), 0), b"r", b"x", b"y"],
-                "protocol 9 was given, 1 is spoken here",
+                "protocol version 9 was given, 1 is spoken here",
             ),
             ([HEADER.pack(MAGIC, PROTOCOL, 77, 7, known, bytes(16), 0)], "no kind of message 77"),
             (

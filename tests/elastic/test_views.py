@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_comm.base.extension import VIEW
 from diloco_comm.elastic.beats import READY, STAGES, Beat
 from diloco_comm.elastic.views import (
     FORMING,
@@ -37,7 +38,7 @@ def view(*ids: int, number: int = 2) -> View:
 def test_a_record_is_read_as_it_was_written() -> None:
     one = replace(view(0, 2, 5), joined=(5,), left=(1,), source=0, evicted=(2,))
     assert from_bytes(to_bytes(one), "run") == one
-    assert json.loads(to_bytes(one))["version"] == 1
+    assert json.loads(to_bytes(one))["version"] == VIEW
 
 
 def test_members_are_asked_by_id_and_nonce() -> None:
@@ -73,9 +74,12 @@ def test_an_open_view_is_asked_to_leave_a_member_out() -> None:
         (b"\xff garbage", "holds no record of a view"),
         (b"[]", "holds no record of a view"),
         (b"{}", "holds no record of a view"),
-        (b'{"version": 7}', "has version 7, and this diloco_comm reads version 1"),
-        (b'{"version": 1, "run": "other"}', "is of run 'other', and this replica is of run 'run'"),
-        (b'{"version": 1, "run": "run"}', "record of run 'run' is damaged"),
+        (b'{"version": 7}', f"has version 7, and this diloco_comm reads version {VIEW}"),
+        (
+            b'{"version": %d, "run": "other"}' % VIEW,
+            "is of run 'other', and this replica is of run",
+        ),
+        (b'{"version": %d, "run": "run"}' % VIEW, "record of run 'run' is damaged"),
         (to_bytes(view(0)).replace(b"forming", b"closed."), "record of run 'run' is damaged"),
     ],
 )
@@ -118,7 +122,8 @@ def test_garbage_is_no_beat(text: bytes) -> None:
         ("positions", 3),
         ("unreachable", [1]),
         ("has_state", 1),
-        ("version", 2),
+        ("version", VIEW - 1),
+        ("version", [VIEW]),
         ("another", 1),
     ],
 )
@@ -126,6 +131,14 @@ def test_a_beat_with_another_content_is_no_beat(name: str, value: object) -> Non
     values = json.loads(Beat(member(1), 7, READY).to_bytes())
     assert Beat.from_bytes(json.dumps(values).encode()) is not None
     assert Beat.from_bytes(json.dumps(values | {name: value}).encode()) is None
+
+
+def test_a_beat_of_another_version_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    values = json.loads(Beat(member(1), 7, READY).to_bytes())
+    for _ in range(2):
+        assert Beat.from_bytes(json.dumps(values | {"version": 99}).encode()) is None
+    (said,) = caplog.messages
+    assert said.startswith("the beat of another replica was refused: protocol version 99 was given")
 
 
 def test_a_beat_of_too_many_fragments_is_refused() -> None:

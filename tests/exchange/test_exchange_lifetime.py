@@ -20,6 +20,7 @@ from diloco_comm.base.memory import empty_pages
 from diloco_comm.exchange.exchange import Exchange
 from diloco_comm.exchange.headers import Header
 from diloco_comm.ops.wire import WireFormat
+from diloco_comm.tools.common.workers import free_port
 
 Workers = Callable[[int], Pool]
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,3 +247,33 @@ def test_threads_of_an_exchange_leave_the_core_to_threads_that_compute() -> None
     assert set(threads.values()) == {os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     ex.close()
+
+
+_LAST_TO_END = """
+    import sys, time
+    import torch.distributed as dist
+    from diloco_comm.exchange.exchange import Exchange
+
+    rank, port = int(sys.argv[1]), int(sys.argv[2])
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    ex = Exchange(store, rank, [0, 1])
+    if rank == 1:
+        while not ex._engine.is_store_lost:
+            time.sleep(0.01)
+    ex.close()
+"""
+
+
+@pytest.mark.usefixtures("forked_programs")
+def test_the_end_of_a_stores_host_is_no_stack_on_stderr(tmp_path: Path) -> None:
+    program = tmp_path / "last_to_end.py"
+    program.write_text(textwrap.dedent(_LAST_TO_END))
+    command = [sys.executable, str(program)]
+    port = str(free_port())
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    replicas = [
+        subprocess.Popen([*command, str(rank), port], env=env, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    ended = [replica.communicate(timeout=60)[1] for replica in replicas]
+    assert ended == ["", ""] and all(replica.returncode == 0 for replica in replicas)

@@ -17,6 +17,7 @@ from workers import Pool
 from diloco_comm.integrations.writers import log_metrics
 
 FIGURES = {"sent_bytes", "received_bytes", "encode_s", "exchange_s", "exposed_s", "is_applied"}
+MAIN = {"diloco/sent_mb", "diloco/waited_s", "diloco/hidden_share", "diloco/drift"}
 
 
 def events(folder: Path) -> dict[str, dict[int, float]]:
@@ -49,11 +50,72 @@ def test_a_summary_writer(tmp_path: Path) -> None:
         assert found[f"diloco/{name}"] == pytest.approx(expected)
 
 
+class RunOfWandb:
+    """The rule of a W&B run: one row for each step, and nothing that comes at an earlier step."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.rows: list[dict[str, float]] = []
+        self.dropped: list[dict[str, float]] = []
+        self.axes: dict[str, str] = {}
+        self._row: dict[str, float] = {}
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(
+        self, data: dict[str, float], step: int | None = None, commit: bool | None = None
+    ) -> None:
+        if step is not None and step < self.step:
+            self.dropped.append(data)
+            return
+        if step is not None and step > self.step:
+            self._end_row(step)
+        self._row |= data
+        if commit or (commit is None and step is None):
+            self._end_row(self.step + 1)
+
+    def _end_row(self, step: int) -> None:
+        self.rows += [self._row] * bool(self._row)
+        self.step, self._row = step, {}
+
+
+@pytest.mark.parametrize(("steps_per_log", "fragments"), [(1, 1), (1, 2), (3, 1), (0, 1), (0, 2)])
+def test_the_step_of_wandb_is_the_programs(steps_per_log: int, fragments: int) -> None:
+    """The program logs its losses at steps of its own count; 0 for a program that logs nothing."""
+    run = RunOfWandb()
+    model, optimizer, diloco = attach(sync_every=2, fragments=fragments)
+    with diloco:
+        log_metrics(diloco, run)
+        for step in range(8):
+            train_step(model, optimizer, 0, step)
+            if steps_per_log and step % steps_per_log == 0:
+                run.log({"loss": float(step)}, step=step // steps_per_log)
+    run.log({}, commit=True)
+    # A program that logs less often than replicas exchange loses nothing either.
+    assert run.dropped == []
+    losses = list(range(0, 8, steps_per_log)) if steps_per_log else []
+    assert [row["loss"] for row in run.rows if "loss" in row] == losses
+    assert run.axes == {"diloco/*": "diloco/inner_step"}
+    tag = "diloco/sent_bytes" if fragments == 1 else "diloco/sent_bytes/fragment_1"
+    found = [row["diloco/inner_step"] for row in run.rows if tag in row]
+    exchanges = [m.inner_step for m in diloco.metrics() if m.fragment == fragments - 1]
+    if steps_per_log == 3:
+        assert found == sorted(found) and set(found) <= set(exchanges)
+    else:
+        assert found == exchanges
+
+
 # ------------------------------------------------------------------------ Hugging Face's Trainer
 
 
 def hf_logs(
-    rank: int, world: int, address: tuple[str, int], folder: Path, options: dict[str, Any]
+    rank: int,
+    world: int,
+    address: tuple[str, int],
+    folder: Path,
+    figures: str,
+    options: dict[str, Any],
 ) -> tuple[list[dict[str, float]], list[Any]]:
     """Return the trainer's log, and the metrics of all exchanges."""
     from huggingface_runs import quiet_arguments
@@ -67,7 +129,8 @@ def hf_logs(
         save_strategy="no",
         **options,
     )
-    place = on_store(rank, world, address, f"hf logs {options}")
+    place = on_store(rank, world, address, f"hf logs {figures} {options}")
+    place |= {"shard": False, "figures": figures}
     callback = DiLoCoCallback(sync_every=3, wire="fp32", **place)
     trainer = Trainer(WithLoss(), args, train_dataset=Rows(rank), callbacks=[callback])
     trainer.train()
@@ -83,7 +146,7 @@ def mean(metrics: list[Any], name: str) -> float:
 def test_hugging_face(trainer_replicas: Callable[[int], Pool], tmp_path: Path) -> None:
     pool = trainer_replicas(2)
     options = {"logging_steps": 4, "report_to": "tensorboard"}
-    results = pool.run(hf_logs, pool.store, tmp_path, options)
+    results = pool.run(hf_logs, pool.store, tmp_path, "all", options)
     for rank, (log, metrics) in enumerate(results):
         assert [m.inner_step for m in metrics] == [3, 6, 9, 10]
         own = [entry for entry in log if any(key.startswith("diloco/") for key in entry)]
@@ -93,6 +156,7 @@ def test_hugging_face(trainer_replicas: Callable[[int], Pool], tmp_path: Path) -
         for entry, sync in zip(own, metrics, strict=True):
             for name in FIGURES:
                 assert entry[f"diloco/{name}"] == pytest.approx(float(getattr(sync, name)))
+            assert entry["diloco/sent_mb"] == sync.sent_bytes / 1e6
             assert not any(math.isnan(value) for value in entry.values())
         home = tmp_path / f"replica-{rank}"
         found = events(home)
@@ -109,19 +173,39 @@ def test_hugging_face(trainer_replicas: Callable[[int], Pool], tmp_path: Path) -
 def test_hugging_face_logs_means(trainer_replicas: Callable[[int], Pool], tmp_path: Path) -> None:
     pool = trainer_replicas(2)
     options = {"logging_steps": 7, "report_to": "none"}
-    for log, metrics in pool.run(hf_logs, pool.store, tmp_path, options):
+    for log, metrics in pool.run(hf_logs, pool.store, tmp_path, "all", options):
         own = [entry for entry in log if "diloco/sent_bytes" in entry]
         assert [entry["step"] for entry in own] == [7, 10, 10]
         assert own[0]["diloco/exchange_s"] == pytest.approx(mean(metrics[:2], "exchange_s"))
+
+
+@needs("transformers")
+def test_hugging_face_logs_four_figures(
+    trainer_replicas: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    pool = trainer_replicas(2)
+    options = {"logging_steps": 7, "report_to": "none"}
+    for log, metrics in pool.run(hf_logs, pool.store, tmp_path, "main", options):
+        own = [entry for entry in log if "diloco/sent_mb" in entry]
+        assert {tag for entry in own for tag in entry if tag.startswith("diloco/")} == MAIN
+        first = own[0]
+        assert first["diloco/sent_mb"] == sum(m.sent_bytes for m in metrics[:2]) / 1e6
+        waited = sum(m.exposed_s for m in metrics[:2])
+        exchange_s = sum(m.exchange_s for m in metrics[:2])
+        assert first["diloco/waited_s"] == pytest.approx(waited)
+        share = min(1.0, max(0.0, 1 - waited / exchange_s))
+        assert first["diloco/hidden_share"] == pytest.approx(share)
+        assert first["diloco/drift"] == pytest.approx(metrics[1].pseudo_gradient_norm)
+        assert first["diloco/drift"] > 0
 
 
 # --------------------------------------------------------------------------------- Lightning
 
 
 def lightning_logs(
-    rank: int, world: int, address: tuple[str, int], folder: Path, kind: str
-) -> list[Any]:
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    rank: int, world: int, address: tuple[str, int], folder: Path, kind: str, figures: str
+) -> tuple[list[Any], Any]:
+    from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
     from lightning_runs import Module, quiet_trainer
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
@@ -132,17 +216,31 @@ def lightning_logs(
             self.log("loss", loss)
             return loss
 
-    home = folder / f"replica-{rank}"
-    place = on_store(rank, world, address, f"lightning logs {kind}")
-    callback = DiLoCoCallback(sync_every=3, fragments=2, **place)
+    class WithWandbsRule(Logger):
+        """Logs each row with the step of Lightning, as a W&B run with this step would take it."""
+
+        name, version = "run", 0
+
+        def __init__(self, folder: Path) -> None:
+            super().__init__()
+            self.run = RunOfWandb()
+
+        def log_hyperparams(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.run.log({**metrics, "at": float(step or 0)}, step=step)
+
+    kinds = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WithWandbsRule}
+    logger = kinds[kind](folder / f"replica-{rank}")
+    place = on_store(rank, world, address, f"lightning logs {kind} {figures}")
+    callback = DiLoCoCallback(sync_every=3, fragments=2, shard=False, figures=figures, **place)
     trainer = quiet_trainer(
-        max_steps=NUM_STEPS,
-        callbacks=[callback],
-        logger={"csv": CSVLogger, "tensorboard": TensorBoardLogger}[kind](home),
-        log_every_n_steps=5,
+        max_steps=NUM_STEPS, callbacks=[callback], logger=logger, log_every_n_steps=5
     )
     trainer.fit(Logging(), torch.utils.data.DataLoader(Rows(rank), batch_size=ROWS))
-    return callback.diloco.metrics()
+    run = getattr(logger, "run", None)
+    return callback.diloco.metrics(), run and (run.rows, run.dropped)
 
 
 def from_csv(folder: Path) -> dict[str, dict[int, float]]:
@@ -157,18 +255,43 @@ def from_csv(folder: Path) -> dict[str, dict[int, float]]:
     return found
 
 
+def step_of_lightning(inner_step: int) -> int:
+    """Return the step at which Lightning logs this step; the flush comes after the last one."""
+    return inner_step - 1
+
+
 @needs("lightning")
 @pytest.mark.parametrize("kind", ["csv", pytest.param("tensorboard", marks=needs("tensorboard"))])
 def test_lightning(kind: str, trainer_replicas: Callable[[int], Pool], tmp_path: Path) -> None:
     pool = trainer_replicas(2)
-    for rank, metrics in enumerate(pool.run(lightning_logs, pool.store, tmp_path, kind)):
+    results = pool.run(lightning_logs, pool.store, tmp_path, kind, "all")
+    for rank, (metrics, _) in enumerate(results):
         home = tmp_path / f"replica-{rank}"
         found = from_csv(home) if kind == "csv" else events(home)
         assert sorted(found["loss"]) == [4, 9]
+        # Each exchange, also between the steps that Lightning itself logs, and the flush.
+        steps = {id(m): step_of_lightning(m.inner_step) for m in metrics[:-1]}
+        steps[id(metrics[-1])] = NUM_STEPS
         for fragment in (0, 1):
             own = [m for m in metrics if m.fragment == fragment]
-            # Each exchange, also between the steps that Lightning itself logs, and the flush.
             assert len(own) == 4
             for name in FIGURES:
-                expected = {m.inner_step: float(getattr(m, name)) for m in own}
+                expected = {steps[id(m)]: float(getattr(m, name)) for m in own}
                 assert found[f"diloco/{name}/fragment_{fragment}"] == pytest.approx(expected)
+
+
+@needs("lightning")
+def test_lightning_never_logs_an_earlier_step(
+    trainer_replicas: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    pool = trainer_replicas(2)
+    for metrics, (rows, dropped) in pool.run(lightning_logs, pool.store, tmp_path, "wandb", "main"):
+        assert dropped == []
+        assert [row["at"] for row in rows if "loss" in row] == [4.0, 9.0]
+        own = [row for row in rows if "diloco/sent_mb" in row]
+        assert {tag for row in own for tag in row if tag.startswith("diloco/")} == MAIN
+        # The row of the flush stays open until the logger ends.
+        exchanged = metrics[:-1]
+        assert [row["at"] for row in own] == [step_of_lightning(m.inner_step) for m in exchanged]
+        sent_mb = sum(m.sent_bytes for m in exchanged) / 1e6
+        assert sum(row["diloco/sent_mb"] for row in own) == pytest.approx(sent_mb)

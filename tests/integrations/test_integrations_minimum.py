@@ -24,7 +24,7 @@ def lightning_with_a_minimum(
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
     place = on_store(rank, world, address, f"minimum {limits}")
-    callback = DiLoCoCallback(sync_every=2, **place)
+    callback = DiLoCoCallback(sync_every=2, shard=False, **place)
     trainer = quiet_trainer(
         max_epochs=2,
         **(limits if rank else {}),

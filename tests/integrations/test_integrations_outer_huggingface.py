@@ -56,7 +56,7 @@ def hf_trainer(rank: int, folder: Path, arguments: dict[str, Any], **options: An
         label_names=["y"],
         **chosen,
     )
-    callback = DiLoCoCallback(**{"evaluate": "outer", **arguments})
+    callback = DiLoCoCallback(shard=False, **{"evaluate": "outer", **arguments})
     trainer = Trainer(
         WithLoss(rank),
         args,
@@ -290,7 +290,7 @@ def wrong_choice(rank: int, world: int) -> list[str]:
     said = []
     for module in (huggingface, lightning):
         with pytest.raises(ValueError) as error:
-            module.DiLoCoCallback(evaluate="both")
+            module.DiLoCoCallback(evaluate="both", sync_every=4)
         said.append(str(error.value))
     return said
 

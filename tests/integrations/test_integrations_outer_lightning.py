@@ -82,7 +82,7 @@ def lightning_run(
 
     home = folder / f"replica-{rank}"
     module = make_module(home, seed=7 if resume else rank, fails=fails)
-    callback = DiLoCoCallback(**{"evaluate": "outer", **arguments})
+    callback = DiLoCoCallback(shard=False, **{"evaluate": "outer", **arguments})
     saving = ModelCheckpoint(
         home, filename="{step}", monitor="val_loss", save_top_k=-1, save_on_exception=fails
     )
@@ -198,7 +198,10 @@ def lightning_weights_only(rank: int, world: int) -> str:
 
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
-    callbacks = [DiLoCoCallback(evaluate="outer"), ModelCheckpoint(save_weights_only=True)]
+    callbacks = [
+        DiLoCoCallback(evaluate="outer", sync_every=4),
+        ModelCheckpoint(save_weights_only=True),
+    ]
     trainer = pl.Trainer(accelerator="cpu", callbacks=callbacks, logger=False)
     with pytest.raises(ValueError) as error:
         callbacks[0].on_train_start(trainer, pl.LightningModule())

@@ -137,7 +137,7 @@ def hugging_face(rank: int, world: int, address: tuple[str, int], folder: Path, 
         save_strategy="no",
     )
     place = on_store(rank, world, address, f"skipped {optim}")
-    callback, model = DiLoCoCallback(sync_every=4, **place), Overflowing(rank)
+    callback, model = DiLoCoCallback(sync_every=4, shard=False, **place), Overflowing(rank)
     data = Rows(rank, NUM_STEPS)
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
     trainer.accelerator.scaler = make_scaler()
@@ -178,7 +178,7 @@ def lightning(rank: int, world: int, address: tuple[str, int], is_automatic: boo
             return torch.autocast("cpu", enabled=False)
 
     place = on_store(rank, world, address, f"skipped lightning {is_automatic}")
-    callback, module = DiLoCoCallback(sync_every=4, **place), Overflows()
+    callback, module = DiLoCoCallback(sync_every=4, shard=False, **place), Overflows()
     trainer = quiet_trainer(
         max_epochs=1,
         plugins=[InFullPrecision("16-mixed", "cpu", make_scaler())],

@@ -138,6 +138,25 @@ def test_the_run_is_that_of_the_arguments(workers) -> None:
     assert workers(2).run(train) == [[True, True]] * 2
 
 
+def test_the_call_of_torchtitan() -> None:
+    """As torchtitan 0.3.0 calls ``maybe_semi_sync_training``, with all its names."""
+    model = WithLoss()
+    optimizers = Container(make_optimizer(model))
+    call = {"ft_manager": None, "model": model, "n_layers": 4, "optimizer": optimizers}
+    with semi_sync_training(FaultTolerance(), fragment_fn=None, **call) as diloco:
+        assert diloco is not None and diloco.settings.sync_every == 4
+    with (
+        pytest.raises(TypeError, match="takes one of optimizers and optimizer"),
+        semi_sync_training(FaultTolerance(), model),
+    ):
+        pass
+    with (
+        pytest.raises(TypeError, match="has no argument 'sync_evry': did you mean 'sync_every'"),
+        semi_sync_training(FaultTolerance(), model, optimizers, sync_evry=3),
+    ):
+        pass
+
+
 def test_a_pipeline_is_refused() -> None:
     model = WithLoss()
     stages = [model.net.layers, model.net.head]

@@ -47,7 +47,7 @@ def end_in_vain(rank: int, world: int, trainer: str) -> str:
     """The last values are not finite: the end of training says so, and the attachment is closed."""
     module = importlib.import_module(f"diloco_comm.integrations.{trainer}")
     model = WithLoss()
-    callback = module.DiLoCoCallback()
+    callback = module.DiLoCoCallback(sync_every=4)
     optimizer = make_optimizer(model)
     diloco = DiLoCo(model, optimizer, sync_every=4, on_nonfinite="skip", attach=False)
     diloco.step()
@@ -99,7 +99,7 @@ def hf_run(
         save_steps=SAVED_STEP,
         **options,
     )
-    callback = DiLoCoCallback(**arguments)
+    callback = DiLoCoCallback(shard=False, **arguments)
     data = Rows(rank, accumulate=accumulate)
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=f"{args.output_dir}/checkpoint-5" if resume else None)
@@ -225,7 +225,7 @@ def lightning_run(
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
     module, home = Module(seed=7 if resume else rank), folder / f"replica_{rank}"
-    callback = DiLoCoCallback(**arguments)
+    callback = DiLoCoCallback(shard=False, **arguments)
     saving = ModelCheckpoint(home, filename="{step}", every_n_train_steps=SAVED_STEP, save_top_k=-1)
     trainer = quiet_trainer(
         max_steps=NUM_STEPS,

@@ -32,7 +32,7 @@ from diloco_comm.integrations.huggingface import DiLoCoCallback
 args = quiet_arguments(f"out-{RANK}", max_steps=2, save_strategy="no")
 
 def train(**arguments):
-    callback = DiLoCoCallback(sync_every=1, **arguments)
+    callback = DiLoCoCallback(sync_every=1, shard=False, **arguments)
     model = WithLoss(RANK)
     Trainer(model, args, train_dataset=Rows(RANK), callbacks=[callback]).train()
     diloco = callback.diloco
@@ -106,7 +106,7 @@ from trainers import Rows, flat
 from diloco_comm.integrations.lightning import DiLoCoCallback
 
 def train(devices, **arguments):
-    module, callback = Module(RANK), DiLoCoCallback(sync_every=1, **arguments)
+    module, callback = Module(RANK), DiLoCoCallback(sync_every=1, shard=False, **arguments)
     trainer = quiet_trainer(devices=devices, max_steps=2, callbacks=[callback])
     trainer.fit(module, torch.utils.data.DataLoader(Rows(RANK), batch_size=8))
     diloco = callback.diloco
@@ -254,25 +254,44 @@ def warned(rank: int, world: int, name: str) -> list[str]:
     import warnings
 
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     from diloco_comm import DiLoCo
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replica",))
-    model = wrap(name, mesh.get_group(), mesh)
+    model = WithLoss() if "zero" in name else wrap(name, mesh.get_group(), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if "zero" in name:
+        groups = [dist.new_group([one]) for one in range(world)]
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.SGD,
+            process_group=groups[rank] if name == "zero of its own" else None,
+            lr=0.1,
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         DiLoCo(model, optimizer, sync_every=1).close()
     return [str(warning.message) for warning in caught if warning.category is UserWarning]
 
 
-@pytest.mark.parametrize("name", ["ddp", "replicate"])
-def test_the_core_warns(name: str, workers) -> None:
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("ddp", "DistributedDataParallel averages gradients over ranks [0, 1] at every step"),
+        ("replicate", "replicate() averages gradients over ranks [0, 1] at every step"),
+        ("zero", "ZeroRedundancyOptimizer divides one optimizer step among ranks [0, 1] at every"),
+        ("zero of its own", None),
+    ],
+)
+def test_the_core_warns(name: str, begin: str | None, workers) -> None:
     for messages in workers(2).run(warned, name):
-        assert any(
-            message.startswith(f"{NAMES[name]} averages gradients over ranks [0, 1] at every step")
-            for message in messages
-        )
+        spanning = [one for one in messages if "different replicas" in one]
+        if begin is None:
+            assert spanning == []
+        else:
+            assert len(spanning) == 1 and spanning[0].startswith(begin)
+            assert "give it a process_group of this replica's own workers" in spanning[0]
 
 
 def shards_of_two_replicas(rank: int, world: int, address: tuple[str, int]) -> str:
@@ -329,7 +348,7 @@ def hf_with_own_ddp(rank: int, world: int, address: tuple[str, int], folder: Pat
         save_strategy="no",
     )
     place = {"mesh": mesh["replica"], "shard_group": mesh["worker"]}
-    callback, model = DiLoCoCallback(sync_every=2, **place), WithLoss(rank)
+    callback, model = DiLoCoCallback(sync_every=2, shard=False, **place), WithLoss(rank)
     OwnDdp(model, args, train_dataset=Rows(rank), callbacks=[callback]).train()
     return [callback.diloco.exchange.size, callback.diloco.totals().num_syncs, flat(model).tolist()]
 

@@ -95,7 +95,7 @@ def hf_steps(rank: int, world: int, address: tuple[str, int], folder: Path) -> t
         num_train_epochs=2,
     )
     place = on_store(rank, world, address, "uneven hf")
-    callback = DiLoCoCallback(sync_every=4, **place)
+    callback = DiLoCoCallback(sync_every=4, shard=False, **place)
     data = Rows(rank, [5, 3][rank])
     Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
     return callback.diloco.inner_step, flat(model).tolist()
@@ -116,7 +116,7 @@ def lightning_steps(
     from diloco_comm.integrations.lightning import DiLoCoCallback
 
     place = on_store(rank, world, address, f"uneven lightning {limits}")
-    module, callback = Module(rank), DiLoCoCallback(sync_every=4, **place)
+    module, callback = Module(rank), DiLoCoCallback(sync_every=4, shard=False, **place)
     trainer = quiet_trainer(
         callbacks=[callback],
         default_root_dir=folder / f"lightning-{rank}",
@@ -181,7 +181,7 @@ def lightning_own_steps(
             return [torch.optim.SGD(params, lr=0.01) for params in ([first], others)]
 
     place = on_store(rank, world, address, f"uneven lightning {kind} {num_batches} {limits}")
-    module, callback = OfKind(), DiLoCoCallback(sync_every=2, **place)
+    module, callback = OfKind(), DiLoCoCallback(sync_every=2, shard=False, **place)
     scheduled = [GradientAccumulationScheduler({0: 1, 1: 3})] if kind == "scheduled" else []
     trainer = quiet_trainer(
         callbacks=[callback, *scheduled],

@@ -99,7 +99,7 @@ def test_exchange(world: int, launcher: str, ranks: Callable[[int], Pool], tmp_p
     pool, path = ranks(world), tmp_path / "results.json"
     words = ["exchange", "-b", "64K", "-e", "128K", "-n", "2", "-w", "1", "-c", "1"]
     wires = ["int8", "int4", "int2r", "sub8", "topk64"]
-    words += ["--wire", ",".join(wires), "--json", str(path), "--min-gbps", "1e-9"]
+    words += ["--wire", ",".join(wires), "--json", str(path), "--min-gb-per-s", "1e-9"]
     results = pool.run(run_rank, workers.free_port(), words, launcher)
     assert [status for status, _ in results] == [None] * world
     output = results[0][1]
@@ -123,15 +123,23 @@ def test_exchange(world: int, launcher: str, ranks: Callable[[int], Pool], tmp_p
         assert figures["alg_bw"] == pytest.approx(gigabytes / (figures["time"] / 1e6))
         factor = 2 * (world - 1) / world
         assert figures["bus_bw"] == pytest.approx(figures["alg_bw"] * factor)
+        (reference,) = (r for r in rows if (r["size"], r["wire"]) == (row["size"], "fp32"))
+        ratio = reference["in_place"]["time"] / figures["time"]
+        assert row["vs_reference"] == pytest.approx(ratio)
         assert row["time_us"]["p10"] <= row["time_us"]["p50"] <= row["time_us"]["p90"]
 
 
-def test_min_gbps_sets_the_status(capfd: pytest.CaptureFixture[str]) -> None:
+def test_too_low_a_bandwidth_sets_the_status(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["exchange", "-g", "2", "-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]
+    # The former name, with a note, is the same option.
     ended = run_cli("bench", *words, "--min-gbps", "1e6", "--emulate-link", "1,1")
     assert ended.status == 1
     out, err = capfd.readouterr()
-    assert re.fullmatch(r"diloco-comm: below --min-gbps 1e\+06: int8 has \d\.\d{3} GB/s\n", err)
+    assert re.fullmatch(
+        r"diloco-comm: --min-gbps is deprecated: its name is --min-gb-per-s, as its unit\n"
+        r"diloco-comm: below --min-gb-per-s 1e\+06: int8 has \d\.\d{3} GB/s\n",
+        err,
+    )
     assert "link: simulated" in out and "1,1" in out
 
 
@@ -238,7 +246,9 @@ def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert row.keys() == keys_documented("ops") - inner
         seconds = row["time"] / 1e6
-        assert row["fp32_gbps"] == pytest.approx(65536 / seconds / 1e9)
+        memcpy = min(r["time"] for r in rows if r["operator"].startswith("floor memcpy"))
+        assert row["memcpy_ratio"] == pytest.approx(row["time"] / memcpy)
+        assert row["fp32_gb_per_s"] == pytest.approx(65536 / seconds / 1e9)
     assert capsys.readouterr().out.splitlines() == document["output"]
 
 
@@ -275,7 +285,8 @@ def test_tune_writes_a_config_that_diloco_reads(
     for row in document["results"]:
         assert row.keys() == keys_documented("tune")
     default = document["results"][0]
-    assert default["vs_default"] == 1.0
+    for row in document["results"]:
+        assert row["vs_default"] == pytest.approx(default["time"] / row["time"])
     assert (default["lanes"], default["chunk_bytes"]) == (1, None)
     # The chosen setting is the default, or was faster when both were timed in turns.
     assert (

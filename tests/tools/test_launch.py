@@ -31,6 +31,7 @@ SCRIPT = f"""
 import os, sys, time
 sys.path[:0] = {FOLDERS!r}
 import torch
+import torch.distributed as dist
 torch.set_num_threads(1)
 from pathlib import Path
 from fault_replicas import make_model, make_optimizer, take_inner_step
@@ -42,8 +43,17 @@ optimizer = make_optimizer(model)
 membership = Elastic(
     total_steps=int(sys.argv[3]), min_replicas=2, suspect_after=6, quorum_wait=60
 )
-diloco = DiLoCo(model, optimizer, sync_every=sync_every, membership=membership)
-mine = folder / f"replica-{{diloco.members[diloco.replica_index]}}"
+mates = None
+if int(os.environ["WORLD_SIZE"]) > 1:
+    dist.init_process_group("gloo")
+    mates = dist.group.WORLD
+diloco = DiLoCo(
+    model, optimizer, sync_every=sync_every, membership=membership, shard_group=mates
+)
+number = diloco.members[diloco.replica_index]
+mine = folder / f"replica-{{number}}"
+with (folder / f"pids-{{number}}").open("a") as file:
+    print(os.getpid(), file=file)
 with mine.open("a") as file:
     print(diloco.view, diloco.inner_step, file=file)
 while not diloco.is_done:
@@ -66,9 +76,12 @@ def registry(tmp_path: Path) -> Iterator[Host]:
     host.kill()
 
 
-def start(registry: Host, folder: Path, name: str, *arguments: object) -> subprocess.Popen[str]:
+def start(
+    registry: Host, folder: Path, name: str, *arguments: object, num_workers: int = 1
+) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(SCRIPT)
     options = ["--registry", registry.address, "--run", "r", "--state-dir", str(folder / name)]
+    options += ["--nproc-per-node", str(num_workers)]
     return subprocess.Popen(
         [*CLI, *options, str(folder / "train.py"), str(folder), *map(str, arguments)],
         stderr=subprocess.PIPE,
@@ -90,6 +103,32 @@ def test_a_dead_replica_comes_again_and_all_end_at_one_step(registry: Host, tmp_
     starts = [(tmp_path / f"replica-{replica}").read_text().split("\n") for replica in (0, 1)]
     # The second process of replica 1 has the number of the first one.
     assert [len(lines) - 1 for lines in starts] == [1, 2]
+
+
+@pytest.mark.nightly("40 s; test_elastic_lost has the folder's note and the refusal")
+@pytest.mark.fresh_interpreter
+def test_no_second_training_begins_at_another_registry(registry: Host, tmp_path: Path) -> None:
+    launchers = [start(registry, tmp_path, name, 4, 10**6) for name in "ab"]
+    while not all(lines_of(tmp_path / f"replica-{replica}") for replica in (0, 1)):
+        assert all(launcher.poll() is None for launcher in launchers)
+        time.sleep(0.05)
+    registry.kill()
+    other = Host(address=registry.address, journal=tmp_path / "other")
+    try:
+        os.kill(int(lines_of(tmp_path / "pids-1")[0]), signal.SIGKILL)
+        while all(launcher.poll() is None for launcher in launchers):
+            time.sleep(0.05)
+        refused, survivor = sorted(launchers, key=lambda launcher: launcher.poll() is None)
+        assert refused.returncode == exits.MISFIT and survivor.poll() is None
+        error = refused.communicate()[1]
+        assert "belongs to the registry" in error and "replica.json notes" in error
+        assert [len(lines_of(tmp_path / f"replica-{replica}")) for replica in (0, 1)] == [1, 1]
+    finally:
+        other.kill()
+        for launcher in launchers:
+            launcher.kill()
+            with launcher:
+                pass
 
 
 SLEEPER = """
@@ -126,21 +165,47 @@ def test_all_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     Launcher(Launch("tcp://127.0.0.1:1", "r", [str(script)], 2, state))
 
 
-@pytest.mark.nightly("40 s each; they differ in the signal", but=["15"])
+def lines_of(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.mark.nightly("40 s each; they differ in who gets which signal", but=["all"])
 @pytest.mark.fresh_interpreter
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "is_for_launcher", "is_for_workers", "num_workers"),
+    [
+        (signal.SIGTERM, True, False, 1),
+        (signal.SIGINT, True, False, 1),
+        (signal.SIGTERM, True, True, 1),
+        (signal.SIGTERM, True, True, 2),
+        (signal.SIGTERM, False, True, 1),
+    ],
+    ids=["launcher", "launcher-by-ctrl-c", "all", "all-of-two-workers", "worker"],
+)
 def test_a_signal_lets_the_replica_leave(
-    registry: Host, tmp_path: Path, number: signal.Signals
+    registry: Host,
+    tmp_path: Path,
+    number: signal.Signals,
+    is_for_launcher: bool,
+    is_for_workers: bool,
+    num_workers: int,
 ) -> None:
-    launchers = [start(registry, tmp_path, name, 4, 10**6) for name in "ab"]
-    while not all((tmp_path / f"replica-{replica}").exists() for replica in (0, 1)):
+    launchers = [
+        start(registry, tmp_path, name, 4, 10**6, num_workers=num_workers) for name in "ab"
+    ]
+    while not all(len(lines_of(tmp_path / f"pids-{i}")) == num_workers for i in (0, 1)):
         assert all(launcher.poll() is None for launcher in launchers)
         time.sleep(0.05)
-    for launcher in launchers:
-        launcher.send_signal(number)
+    for replica, launcher in enumerate(launchers):
+        if is_for_launcher:
+            launcher.send_signal(number)
+        if is_for_workers:
+            for pid in lines_of(tmp_path / f"pids-{replica}"):
+                os.kill(int(pid), number)
     errors = [launcher.communicate(timeout=60)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [exits.LEFT, exits.LEFT], errors
     assert all("leaves at its next boundary" in error for error in errors)
+    assert not any("starts again" in error for error in errors)
 
 
 @pytest.mark.nightly(
@@ -187,6 +252,8 @@ def test_an_error_ends_the_process_with_its_status(zygote: Zygote, error: str, s
         ((69,), False, False, exits.UNAVAILABLE),
         ((-15, 143), False, False, exits.LEFT),
         ((1,), False, True, 1),
+        ((-15,), False, True, exits.LEFT),
+        ((-15, -9), False, True, 1),
     ],
 )
 def test_the_status_of_a_replica(

@@ -161,6 +161,10 @@ def test_more_learners_and_fragments() -> None:
         ([*BY_HAND, "--step-time", 0], "--step-time must be a positive number, got 0"),
         ([*BY_HAND, "--wire-down", "int5"], "unknown wire 'int5'"),
         ([*BY_HAND, "--write", "x.json"], "--decoupled does not take --write"),
+        (
+            [*BY_HAND, "--layers", 3, "--bits", 4, "--target", 0.9],
+            "--decoupled does not take --layers, --bits, --target: leave out those options",
+        ),
         ([*BY_HAND, "--gbps", 0], "--gbps must be a positive number, got 0"),
         ([*BY_HAND, "--rtt-ms", -1], "--rtt-ms must not be negative, got -1"),
         ([*BY_HAND, "--sync-every", 2000000], "--sync-every must be at most 1000000"),

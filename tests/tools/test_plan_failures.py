@@ -48,6 +48,14 @@ def test_failures_of_the_table_are_printed() -> None:
     ("arguments", "sentence"),
     [
         (["--chips", "8"], "--chips needs --failures"),
+        (
+            ["--failures", "--chips", "9", "--params", "1B", "--layers", "9"],
+            "--failures does not take --params, --layers: leave out those options",
+        ),
+        (
+            ["--failures", "--replicas", "4", "--json"],
+            "--replicas needs --chips: without it the paper's table is shown",
+        ),
         (["--failures", "--chips", "1"], "got 2 learners and 1 chips"),
         (["--failures", "--chips", "9", "--lost-seconds", "-1"], "--lost-seconds must be a number"),
         (

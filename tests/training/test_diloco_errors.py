@@ -153,6 +153,12 @@ def test_what_cannot_be_called_is_no_callback() -> None:
     ("arguments", "error", "sentence"),
     [
         ({"sync_every": 0}, ValueError, "sync_every must be an integer of at least 1, got 0"),
+        (
+            {"sync_every": 2**31},
+            ValueError,
+            "sync_every must be at most 2147483647, which a header",
+        ),
+        ({"lanes": 2**31}, ValueError, "lanes must be at most 2147483647, which a header holds"),
         ({"sync_every": None}, ValueError, "sync_every is missing"),
         ({"wire": "int3"}, ValueError, "unknown wire 'int3': it must be one of fp32, bf16"),
         ({"block_size": 100}, ValueError, "block_size must be one of 32, 64"),
@@ -205,6 +211,11 @@ def test_what_cannot_be_called_is_no_callback() -> None:
             {"store": dist.HashStore(), "replica": "0", "num_replicas": 1},
             ValueError,
             "replica must be an integer of at least 0, got '0'",
+        ),
+        (
+            {"store": dist.HashStore(), "replica": 2**31, "members": [0, 2**31]},
+            ValueError,
+            "replica must be at most 2147483647, which a header holds, got 2147483648",
         ),
         (
             {"store": dist.HashStore(), "replica": 0, "num_replicas": 1.5},

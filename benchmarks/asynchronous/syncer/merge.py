@@ -15,7 +15,7 @@ from diloco_comm.asynchronous.decoupled.fragment_round import Merge
 from diloco_comm.asynchronous.decoupled.gathering import Gathered
 from diloco_comm.asynchronous.decoupled.pieces import Piece
 from diloco_comm.asynchronous.decoupled.serving.model import ServedModel
-from diloco_comm.asynchronous.decoupled.serving.storage import digest
+from diloco_comm.asynchronous.decoupled.serving.storage import digests
 from diloco_comm.asynchronous.decoupled.settings import DecoupledSettings
 from diloco_comm.asynchronous.decoupled.shared import SharedFragment
 from diloco_comm.asynchronous.decoupled.syncer import Commit
@@ -68,7 +68,7 @@ def measure(report: common.Report, options: argparse.Namespace) -> dict[str, Any
     model, commit = _coded(num_elements)
     calls["commit coded in int4"] = lambda: model._code(commit, model.published[0])
     hashed = [*payloads, *commit.values]
-    calls["hashes for the tape"] = lambda: [digest([each]) for each in hashed]
+    calls["hashes for the tape"] = lambda: digests([[each] for each in hashed])
     times = common.interleave(calls, rounds=options.rounds or 9)
     whole = [name for name in calls if name != "floor" and not name.startswith("mean")]
     rows = zip(*(times[name] for name in whole), strict=True)

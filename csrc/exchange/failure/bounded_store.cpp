@@ -1,6 +1,7 @@
 #include "exchange/failure/bounded_store.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -66,6 +67,32 @@ bool run_within(milliseconds limit, const Counter& num_late, std::function<void(
     return true;
 }
 
+// While one exists, torch logs no warnings. TCPStore logs the end of its host with a C++ stack,
+// also where the host has ended as it should, and throws the same text.
+class WithoutWarnings {
+  public:
+    WithoutWarnings() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (count_++ > 0) return;
+        level_ = FLAGS_caffe2_log_level;
+        FLAGS_caffe2_log_level = std::max(level_, kErrors);
+    }
+
+    ~WithoutWarnings() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (--count_ == 0) FLAGS_caffe2_log_level = level_;
+    }
+
+    WithoutWarnings(const WithoutWarnings&) = delete;
+    WithoutWarnings& operator=(const WithoutWarnings&) = delete;
+
+  private:
+    static constexpr int kErrors = 2;  // of glog's levels
+    static inline std::mutex mutex_;
+    static inline int count_ = 0;
+    static inline int level_ = 0;
+};
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> connect_store(const std::string& host, uint16_t port,
@@ -108,6 +135,7 @@ void BoundedStore::ask(milliseconds limit, std::function<void(Store&)> body) con
 
 void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) const {
     if (*is_broken_) C10_THROW_ERROR(DistNetworkError, "the connection to the store has broken");
+    const WithoutWarnings quiet;
     ask(limit, [is_broken = is_broken_, body = std::move(body)](Store& store) {
         try {
             body(store);

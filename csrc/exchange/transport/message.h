@@ -56,7 +56,7 @@ struct Header {
     int32_t round = 0;
     int32_t sync_every = 0;
     int32_t source_rank = 0;  // kBroadcast
-    uint32_t blob_bytes = 0;  // kObjects: length of this rank's blob
+    uint32_t blob_bytes = 0;  // kObjects: length of this rank's blob; else a digest, or 0
 };
 static_assert(sizeof(Header) == 120, "the header is a wire format");
 

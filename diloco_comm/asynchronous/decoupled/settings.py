@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatch
 from typing import Any
 
-from ...base.checks import choice, flag, integer
+from ...base.checks import MOST_INT32, choice, flag, integer
 from ...methods.outer import Nesterov, OuterOptimizer
 from ...ops.wire import WireFormat, parse
 from ...ops.wire_options import check_training
@@ -74,7 +74,7 @@ class DecoupledSettings:
 
     def __post_init__(self) -> None:
         fragment_spec(self.fragments)
-        integer("sync_every", self.sync_every, 1)
+        integer("sync_every", self.sync_every, 1, most=MOST_INT32)
         choice("merge", self.merge, MERGES)
         object.__setattr__(self, "by_mean", tuple(self.by_mean))
         flag("error_feedback", self.error_feedback)

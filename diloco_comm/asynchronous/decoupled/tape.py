@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from ...methods.outer import SGD, HeavyBall, Nesterov, OuterOptimizer
-from ..server.storage.snapshots import read_journal, read_snapshot
+from ..server.storage.snapshots import (
+    is_old,
+    newest_journal,
+    read_journal,
+    read_snapshot,
+    restoring,
+)
 from .serving.model import ServedModel
 from .serving.storage import check_format, check_header, repeat
 from .settings import DecoupledSettings
@@ -58,23 +65,31 @@ def replay(folder: Path, on_merge: OnMerge = lambda record, model: None) -> Repl
 
     Raises:
         ValueError: If there is no tape, the tape has another format, or a merge gives other bits.
+        DamagedLog: If a file is damaged.
         OSError: If the folder cannot be read.
     """
     newest, first = folder / "snapshot", folder / "first"
-    if not newest.exists():
+    if not os.path.lexists(newest):
         raise ValueError(f"{folder} has no snapshot of a syncer")
-    begin = first if first.exists() else newest
-    model = _load(begin)
+    begin = first if os.path.lexists(first) else newest
+    model, run = _load(begin)
+    may_be_old = is_old(begin)
     number = began = model.num_commits
     reports, is_same = 0, None
     learners: set[str] = set()
-    wanted = _load(newest) if begin == first else None
+    wanted: ServedModel | None = None
+    if begin == first:
+        wanted, its_run = _load(newest)
+        if run != its_run or model.settings.difference(wanted.settings):
+            raise ValueError(f"{first} and {newest} are of two runs: put back the files of one run")
     while True:
         if wanted is not None and number == wanted.num_commits:
             is_same = _is_equal(model, wanted)
         path, before = folder / f"journal-{number}", number
-        for record, body in read_journal(path) if path.exists() else ():
-            repeat(model, record, body)
+        is_last = number >= newest_journal(folder)
+        for record, body in read_journal(path, may_be_old=may_be_old, may_be_torn=is_last):
+            with restoring(path):
+                repeat(model, record, body)
             on_merge(record, model)
             reports += len(record["reports"])
             learners |= {row[0] for row in record["reports"]}
@@ -92,7 +107,8 @@ def replay(folder: Path, on_merge: OnMerge = lambda record, model: None) -> Repl
     return Replayed(began, number, reports, tuple(sorted(learners)), versions, is_same)
 
 
-def _load(path: Path) -> ServedModel:
+def _load(path: Path) -> tuple[ServedModel, list[Any]]:
+    """Return the model of a snapshot, and what all snapshots of its run have in common."""
     models: list[ServedModel] = []
 
     def make(header: dict[str, Any]) -> dict[str, Tensor]:
@@ -106,9 +122,10 @@ def _load(path: Path) -> ServedModel:
         models.append(ServedModel.from_header(header, settings, outer))
         return models[0].tensors()
 
-    header, _ = read_snapshot(path, make)
-    models[0].loaded(header)
-    return models[0]
+    with restoring(path):
+        header, _ = read_snapshot(path, make)
+        models[0].loaded(header)
+        return models[0], [header["run"], header["layout"], header["outer"]]
 
 
 def _is_equal(a: ServedModel, b: ServedModel) -> bool:

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 5
+from ...base import extension
+from ...base.extension import ASYNCHRONOUS as PROTOCOL
+
 MAGIC = b"DCAS"
 HEADER = struct.Struct("<4sHHQQHHI")
 MAX_JSON = 1 << 16
@@ -125,7 +127,13 @@ class Message:
 
 
 class ProtocolError(ValueError):
-    """Bytes that are not a message of this protocol; the text is one sentence."""
+    """Bytes that are not a message of this protocol; the text is one sentence.
+
+    Attributes:
+        protocol: Version of the protocol that the bytes are a message of, if it is another one.
+    """
+
+    protocol: int | None = None
 
 
 def _is_text(value: object) -> bool:
@@ -275,11 +283,11 @@ _OPTIONAL = {
 _WITH_BODY = (Kind.RUN, Kind.DATA)
 
 
-def pack(message: Message) -> list[bytes | memoryview]:
-    """Return the frames of a message."""
+def pack(message: Message, protocol: int = PROTOCOL) -> list[bytes | memoryview]:
+    """Return the frames of a message; another ``protocol`` is for a refusal that a peer reads."""
     header = HEADER.pack(
         MAGIC,
-        PROTOCOL,
+        protocol,
         message.kind,
         message.number,
         message.version,
@@ -309,7 +317,9 @@ def parse(frames: Sequence[Any]) -> Message:
     if magic != MAGIC:
         raise ProtocolError("this is not a message of diloco_comm")
     if protocol != PROTOCOL:
-        raise ProtocolError(f"protocol version {protocol} was given, {PROTOCOL} is spoken here")
+        error = ProtocolError(extension.refusal(protocol, PROTOCOL))
+        error.protocol = protocol
+        raise error
     try:
         kind = Kind(of_kind)
     except ValueError:

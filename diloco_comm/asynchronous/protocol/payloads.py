@@ -11,6 +11,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from ...base.log import Log
 from ...ops.wire import Layout
 
 _COPY_BYTES = 1 << 20
@@ -19,7 +20,7 @@ _COPY_BYTES = 1 << 20
 class PayloadFile:
     """Bytes of a file, read like a 1-D uint8 tensor: ``file[begin:end]`` is a copy in memory."""
 
-    def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
+    def __init__(self, file: BinaryIO | Log, offset: int, nbytes: int) -> None:
         self._file, self._offset, self.nbytes = file, offset, nbytes
 
     @property
@@ -30,13 +31,17 @@ class PayloadFile:
     def __getitem__(self, wanted: slice) -> Tensor:
         begin, end, _ = wanted.indices(self.nbytes)
         part = torch.empty(max(0, end - begin), dtype=torch.uint8)
+        self.read_into(part, begin)
+        return part
+
+    def read_into(self, part: Tensor, begin: int) -> None:
+        """Fill 1-D uint8 with the bytes from ``begin`` on."""
         view, done = part.numpy().data, 0
         while done < part.nbytes:
             count = os.preadv(self._file.fileno(), [view[done:]], self._offset + begin + done)
             if count == 0:
                 raise OSError("a file with an update on its way was cut short")
             done += count
-        return part
 
     def split(self, sizes: Sequence[int]) -> list[PayloadFile]:
         """Divide the file into payloads of these sizes."""

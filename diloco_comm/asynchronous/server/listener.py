@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from ...base.service import curve
 from ...base.service.sockets import beat
@@ -22,6 +21,9 @@ class Listener:
         keys: Folder of CURVE keys, or None to accept any worker.
         lost_after: Seconds of a peer's silence after which its connection ends.
 
+    Attributes:
+        guard: Checks the keys; None without keys.
+
     Raises:
         OSError: If the socket cannot listen on the address.
         ValueError: If a key is missing or invalid.
@@ -29,7 +31,7 @@ class Listener:
 
     def __init__(self, address: str, keys: str | Path | None, lost_after: float) -> None:
         self._context = zmq.Context()
-        self._guard: ThreadAuthenticator | None = None
+        self.guard: curve.Guard | None = None
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.router_mandatory = True
@@ -42,7 +44,7 @@ class Listener:
         self.connections = Connections(self.socket)
         try:
             if keys is not None:
-                self._guard = curve.protect_server(self._context, self.socket, Path(keys))
+                self.guard = curve.protect_server(self._context, self.socket, Path(keys))
             self.socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
@@ -55,6 +57,6 @@ class Listener:
         """Close the socket and all connections."""
         self.connections.close()
         self.socket.close(0)
-        if self._guard is not None:
-            self._guard.stop()
+        if self.guard is not None:
+            self.guard.stop()
         self._context.term()

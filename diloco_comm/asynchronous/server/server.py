@@ -45,6 +45,7 @@ class AsyncServer(Service):
     Raises:
         ValueError: For invalid arguments, and for an address that is open to the network without
             keys.
+        DamagedLog: If a file in the snapshot folder is damaged.
         OSError: If the socket cannot listen on the address, or the snapshot folder cannot be
             written or belongs to another server. If the folder cannot be written later, the server
             goes on and its status says so.

@@ -7,6 +7,7 @@ nothing, so lost connections and restarts need no special case.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -17,12 +18,16 @@ from typing import Any
 
 import zmq
 
+from ...base.extension import RefusedVersions
+from ...base.service.curve import REVOKED
 from ...base.service.sockets import NOBLOCK, receive
 from ..protocol.connections import connection_of
-from ..protocol.messages import Kind, Message, ProtocolError, pack, parse
+from ..protocol.messages import PROTOCOL, Kind, Message, ProtocolError, pack, parse
 from .attendance import Attendance, Host
 from .listener import Listener
 from .sessions import Session
+
+logger = logging.getLogger(__name__)
 
 _POLL_MS = 100
 
@@ -57,6 +62,7 @@ class Service(ABC):
         begin: Callable[[], None],
     ) -> None:
         self._host = host
+        self._refused = RefusedVersions(logger, "a worker")
         self._listener = Listener(address, keys, lost_after)
         # Without this the garbage collector would wait for an open socket for ever.
         self._close_listener = weakref.finalize(self, self._listener.close)
@@ -66,7 +72,7 @@ class Service(ABC):
         except BaseException:
             self._close_listener()
             raise
-        self._socket = self._listener.socket
+        self._socket, self._guard = self._listener.socket, self._listener.guard
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._attendance: Attendance
         self._handlers: dict[Kind, Callable[[Session, Message], None]]
@@ -196,6 +202,10 @@ class Service(ABC):
         self._host.status.received_bytes += sum(len(frame) for frame in frames[1:])
         try:
             message = parse([frame.buffer for frame in frames[1:]])
+            if self._guard is not None and not self._guard.admits(frames[-1]):
+                self._attendance.lose(peer)
+                self._send(peer, Message(Kind.REFUSED, meta={"reason": REVOKED}))
+                return
             session = self._host.sessions.get(peer)
             answer = self._answer_stranger(message)
             if answer is not None:
@@ -213,10 +223,14 @@ class Service(ABC):
                 self._serve(session, message)
         except ProtocolError as error:
             self._host.status.count_refusal("garbage")
-            self._send(peer, Message(Kind.REFUSED, meta={"reason": str(error)}))
+            refusal = Message(Kind.REFUSED, meta={"reason": str(error)})
+            if error.protocol is not None:
+                self._refused.log(error.protocol, error)
+            # A worker of another version reads the sentence in its own protocol.
+            self._send(peer, refusal, error.protocol or PROTOCOL)
 
-    def _send(self, peer: bytes, message: Message) -> bool:
-        frames = pack(message)
+    def _send(self, peer: bytes, message: Message, protocol: int = PROTOCOL) -> bool:
+        frames = pack(message, protocol)
         try:
             self._socket.send_multipart([peer, *frames], NOBLOCK, copy=len(frames) < 2)
         except zmq.ZMQError as error:

@@ -23,6 +23,7 @@ from .decisions.coordinator import Coordinator, Outcome, Update
 from .sessions import NOTHING, Session, Sessions
 from .status import Status
 from .storage.keeper import Keeper
+from .storage.snapshots import restoring
 from .uploads import PayloadMemory
 
 logger = logging.getLogger(__name__)
@@ -179,7 +180,8 @@ class ServerState:
 
     def _begin(self, parameters: Sequence[Tensor] | None) -> None:
         if self.keeper is not None and self.keeper.exists:
-            self._restore(self.keeper)
+            with restoring(self.keeper.folder):
+                self._restore(self.keeper)
         elif parameters is not None:
             flats = [p.detach().flatten().float() for p in parameters]
             self.open_model([flat.numel() for flat in flats], None)
@@ -273,20 +275,35 @@ class ServerState:
                 f"the snapshot was made with the rule {header['rule']}, this one is "
                 f"{self.rule.config()}"
             )
-        self.open_model(header["sizes"], header["layout"])
-        self.unexchanged = header.get("unexchanged")
+        sizes, layout, digests = header["sizes"], header["layout"], header.get("unexchanged")
+        if [header["tensors"].get(f"{i}/outer") for i in range(len(sizes))] != sizes:
+            raise ValueError(f"the snapshot has tensors of other sizes than {_shown(sizes)}")
+        model = header["model"]
+        arrivals = (state["num_arrivals"] for state in model["states"])
+        numbers = (layout or 0, *(digests or ()), model["version"], *arrivals)
+        if not all(type(n) is int and 0 <= n < MAX_NUMBER for n in numbers):
+            raise ValueError("the snapshot has counts or digests that are no numbers")
+        self.open_model(sizes, layout)
+        self.unexchanged = digests
         return self.model.tensors()
 
     def _replay(self, record: dict[str, Any], body: PayloadFile) -> None:
         assert self.coordinator is not None
         outcome = Outcome(**record["outcome"])
+        found = outcome
         if outcome.refusal:
             self.coordinator.finish(record["worker"], outcome, 0.0)
         else:
             layouts = self.coordinator.model.layouts(
                 WireFormat(record["wire"], record["block_size"])
             )
-            payloads = body.split([layout.payload_bytes for layout in layouts])
+            payload_bytes = [layout.payload_bytes for layout in layouts]
+            if body.nbytes != sum(payload_bytes):
+                raise ValueError(
+                    f"update {outcome.seq} of worker {record['worker']} has {body.nbytes} bytes of "
+                    f"payloads in the journal, expected {sum(payload_bytes)}"
+                )
+            payloads = body.split(payload_bytes)
             update = Update(
                 record["worker"],
                 outcome.seq,
@@ -296,7 +313,12 @@ class ServerState:
                 payloads,
                 layouts,
             )
-            self.coordinator.arrive(update, 0.0)
+            found = self.coordinator.arrive(update, 0.0)
+        if found != outcome:
+            raise ValueError(
+                f"update {outcome.seq} of worker {record['worker']} gives version {found.version}, "
+                f"and version {outcome.version} in the journal"
+            )
         self.coordinator.leave(record["worker"])
 
     def save(self) -> None:

@@ -154,8 +154,10 @@ class Link:
         self.received_bytes += sum(len(frame) for frame in frames)
         try:
             return parse([frame.buffer for frame in frames])
-        except ProtocolError:
-            return None
+        except ProtocolError as error:
+            # A server of another version never understands this worker.
+            is_other = error.protocol is not None
+            return Message(Kind.REFUSED, meta={"reason": str(error)}) if is_other else None
 
     def converse(self, ask: Callable[[], None], stage: str) -> Iterator[Message]:
         """Yield the messages of the server, and ask again whenever the server is silent.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from ...base import env, recording
-from ...base.checks import choice, refuse_copy
+from ...base.checks import choice, refuse_copy, warn
 from ...base.errors import NonFiniteError
 from ...base.trace import span
 from ...ops.wire import WireFormat, parse
@@ -163,7 +162,7 @@ class AsyncDiLoCo:
             self._link.close()
             raise
         if self._link.warning:
-            warnings.warn(self._link.warning, RuntimeWarning, stacklevel=2)
+            warn(self._link.warning, RuntimeWarning)
         self._watch = ModelWatch(
             model,
             optimizers,

@@ -4,18 +4,29 @@ A folder of keys looks like this. A file that ends in ``.key_secret`` stays on i
 
     keys/server.key  keys/server.key_secret  keys/worker.key  keys/worker.key_secret
     keys/allowed/worker.key        the clients that the server lets in
+
+A running server reads ``allowed`` again: a key that is added or removed counts a second later.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+logger = logging.getLogger(__name__)
+
 SERVER, WORKER, ALLOWED = "server", "worker", "allowed"
+# Seconds between two looks at the folder of allowed keys.
+_LOOK_S = 1.0
+# Answer to a client whose key was removed.
+REVOKED = "the key of this client is not among the server's allowed keys any more"
 
 
 def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
@@ -51,20 +62,75 @@ def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
     return written
 
 
-def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> ThreadAuthenticator:
+class Guard:
+    """Lets in the clients whose public key is in a folder now, while they connect and afterwards.
+
+    Args:
+        folder: With a file ``NAME.key`` for each client.
+    """
+
+    def __init__(self, context: zmq.Context, folder: Path) -> None:
+        self._folder = folder
+        self._keys: frozenset[bytes] = frozenset()
+        self._seen: Sequence[tuple[object, ...]] = ()
+        self._look_at = 0.0
+        self._thread = ThreadAuthenticator(context)
+        self._thread.start()
+        # New connections are checked on that thread.
+        self._thread.configure_curve_callback(domain="*", credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a client that connects may come in; the interface is pyzmq's."""
+        return key in self._present()
+
+    def admits(self, frame: zmq.Frame) -> bool:
+        """Return whether the client that has sent a frame is still allowed."""
+        return str(frame.get("User-Id")).encode() in self._present()
+
+    def stop(self) -> None:
+        """End the thread; idempotent."""
+        self._thread.stop()
+
+    def _present(self) -> frozenset[bytes]:
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            paths = sorted(self._folder.glob("*.key"))
+            seen = [_stamp(path) for path in paths]
+            if seen != self._seen:
+                self._keys, self._seen = frozenset(filter(None, map(_public_key, paths))), seen
+        return self._keys
+
+
+def _stamp(path: Path) -> tuple[object, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return path, None
+    return path, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _public_key(path: Path) -> bytes | None:
+    """Return the key in a file; None, with a word in the log, for a file that cannot be read."""
+    try:
+        return zmq.auth.load_certificate(path)[0]
+    except (OSError, ValueError) as error:
+        logger.warning("%s lets nobody in: %s", path, error)
+        return None
+
+
+def protect_server(context: zmq.Context, socket: zmq.Socket, folder: Path) -> Guard:
     """Accept only workers with one of the allowed keys.
 
     Returns:
-        The thread that checks the keys; the caller ends it with ``stop``.
+        The guard of the socket; the caller ends it with ``stop``.
     """
     public, secret = _load(folder / f"{SERVER}.key_secret")
     if secret is None:
         raise ValueError(f"{folder / SERVER}.key_secret holds no secret key")
     if not any((folder / ALLOWED).glob("*.key")):
         raise ValueError(f"{folder / ALLOWED} holds no *.key: no worker could get in")
-    guard = ThreadAuthenticator(context)
-    guard.start()
-    guard.configure_curve(domain="*", location=str(folder / ALLOWED))
+    guard = Guard(context, folder / ALLOWED)
     socket.curve_publickey, socket.curve_secretkey = public, secret
     socket.curve_server = True
     return guard

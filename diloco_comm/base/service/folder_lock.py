@@ -10,6 +10,8 @@ import socket
 import weakref
 from pathlib import Path
 
+from ..log import expect_regular
+
 logger = logging.getLogger(__name__)
 
 # Error numbers of file systems without locks.
@@ -32,6 +34,7 @@ class FolderLock:
 
     Raises:
         FolderInUse: If another server holds the folder.
+        OSError: If ``lock`` is there and is no regular file.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -76,9 +79,10 @@ class FolderLock:
 
 def _open(path: Path) -> int | None:
     """Open a file, and make it if it is missing; None if that fails."""
+    expect_regular(path)
     for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
         try:
-            return os.open(path, flags | os.O_CLOEXEC, 0o644)
+            return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         except OSError as error:
             logger.debug("%s cannot be opened: %s", path, error)
     return None

@@ -115,7 +115,13 @@ class Leave:
 
 @dataclass(frozen=True)
 class Finished:
-    """All steps are taken."""
+    """This process takes no more steps.
+
+    Attributes:
+        has_all_steps: All steps of the run are taken and shared, and the record is to say so.
+    """
+
+    has_all_steps: bool = False
 
 
 Event = Polled | Swapped | Broke | Boundary | Formed | Failed | Started | Pulled | Leave | Finished
@@ -192,6 +198,13 @@ class Refuse:
 
 
 @dataclass(frozen=True)
+class Over:
+    """The run had ended before this process came."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Drained:
     """This process has left."""
 
@@ -210,4 +223,6 @@ class Wait:
     reason: str
 
 
-Action = Swap | Form | Enter | Abandon | Pend | Break | Fence | Refuse | Drained | Suspect | Wait
+Action = (
+    Swap | Form | Enter | Abandon | Pend | Break | Fence | Refuse | Over | Drained | Suspect | Wait
+)

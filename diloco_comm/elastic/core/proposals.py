@@ -35,11 +35,13 @@ class Plan:
         view: To propose; None to wait.
         reason: For what it waits.
         patience: Polls to wait before the proposal.
+        is_over: The run has ended, as ``reason`` says.
     """
 
     view: View | None = None
     reason: str = ""
     patience: int = 0
+    is_over: bool = False
 
 
 def plan_of(state: State, roster: Roster) -> Plan | None:
@@ -47,6 +49,9 @@ def plan_of(state: State, roster: Roster) -> Plan | None:
     view = state.recorded
     if view is not None and view.phase == FORMING and not _has_failed(view, roster):
         return None
+    has_come_late = not (state.has_state or state.settings.allows_rollback)
+    if view is not None and view.is_finished and has_come_late:
+        return _end_of_run(view)
     standing = standing_of(state, roster, view)
     number, base = (NO_VIEW, ()) if view is None else view.last_open
     if state.key not in base and (standing.here or standing.busy):
@@ -150,7 +155,7 @@ def _too_few(least: int, ids: Sequence[int]) -> str:
 
 def _found(state: State, standing: Standing, roster: Roster, view: View | None) -> Plan | None:
     """Begin where no member of a last view holds its state."""
-    if view is None and (other := _in_a_view(state, roster)):
+    if (other := _in_a_later_view(state, roster, view)) is not None:
         return Plan(reason=f"until replica {other} tells the registry of the view that it is in")
     if state.key not in {b.member.key for b in (*standing.stateless, *standing.newcomers)}:
         if state.has_state or state.is_leaving:
@@ -160,6 +165,8 @@ def _found(state: State, standing: Standing, roster: Roster, view: View | None) 
     ids = [beat.member.id for beat in group]
     best = min(group, key=lambda b: (not b.positions, -b.inner_step, b.member.id))
     if view is not None and view.last_open[0] != NO_VIEW and not state.settings.allows_rollback:
+        if set(standing.finished) == {id for id, _ in view.last_open[1]}:
+            return _end_of_run(view)
         missing = _missing_state(standing, view, best)
         if missing:
             return Plan(reason=missing)
@@ -170,12 +177,22 @@ def _found(state: State, standing: Standing, roster: Roster, view: View | None) 
     return Plan(proposal, patience=patience)
 
 
-def _in_a_view(state: State, roster: Roster) -> int | None:
+def _in_a_later_view(state: State, roster: Roster, view: View | None) -> int | None:
     """Return a replica that belongs to a view of which the registry knows nothing."""
+    known = NO_VIEW if view is None else view.number
     for key, beat in sorted(roster.beats.items()):
-        if beat.has_state and key != state.key and roster.may_live(key):
+        if beat.has_state and beat.view > known and key != state.key and roster.may_live(key):
             return beat.member.id
     return None
+
+
+def _end_of_run(view: View) -> Plan:
+    ids = [id for id, _ in view.last_open[1]]
+    return Plan(
+        reason=f"run {view.run!r} has ended: replicas {ids} have taken all their steps; to train "
+        "on, give the run another name, or rollback=True",
+        is_over=True,
+    )
 
 
 def _missing_state(standing: Standing, view: View, best: Beat) -> str:
@@ -185,11 +202,6 @@ def _missing_state(standing: Standing, view: View, best: Beat) -> str:
     never came to train, no round of theirs can count any more.
     """
     members = [id for id, _ in view.last_open[1]]
-    if set(standing.finished) == set(members):
-        return (
-            f"as run {view.run!r} has ended: replicas {members} have taken all their steps; to "
-            "train on, give the run another name, or rollback=True"
-        )
     if not (standing.returned or standing.stateless):
         return (
             f"until one of replicas {members} starts again, as none of them is heard of; to begin "

@@ -153,7 +153,7 @@ def beat_of(
     Args:
         counter: Higher than in all its beats before.
         inner_step: That it has reached, or that of its checkpoint.
-        positions: The last applied round of each fragment; () without state and checkpoint.
+        positions: See ``Beat``.
     """
     return Beat(
         state.member,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..beats import BROKEN, FINISHED, FORMED, GONE, READY, STOPPED, TRAINING, Beat
-from ..views import NO_VIEW, OPEN, Key, View
+from ..views import NO_VIEW, OPEN, Key, View, finished, to_bytes
 from .events import (
     Action,
     Boundary,
@@ -86,6 +86,10 @@ def _told(turn: Turn, event: Event) -> None:
             turn.pend()
     elif isinstance(event, Finished):
         turn.change(stage=FINISHED)
+        view = state.recorded
+        is_in = view is not None and view.phase == OPEN and view.number == state.epoch
+        if event.has_all_steps and view is not None and is_in and not view.is_finished:
+            turn.swap(to_bytes(finished(view)))
         turn.act(Drained())
 
 
@@ -224,6 +228,9 @@ def _propose(turn: Turn, roster: Roster, is_late: bool) -> None:
     if plan is None:
         turn.wait("")
         turn.change(num_waits=0)
+        return
+    if plan.is_over:
+        turn.over(plan.reason)
         return
     turn.wait(plan.reason)
     state = turn.state

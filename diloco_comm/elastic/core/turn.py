@@ -16,6 +16,7 @@ from .events import (
     Enter,
     Fence,
     Form,
+    Over,
     Pend,
     Refuse,
     Swap,
@@ -120,6 +121,10 @@ class Turn:
     def refuse(self, reason: str) -> None:
         self.change(stage=GONE)
         self.act(Refuse(reason))
+
+    def over(self, reason: str) -> None:
+        self.change(stage=GONE)
+        self.act(Over(reason))
 
     def drain(self) -> None:
         self.change(stage=GONE)

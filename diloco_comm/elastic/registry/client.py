@@ -174,7 +174,7 @@ class RegistryClient:
         try:
             return parse([frame.buffer for frame in frames])
         except ProtocolError as error:
-            if error.is_other_version:
+            if error.protocol is not None:
                 raise RegistryMismatch(f"the registry {self.address}: {error}") from None
             return None
 

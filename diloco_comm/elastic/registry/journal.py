@@ -1,15 +1,15 @@
-"""The registry's journal: a file to which each group of swaps is appended, and fsynced.
+"""The registry's journal: a log to which each group of swaps is appended, and fsynced.
 
-The file begins with a header (magic, the registry's id, a seed, the CRC-32 of these). Each entry is
-a magic, the length of its content, the CRC-32 of the content, and the content: the swaps that were
-written together, each as name of the run and new record. The seed is the start value of every
-CRC-32. No client knows the seed, so no record can hold bytes that look like an entry.
+The log's meta are the registry's id. Each record's head are the swaps that were written together,
+each as name of the run and new record.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
+import re
 import secrets
 import struct
 import zlib
@@ -17,33 +17,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ...base.log import RESTORE, TORN, DamagedLog, Log, damaged, open_own, truncate
 from ...base.service.folder_lock import FolderLock
+from .protocol import check_run, check_swap
 
 logger = logging.getLogger(__name__)
 
 # The name of a run and its new record, b"" for none.
 Change = tuple[str, bytes]
 
-FILE = "journal"
-_MAGIC = b"DCREGv1\0"
-_HEADER = struct.Struct("<8s16sI")
-_CHECKSUM = struct.Struct("<I")
-HEADER_BYTES = _HEADER.size + _CHECKSUM.size
-_ENTRY_MAGIC = b"DCRE"
-_ENTRY = struct.Struct("<4sII")  # magic, bytes of the content, its CRC-32
+FILE, KIND = "journal", "registry"
 _CHANGE = struct.Struct("<HI")  # bytes of the run's name, bytes of the record
-MAX_CONTENT = 1 << 20
-# Changes in one entry of a compacted journal; their content stays below MAX_CONTENT.
+_OLD_MAGIC = b"DCREGv1\0"
+_OLD_HEADER = struct.Struct("<8s16sII")  # magic, registry's id, seed, CRC-32 of these
+_OLD_ENTRY_MAGIC = b"DCRE"
+_OLD_ENTRY = struct.Struct("<4sII")  # magic, bytes of the content, its CRC-32
+_OLD_MAX_CONTENT = 1 << 20
+# Changes in one record of a compacted journal.
 _BATCH = 64
 _COMPACT_BYTES = 1 << 26
-
-
-class CorruptJournal(RuntimeError):
-    """The journal holds bytes that no server wrote; the text names file and offset."""
-
-
-class DoubtfulWrite(OSError):
-    """Changes were written, but may not survive a crash: the disk did not confirm the fsync."""
 
 
 class Journal:
@@ -54,215 +46,156 @@ class Journal:
 
     Args:
         folder: Made if missing. An empty folder becomes a new registry.
+        truncates: Cut a damaged journal off at the damage, and keep the rest in a file beside it.
 
     Attributes:
         registry_id: 16 random bytes, as old as the folder's journal.
         records: The record of each run that has one.
+        truncated: One sentence about what was cut off, "" for nothing.
 
     Raises:
         FolderInUse: If another server has the folder.
-        CorruptJournal: If the file is damaged before its end.
+        DamagedLog: If the file is damaged.
         OSError: If the folder cannot be read or written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, truncates: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
         self._lock = FolderLock(folder, "journal folder")
-        self._file, self._end = -1, 0
+        self._log: Log | None = None
         self.records: dict[str, bytes] = {}
         self.registry_id = secrets.token_bytes(16)
+        self.truncated = ""
         try:
-            self._open()
+            self._open(truncates)
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> None:
-        has_journal = self.path.exists()
+    def _open(self, truncates: bool) -> None:
+        has_journal = os.path.lexists(self.path)
         if has_journal:
-            self.registry_id, self.records = load(self.path)
+            try:
+                self.registry_id, self.records = load(self.path)
+            except DamagedLog as damage:
+                if not truncates:
+                    raise
+                self.truncated = truncate(damage)
+                self.registry_id, self.records = load(self.path)
         try:
             self._rewrite()
         except OSError as error:
             if not has_journal:
                 raise
-            logger.warning("%s; the registry accepts no swap until it can", _reason(error))
+            reason = f"{error.filename} cannot be written: {error.strerror or error}"
+            logger.warning("%s; the registry accepts no swap until it can", reason)
 
     def close(self) -> None:
         """Close the file and unlock the folder; idempotent."""
-        self._close_file()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
         self._lock.release()
 
-    def _close_file(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    # ------------------------------------------------------------------------------------ writing
-
     def append(self, changes: Sequence[Change]) -> None:
-        """Write changes as one entry, fsync the file, and change ``records``.
+        """Write changes as one record, fsync the file, and change ``records``.
 
         Args:
             changes: At most 64 changes.
 
         Raises:
             DoubtfulWrite: If the fsync failed. ``records`` has not changed, and the file is
-                written anew before the next entry, so that both agree again.
-            OSError: If the changes cannot be written; nothing has changed, also after a crash.
+                written anew before the next record, so that both agree again.
+            OSError: If the changes cannot be written, or another program has changed the file;
+                nothing has changed, also after a crash.
         """
-        records = dict(self.records)
-        _apply(records, changes)
-        if self._file < 0 or self._end > _COMPACT_BYTES:
+        if self._log is None or self._log.is_doubtful:
             self._rewrite()
-        entry = _entry(changes, self._seed)
-        try:
-            _write(self._file, entry, self._end)
-        except OSError as error:
-            self._cut_off()
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
-        try:
-            os.fsync(self._file)
-        except OSError as error:
-            # After a failed fsync the file's pages may or may not be on the disk.
-            self._close_file()
-            raise DoubtfulWrite(error.errno, error.strerror, str(self.path)) from None
-        self._end += len(entry)
-        self.records = records
-
-    def _cut_off(self) -> None:
-        try:
-            os.ftruncate(self._file, self._end)
-        except OSError:
-            self._close_file()
+        assert self._log is not None
+        self._log.append(_packed(changes))
+        _apply(self.records, changes)
+        if self._log.end > _COMPACT_BYTES:
+            # The changes are on the disk. If the new file is not, the next call tries again.
+            with suppress(OSError):
+                self._rewrite()
 
     def _rewrite(self) -> None:
         """Write ``records`` to a new file, rename it over the journal, and go on in it."""
-        self._close_file()
-        fresh = self.path.with_name(f"{FILE}.new")
-        seed = secrets.randbits(32)
-        header = _HEADER.pack(_MAGIC, self.registry_id, seed)
+        if self._log is not None:
+            self._log.release()
+            self._log = None
         changes = sorted(self.records.items())
-        batches = [changes[i : i + _BATCH] for i in range(0, len(changes), _BATCH)]
-        content = header + _CHECKSUM.pack(zlib.crc32(header))
-        content += b"".join(_entry(batch, seed) for batch in batches)
-        file = -1
-        try:
-            file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            _write(file, content, 0)
-            os.fsync(file)
-            os.replace(fresh, self.path)
-            _fsync_folder(self.path.parent)
-        except OSError as error:
-            if file >= 0:
-                os.close(file)
-            with suppress(OSError):
-                fresh.unlink(missing_ok=True)
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
-        self._file, self._end, self._seed = file, len(content), seed
+
+        def fill(log: Log) -> None:
+            for i in range(0, len(changes), _BATCH):
+                log.append(_packed(changes[i : i + _BATCH]), is_durable=False)
+
+        self._log = Log.create(self.path, KIND, self.registry_id, fill)
 
 
-def _write(file: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def _fsync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _reason(error: OSError) -> str:
-    return f"{error.filename} cannot be written: {error.strerror or error}"
-
-
-def _entry(changes: Iterable[Change], seed: int) -> bytes:
-    content = b"".join(
+def _packed(changes: Iterable[Change]) -> bytes:
+    return b"".join(
         _CHANGE.pack(len(name := run.encode()), len(record)) + name + record
         for run, record in changes
     )
-    return _ENTRY.pack(_ENTRY_MAGIC, len(content), zlib.crc32(content, seed)) + content
 
 
 # ---------------------------------------------------------------------------------------- reading
 
 
 def load(path: Path) -> tuple[bytes, dict[str, bytes]]:
-    """Return the registry's id and the records in a journal, without a torn last entry.
+    """Return the registry's id and the records in a journal, without a torn last record.
 
     Raises:
-        CorruptJournal: If the header or an entry before the last one is damaged.
+        DamagedLog: If the file is damaged, or is no journal of a registry.
         OSError: If the file cannot be read.
     """
-    data = path.read_bytes()
-    registry_id, seed = _read_header(path, data)
     records: dict[str, bytes] = {}
-    offset = HEADER_BYTES
-    while offset < len(data):
-        content = _content(data, offset, seed)
-        if content is None:
-            _expect_torn(path, data, offset, seed)
-            break
-        _apply(records, _changes(content))
-        offset += _ENTRY.size + len(content)
-    return registry_id, records
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        if file.read(len(_OLD_MAGIC)) == _OLD_MAGIC:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _load_old(path, data, records), records
+    log = Log(path, KIND, remedy=_remedy(path), is_writable=False)
+    try:
+        _apply(records, changes(log))
+    finally:
+        log.release()
+    return log.meta, records
 
 
-def _read_header(path: Path, data: bytes) -> tuple[bytes, int]:
-    if len(data) >= HEADER_BYTES:
-        magic, registry_id, seed = _HEADER.unpack_from(data)
-        (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
-        if magic == _MAGIC and checksum == zlib.crc32(data[: _HEADER.size]):
-            return registry_id, seed
-    raise CorruptJournal(
-        f"{path} is damaged at byte 0, or is no journal of a registry: "
-        "restore the file from a backup"
-    )
+def changes(log: Log) -> Iterator[Change]:
+    """Yield the changes in a journal, from the oldest to the newest.
+
+    Raises:
+        DamagedLog, OSError: As ``load``.
+    """
+    for record in log.read():
+        try:
+            found = _parsed(record.head)
+        except ValueError as error:
+            raise log.damage(record.begin, str(error)) from None
+        yield from found
 
 
-def _content(data: bytes, offset: int, seed: int) -> memoryview | None:
-    """Return the content of the entry at an offset, or None if there is no whole entry."""
-    if len(data) - offset < _ENTRY.size:
-        return None
-    magic, length, checksum = _ENTRY.unpack_from(data, offset)
-    begin = offset + _ENTRY.size
-    if magic != _ENTRY_MAGIC or length > MAX_CONTENT or length > len(data) - begin:
-        return None
-    content = memoryview(data)[begin : begin + length]
-    return content if zlib.crc32(content, seed) == checksum else None
-
-
-def _expect_torn(path: Path, data: bytes, offset: int, seed: int) -> None:
-    """Raise if a whole entry follows: every entry was fsynced before the next one was written."""
-    later = data.find(_ENTRY_MAGIC, offset + 1)
-    while later >= 0:
-        if _content(data, later, seed) is not None:
-            raise CorruptJournal(
-                f"{path} is damaged at byte {offset}: the entry there is not valid, and a valid "
-                f"entry follows at byte {later}; restore the file from a backup"
-            )
-        later = data.find(_ENTRY_MAGIC, later + 1)
-    logger.warning(
-        "%s ends with %d bytes that are no whole entry: they are cut off",
-        path,
-        len(data) - offset,
-    )
-
-
-def _changes(content: memoryview) -> Iterator[Change]:
-    offset = 0
+def _parsed(content: bytes) -> list[Change]:
+    """Return the changes in a record; ValueError if no server has written them."""
+    found, offset = [], 0
     while offset < len(content):
-        name_bytes, record_bytes = _CHANGE.unpack_from(content, offset)
+        fixed = content[offset : offset + _CHANGE.size]
+        name_bytes, record_bytes = _CHANGE.unpack(fixed.ljust(_CHANGE.size, b"\xff"))
         begin = offset + _CHANGE.size
         offset = begin + name_bytes + record_bytes
-        run = bytes(content[begin : begin + name_bytes]).decode()
-        yield run, bytes(content[begin + name_bytes : offset])
+        if offset > len(content):
+            raise ValueError("its last change is not whole")
+        try:
+            run = content[begin : begin + name_bytes].decode()
+        except UnicodeDecodeError:
+            raise ValueError("the name of a run is not UTF-8") from None
+        record = content[begin + name_bytes : offset]
+        check_swap(b"", record)
+        found.append((check_run(run), record))
+    return found
 
 
 def _apply(records: dict[str, bytes], changes: Iterable[Change]) -> None:
@@ -271,3 +204,48 @@ def _apply(records: dict[str, bytes], changes: Iterable[Change]) -> None:
             records[run] = record
         else:
             records.pop(run, None)
+
+
+def _remedy(path: Path) -> str:
+    return (
+        f"{RESTORE}, or cut it there with `diloco-comm registry --journal {path.parent} --truncate`"
+    )
+
+
+def _load_old(path: Path, data: mmap.mmap, records: dict[str, bytes]) -> bytes:
+    """Add the records of a journal in the format before ``Log``, and return the registry's id."""
+    header = data[: _OLD_HEADER.size].ljust(_OLD_HEADER.size, b"\0")
+    _, registry_id, seed, checksum = _OLD_HEADER.unpack(header)
+    if zlib.crc32(header[:-4]) != checksum:
+        raise DamagedLog(f"{path} is damaged at byte 0: {RESTORE}", path)
+    offset = _OLD_HEADER.size
+    while offset < len(data):
+        content, is_torn = _old_content(data, offset, seed)
+        try:
+            if content is None:
+                raise ValueError("the record there is not valid")
+            _apply(records, _parsed(content))
+        except ValueError as error:
+            places = (match.start() for match in re.finditer(_OLD_ENTRY_MAGIC, data))
+            later = [_old_content(data, place, seed)[0] for place in places if place > offset]
+            lost = sum(content is not None for content in later)
+            if is_torn and not lost:
+                logger.warning(TORN, path, offset, len(data) - offset)
+                break
+            raise damaged(path, offset, str(error), len(data), lost, _remedy(path)) from None
+        offset += _OLD_ENTRY.size + len(content)
+    return registry_id
+
+
+def _old_content(data: mmap.mmap, offset: int, seed: int) -> tuple[bytes | None, bool]:
+    """Return the content of an entry, None unless it is valid, and whether the file ends in it."""
+    fixed = data[offset : offset + _OLD_ENTRY.size].ljust(_OLD_ENTRY.size, b"\0")
+    magic, length, checksum = _OLD_ENTRY.unpack(fixed)
+    begin = offset + _OLD_ENTRY.size
+    content = data[begin : begin + min(length, _OLD_MAX_CONTENT)]
+    is_valid = magic == _OLD_ENTRY_MAGIC and zlib.crc32(content, seed) == checksum
+    is_zero = not any(fixed) and not data[offset:].strip(b"\0")
+    is_torn = is_zero or (
+        _OLD_ENTRY_MAGIC.startswith(data[offset : offset + 4]) and begin + length > len(data)
+    )
+    return content if is_valid and len(content) == length else None, is_torn

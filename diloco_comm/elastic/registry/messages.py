@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from ...base import extension
+from ...base.extension import REGISTRY as PROTOCOL
 from .protocol import MAX_BEAT_BYTES, MAX_NAME, MAX_RECORD_BYTES
 
-PROTOCOL = 1
 MAGIC = b"DCRG"
 HEADER = struct.Struct("<4sHHQ16s16sB")
 ID_BYTES = 16
@@ -89,11 +90,11 @@ class ProtocolError(ValueError):
 
     Attributes:
         number: Number of the request, if the frames begin like a message; else None.
-        is_other_version: The frames are a message of another version of the protocol.
+        protocol: Version of the protocol that the frames are a message of, if it is another one.
     """
 
     number: int | None = None
-    is_other_version = False
+    protocol: int | None = None
 
 
 def pack(message: Message) -> list[bytes]:
@@ -122,8 +123,8 @@ def parse(frames: Sequence[Any]) -> Message:
     _, protocol, of_kind, number, registry, nonce, is_durable = HEADER.unpack(first)
     try:
         if protocol != PROTOCOL:
-            error = ProtocolError(f"protocol {protocol} was given, {PROTOCOL} is spoken here")
-            error.is_other_version = True
+            error = ProtocolError(extension.refusal(protocol, PROTOCOL))
+            error.protocol = protocol
             raise error
         kind = _kind(of_kind)
         _check_parts(kind, [len(frame) for frame in frames[1:]])

@@ -7,6 +7,7 @@ fsync at most.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from ...base.checks import number
+from ...base.extension import RefusedVersions
 from ...base.service import curve
 from ...base.service.addresses import require_keys
 from ...base.service.sockets import NOBLOCK, beat, receive
@@ -26,6 +27,8 @@ from .journal import Journal
 from .messages import ID_BYTES, MAX_FRAME, NO_ID, Kind, Message, ProtocolError, pack, parse
 from .protocol import DROP_AFTER_S, check_beat, check_run, check_swap
 from .state import Beats, Outcome, Records
+
+_log = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _MAX_BATCH = 256
@@ -54,7 +57,7 @@ class RegistryServer:
     Raises:
         ValueError: For invalid arguments, and for an address that is open to the network without
             keys.
-        CorruptJournal: If the journal is damaged.
+        DamagedLog: If the journal is damaged.
         OSError: If the socket cannot listen on the address, or the folder cannot be written or
             belongs to another server.
     """
@@ -71,7 +74,7 @@ class RegistryServer:
         require_keys(address, keys, insecure, maker="diloco-comm registry keygen")
         self._beats = Beats(_check_drop_after(drop_after))
         self._context = zmq.Context()
-        self._guard: ThreadAuthenticator | None = None
+        self._guard: curve.Guard | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._stop = threading.Event()
         self._records: Records | None = None
@@ -86,6 +89,7 @@ class RegistryServer:
         self.registry_id = self._records.registry_id.hex()
         self._nonce = secrets.token_bytes(ID_BYTES)
         self._drop_at = 0.0
+        self._refused = RefusedVersions(_log, "a client")
         self._handlers: dict[Kind, Callable[[bytes, Message], None]] = {
             Kind.READ: self._read,
             Kind.SWAP: self._swap,
@@ -156,8 +160,13 @@ class RegistryServer:
         try:
             request = parse([frame.buffer for frame in frames[1:]])
         except ProtocolError as error:
+            if error.protocol is not None:
+                self._refused.log(error.protocol, error)
             if error.number is not None:
                 self._answer(peer, error.number, Kind.REFUSED, [str(error).encode()])
+            return
+        if self._guard is not None and not self._guard.admits(frames[-1]):
+            self._answer(peer, request.number, Kind.REFUSED, [curve.REVOKED.encode()])
             return
         try:
             self._handle(peer, request)

@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .journal import Change, DoubtfulWrite, Journal
+from ...base.log import DoubtfulWrite
+from .journal import Change, Journal
 from .messages import Kind
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ...base.service.addresses import is_loopback, parse_address
+from ...base.store_host import resolve
 from .protocol import (
     DROP_AFTER_S,
     RegistryMismatch,
@@ -297,6 +298,10 @@ class _Seen:
 
 
 def _connect(host: str, port: int, timeout_s: float) -> dist.Store:
+    try:
+        resolve(host, port, "the registry's store", seconds=0.0)
+    except OSError as error:
+        raise dist.DistStoreError(str(error)) from None
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 

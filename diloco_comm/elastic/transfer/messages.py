@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 3
+from ...base import extension
+from ...base.extension import TRANSFER as PROTOCOL
+
 MAGIC = b"DCTR"
 HEADER = struct.Struct("<4sHHQ")
 # Bytes of outer state or of payloads in one message, at most.
@@ -92,8 +94,10 @@ def parse(frames: Sequence[Any]) -> Message:
     if len(frames) != 3 or len(frames[0]) != HEADER.size:
         raise ProtocolError("this is no message of a replica that joins, or of its donor")
     magic, protocol, of_kind, number = HEADER.unpack(bytes(frames[0]))
-    if magic != MAGIC or protocol != PROTOCOL:
-        raise ProtocolError(f"protocol {protocol} was given, {PROTOCOL} is spoken here")
+    if magic != MAGIC:
+        raise ProtocolError("this is no message of a replica that joins, or of its donor")
+    if protocol != PROTOCOL:
+        raise ProtocolError(extension.refusal(protocol, PROTOCOL))
     try:
         kind = Kind(of_kind)
         numbers = json.loads(bytes(frames[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ... import _C
 from ...base import launch
-from ...base.checks import first_of, integer, timeout_seconds
+from ...base.checks import MOST_INT32, first_of, integer, timeout_seconds, warn
 from ...base.errors import ReplicaMismatch
+from ...base.store_host import connect_store
 from ...exchange.exchange import Exchange
 from ...exchange.waiting import call_patiently
 from ...ops.digests import each_digest
@@ -43,7 +42,7 @@ def connected_store(
         ValueError: If the address is not of the form ``tcp://host:port``, or the timeout is not
             positive and finite.
         TypeError: If it is neither a store nor an address.
-        torch.distributed.DistError: If no store answers there in time.
+        torch.distributed.DistError: If no store answers there in time, or the host has no address.
     """
     if store is None or isinstance(store, dist.Store):
         return store
@@ -57,9 +56,7 @@ def connected_store(
     if host is None or port is None or url.scheme != "tcp":
         raise ValueError(f"store must be a Store or 'tcp://host:port', got {store!r}")
     address, seconds = (host, port), timeout_seconds(timeout)
-    return call_patiently(
-        lambda: _C.connect_store(*address, seconds), f"the store at {url.geturl()}"
-    )
+    return call_patiently(lambda: connect_store(*address, seconds), f"the store at {url.geturl()}")
 
 
 def replica_group(
@@ -130,13 +127,26 @@ def make_exchange(
     Raises:
         ValueError: If the arguments do not go together.
     """
+    check_place(store, replica, num_replicas, members)
     if store is not None:
         return _from_store(store, replica, num_replicas, members, options)
-    if replica is not None or num_replicas not in (None, 1) or members is not None:
-        raise ValueError("replica, num_replicas and members need store=")
     if group is None:
         return Exchange(dist.HashStore(), 0, [0], **options)
     return Exchange.from_group(group, **options)
+
+
+def check_place(
+    store: dist.Store | str | None,
+    replica: int | None,
+    num_replicas: int | None,
+    members: Sequence[int] | None,
+) -> None:
+    """Raise ValueError if these arguments of ``DiLoCo`` do not go together."""
+    if store is not None and (replica is None or (num_replicas is None) == (members is None)):
+        raise ValueError("store needs replica, and one of num_replicas and members")
+    has_number = replica is not None or num_replicas not in (None, 1) or members is not None
+    if store is None and has_number:
+        raise ValueError("replica, num_replicas and members need store=")
 
 
 def _from_store(
@@ -146,29 +156,30 @@ def _from_store(
     members: Sequence[int] | None,
     options: dict[str, Any],
 ) -> Exchange:
-    if replica is None or (num_replicas is None) == (members is None):
-        raise ValueError("store needs replica, and one of num_replicas and members")
-    replica = integer("replica", replica, 0)
+    replica = integer("replica", replica, 0, most=MOST_INT32)
     if members is None:
         everyone = list(range(integer("num_replicas", num_replicas, 1)))
     else:
-        everyone = sorted({integer("each of members", member, 0) for member in members})
+        everyone = sorted(
+            {integer("each of members", member, 0, most=MOST_INT32) for member in members}
+        )
     if replica not in everyone:
         raise ValueError(f"replica must be one of the members {everyone}, got {replica}")
     return Exchange(store, replica, everyone, **options)
 
 
-def warn_if_spans_replicas(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Warn when DDP or FSDP averages gradients over ranks of other replicas at every step."""
+def warn_if_spans_replicas(
+    model: nn.Module, optimizers: Sequence[Any], group: dist.ProcessGroup
+) -> None:
+    """Warn when DDP, FSDP or ZeRO joins ranks of other replicas at every step."""
     replicas = set(dist.get_process_group_ranks(group))
-    for wrapper in wrappers.around(model):
+    for wrapper in wrappers.around(model, optimizers):
         shared = sorted(wrapper.ranks & replicas)
         if len(shared) > 1:
-            warnings.warn(
-                f"{wrapper.name} averages gradients over ranks {shared} at every step, but these "
-                f"are different replicas: give it a {wrapper.argument} of this replica's own "
-                "workers",
-                stacklevel=3,
+            warn(
+                f"{wrapper.name} {wrapper.does} ranks {shared} at every step, but these are "
+                f"different replicas: give it a {wrapper.argument} of this replica's own "
+                "workers"
             )
             return
 
@@ -291,11 +302,10 @@ def share_unexchanged(
     _share(exchange, tensors, own, [view for view, _ in views], init, source_rank)
     differing = _differing([view for _, view in views])
     if differing:
-        warnings.warn(
+        warn(
             f"{first_of(differing)} differ between replicas, and are neither exchanged nor copied: "
             "if they are meant to be the same, make them from the same seed or file",
             RuntimeWarning,
-            stacklevel=2,
         )
     return views[source_rank][0]
 
@@ -345,11 +355,10 @@ def warn_of_newcomers(exchange: Exchange, own: Digests, buffers: Collection[str]
             continue
         differing = [n for n in _differing([trained[0], view]) if n not in own_names]
         if differing:
-            warnings.warn(
+            warn(
                 f"replica {newcomer} joins with other values of {first_of(differing)} than the "
                 "group has, and they are not exchanged: load the same ones before it joins",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
 

@@ -3,62 +3,369 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...base.checks import first_of, warn
+from ...base.memory import memory_order
+from ...replica import sharding
 from ..agreement import history
 from ..synced import SyncedFragment, SyncedPart
 from . import flights as saved_flights
+from .changes import Match, Run, differences, refuse_what_cannot_follow, saved_run
 from .flights import Saved
 from .save import VERSION, Scope, chain_key, set_numbers
 
+logger = logging.getLogger(__name__)
+_ADVICE = (
+    "call flush() on all replicas before the save, or load the state with the arguments of the "
+    "save, call flush(), and save again"
+)
 
-def restore(
-    parts: Sequence[SyncedPart], state: Mapping[str, Any], scope: Scope, *, strict: bool
-) -> Callable[[], int]:
-    """Check a saved state.
 
-    Returns:
-        A function that copies it in, in place, and returns its inner step. Nothing may be in
-        flight then.
+class Restore:
+    """A saved state, checked against the present run and not yet taken in.
+
+    Args:
+        parts: All parts of the present run.
+        scope: The present run, with its ``run``.
+        model: All parameters of the model by name, frozen ones too.
+        strict: See ``DiLoCo.load_state_dict``.
+
+    Attributes:
+        inner_step: The inner step of the state.
 
     Raises:
-        ValueError: If it does not fit this model, schedule, overlap or replica; nothing is changed.
+        ValueError: If the state does not fit the model, the outer optimizer, the overlap or the
+            replica, or has rounds under way that cannot follow a change.
         TypeError: If it is no mapping.
     """
-    _check_layout(state, scope.layout)
-    own = state.get(f"replica_{scope.replica}")
-    home = _home(state, own, scope, strict)
-    writes: list[Callable[[], None]] = []
-    for part in parts:
-        numbers = _need(home, "parts", str(part.index))
+
+    def __init__(
+        self,
+        parts: Sequence[SyncedPart],
+        state: Mapping[str, Any],
+        scope: Scope,
+        model: Mapping[str, Tensor],
+        *,
+        strict: bool,
+    ) -> None:
+        _check_version(state)
+        assert scope.run is not None
+        self._parts, self._state, self._scope, self._strict = parts, state, scope, strict
+        self._saved, self._model = saved_run(state, scope.run), model
+        self._match = Match(self._saved, scope.run)
+        self._own: Mapping[str, Any] | None = state.get(f"replica_{scope.replica}")
+        self._home = _home(state, self._own, scope, strict)
+        self._kept: set[tuple[str, str]] = set()
+        outer = _need(self._home, "outer")
+        exchanged = {name: param for part in self._fragments() for name, param in _named(part)}
+        refuse_what_cannot_follow(self._saved, scope.run, outer, exchanged, model)
+        self._numbers = {index: self._saved_numbers(index) for index in self._match.saved_parts}
+        if not self._match.is_same:
+            self._refuse_under_way()
+        self.inner_step = int(_need(state, "inner_step"))
+        self._writes: list[Callable[[], None]] = []
+        for part in parts:
+            self._plan(part)
+
+    def write(self) -> None:
+        """Copy the state in, in place. Nothing may be in flight."""
+        for one in self._writes:
+            one()
+        self._report()
+
+    @property
+    def has_new(self) -> bool:
+        """Whether parameters are exchanged that the saved run did not exchange."""
+        return bool(self._match.new)
+
+    def read_new(self) -> None:
+        """Set the outer values of parameters that the state lacks to the model's values of now."""
+        new = set(self._match.new)
+        for part in self._fragments():
+            offset = 0
+            for name, piece in part.fragment.pieces():
+                if name in new:
+                    part.outer[offset : offset + piece.numel()].copy_(memory_order(piece))
+                offset += piece.numel()
+            if new.intersection(part.fragment.names):
+                self._begin_history(part)
+
+    # ------------------------------------------------------------------------------- numbers
+
+    def _fragments(self) -> Iterator[SyncedFragment]:
+        return (part for part in self._parts if isinstance(part, SyncedFragment))
+
+    def _saved_numbers(self, index: int) -> Mapping[str, Any]:
+        parts = _need(self._home, "parts")
+        if not self._match.is_same and str(index) not in parts:
+            raise ValueError(
+                f"the saved state lacks parts/{index}, and was saved with other arguments than "
+                "here, whose entries alone torch.distributed.checkpoint reads: convert the "
+                "checkpoint by torch.distributed.checkpoint.format_utils.dcp_to_torch_save first"
+            )
+        numbers: Mapping[str, Any] = _need(self._home, "parts", str(index))
         for name in ("round", "last_sent"):
             _need(numbers, name)
-        writes.append(_bind(set_numbers, part, numbers))
+        return numbers
+
+    def _refuse_under_way(self) -> None:
+        """Raise if something is under way in a state that was saved with other parts."""
+        busy = {
+            index
+            for index, numbers in self._numbers.items()
+            for name, text in numbers.items()
+            if name.startswith("flights") and json.loads(text)["rounds"]
+        }
+        for key, text in ((self._own or {}).get("own") or {}).items():
+            mine = json.loads(text)
+            if mine["owes"] or mine["is_ahead"] or mine["corrections"]:
+                busy.add(int(key.partition("@")[0]))
+        if busy:
+            assert self._scope.run is not None
+            changes = differences(self._saved, self._scope.run)
+            raise ValueError(
+                f"the saved state has rounds of fragment {min(busy)} under way, which cannot "
+                f"follow a change: {'; '.join(changes)}; {_ADVICE}"
+            )
+
+    def _plan(self, part: SyncedPart) -> None:
+        numbers = self._match.numbers(part, self._numbers)
+        self._writes.append(partial(set_numbers, part, numbers))
         if isinstance(part, SyncedFragment):
-            writes += _plan_tensors(part, home, numbers)
-            writes += _plan_residuals(part, own, scope, strict)
-        writes += _plan_flights(part, home, numbers, own, state, scope, strict)
-        saved = _saved_history(numbers, scope)
-        writes.append(partial(history.begin, part, is_shared=scope.is_shared, saved=saved))
-    inner_step = int(_need(state, "inner_step"))
+            self._writes += _plan_tensors(part, self._home, numbers, self._match.new)
+            self._writes += self._plan_residuals(part)
+        self._writes += self._plan_flights(part, numbers)
+        self._writes.append(partial(self._begin_history, part))
 
-    def write() -> int:
-        for one in writes:
-            one()
-        return inner_step
+    def _begin_history(self, part: SyncedPart) -> None:
+        sources = [self._numbers[index] for index in self._match.sources(part)]
+        saved = [_saved_history(numbers, self._scope) for numbers in sources]
+        past = saved[0] if len(saved) == 1 else history.mixed(*saved) if any(saved) else 0
+        history.begin(part, is_shared=self._scope.is_shared, saved=past)
 
-    return write
+    # ---------------------------------------------------------------------------- residuals
+
+    def _plan_residuals(self, part: SyncedFragment) -> list[Callable[[], None]]:
+        buffers = part.buffers
+        if buffers is None or buffers.residual is None:
+            return []
+        whole = self._find_whole(part, "residual")
+        runs = self._find_runs(part, "reduce_residual")
+        is_explained = self._lacks_whole(part) if whole is None else self._lacks_runs(part)
+        if (whole is None or runs is None) and not is_explained:
+            if self._strict:
+                raise ValueError(
+                    "the saved state holds no error-feedback residuals that fit replica "
+                    f"{self._scope.replica} in a group of this size: it was saved without error "
+                    "feedback or by other replicas; strict=False starts them at zero"
+                )
+            whole, runs = None, None
+        # Without the older residuals, a round that is lost later leaves its rounding error.
+        old_whole = whole and (self._find_whole(part, "residual_before") or whole)
+        old_runs = runs and (self._find_runs(part, "reduce_residual_before") or runs)
+        if whole is not None:
+            keys = part.fragment.own_views(buffers.residual)
+            self._kept |= {("residual", key) for key in keys}
+        if runs is not None:
+            twin = self._match.twin(part)
+            self._kept |= {("reduce_residual", self._run_key(twin, k)) for k in range(len(runs))}
+
+        def load() -> None:
+            # Looked up now: the buffers may have been swapped since the check.
+            residuals = buffers.residuals
+            for values, saved in ((residuals.value, whole), (residuals.before(), old_whole)):
+                if values is not None:
+                    _load_own(part, values, saved)
+            _load_runs(residuals.reductions(), runs)
+            _load_runs(residuals.reductions_before(), old_runs)
+
+        return [load]
+
+    def _find_whole(self, part: SyncedFragment, name: str) -> Mapping[str, Any] | None:
+        """Return a saved residual of the encoding, checked; None if there is none for this part."""
+        saved = None if self._own is None else self._own.get(name)
+        if not saved or not part.fragment.has_own(saved):
+            return None
+        if part.fragment.placement and self._match.twin(part) != part.index:
+            return None  # A worker's range of elements has no names.
+        new = {name: param for name, param in _named(part) if name in self._match.new}
+        whole = {**saved, **_zeros(new)}
+        part.fragment.check_own(whole)
+        return whole
+
+    def _find_runs(self, part: SyncedFragment, name: str) -> list[Tensor] | None:
+        """Return saved residuals of each chain of reductions; None if they do not fit."""
+        assert part.buffers is not None
+        saved, twin = {} if self._own is None else self._own.get(name, {}), self._match.twin(part)
+        runs = []
+        for chain, mine in enumerate(part.buffers.residuals.reductions()):
+            run = None if twin is None else saved.get(self._run_key(twin, chain))
+            if run is None or run.shape != mine.shape or self._is_other_group():
+                return None
+            runs.append(run)
+        return runs
+
+    def _run_key(self, index: int | None, chain: int) -> str:
+        return chain_key(self._scope.key_of(index), chain)
+
+    def _is_other_group(self) -> bool:
+        return self._saved.members not in (None, self._scope.members)
+
+    def _lacks_whole(self, part: SyncedFragment) -> bool:
+        """Whether the state has, for a good reason, no residual of a part's encoding."""
+        saved = self._saved
+        is_newcomer = saved.members is not None and self._scope.replica not in saved.members
+        is_cut_anew = bool(part.fragment.placement) and self._match.twin(part) != part.index
+        is_new = self._match.new and not set(part.fragment.names) - set(self._match.new)
+        return saved.error_feedback is False or is_newcomer or is_cut_anew or bool(is_new)
+
+    def _lacks_runs(self, part: SyncedFragment) -> bool:
+        """As ``_lacks_whole``, for the reductions, which go by place and not by name."""
+        twin = self._match.twin(part)
+        if self._saved.error_feedback is None:
+            return False
+        if twin is None or self._is_other_group():
+            return True
+        return self._saved.fragments[twin].wire != (part.wire.name, part.wire.block_size)
+
+    # ------------------------------------------------------------------------------- flights
+
+    def _plan_flights(
+        self, part: SyncedPart, numbers: Mapping[str, Any]
+    ) -> list[Callable[[], None]]:
+        scope, state, own, home = self._scope, self._state, self._own, self._home
+        if not self._match.is_same:
+            return self._plan_owed_anew(part)
+        key = scope.key(part)
+        shared = numbers.get(scope.flights)
+        _refuse_other_shards(numbers, scope)
+        text = None if own is None else own.get("own", {}).get(key)
+        mine = None if text is None else json.loads(text)
+        is_busy = shared is not None and bool(json.loads(shared)["rounds"])
+        is_busy = is_busy or (mine is not None and (mine["owes"] or mine["is_ahead"]))
+        if not is_busy or part.buffers is None:
+            # Rounding errors of rounds that were applied long ago; another policy cannot add them.
+            return self._plan_owed(part, mine) if state.get("overlap") == scope.kind else []
+        if state.get("overlap") != scope.kind:
+            raise ValueError(
+                f"the saved state has rounds under way with overlap {state.get('overlap')}, this "
+                f"one is {scope.kind}: {_ADVICE}"
+            )
+        if scope.overlap.rounds and mine is None and self._strict:
+            raise ValueError(
+                f"the saved state holds no own payloads of replica {scope.replica} for the rounds "
+                "under way: it was saved by other replicas; strict=False goes on without"
+            )
+        if mine is not None and own is not None:
+            mine |= {"payloads": own.get("payloads", {}).get(key, {})}
+            mine |= {"corrected": own.get("corrected", {}).get(key, {})}
+        saved = saved_flights.unpack(
+            part,
+            shared if shared is not None else _NO_FLIGHTS,
+            home.get("flights", {}).get(key, {}),
+            mine,
+            replica=scope.replica,
+            must_fit=not scope.overlap.is_shared,
+        )
+        return [partial(_install, part, saved, mine), *self._plan_owed(part, mine)]
+
+    def _plan_owed(
+        self, part: SyncedPart, mine: Mapping[str, Any] | None
+    ) -> list[Callable[[], None]]:
+        if self._own is None or mine is None or not mine["has_owed"]:
+            return []
+        assert isinstance(part, SyncedFragment)
+        return self._owe(part, self._own.get("owed", {}))
+
+    def _plan_owed_anew(self, part: SyncedPart) -> list[Callable[[], None]]:
+        """Take over, by name, the values that lost rounds have left to the next encoding."""
+        owed = (self._own or {}).get("owed") or {}
+        is_there = isinstance(part, SyncedFragment) and part.fragment.has_own(owed)
+        if not is_there or not self._scope.overlap.rounds or part.buffers is None:
+            return []
+        assert isinstance(part, SyncedFragment)
+        if part.fragment.placement and self._match.twin(part) != part.index:
+            return []
+        lacking = {name: param for name, param in _named(part) if name not in owed}
+        return self._owe(part, {**owed, **_zeros({} if part.fragment.placement else lacking)})
+
+    def _owe(self, part: SyncedFragment, owed: Mapping[str, Any]) -> list[Callable[[], None]]:
+        assert part.buffers is not None
+        values = torch.empty(part.num_elements, device=part.device)
+        part.fragment.check_own(owed)
+        part.fragment.load_own(values, owed)
+        self._kept |= {("owed", key) for key in part.fragment.own_views(values)}
+        return [partial(_owe, part, values)]
+
+    # ------------------------------------------------------------------------- what is told
+
+    def _report(self) -> None:
+        """Log what has changed, and how much of the state no part of this run has taken."""
+        assert self._scope.run is not None
+        match, told = (
+            self._match,
+            [] if self._match.is_same else differences(self._saved, self._scope.run),
+        )
+        if match.new:
+            told.append(f"{first_of(match.new)} begin without momentum")
+        if told:
+            logger.info("the saved state follows a change: %s", "; ".join(told))
+        self._report_dropped()
+        if match.ended:
+            self._warn_of_ended()
+
+    def _report_dropped(self) -> None:
+        own = self._own or {}
+        left = [
+            sharding.local(tensor)
+            for kind in ("residual", "reduce_residual", "owed")
+            for key, tensor in (own.get(kind) or {}).items()
+            if (kind, key) not in self._kept
+        ]
+        norm = math.hypot(*(float(torch.linalg.vector_norm(one.float())) for one in left))
+        if norm:
+            logger.warning(
+                "replica %d drops what its encodings had left for later exchanges: L2 norm %.4g "
+                "over %d elements; it follows with error_feedback=True, the same parameters and, "
+                "for the part of the reductions, the same fragments, wire and replicas",
+                self._scope.replica,
+                norm,
+                sum(one.numel() for one in left),
+            )
+
+    def _warn_of_ended(self) -> None:
+        """Warn if a parameter that is exchanged no more differs from its last shared value."""
+        outer, away = _need(self._home, "outer"), []
+        for name in self._match.ended:
+            if name in outer and not sharding.misfit(outer[name], self._model[name]):
+                mine = sharding.local(self._model[name])
+                shared = sharding.part_of(outer[name], self._model[name]).to(mine)
+                if not torch.equal(mine, shared):
+                    away.append(name)
+        if away:
+            warn(
+                f"{first_of(away)} are exchanged no more, and their values in this model are not "
+                "the shared ones of the saved state, so that replicas may keep different values: "
+                "call flush() on all replicas before such a save",
+                RuntimeWarning,
+            )
 
 
 def restore_outer(
     parts: Sequence[SyncedFragment], state: Mapping[str, Any], layout: int
 ) -> Callable[[], None]:
     """Check the outer parameters, buffers and numbers of fragments in a saved state.
+
+    Args:
+        layout: See ``Plan.saved_layout``: the state must be of the same one.
 
     Returns:
         A function that copies them in, in place. Histories, residuals and rounds under way are left
@@ -69,13 +376,29 @@ def restore_outer(
             replicas; nothing is changed.
         TypeError: If it is no mapping.
     """
-    _check_layout(state, layout)
+    _check_version(state)
+    saved = state.get("layout")
+    run = Run.from_text(saved) if isinstance(saved, str) else None
+    if layout != (saved if run is None else run.layout):
+        told = ""
+        if run is not None:
+            num_parameters = sum(len(part.fragment.names) for part in parts)
+            told = (
+                f": sync_every {run.sync_every}, offsets {run.offsets}, {len(run.fragments)} "
+                f"fragments of {len(run.names)} parameters in the state, {len(parts)} fragments "
+                f"of {num_parameters} parameters here"
+            )
+        raise ValueError(
+            "a replica that joins takes a checkpoint of the group's own arguments alone, and this "
+            f"one has other names, shapes, dtypes, fragments, sync_every or offsets{told}; join "
+            "without a checkpoint"
+        )
     writes: list[Callable[[], None]] = []
     for part in parts:
         numbers = _need(state, "parts", str(part.index))
         for name in ("round", "last_sent"):
             _need(numbers, name)
-        writes.append(_bind(set_numbers, part, numbers))
+        writes.append(partial(set_numbers, part, numbers))
         writes += _plan_tensors(part, state, numbers)
 
     def write() -> None:
@@ -85,26 +408,16 @@ def restore_outer(
     return write
 
 
-def _check_layout(state: Any, layout: int) -> None:
+def _check_version(state: Any) -> None:
     if not isinstance(state, Mapping):
         raise TypeError(f"the saved state must be a dictionary, got {type(state).__name__}")
     if state.get("version") != VERSION:
         raise ValueError(f"saved state has version {state.get('version')}, {VERSION} expected")
-    if state.get("layout") != layout:
-        raise ValueError(
-            "the saved state is of another layout: names, shapes, dtypes, fragments, sync_every, "
-            "offsets, align_tensors, the groups of wire and, with align_tensors, the wires' block "
-            "sizes must be those of the save"
-        )
 
 
 def _saved_history(numbers: Mapping[str, Any], scope: Scope) -> int:
     """Return the history that the state was saved with; 0 where none is kept."""
     return int(json.loads(numbers.get(scope.flights, "{}")).get("history", 0))
-
-
-def _bind(function: Callable[..., None], *arguments: Any) -> Callable[[], None]:
-    return lambda: function(*arguments)
 
 
 def _need(mapping: Any, *path: str) -> Any:
@@ -141,16 +454,37 @@ def _home(
     )
 
 
+def _named(part: SyncedFragment) -> list[tuple[str, Tensor]]:
+    return list(zip(part.fragment.names, part.fragment.params, strict=True))
+
+
+def _zeros(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return fp32 zeros like parameters."""
+    return {
+        name: torch.zeros_like(param.detach(), dtype=torch.float32)
+        for name, param in params.items()
+    }
+
+
 def _plan_tensors(
-    part: SyncedFragment, home: Mapping[str, Any], numbers: Mapping[str, Any]
+    part: SyncedFragment,
+    home: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    new: Collection[str] = (),
 ) -> list[Callable[[], None]]:
+    """Plan to load outer parameters and their buffers.
+
+    Args:
+        new: Parameters that the state lacks: they take the model's values, and zeros.
+    """
     fragment = part.fragment
-    saved_outer = _need(home, "outer")
+    current = {name: param.detach() for name, param in _named(part) if name in new}
+    saved_outer = {**_need(home, "outer"), **current}
     fragment.check(saved_outer)
     buffers = _need(home, "buffers")
     part.state.check(set(buffers))
     for saved in buffers.values():
-        fragment.check(saved)
+        fragment.check({**saved, **current})
     extra = dict(_need(numbers, "extra")) if "extra" in numbers else {}
 
     def load_buffers() -> None:
@@ -158,68 +492,10 @@ def _plan_tensors(
         for name, saved in buffers.items():
             # The one element that stands for an empty shard is in no saved tensor.
             flats[name] = torch.zeros_like(part.outer)
-            fragment.load(flats[name], saved)
+            fragment.load(flats[name], {**saved, **_zeros(current)})
         part.state.load(flats, extra)
 
-    return [_bind(fragment.load, part.outer, saved_outer), load_buffers]
-
-
-def _plan_residuals(
-    part: SyncedFragment, own: Mapping[str, Any] | None, scope: Scope, strict: bool
-) -> list[Callable[[], None]]:
-    buffers = part.buffers
-    if buffers is None or buffers.residual is None:
-        return []
-    whole = _find_whole(part, own, "residual")
-    runs = _find_runs(part, own, scope, "reduce_residual")
-    if whole is None or runs is None:
-        if strict:
-            raise ValueError(
-                "the saved state holds no error-feedback residuals that fit replica "
-                f"{scope.replica} in a group of this size: it was saved without error feedback "
-                "or by other replicas; strict=False starts them at zero"
-            )
-        whole, runs = None, None
-    # Without the older residuals, a round that is lost later leaves its rounding error.
-    old_whole = whole and (_find_whole(part, own, "residual_before") or whole)
-    old_runs = runs and (_find_runs(part, own, scope, "reduce_residual_before") or runs)
-
-    def load() -> None:
-        # Looked up now: the buffers may have been swapped since the check.
-        residuals = buffers.residuals
-        for values, saved in ((residuals.value, whole), (residuals.before(), old_whole)):
-            if values is not None:
-                _load_own(part, values, saved)
-        _load_runs(residuals.reductions(), runs)
-        _load_runs(residuals.reductions_before(), old_runs)
-
-    return [load]
-
-
-def _find_whole(
-    part: SyncedFragment, own: Mapping[str, Any] | None, name: str
-) -> Mapping[str, Any] | None:
-    """Return a saved residual of the encoding, checked; None if there is none for this part."""
-    saved = None if own is None else own.get(name)
-    if not saved or not part.fragment.has_own(saved):
-        return None
-    part.fragment.check_own(saved)
-    return saved
-
-
-def _find_runs(
-    part: SyncedFragment, own: Mapping[str, Any] | None, scope: Scope, name: str
-) -> list[Tensor] | None:
-    """Return saved residuals of each chain of reductions; None if they do not fit."""
-    assert part.buffers is not None
-    saved = {} if own is None else own.get(name, {})
-    runs = []
-    for chain, mine in enumerate(part.buffers.residuals.reductions()):
-        run = saved.get(chain_key(scope.key(part), chain))
-        if run is None or run.shape != mine.shape:
-            return None
-        runs.append(run)
-    return runs
+    return [partial(fragment.load, part.outer, saved_outer), load_buffers]
 
 
 def _load_own(part: SyncedFragment, values: Tensor, saved: Mapping[str, Any] | None) -> None:
@@ -237,50 +513,6 @@ def _load_runs(targets: Sequence[Tensor], runs: Sequence[Tensor] | None) -> None
             target.zero_()
 
 
-def _plan_flights(
-    part: SyncedPart,
-    home: Mapping[str, Any],
-    numbers: Mapping[str, Any],
-    own: Mapping[str, Any] | None,
-    state: Mapping[str, Any],
-    scope: Scope,
-    strict: bool,
-) -> list[Callable[[], None]]:
-    key = scope.key(part)
-    shared = numbers.get(scope.flights)
-    _refuse_other_shards(numbers, scope)
-    text = None if own is None else own.get("own", {}).get(key)
-    mine = None if text is None else json.loads(text)
-    is_busy = shared is not None and bool(json.loads(shared)["rounds"])
-    is_busy = is_busy or (mine is not None and (mine["owes"] or mine["is_ahead"]))
-    if not is_busy or part.buffers is None:
-        # Rounding errors of rounds that were applied long ago; another policy has no use for them.
-        return _plan_owed(part, own, mine) if state.get("overlap") == scope.kind else []
-    if state.get("overlap") != scope.kind:
-        raise ValueError(
-            f"the saved state has rounds under way with overlap {state.get('overlap')}, this one "
-            f"is {scope.kind}: flush() before the save to change it"
-        )
-    if scope.overlap.rounds and mine is None and strict:
-        raise ValueError(
-            f"the saved state holds no own payloads of replica {scope.replica} for the rounds "
-            "under way: it was saved by other replicas; strict=False goes on without"
-        )
-    if mine is not None and own is not None:
-        mine |= {"payloads": own.get("payloads", {}).get(key, {})}
-        mine |= {"corrected": own.get("corrected", {}).get(key, {})}
-    saved = saved_flights.unpack(
-        part,
-        shared if shared is not None else _NO_FLIGHTS,
-        home.get("flights", {}).get(key, {}),
-        mine,
-        replica=scope.replica,
-        must_fit=not scope.overlap.is_shared,
-    )
-    owed = _plan_owed(part, own, mine)
-    return [_bind(_install, part, saved, mine), *owed]
-
-
 _NO_FLIGHTS = json.dumps({"members": [], "wire": "fp32", "block_size": 256, "rounds": []})
 
 
@@ -290,16 +522,10 @@ def _install(part: SyncedPart, saved: Saved, mine: Mapping[str, Any] | None) -> 
     part.is_ahead = bool(mine and mine["is_ahead"])
 
 
-def _plan_owed(
-    part: SyncedPart, own: Mapping[str, Any] | None, mine: Mapping[str, Any] | None
-) -> list[Callable[[], None]]:
-    if own is None or mine is None or not mine["has_owed"]:
-        return []
-    assert isinstance(part, SyncedFragment) and part.buffers is not None
-    values = torch.empty(part.num_elements, device=part.device)
-    part.fragment.check_own(own.get("owed", {}))
-    part.fragment.load_own(values, own["owed"])
-    return [_bind(part.buffers.residuals.owe, values)]
+def _owe(part: SyncedPart, values: Tensor) -> None:
+    # Looked up now: the buffers may have been swapped since the check.
+    assert part.buffers is not None
+    part.buffers.residuals.owe(values)
 
 
 def _refuse_other_shards(numbers: Mapping[str, Any], scope: Scope) -> None:

@@ -2,7 +2,8 @@
 
 The layout of a saved state (a ``torch.distributed.checkpoint`` Stateful):
 
-    version, layout, inner_step, overlap
+    version, inner_step, overlap
+    layout                  the run that saved the state, as JSON text: see ``changes.Run``
     parts/<fragment>        round, last_sent, num_steps, weight_sum, step norms, last_lr, ended_at,
                             extra (what the outer optimizer adds), flights (rounds under way, see
                             ``flights``)
@@ -37,6 +38,7 @@ from ...ops.residuals import drop_bad
 from ..flights import RoundInFlight
 from ..synced import SyncedFragment, SyncedPart
 from . import flights as saved_flights
+from .changes import Run
 
 VERSION = 1
 _HOME = ("parts", "outer", "buffers", "flights")
@@ -52,6 +54,7 @@ class Scope:
         layout: Hash of names, shapes, fragments and schedule.
         is_shared: Whether outer parameters and rounds are the same on all replicas.
         worker: Name of this worker among the replica's workers, such as "1of4".
+        run: The description of the present run that states hold; None where no state is saved.
     """
 
     replica: int
@@ -60,10 +63,15 @@ class Scope:
     overlap: Overlap
     is_shared: bool
     worker: str = ""
+    run: Run | None = None
 
     def key(self, part: SyncedPart) -> str:
         """Name the entries of a part that are not cut along its parameters."""
-        return f"{part.index}@{self.worker}" if self.worker else str(part.index)
+        return self.key_of(part.index)
+
+    def key_of(self, index: int | None) -> str:
+        """As ``key``, by the index of a part."""
+        return f"{index}@{self.worker}" if self.worker else str(index)
 
     @property
     def flights(self) -> str:
@@ -88,6 +96,7 @@ def collect(
     Raises:
         ValueError: If ``shared`` but something differs between replicas.
     """
+    assert scope.run is not None
     home: dict[str, Any] = {key: {} for key in _HOME}
     own: dict[str, Any] = {"residual": {}, "reduce_residual": {}}
     if scope.overlap.rounds:
@@ -104,7 +113,7 @@ def collect(
         )
     state = {
         "version": VERSION,
-        "layout": scope.layout,
+        "layout": scope.run.to_text(),
         "inner_step": inner_step,
         "overlap": scope.kind,
     }

@@ -84,8 +84,11 @@ def exchange(
     impl: Impl = "",
     backend: Annotated[str, typer.Option(help="gloo, nccl or diloco.")] = "gloo",
     emulate_link: Link = "",
-    min_gbps: Annotated[
+    min_gb_per_s: Annotated[
         float | None, typer.Option(help="Status 1 unless each wire's best busbw has these GB/s.")
+    ] = None,
+    min_gbps: Annotated[
+        float | None, typer.Option(hidden=True, help="Deprecated name of --min-gb-per-s.")
     ] = None,
     json_path: Json = None,
 ) -> None:
@@ -121,17 +124,20 @@ def exchange(
         return
     chosen = bench.make_methods(settings)
     report = _report("exchange", wire=_described(wire, block_size), settings=settings)
+    if min_gbps is not None:
+        _complain(report, "--min-gbps is deprecated: its name is --min-gb-per-s, as its unit")
+        min_gb_per_s = min_gbps
     rows = bench.run(report, settings, chosen)
     average = sum(row["in_place"]["bus_bw"] for row in rows) / len(rows)
     report.print(f"# avg bus bandwidth: {average:.3f}")
     is_saved = _save(report, json_path, rows, average_bus_bandwidth=average)
     bench.close(chosen)
-    slow = [] if min_gbps is None else _slower_than(min_gbps, rows[0], rows)
+    slow = [] if min_gb_per_s is None else _slower_than(min_gb_per_s, rows[0], rows)
     wrong = bench.count_wrong(rows)
     if wrong:
         _complain(report, f"{wrong} elements are out of the bounds of their wire format")
     if slow:
-        _complain(report, f"below --min-gbps {min_gbps:g}: {', '.join(slow)}")
+        _complain(report, f"below --min-gb-per-s {min_gb_per_s:g}: {', '.join(slow)}")
     # Exit only after printing: the launcher kills the remaining ranks.
     _leave()
     if wrong or slow or not is_saved:
@@ -370,14 +376,14 @@ def _leave() -> None:
 
 
 def _slower_than(
-    min_gbps: float, reference: dict[str, Any], rows: list[dict[str, Any]]
+    min_gb_per_s: float, reference: dict[str, Any], rows: list[dict[str, Any]]
 ) -> list[str]:
     """List the wires whose best row is below a bus bandwidth, without the reference."""
     best: dict[str, float] = {}
     for row in rows:
         if (row["wire"], row["impl"]) != (reference["wire"], reference["impl"]):
             best[row["wire"]] = max(best.get(row["wire"], 0.0), row["in_place"]["bus_bw"])
-    return [f"{wire} has {gbps:.3f} GB/s" for wire, gbps in best.items() if not gbps >= min_gbps]
+    return [f"{wire} has {bw:.3f} GB/s" for wire, bw in best.items() if not bw >= min_gb_per_s]
 
 
 def _complain(report: Any, message: str) -> None:

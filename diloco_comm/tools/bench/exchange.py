@@ -251,7 +251,7 @@ def describe(
         },
         "sent_bytes": sent,
         "formula_bits": 8 * sent / (size // 4 * methods.bus_factor(world)),
-        "vs_reference": measuring.median_ratio(reference, times),
+        "vs_reference": measuring.ratio_of_medians(reference, times),
         "identical": None,
         "relative_l2": None,
     }

@@ -301,17 +301,17 @@ def report_rows(
                 "p90": measuring.percentile(times, 90) * 1e6,
                 "samples": len(times),
             },
-            "fp32_gbps": 4 * num_elements / median / 1e9,
-            "moved_gbps": moved,
-            "memcpy_ratio": measuring.median_ratio(times, memcpy),
+            "fp32_gb_per_s": 4 * num_elements / median / 1e9,
+            "moved_gb_per_s": moved,
+            "memcpy_ratio": measuring.ratio_of_medians(times, memcpy),
             "roofline_percent": None
             if is_floor
-            else 100 * bytes_ratio * measuring.median_ratio(floor, times),
+            else 100 * bytes_ratio * measuring.ratio_of_medians(floor, times),
         }
         results.append(figure)
         share = "-" if is_floor else f"{figure['roofline_percent']:.1f}"
         cells = (
-            f"{median * 1e3:>10.2f}{figure['fp32_gbps']:>10.2f}{moved:>10.2f}"
+            f"{median * 1e3:>10.2f}{figure['fp32_gb_per_s']:>10.2f}{moved:>10.2f}"
             f"{figure['memcpy_ratio']:>10.2f}{share:>10}"
         )
         report.print(f" {row.operator:>26} {row.wire:>9} {figure['impl']:>7}{cells}")

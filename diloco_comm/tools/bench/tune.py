@@ -131,7 +131,7 @@ def _choose(report: reports.Report, bench: _Bench, wire: str) -> dict[str, Any]:
                 **asdict(candidate),
                 "size": settings.size_bytes,
                 "time": statistics.median(times) * 1e6,
-                "vs_default": measuring.median_ratio(seconds[0], times),
+                "vs_default": measuring.ratio_of_medians(seconds[0], times),
             }
         )
         chunk = candidate.chunk_bytes

@@ -30,6 +30,23 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(FAILED)
 
 
+def reason_of(error: Exception) -> str:
+    """Return an error in one sentence; an error of the operating system names its file."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def given_options(context: typer.Context) -> dict[str, str]:
+    """Return the options that the user gave: name of the argument, and name on the command line."""
+    found = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name is not None and source is not None and source.name == "COMMANDLINE":
+            found[parameter.name] = max(parameter.opts, key=len)
+    return found
+
+
 def in_options(sentence: str, names: Iterable[str]) -> str:
     """Replace names of arguments in a message of the library by the command's options.
 

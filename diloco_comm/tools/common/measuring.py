@@ -31,6 +31,11 @@ def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> fl
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
+def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """Return the ratio of two times that a table shows as medians, so that it fits the columns."""
+    return statistics.median(numerator) / statistics.median(denominator)
+
+
 def interleave(
     functions: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:

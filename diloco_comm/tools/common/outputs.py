@@ -7,14 +7,11 @@ the work, an ``OSError`` after it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Where there is no room for one page there will be none for the results.
-_PAGE_BYTES = 4096
+from ...base import files
 
 
 def check_file(option: str, path: Path | None) -> None:
@@ -32,15 +29,7 @@ def check_file(option: str, path: Path | None) -> None:
     if path is None:
         return
     with _sentence(option, path, ValueError):
-        real = Path(os.path.realpath(path))
-        if not _exists(real):
-            _try_folder(real.parent)
-        elif real.is_dir():
-            raise _os_error(errno.EISDIR)
-        elif real.is_file():
-            real.open("ab").close()
-        elif not os.access(real, os.W_OK):
-            raise _os_error(errno.EACCES)
+        files.try_file(path)
 
 
 def check_folder(option: str, folder: Path | None, *, may_be_full: bool = False) -> None:
@@ -54,20 +43,27 @@ def check_folder(option: str, folder: Path | None, *, may_be_full: bool = False)
     """
     if folder is not None:
         with _sentence(option, folder, ValueError):
-            num_bytes = 0 if may_be_full else _PAGE_BYTES
-            _try_folder(Path(os.path.realpath(folder)), num_bytes)
+            files.try_folder(folder, 0 if may_be_full else files.PAGE_BYTES)
 
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[Path]:
     """Make the folder of a file that the block writes, and name the option in errors.
 
+    A file that was not there before is not left behind in parts.
+
     Raises:
         OSError: If the file cannot be written; its text is a sentence.
     """
+    was_there = os.path.lexists(path)
     with _sentence(option, path, OSError):
         Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
-        yield path
+        try:
+            yield path
+        except OSError:
+            if not was_there:
+                path.unlink(missing_ok=True)
+            raise
 
 
 def plot_file(path: Path | None) -> Path | None:
@@ -99,27 +95,5 @@ def _sentence(option: str, path: Path, kind: type[ValueError] | type[OSError]) -
     try:
         yield
     except OSError as error:
-        raise kind(f"cannot write {option} {path}: {error.strerror or error}") from None
-
-
-def _try_folder(folder: Path, num_bytes: int = _PAGE_BYTES) -> None:
-    """Write a file without a name into the folder, or into its first parent that exists."""
-    while not _exists(folder):
-        folder = folder.parent
-    if not folder.is_dir():
-        raise _os_error(errno.ENOTDIR)
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        file.write(bytes(num_bytes))
-
-
-def _exists(path: Path) -> bool:
-    """Whether a path exists; unlike ``Path.exists``, an unreadable path raises OSError."""
-    try:
-        path.stat()
-        return True
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
-def _os_error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
+        reason = files.reason_of(error, path)
+        raise kind(f"cannot write {option} {path}: {reason}") from None

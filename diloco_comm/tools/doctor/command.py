@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.exits import FAILED, fail, misuse
+from ..common.exits import FAILED, fail, given_options, misuse
 
 if TYPE_CHECKING:
     from .facts import Finding
@@ -25,6 +25,7 @@ torchrun --nproc-per-node 2 -m diloco_comm.tools.cli doctor --replicas 2
 
 
 def doctor(
+    context: typer.Context,
     self_test: Annotated[
         bool, typer.Option(help="Let two processes on this machine exchange and compare.")
     ] = True,
@@ -35,7 +36,8 @@ def doctor(
         float, typer.Option(help="In a job: size of the messages that measure a link.")
     ] = 4.0,
     timeout: Annotated[
-        float, typer.Option(help="In a job: seconds to wait for the other ranks.")
+        float,
+        typer.Option(help="Seconds the self-test may take; in a job, to wait for the other ranks."),
     ] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -51,15 +53,16 @@ def doctor(
     from .job import launch
 
     job = launch()
-    if replicas is not None and job is None:
-        misuse("--replicas is for a launched job: start doctor by torchrun or srun")
+    for name in ("replicas", "megabytes"):
+        if job is None and name in given_options(context):
+            misuse(f"--{name} is for a launched job: start doctor by torchrun or srun")
     facts = machine.examine()
     findings = machine.judge(facts)
     report: dict[str, Any] = {"schema": 1, **facts, "self_test": None, "job": None}
     if job is not None:
         report["job"] = _in_job(job, facts, findings, replicas, int(megabytes * 1e6), timeout)
     elif self_test and facts["extension"]["error"] is None:
-        report["self_test"] = _self_test(findings)
+        report["self_test"] = self_test_of(findings, timeout)
     report["findings"] = machine.as_json(findings)
     if job is None or job["rank"] == 0:
         _show(report, as_json)
@@ -67,13 +70,16 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
-def _self_test(findings: list[Finding]) -> dict[str, Any]:
+def self_test_of(findings: list[Finding], timeout_s: float) -> dict[str, Any]:
+    """Run the self-test, and add a finding if it fails."""
     from .facts import Finding
     from .selftest import run_self_test
 
-    result = run_self_test()
+    result = run_self_test(timeout_s)
     if not result["ok"]:
         remedy = "the installation does not work on this machine"
+        if not result["in_time"]:
+            remedy = "the machine may be busy: --timeout raises the limit"
         findings.append(Finding("error", f"the self-test failed: {result['error']}", remedy))
     return result
 
@@ -101,7 +107,10 @@ def _in_job(
         misuse(str(error))
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        fail(f"rank {job['rank']} of {job['world']} did not get through to the others: {reason}")
+        fail(
+            f"rank {job['rank']} of {job['world']} did not get through to the others (--timeout "
+            f"{timeout_s:g} s): {reason}"
+        )
     return examined
 
 

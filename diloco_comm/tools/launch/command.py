@@ -53,8 +53,8 @@ def launch(
 
     The script trains with membership=Elastic(), which finds registry and run by itself. SIGTERM or
     Ctrl-C let the replica leave at its next boundary, a second signal ends it at once. Exit status:
-    0 all steps are taken, 69 too few replicas or no registry, 75 too many restarts, 78 other model
-    or settings than the run's, 143 the replica has left.
+    0 all steps are taken, 69 too few replicas or no registry, 75 too many restarts, 78 other model,
+    settings or registry than the run's, 143 the replica has left.
     """
     from ...elastic.registry import connect
     from .run import Launch, Launcher

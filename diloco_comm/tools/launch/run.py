@@ -188,6 +188,9 @@ def outcome(failed: Collection[int], has_left: bool, is_asked: bool) -> int:
             return status
     if not failed:
         return exits.LEFT if has_left else exits.DONE
+    if is_asked and set(failed) == {-signal.SIGTERM}:
+        # The signal came before the training had begun.
+        return exits.LEFT
     # A worker that was lost takes its workmates along.
     return FAILED if is_asked or has_left else exits.RESTART
 

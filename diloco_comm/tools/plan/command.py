@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..common.exits import fail, in_options, misuse, note
+from ..common.exits import fail, given_options, in_options, misuse, note
 from ..common.outputs import check_file, check_plot, plot_file, writing
 from ..common.printing import save_plot
 from ..common.sizes import parse_count
@@ -28,9 +29,23 @@ diloco-comm plan --published
 diloco-comm plan --failures --chips 20000 --replicas 4
 diloco-comm plan --decoupled --params 7B --step-time 2 --replicas 8 --sync-every 24 --gbps 20
 """
+# The options of each mode beside --json.
+_TAKEN_BY = {
+    "--published": (),
+    "--failures": ("chips", "replicas", "workers", "lost_seconds", "failures_per_year"),
+    "--decoupled": (
+        *("params", "step_time", "replicas", "workers", "sync_every", "wire", "rtt_ms", "gbps"),
+        *("fragments", "wire_down", "quorum", "grace", "overlap_steps"),
+    ),
+}
+_OF_MODE_ALONE = {
+    "--failures": ("chips", "lost_seconds", "failures_per_year"),
+    "--decoupled": ("fragments", "wire_down", "quorum", "grace", "overlap_steps"),
+}
 
 
 def plan(
+    context: typer.Context,
     params: Annotated[str | None, typer.Option(help="Parameters, such as 7B or 100e9.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None,
     model_config: Annotated[
@@ -120,27 +135,17 @@ def plan(
     """Predict compute utilisation, bandwidth, traffic and memory of a run before it is started."""
     from .estimate import AUTO, Request, make_plan
 
+    _check_given(given_options(context))
+    if workers is not None:
+        note("--workers is deprecated: its name is --replicas")
+        replicas = workers
     if published:
         _print_published(as_json)
         return
     if failures:
         _print_failures(chips, replicas, lost_seconds, failures_per_year, as_json)
         return
-    if chips is not None:
-        misuse("--chips needs --failures")
-    if workers is not None:
-        note("--workers is deprecated: its name is --replicas")
-        replicas = workers
     if decoupled:
-        others = {
-            "--write": write,
-            "--plot": plot,
-            "--model-config": model_config,
-            "--safetensors": safetensors,
-        }
-        given = [name for name, value in others.items() if value is not None]
-        if given:
-            misuse(f"--decoupled does not take {', '.join(given)}: leave out that option")
         if params is None or step_time is None:
             misuse("--decoupled needs --params and --step-time")
         numbers = (step_time, replicas, sync_every, fragments, wire or "int4", wire_down)
@@ -180,6 +185,29 @@ def plan(
     _show(made, plot, as_json, all_wires=all_wires)
     if write is not None:
         _write(made["link"], write, as_json)
+
+
+def _check_given(given: Mapping[str, str]) -> None:
+    """Refuse options that the chosen mode does not read."""
+    modes = [mode for mode in _TAKEN_BY if mode in given.values()]
+    if len(modes) > 1:
+        misuse(f"{' and '.join(modes)} exclude each other")
+    if modes:
+        mode, own = modes[0], {name: given[name] for name in _TAKEN_BY[modes[0]] if name in given}
+        free = {*own.values(), mode, "--json"}
+        if others := [option for option in given.values() if option not in free]:
+            which = "that option" if len(others) == 1 else "those options"
+            misuse(f"{mode} does not take {', '.join(others)}: leave out {which}")
+        if mode == "--failures" and own and "chips" not in own:
+            misuse(
+                f"{', '.join(own.values())} needs --chips: without it the paper's table is shown"
+            )
+        return
+    for mode, names in _OF_MODE_ALONE.items():
+        if found := [given[name] for name in names if name in given]:
+            misuse(f"{found[0]} needs {mode}")
+    if "target" in given and "gbps" not in given:
+        misuse("--target needs --gbps: the bandwidth of the link that must reach it")
 
 
 def _write(link: dict[str, Any], path: Path, as_json: bool) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..common.exits import fail, in_options, misuse
+from ..common.exits import fail, in_options, misuse, reason_of
 from ..common.outputs import check_folder
 from ..common.printing import announcer
 
@@ -49,6 +50,13 @@ def registry(
     drop_after: Annotated[
         float, typer.Option(help="Seconds after which a silent replica's last beat is dropped.")
     ] = 600.0,
+    truncate: Annotated[
+        bool,
+        typer.Option(
+            "--truncate",
+            help="Cut a damaged journal off at the damage, keep the rest beside it, and end.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address in JSON.")] = False,
 ) -> None:
     """Host the registry of elastic membership, until Ctrl-C or SIGTERM.
@@ -58,12 +66,20 @@ def registry(
     """
     if context.invoked_subcommand is not None:
         return
-    from ...elastic.registry.journal import CorruptJournal
+    from ...base.log import DamagedLog
+    from ...elastic.registry.journal import FILE, Journal
     from ...elastic.registry.server import RegistryServer
     from ..common.hosting import serve_until_signal
 
     try:
         check_folder("--journal", journal, may_be_full=True)
+        if truncate:
+            if journal is None or not os.path.lexists(journal / FILE):
+                misuse("--truncate needs --journal with the folder of a journal")
+            opened = Journal(journal, truncates=True)
+            opened.close()
+            print(opened.truncated or f"{opened.path} is not damaged: nothing was cut off")
+            return
         server = RegistryServer(
             f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
             journal=journal,
@@ -79,11 +95,10 @@ def registry(
         return
     except ValueError as error:
         misuse(in_options(str(error), context.params))
-    except CorruptJournal as error:
+    except DamagedLog as error:
         fail(str(error))
     except OSError as error:
-        reason = error.strerror or str(error)
-        fail(f"cannot write {error.filename}: {reason}" if error.filename else reason)
+        fail(reason_of(error))
 
 
 @registry_app.command(epilog=KEYGEN_EXAMPLES)

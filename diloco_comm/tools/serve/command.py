@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..common.exits import fail, in_options, misuse
+from ..common.exits import fail, in_options, misuse, reason_of
 from ..common.hosting import Server
 from ..common.outputs import check_folder
 from ..common.printing import announcer
@@ -116,6 +116,12 @@ def serve(
     drop_tape: Annotated[
         bool, typer.Option("--drop-tape", help="--decoupled: remove the tape in --snapshot.")
     ] = False,
+    truncate: Annotated[
+        bool,
+        typer.Option(
+            "--truncate", help="Cut a damaged journal in --snapshot at the damage, and end."
+        ),
+    ] = False,
     keys: Annotated[Path | None, typer.Option(help="Folder of CURVE keys.")] = None,
     key_name: Annotated[str, typer.Option(help="Pair of keys for --status.")] = "worker",
     insecure: Annotated[
@@ -148,6 +154,9 @@ def serve(
             key_name=key_name,
             timeout=timeout,
         )
+        return
+    if truncate:
+        _truncate(snapshot)
         return
     used = _given(context, ASYNCHRONOUS_OPTIONS if decoupled else DECOUPLED_OPTIONS)
     if used is not None:
@@ -211,6 +220,19 @@ def _show(context: typer.Context, address: str, *, keys: Path | None, **options:
         fail(f"the server {address} has not answered for {error.seconds:.1f} s: {asked}")
 
 
+def _truncate(snapshot: Path | None) -> None:
+    """Cut a damaged journal at the damage, and say what was cut off."""
+    from ...asynchronous.server.storage.snapshots import truncate_journal
+    from ...base.log import DamagedLog
+
+    if snapshot is None:
+        misuse("--truncate needs --snapshot, the folder with the journal")
+    try:
+        print(truncate_journal(snapshot))
+    except (ValueError, OSError, DamagedLog) as error:
+        fail(reason_of(error))
+
+
 def _rule_of(context: typer.Context, rule: str) -> str:
     """Return the rule of the merges: nesterov where none was given."""
     return rule if _given(context, ["rule"]) else "nesterov"
@@ -243,6 +265,7 @@ def _host(
     as_json: bool,
 ) -> None:
     """Host a server until a signal, and end with a sentence if an option is wrong."""
+    from ...base.log import DamagedLog
     from ..common.hosting import serve_until_signal
 
     try:
@@ -253,8 +276,8 @@ def _host(
         return
     except (ValueError, TypeError) as error:
         misuse(in_options(str(error), context.params))
-    except OSError as error:
-        fail(str(error))
+    except (OSError, DamagedLog) as error:
+        fail(reason_of(error))
 
 
 @serve_app.command(epilog=KEYGEN_EXAMPLES)

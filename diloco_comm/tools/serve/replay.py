@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..common.exits import fail
+from ..common.exits import fail, reason_of
 
 EXAMPLES = """Examples:
 
@@ -30,6 +30,7 @@ def replay(
     The tape begins with the run if the syncer had --keep-tape, else with its newest snapshot.
     """
     from ...asynchronous.decoupled.tape import replay as repeat
+    from ...base.log import DamagedLog
 
     def show(record: dict[str, Any], model: object) -> None:
         if as_json:
@@ -44,8 +45,8 @@ def replay(
 
     try:
         done = repeat(tape, show if every else lambda record, model: None)
-    except (ValueError, OSError) as error:
-        fail(str(error))
+    except (ValueError, OSError, DamagedLog) as error:
+        fail(reason_of(error))
     if as_json:
         print(json.dumps({"schema": 1, **dataclasses.asdict(done)}))
         return

@@ -87,7 +87,7 @@ def train_huggingface(replica: Replica, name: str, *, checkpoint: str | None = N
         save_steps=SAVED_STEP,
         logging_steps=2,
     )
-    callback = DiLoCoCallback(sync_every=4, **replica.place(name))
+    callback = DiLoCoCallback(sync_every=4, shard=False, **replica.place(name))
     trainer = Trainer(
         GPT2LMHeadModel(config),
         args,
@@ -139,7 +139,7 @@ def train_lightning(replica: Replica, name: str, *, checkpoint: Path | None = No
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    callback = DiLoCoCallback(sync_every=4, **replica.place(name))
+    callback = DiLoCoCallback(sync_every=4, shard=False, **replica.place(name))
     saving = ModelCheckpoint(replica.folder, filename="{step}", save_top_k=-1)
     trainer = quiet_trainer(
         max_epochs=2,

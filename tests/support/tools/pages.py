@@ -23,6 +23,7 @@ import gc
 import os
 import re
 import shlex
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# Names that every block may use: a small model, its optimizer, and the replica's own data.
+# Names that every block may use: a small model, its optimizer, and data that all replicas have.
 START = """
 import os
 import torch
@@ -46,8 +47,7 @@ rank = int(os.environ.get("RANK", 0))
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-torch.manual_seed(1 + rank)
-x = torch.randn(128, 8)
+x = torch.randn(256, 8)
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
 
 def loss_of(model, batch):
@@ -202,6 +202,12 @@ def run_page(
         The hashes of the outer parameters of each ``DiLoCo`` that a block has left.
     """
     os.chdir(folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*train on the same data")
+        return _run_all(rank, world, blocks, ports)
+
+
+def _run_all(rank: int, world: int, blocks: list[Block], ports: list[int]) -> list[str]:
     hashes, names = [], {}
     for block, port in zip(blocks, ports, strict=True):
         if not block.continues:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from ....base import env, recording
-from ....base.checks import choice, integer, refuse_copy
+from ....base.checks import choice, integer, refuse_copy, warn
 from ....base.errors import NonFiniteError
 from ....base.interrupts import deferred_interrupts
 from ....replica.fragments import FragmentSpec, make_fragments, trainable_parameters
@@ -203,7 +202,7 @@ class DecoupledDiLoCo:
                     stage="decoupled",
                 )
         for warning in {shard.carrier.warning for shard in self._shards} - {""}:
-            warnings.warn(warning, RuntimeWarning, stacklevel=3)
+            warn(warning, RuntimeWarning)
         # The syncer may have asked for another name.
         self._learner.rename(self.name)
         self._take()

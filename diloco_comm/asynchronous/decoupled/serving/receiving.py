@@ -99,9 +99,11 @@ class ReportReceiver:
     def _known(self, report: Report, p: int) -> str | None:
         """Return the verdict on a report that came before, or None for a new one."""
         assert self.state.model is not None
-        is_merged = self.state.model.published[p].merged.get(report.learner, 0) == report.seq
-        if is_merged or (p, report.learner, report.seq) in self.state.held:
+        merged = self.state.model.published[p].merged.get(report.learner, 0)
+        if merged == report.seq or (p, report.learner, report.seq) in self.state.held:
             return ""
+        if report.seq < merged:
+            return f"report {report.seq} comes after report {merged}, which is merged"
         seq, refusal = self._refused.get((report.learner, p), (0, ""))
         return refusal if seq == report.seq else None
 

@@ -52,6 +52,7 @@ class DecoupledServer(Service):
         ValueError: For invalid arguments, for an address that is open to the network without keys,
             for a snapshot of other settings or of another format, and for a tape that is neither
             kept nor dropped.
+        DamagedLog: If a file in the snapshot folder is damaged.
         OSError: If the socket cannot listen on the address, or the snapshot folder cannot be
             written or belongs to another server.
     """

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ....methods.outer import OuterOptimizer
-from ....ops.digests import digest_of
+from ....ops.digests import chained, each_digest
+from ....ops.wire import Layout
+from ...protocol.messages import MAX_NUMBER
+from ...protocol.payloads import PayloadFile
 from ...server.storage.keeper import Keeper
-from ..fragment_round import Merge, Report
+from ...server.storage.snapshots import restoring
+from ..fragment_round import MAX_REPORTS, Merge, Report
+from ..merging import MERGES, normalised, report_weight
 from ..settings import DecoupledSettings
 from ..syncer import Commit
-from .model import ServedModel
+from .model import Published, ServedModel
 
 logger = logging.getLogger(__name__)
 
 # The format of snapshot and tape. Raise the number when a record has other fields, or when a merge
 # or a digest gives other bits for the same reports.
-FORMAT = 2
+FORMAT = 3
+# Formats that are read. In format 2 the records of the merges have no chain.
+_READ = (2, FORMAT)
+
+_CHANGED = "the record of {} was changed, or does not follow the record before"
+_SAID = {
+    "weights": "the weights of {} do not follow from the tokens and steps of its reports",
+    "factors": "{} gives other bits than the merge on the tape",
+    "values": "{} gives other bits than the merge on the tape",
+}
 
 
 @dataclass
@@ -66,14 +83,16 @@ class CommitStorage:
 
         Raises:
             OSError: If another server has the folder, or the folder cannot be written.
-            ValueError: If the folder's model has other settings, or the folder has a tape that is
-                neither kept nor dropped.
+            ValueError: If the folder's model has other settings, the folder has a tape that is
+                neither kept nor dropped, or a file holds what no syncer writes.
+            DamagedLog: If a file is damaged.
         """
         self._keeper = Keeper(self.folder, self.every, waits=True, keeps_journals=self.keeps_tape)
         if not self.keeper.exists:
             return None
         try:
-            return self._restore(settings, outer, impl)
+            with restoring(self.folder):
+                return self._restore(settings, outer, impl)
         except BaseException:
             self.keeper.release()
             raise
@@ -130,7 +149,10 @@ class CommitStorage:
             return False
         record = record_of(commit, payloads, model)
         flat = [payload for each in payloads for payload in each]
-        return self.keeper.record(record, flat, self.keeper.kept_version + 1)
+        is_written = self.keeper.record(record, flat, self.keeper.kept_version + 1)
+        if is_written:
+            model.chain = record["chain"]
+        return is_written
 
     def is_due(self, version: int) -> bool:
         """Whether a snapshot, or another attempt at one, is due."""
@@ -175,63 +197,155 @@ def check_header(
             f"the snapshot was made with the outer optimizer {header['outer']}, this one is "
             f"{outer.config()}"
         )
+    if not _is_consistent(header, settings):
+        raise ValueError(
+            "the snapshot does not go together: its pieces, tensors, versions and counts belong to "
+            "different models, or are no numbers"
+        )
+
+
+def _is_consistent(header: dict[str, Any], settings: DecoupledSettings) -> bool:
+    """Whether a snapshot's header could be the header of any model."""
+    pieces, versions, merged = header["pieces"], header["versions"], header["merged"]
+    (index, count), total = settings.place, header["total"]
+    sizes = [size for each in pieces for size, merge in each if merge in MERGES]
+    numbers = [total, header["run"], *versions, *(n for each in merged for n in each.values())]
+    numbers += [n for n in (header["layout"], *(header.get("unexchanged") or ())) if n is not None]
+    return (
+        all(type(n) is int and 0 <= n < MAX_NUMBER for n in numbers)
+        and len(versions) == len(merged) == len(pieces) == len(range(index, total, count))
+        and [header["tensors"].get(f"{i}/values") for i in range(sum(map(len, pieces)))] == sizes
+        and all(map(len, pieces))
+        and type(header.get("chain")) is (str if header["format"] == FORMAT else type(None))
+    )
 
 
 def check_format(header: dict[str, Any]) -> None:
     """Raise ValueError if the merges after a snapshot would not give the same bits here."""
     found = header.get("format", 1)
-    if found != FORMAT:
+    if found not in _READ:
         raise ValueError(
             f"the snapshot and the tape have format {found}, and this version of diloco_comm reads "
-            f"format {FORMAT}: use the version that wrote them"
+            f"the formats {_READ[0]} and {FORMAT}: use the version that wrote them"
         )
 
 
-def digest(tensors: Sequence[Tensor]) -> str:
-    """Return the digest of the bytes of tensors, in hexadecimal digits; at the speed of memory."""
-    return f"{digest_of(tensors):016x}"
+def digests(groups: Sequence[Sequence[Tensor]]) -> list[str]:
+    """Return ``ops.digest_of`` of each group of tensors, in hexadecimal digits, in one call."""
+    found = iter(each_digest([tensor for group in groups for tensor in group]))
+    return [f"{chained(islice(found, len(group)), len(group)):016x}" for group in groups]
 
 
 def record_of(
     commit: Commit, payloads: Sequence[Sequence[Tensor]], model: ServedModel
 ) -> dict[str, Any]:
-    """Return what the journal says of a merge beside the payloads, as JSON types."""
-    return {
+    """Return what the journal says of a merge beside the payloads, as JSON types.
+
+    The field ``chain`` is a digest of all other fields, and of the chain of the merge before.
+    """
+    *of_payloads, of_values = digests([*payloads, commit.values])
+    record = {
         "fragment": commit.fragment,
         "version": commit.version,
         "reports": [[r.learner, r.seq, r.base, r.steps, r.tokens] for r in commit.merge.reports],
         "weights": list(commit.merge.weights),
         "factors": commit.factors,
-        "payloads": [digest(each) for each in payloads],
-        "values": digest(commit.values),
+        "payloads": of_payloads,
+        "values": of_values,
         "outcome": {"refusal": ""},
     }
+    text = (model.chain or "") + json.dumps(record)
+    return {**record, "chain": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
 
 
-def repeat(model: ServedModel, record: dict[str, Any], body: Any) -> None:
+def repeat(model: ServedModel, record: dict[str, Any], body: PayloadFile) -> None:
     """Take the merge of a record once more, and publish it.
 
+    All fields of the record are computed anew from its reports and their payloads.
+
     Raises:
-        ValueError: If the merge or its payloads differ from the record's.
+        ValueError: If a field has another value, or a report cannot have been merged.
     """
-    p, version = record["fragment"], record["version"]
-    fragment, where = model.syncer.fragments[p], f"merge {version} of fragment {p}"
-    reports = tuple(Report(*row) for row in record["reports"])
-    sizes = [layout.payload_bytes for layout in model.reports(p)]
-    parts = body.split([size for _ in reports for size in sizes])
-    payloads = [
-        [part[: part.nbytes] for part in parts[i * len(sizes) : (i + 1) * len(sizes)]]
-        for i in range(len(reports))
-    ]
-    if [digest(each) for each in payloads] != record["payloads"]:
+    p, reports = _merged(model, record)
+    fragment, where = model.syncer.fragments[p], _place(record)
+    payloads = _payloads(model.reports(p), len(reports), body, where)
+    if digests(payloads) != record.get("payloads"):
         raise ValueError(f"the payloads of {where} are not those that were merged")
-    if fragment.num_merges + 1 != version:
-        raise ValueError(f"{where} does not follow merge {fragment.num_merges}")
-    factors = fragment.merge(payloads, record["weights"])
-    values = fragment.copy_values()
-    if factors != record["factors"] or digest(values) != record["values"]:
-        raise ValueError(f"{where} gives other bits than the merge on the tape")
-    model.syncer.rounds[p].version = version
+    weights = normalised([report_weight(each.tokens, each.steps) for each in reports])
+    factors = fragment.merge(payloads, weights)
+    values, merge = fragment.copy_values(), Merge(record["version"] - 1, reports, tuple(weights))
     merged = {report.learner: report.seq for report in reports}
-    merge = Merge(version - 1, reports, tuple(record["weights"]))
-    model.publish(Commit(p, version, merged, values, merge, factors))
+    commit = Commit(p, record["version"], merged, values, merge, factors)
+    _compare(model, record, record_of(commit, payloads, model), where)
+    model.syncer.rounds[p].version = commit.version
+    model.publish(commit)
+
+
+def _place(record: dict[str, Any]) -> str:
+    return f"merge {record['version']} of fragment {record['fragment']}"
+
+
+def _merged(model: ServedModel, record: dict[str, Any]) -> tuple[int, tuple[Report, ...]]:
+    """Return the fragment of a record and its reports, if a syncer could have merged them."""
+    p, version, rows = record["fragment"], record["version"], record["reports"]
+    types = [str, int, int, int, int]
+    if (
+        [type(p), type(version)] != [int, int]
+        or not 0 <= p < len(model.pieces)
+        or not all([type(each) for each in row] == types for row in rows)
+    ):
+        raise ValueError("a record of the tape does not say which reports it has merged")
+    where, known = _place(record), model.published[p]
+    if version != known.version + 1:
+        raise ValueError(f"{where} does not follow merge {known.version}")
+    reports = tuple(Report(*row) for row in rows)
+    names = [report.learner for report in reports]
+    if not names or names != sorted(set(names)) or len(names) > MAX_REPORTS:
+        raise ValueError(
+            f"{where} has reports of {names}: at least one is expected, at most {MAX_REPORTS}, of "
+            "different learners in the order of their names"
+        )
+    for report in reports:
+        _check_report(report, known, where)
+    return p, reports
+
+
+def _check_report(report: Report, known: Published, where: str) -> None:
+    whose = f"{where}: the report of learner {report.learner!r}"
+    if report.base != known.version:
+        raise ValueError(f"{whose} starts from version {report.base}, not from {known.version}")
+    last = known.merged.get(report.learner, 0)
+    if report.seq <= last:
+        raise ValueError(f"{whose} has the number {report.seq}, and {last} is merged already")
+    if report.steps < 1 or report.tokens < 1:
+        raise ValueError(f"{whose} has {report.steps} steps and {report.tokens} tokens")
+
+
+def _payloads(
+    layouts: Sequence[Layout], count: int, body: PayloadFile, where: str
+) -> list[list[Tensor]]:
+    """Return the payloads of each report."""
+    sizes = [layout.payload_bytes for layout in layouts]
+    if body.nbytes != count * sum(sizes):
+        raise ValueError(
+            f"{where} has {body.nbytes} bytes of payloads on the tape, {count} reports have "
+            f"{count * sum(sizes)}"
+        )
+    parts = iter(body.split(count * sizes))
+    return [[part[: part.nbytes] for part in islice(parts, len(sizes))] for _ in range(count)]
+
+
+def _compare(
+    model: ServedModel, record: dict[str, Any], wanted: dict[str, Any], where: str
+) -> None:
+    """Raise ValueError unless a record is the wanted one, and take over its chain."""
+    if model.chain is None and "chain" not in record:
+        wanted, record = {**wanted, "chain": None}, {**record, "chain": None}
+    if record.keys() != wanted.keys():
+        raise ValueError(
+            f"the record of {where} has the fields {', '.join(record)}, not {', '.join(wanted)}"
+        )
+    for name, value in wanted.items():
+        if record[name] != value:
+            raise ValueError(_SAID.get(name, _CHANGED).format(where))
+    model.chain = wanted["chain"]

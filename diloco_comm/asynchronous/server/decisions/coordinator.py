@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .... import ops
+from ....base.checks import MOST_INT32, integer
 from ....ops.wire import Layout
 from ...model.shared import SharedModel
 from ...model.versions import KeptVersions
@@ -118,8 +119,7 @@ class Coordinator:
         grace: float = 0.0,
         check: bool = True,
     ) -> None:
-        if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
-            raise ValueError(f"sync_every must be an integer of at least 1, got {sync_every!r}")
+        sync_every = integer("sync_every", sync_every, 1, most=MOST_INT32)
         if min_steps < 1:
             raise ValueError(f"min_steps must be at least 1, got {min_steps}")
         self.model = model

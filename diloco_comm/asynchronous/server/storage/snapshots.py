@@ -2,8 +2,8 @@
 
 A snapshot is written beside the old one and renamed over it. The journal is named after the version
 of its snapshot. It gets every update before the update's worker gets the outcome, so a server that
-was killed restores exactly the updates that its workers know to be applied. Snapshot and records of
-the journal are a JSON header of known length, followed by raw bytes. After any failure the folder
+was killed restores exactly the updates that its workers know to be applied. Both files are logs
+(``base.log``): the head of a record is JSON, its body is raw bytes. After any failure the folder
 still holds a snapshot and the journal that belongs to the snapshot.
 """
 
@@ -11,69 +11,40 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....base import log as logs
+from ....base.log import DamagedLog, DoubtfulWrite, Log
 from ....base.service.folder_lock import FolderLock
 from ...protocol.payloads import Payload, PayloadFile, blocks
 
-_MAGIC = b"DCASv1\0\0"
-_LENGTH = struct.Struct("<QII")  # bytes after the header, bytes of the header, its CRC-32
-_MAX_HEADER = 1 << 24
+logger = logging.getLogger(__name__)
 
+SNAPSHOT, JOURNAL = "server-snapshot", "server-journal"
+_REMEDY = (
+    "restore the file from a backup, or cut the newest journal there with `diloco-comm serve "
+    "--snapshot ... --truncate`"
+)
+_OUR_JOURNAL = re.compile(r"journal-\d+(\.new)?")
 
-def _view(tensor: Tensor) -> memoryview:
-    return tensor.detach().contiguous().view(torch.uint8).numpy().data
+# Versions before the log wrote a magic in front of snapshots, and such records in both files.
+_OLD_MAGIC = b"DCASv1\0\0"
+_OLD_LENGTH = struct.Struct("<QII")  # bytes after the header, bytes of the header, its CRC-32
+_MAX_OLD_HEADER = 1 << 24
 
-
-def _write_record(file: BinaryIO, header: dict[str, Any], payloads: Sequence[Payload]) -> None:
-    text = json.dumps(header).encode()
-    if len(text) > _MAX_HEADER:
-        raise OSError(
-            errno.EFBIG, f"the header has {len(text)} bytes of JSON, at most {_MAX_HEADER} are read"
-        )
-    size = sum(payload.nbytes for payload in payloads)
-    _write(file, _LENGTH.pack(size, len(text), zlib.crc32(text)) + text)
-    for payload in payloads:
-        for block in blocks(payload):
-            _write(file, _view(block))
-
-
-def _write(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Write all data: one call of ``write`` takes at most 2 GiB, and less on a full disk."""
-    view = memoryview(data)
-    while view.nbytes:
-        view = view[file.write(view) :]
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Name the file in each OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int] | None:
-    """Return the next header and the bytes that follow it; None at the end or a torn record."""
-    fixed = file.read(_LENGTH.size)
-    if len(fixed) < _LENGTH.size:
-        return None
-    size, length, checksum = _LENGTH.unpack(fixed)
-    text = file.read(length) if length <= _MAX_HEADER else b""
-    # After a loss of power a file may end in zeros, whose checksum is that of no bytes.
-    if not length or len(text) < length or zlib.crc32(text) != checksum:
-        return None
-    return json.loads(text), size
+# A record: its JSON, and its bytes in the file.
+Row = tuple[dict[str, Any], PayloadFile]
 
 
 def _fresh(header: dict[str, Any]) -> dict[str, Tensor]:
@@ -83,35 +54,166 @@ def _fresh(header: dict[str, Any]) -> dict[str, Tensor]:
 def read_snapshot(
     path: Path, make: Callable[[dict[str, Any]], dict[str, Tensor]] = _fresh
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a snapshot and return its header and tensors; see ``Storage.load``."""
-    with path.open("rb") as file:
-        found = _read_header(file) if file.read(len(_MAGIC)) == _MAGIC else None
-        if found is None:
-            raise ValueError(f"{path} is not a snapshot of this version of diloco_comm")
-        header, _ = found
+    """Read a snapshot and return its header and tensors; see ``Storage.load``.
+
+    Raises:
+        DamagedLog: If the file is damaged.
+        ValueError: If the file holds something else than the snapshot of a server.
+        OSError: If the file cannot be read.
+    """
+    rows = _old_rows(path, len(_OLD_MAGIC)) if is_old(path) else _rows(_open(path, SNAPSHOT))
+    with restoring(path):
+        header, body = next(rows)
+        counts = header["tensors"]
+        is_counted = all(type(count) is int and count > 0 for count in counts.values())
+        if not is_counted or 4 * sum(counts.values()) != body.nbytes:
+            raise ValueError(f"{path} has {body.nbytes} bytes of tensors, its header says others")
         tensors = make(header)
-        if {name: tensor.numel() for name, tensor in tensors.items()} != header["tensors"]:
+        if {name: tensor.numel() for name, tensor in tensors.items()} != counts:
             raise ValueError(f"{path} holds other tensors than its rule keeps")
-        for name in header["tensors"]:
-            if file.readinto(_view(tensors[name])) < tensors[name].nbytes:
-                raise ValueError(f"{path} is cut short")
+        begin = 0
+        for name in counts:
+            body.read_into(tensors[name].view(torch.uint8), begin)
+            begin += tensors[name].nbytes
+        if next(rows, None) is not None:
+            raise ValueError(f"{path} holds more than one snapshot")
     return header, tensors
 
 
-def read_journal(path: Path) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
-    """Yield the whole records of a journal.
+def read_journal(path: Path, *, may_be_old: bool, may_be_torn: bool = True) -> Iterator[Row]:
+    """Yield the records of a journal, which is not changed.
 
     Payloads stay in the file, and are valid until the next record is yielded.
+
+    Args:
+        may_be_old: The snapshot before the journal is one of versions before the log.
+        may_be_torn: Nobody has begun a later journal, for which this one was closed.
+
+    Raises:
+        DamagedLog, ValueError, OSError: As ``read_snapshot``; all records before were yielded.
     """
-    length = path.stat().st_size
-    with path.open("rb") as file:
-        while (found := _read_header(file)) is not None:
-            header, size = found
-            begin = file.tell()
-            if begin + size > length:
-                break
-            yield header, PayloadFile(file, begin, size)
-            file.seek(begin + size)
+    if may_be_old and _is_old_journal(path):
+        yield from _old_rows(path, 0)
+    elif os.path.lexists(path):
+        yield from _rows(_open(path, JOURNAL), may_be_torn=may_be_torn)
+
+
+@contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """Say in one sentence that JSON from ``path`` lacks a field, or has one of another type.
+
+    Checksums say that a file is as it was written, but not by whom.
+    """
+    try:
+        yield
+    except DamagedLog:
+        raise
+    except StopIteration:
+        raise ValueError(f"{path} is empty") from None
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(
+            f"{path} holds JSON that no server of this version writes: {error!r}"
+        ) from None
+
+
+def _open(path: Path, kind: str, *, is_writable: bool = False) -> Log:
+    return Log(path, kind, remedy=_REMEDY, is_writable=is_writable)
+
+
+def _rows(log: Log, *, keeps_open: bool = False, may_be_torn: bool = True) -> Iterator[Row]:
+    try:
+        for record in log.read():
+            head = _parsed(record.head)
+            if head is None:
+                raise log.damage(record.begin, "the record there holds no JSON object")
+            yield head, PayloadFile(log, record.body, record.body_bytes)
+        if not (may_be_torn or log.is_closed) and log.end < os.fstat(log.fileno()).st_size:
+            raise log.damage(log.end, "the end was cut off, and a later journal follows")
+    finally:
+        if not keeps_open:
+            log.release()
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def newest_journal(folder: Path) -> int:
+    """Return the version in the name of the newest journal; -1 for none."""
+    names = [path.name.removeprefix("journal-") for path in folder.glob("journal-*")]
+    return max((int(name) for name in names if name.isdecimal()), default=-1)
+
+
+def truncate_journal(folder: Path) -> str:
+    """Cut the newest journal of a folder off where it is damaged; keep the rest in another file.
+
+    Returns:
+        One sentence that says what was cut off, or that nothing is damaged.
+
+    Raises:
+        ValueError: If the folder has no journal.
+        DamagedLog: If nothing of the journal is whole.
+        OSError: If a server has the folder, or a file cannot be read or written.
+    """
+    newest = newest_journal(folder)
+    if newest < 0:
+        raise ValueError(f"{folder} has no journal of a server")
+    path = folder / f"journal-{newest}"
+    lock = FolderLock(folder, "snapshot folder")
+    try:
+        for _ in read_journal(path, may_be_old=True):
+            pass
+    except DamagedLog as damage:
+        return logs.truncate(damage)
+    finally:
+        lock.release()
+    return f"{path} is not damaged, and nothing was cut off"
+
+
+# --------------------------------------------------------------------- files from before the log
+
+
+def is_old(path: Path) -> bool:
+    """Whether a snapshot is one of versions before the log.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    with open(logs.open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read(len(_OLD_MAGIC)) == _OLD_MAGIC
+
+
+def _is_old_journal(path: Path) -> bool:
+    if not os.path.lexists(path):
+        return False
+    # Such a server has made an empty file, and a log is never empty.
+    return not path.lstat().st_size or next(_old_rows(path, 0), None) is not None
+
+
+def _old_rows(path: Path, begin: int) -> Iterator[Row]:
+    """Yield the records of a file from before the log, which does not tell damage from its end."""
+    with open(logs.open_own(path, os.O_RDONLY), "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        while begin < length:
+            file.seek(begin)
+            fixed = file.read(_OLD_LENGTH.size).ljust(_OLD_LENGTH.size, b"\0")
+            size, text_bytes, checksum = _OLD_LENGTH.unpack(fixed)
+            text = file.read(text_bytes) if text_bytes <= _MAX_OLD_HEADER else b""
+            end, head = file.tell() + size, _parsed(text)
+            if head is None or zlib.crc32(text) != checksum or end > length:
+                logger.warning(
+                    "%s ends at byte %d with %d bytes that are no whole record", path, begin,
+                    length - begin,
+                )  # fmt: skip
+                return
+            yield head, PayloadFile(file, end - size, size)
+            begin = end
+
+
+# ------------------------------------------------------------------------------------ the folder
 
 
 class Storage:
@@ -120,17 +222,21 @@ class Storage:
     Args:
         keeps_journals: Keep the first snapshot, as ``first``, and the journals of all snapshots.
 
+    Attributes:
+        is_old: The snapshot that was loaded is one of versions before the log.
+
     Raises:
         FolderInUse: If another server has the folder.
-        ValueError: If the folder holds something that is not a snapshot.
     """
 
     def __init__(self, folder: Path, *, keeps_journals: bool = False) -> None:
         self.folder, self._keeps_journals = folder, keeps_journals
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(folder, "snapshot folder")
-        self._journal: BinaryIO | None = None
-        self._whole = 0
+        self.is_old = False
+        self._journal: Log | None = None
+        # Where the journal ends whose last fsync failed; it is written anew before it goes on.
+        self._doubtful_end: int | None = None
         # A server that was killed may have left half a snapshot.
         with suppress(OSError):
             self._scratch.unlink(missing_ok=True)
@@ -150,12 +256,12 @@ class Storage:
 
     @property
     def exists(self) -> bool:
-        return self._path.exists()
+        return os.path.lexists(self._path)
 
     @property
     def has_first(self) -> bool:
         """Whether the folder has the snapshot ``first``, with which the kept journals begin."""
-        return self._first.exists()
+        return os.path.lexists(self._first)
 
     def begin_tape(self) -> None:
         """Keep the journals from the present snapshot on; nothing changes where they are kept.
@@ -172,22 +278,15 @@ class Storage:
 
     def probe(self) -> None:
         """Raise OSError if the folder cannot be written."""
-        with self._writing_scratch() as file:
-            _write(file, bytes(4096))
-        self._scratch.unlink()
-
-    @contextmanager
-    def _writing_scratch(self) -> Iterator[BinaryIO]:
-        """Open the file that a snapshot is written to, and remove the file after a failure."""
-        try:
-            with _naming(self._scratch), self._scratch.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            with suppress(OSError):
-                self._scratch.unlink(missing_ok=True)
-            raise
+        with _naming(self._scratch):
+            try:
+                with open(logs.open_new(self._scratch, 0o600), "wb") as file:
+                    file.write(bytes(4096))
+                    file.flush()
+                    os.fsync(file.fileno())
+            finally:
+                with suppress(OSError):
+                    self._scratch.unlink(missing_ok=True)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether the file system has room for this many bytes; True if that is unknown."""
@@ -197,44 +296,7 @@ class Storage:
             return not found.f_blocks or num_bytes <= free * found.f_frsize
         return True
 
-    def save(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Replace the old snapshot by a new one, wholly or not at all.
-
-        Raises:
-            OSError: If the snapshot cannot be written; the error names the file.
-        """
-        shapes = {name: tensor.numel() for name, tensor in tensors.items()}
-        with self._writing_scratch() as file:
-            file.write(_MAGIC)
-            _write_record(file, {**header, "tensors": shapes}, list(tensors.values()))
-        with _naming(self._path):
-            if self._keeps_journals and not self._path.exists():
-                self._first.unlink(missing_ok=True)  # of a process that ended before the next line
-                os.link(self._scratch, self._first)
-            os.replace(self._scratch, self._path)
-
-    def begin_journal(self, version: int) -> None:
-        """Begin the journal of the snapshot of this version, and remove all others.
-
-        Raises:
-            OSError: If the journal or the folder cannot be written; no journal is removed then.
-        """
-        self._whole = 0
-        self._open_journal(version, "wb")
-        # After a loss of power the folder must not have lost the old journals and kept the old
-        # snapshot.
-        with _naming(self.folder):
-            self._sync_folder()
-        # The other journals belong to snapshots that have been replaced.
-        old = [] if self._keeps_journals else [self._first, *self.folder.glob("journal-*")]
-        for path in old:
-            if path != self._journal_path(version):
-                with suppress(OSError):
-                    path.unlink()
-
-    def _open_journal(self, version: int, mode: str) -> None:
-        self.close()
-        self._journal = self._journal_path(version).open(mode, buffering=0)  # type: ignore[assignment]
+    # --------------------------------------------------------------------------- the snapshot
 
     def load(
         self, make: Callable[[dict[str, Any]], dict[str, Tensor]] = _fresh
@@ -244,7 +306,52 @@ class Storage:
         Args:
             make: Called with the header; returns the fp32 tensors to fill, by name.
         """
+        self.is_old = is_old(self._path)
         return read_snapshot(self._path, make)
+
+    def save(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Replace the old snapshot by a new one, wholly or not at all; ``begin_journal`` is next.
+
+        Raises:
+            OSError: If the snapshot cannot be written; the error names the file.
+        """
+        shapes = {name: tensor.numel() for name, tensor in tensors.items()}
+        text = _text({**header, "tensors": shapes}, self._path)
+
+        def fill(log: Log) -> None:
+            log.append(text, tensors.values(), 4 * sum(shapes.values()), is_durable=False)
+            if self._keeps_journals and not self.exists:
+                self._first.unlink(missing_ok=True)  # of a process that ended before the rename
+                os.link(log.path, self._first)
+
+        before = _inode(self._path)
+        try:
+            Log.create(self._path, SNAPSHOT, fill=fill).close()
+        except OSError:
+            # The rename is done if only the folder's fsync failed, which ``begin_journal`` repeats.
+            if _inode(self._path) == before:
+                raise
+        self.is_old = False
+
+    # ---------------------------------------------------------------------------- the journal
+
+    def begin_journal(self, version: int) -> None:
+        """Begin the journal of the snapshot of this version, and remove all others.
+
+        Raises:
+            OSError: If the journal or the folder cannot be written; no journal is removed then.
+        """
+        self.close()
+        path = self._journal_path(version)
+        # This fsync of the folder keeps a loss of power from leaving the old snapshot without its
+        # journal.
+        self._journal = Log.create(path, JOURNAL, remedy=_REMEDY)
+        # The other journals belong to snapshots that have been replaced.
+        old = [] if self._keeps_journals else [self._first, *self.folder.glob("journal-*")]
+        for other in old:
+            if other == self._first or (_OUR_JOURNAL.fullmatch(other.name) and other != path):
+                with suppress(OSError):
+                    other.unlink()
 
     def append(
         self, header: dict[str, Any], payloads: Sequence[Payload], *, is_durable: bool = False
@@ -255,82 +362,121 @@ class Storage:
             is_durable: Return when the bytes are on the disk (fsync).
 
         Raises:
-            OSError: If the record cannot be written. The journal then ends with the update before
-                and takes no further update, since the journal would have a gap.
+            OSError: If the record cannot be written. The journal then ends with the update before;
+                call ``continue_journal`` before the next update.
         """
-        journal = self._journal
-        assert journal is not None
-        whole = journal.tell()
+        assert self._journal is not None
+        body = (block for payload in payloads for block in blocks(payload))
+        size = sum(payload.nbytes for payload in payloads)
+        with self._doubting():
+            text = _text(header, self._journal.path)
+            self._journal.append(text, body, size, is_durable=is_durable)
+
+    @contextmanager
+    def _doubting(self) -> Iterator[None]:
+        """Leave a journal whose fsync failed."""
         try:
-            with _naming(Path(journal.name)):
-                _write_record(journal, header, payloads)
-                if is_durable:
-                    self._sync(journal)
-            self._whole = journal.tell()
-        except OSError:
-            # If this fails too, ``continue_journal`` cuts the torn record off.
-            with suppress(OSError):
-                os.ftruncate(journal.fileno(), whole)
-            self.close()
+            yield
+        except DoubtfulWrite:
+            assert self._journal is not None
+            self._doubtful_end = self._journal.end
+            self._journal.release()
+            self._journal = None
             raise
 
-    def _sync(self, journal: BinaryIO) -> None:
-        """Write the journal to the disk, and its name in the folder with the first record."""
-        os.fsync(journal.fileno())
-        if not self._whole:
-            self._sync_folder()
-
-    def _sync_folder(self) -> None:
-        """Write the names in the folder to the disk."""
-        number = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
-
-    def replay(self, version: int) -> Iterator[tuple[dict[str, Any], PayloadFile]]:
+    def replay(self, version: int) -> Iterator[Row]:
         """Yield the updates in the journal of this version; ``continue_journal`` comes next.
 
         Payloads stay in the file, and are valid until the next update is yielded.
+
+        Raises:
+            ValueError: If the folder has the journal of a newer snapshot.
         """
         path = self._journal_path(version)
-        self._whole = 0
-        if path.exists():
-            for header, body in read_journal(path):
-                yield header, body
-                self._whole = body.end
+        newest = newest_journal(self.folder)
+        if newest > version and any(read_journal(self._journal_path(newest), may_be_old=True)):
+            raise ValueError(
+                f"{self._journal_path(newest)} belongs to a newer snapshot than {self._path} of "
+                f"version {version}: put back the snapshot of the journal, or move the journal away"
+            )
+        if self.is_old and _is_old_journal(path):
+            yield from _old_rows(path, 0)
+        elif os.path.lexists(path):
+            self._journal = _open(path, JOURNAL, is_writable=True)
+            yield from _rows(self._journal, keeps_open=True)
 
     def continue_journal(self, version: int) -> None:
-        """Append to the journal that was replayed.
+        """Append to the journal that was replayed, or that did not take the last update.
 
-        A record that was not written whole is cut off: its worker never got the outcome. The other
-        records are on the disk (fsync) when this method returns: a server that was killed between
-        writing a record and its fsync may have left it in the memory of the operating system alone.
+        All records are on the disk (fsync) when this method returns: a server that was killed
+        between writing a record and its fsync may have left it in the memory of the operating
+        system alone.
 
         Raises:
             OSError: If the journal cannot be written; the server then writes no journal.
         """
         path = self._journal_path(version)
-        if path.exists() and path.stat().st_size > self._whole:
-            with _naming(path):
-                os.truncate(path, self._whole)
-        self._open_journal(version, "ab")
-        assert self._journal is not None
-        try:
-            with _naming(path):
-                os.fsync(self._journal.fileno())
-                self._sync_folder()
-        except OSError:
-            self.close()
-            raise
+        if self._journal is None:
+            self._journal = self._opened(path)
+        with self._doubting(), _naming(path):
+            self._journal.sync()
+            logs.sync_folder(self.folder)
+
+    def _opened(self, path: Path) -> Log:
+        """Open a journal to append to it; write it anew if it is old or doubtful."""
+        if self.is_old and _is_old_journal(path):
+            return self._rewritten(path, _old_rows(path, 0))
+        if self._doubtful_end is not None:
+            log = self._rewritten(path, _rows(_open(path, JOURNAL)))
+            self._doubtful_end = None
+            return log
+        if not os.path.lexists(path):
+            return Log.create(path, JOURNAL, remedy=_REMEDY)
+        log = _open(path, JOURNAL, is_writable=True)
+        for _ in log.read():
+            pass
+        return log
+
+    def _rewritten(self, path: Path, rows: Iterable[Row]) -> Log:
+        end = self._doubtful_end
+
+        def fill(log: Log) -> None:
+            for head, body in rows:
+                if end is not None and body.end > end:
+                    break
+                log.append(_text(head, path), blocks(body), body.nbytes, is_durable=False)
+
+        return Log.create(path, JOURNAL, fill=fill, remedy=_REMEDY)
 
     def close(self) -> None:
         """Close the journal."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+        self._doubtful_end = None
 
     def release(self) -> None:
         """Close the journal and unlock the folder; nothing is written after this call."""
         self.close()
         self._lock.release()
+
+
+def _text(header: dict[str, Any], path: Path) -> bytes:
+    text = json.dumps(header).encode()
+    if len(text) > logs.MAX_HEAD:
+        reason = f"the header has {len(text)} bytes of JSON, at most {logs.MAX_HEAD} are read"
+        raise OSError(errno.EFBIG, reason, str(path))
+    return text
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in each OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+
+
+def _inode(path: Path) -> int | None:
+    return path.lstat().st_ino if os.path.lexists(path) else None

@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .... import _C
+from ....base import extension
 from ....base.errors import LeftBehind, SyncError
 from ...sentences import difference
 from ..plans import Plan, current_group, number_is_taken, propose_plan
@@ -364,8 +365,25 @@ def _read_hellos(store: dist.Store, members: Sequence[int]) -> dict[int, dict[st
     return {r: json.loads(text) for r, text in zip(members, texts, strict=True) if text}
 
 
+def _find_version(hellos: dict[int, dict[str, Any]]) -> str:
+    """Say which versions speak other handshakes, as one sentence; empty if all speak the same."""
+    spoken: dict[str, list[int]] = {}
+    numbers = set()
+    for replica, hello in sorted(hellos.items()):
+        # The first handshake had no number.
+        number = hello["settings"].get(extension.HANDSHAKE_NAME, 1)
+        numbers.add(number)
+        name = f"{hello.get('version', 'an older version')} (handshake {number})"
+        spoken.setdefault(name, []).append(replica)
+    if len(numbers) < 2:
+        return ""
+    return f"{difference('diloco_comm', spoken)}: install the same version on all replicas"
+
+
 def _find_difference(hellos: dict[int, dict[str, Any]]) -> str:
     """Name the first thing that is not equal on all, as one sentence; empty if all is equal."""
+    if found := _find_version(hellos):
+        return found
     names = ["members", *sorted({name for h in hellos.values() for name in h["settings"]})]
     for name in names:
         values: dict[str, list[int]] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ....base import extension
 from ....base.background import batch_threads
 from ....base.errors import ReplicaMismatch, SyncError
 from ...waiting import WaitLog, store_advice
@@ -68,7 +69,8 @@ def agree(
         "nonce": uuid.uuid4().hex,
         "beat": 0,
         "members": list(members),
-        "settings": settings,
+        "settings": {extension.HANDSHAKE_NAME: extension.HANDSHAKE, **settings},
+        "version": extension.package_version(),
         "epoch": epoch,
         "is_member": bool(former),
         "place": own_place(),

@@ -1,0 +1,176 @@
+"""Files that a program reads later: tried before the work, and whole or not there after it.
+
+A disk that is full, a limit of the size of files and a folder that cannot be written end in an
+``OSError`` that names the file and the reason, with the bytes that are free where these are the
+reason. This module imports torch where it needs it: tools that only plan do without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Where there is no room for one page there will be none for the results.
+PAGE_BYTES = 4096
+# The end of a checkpoint's folder: the step at which it was saved.
+_STEP = re.compile(r"(.*?)(\d+)$")
+
+
+def try_file(path: Path) -> None:
+    """Find out whether a file can be written; change no file, and leave no file behind.
+
+    Raises:
+        OSError: If the file, or the first of its folders that is missing, cannot be made.
+    """
+    real = Path(os.path.realpath(path))
+    if not _exists(real):
+        try_folder(real.parent)
+    elif real.is_dir():
+        raise _error(errno.EISDIR)
+    elif real.is_file():
+        real.open("ab").close()
+    elif not os.access(real, os.W_OK):
+        raise _error(errno.EACCES)
+
+
+def try_folder(folder: Path, num_bytes: int = PAGE_BYTES) -> None:
+    """Write a file without a name into a folder, or into its first parent that exists.
+
+    Raises:
+        OSError: If that cannot be done.
+    """
+    folder = Path(os.path.realpath(folder))
+    while not _exists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise _error(errno.ENOTDIR)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(bytes(num_bytes))
+
+
+def _exists(path: Path) -> bool:
+    """Whether a path exists; unlike ``Path.exists``, an unreadable path raises OSError."""
+    try:
+        path.stat()
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def reason_of(error: BaseException, path: Path) -> str:
+    """Say why a file could not be written, with the bytes that are free if the disk is full."""
+    found = _os_error(error)
+    if found is None:
+        return str(error).splitlines()[0]
+    said = found.strerror or str(found)
+    real = Path(os.path.realpath(path))
+    is_device = os.path.exists(real) and not os.path.isfile(real)
+    if found.errno not in _FULL or is_device:
+        return said
+    folder = real.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return f"{said}, {shutil.disk_usage(folder).free} bytes are free"
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """Return the error of the system behind an error: torch raises another one over it."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+@contextlib.contextmanager
+def whole_file(what: str, path: Path) -> Iterator[Path]:
+    """Give the block a file beside ``path`` to write, which then takes the place of ``path``.
+
+    If the block fails, nothing of its file is left, and ``path`` is as before.
+
+    Args:
+        what: The file, for the sentence, such as "the trace".
+
+    Raises:
+        OSError: If the file cannot be written; its text is a sentence.
+    """
+    partial = path.with_suffix(f".{os.getpid()}.partial{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        with partial.open("rb") as file:
+            # Some file systems find out only now that the disk is full.
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:
+        if _os_error(error) is None:
+            raise
+        raise OSError(f"cannot write {what} {path}: {reason_of(error, partial)}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def save_state(what: str, state: Any, path: Path) -> None:
+    """Write a state with ``torch.save``, whole or not at all.
+
+    Raises:
+        OSError: If the file cannot be written; its text is a sentence.
+    """
+    import torch
+
+    # An open file: given a path, torch does not tell why it cannot write.
+    with whole_file(what, path) as partial, partial.open("wb") as file:
+        torch.save(state, file)
+
+
+def load_state(file: Path, remedy: str) -> Any:
+    """Read a state that ``save_state`` has written into the folder of a checkpoint.
+
+    Args:
+        remedy: How to give another folder, for the sentence.
+
+    Raises:
+        ValueError: If the file is not there, or not whole; names the newest checkpoint beside it
+            that has a whole one.
+    """
+    import torch
+
+    reason = "is not there"
+    if file.is_file():
+        if zipfile.is_zipfile(file):
+            return torch.load(file, map_location="cpu", weights_only=True)
+        reason = "is not whole"
+    newest = newest_whole(file)
+    advice = remedy if newest is None else f"the newest checkpoint that is whole is {newest}"
+    also = "" if newest is None else f": {remedy}"
+    raise ValueError(f"training goes on from a checkpoint, but {file} {reason}: {advice}{also}")
+
+
+def newest_whole(file: Path) -> Path | None:
+    """Return the folder of the highest step that has a whole file of this name.
+
+    Args:
+        file: A file in the folder of a checkpoint, such as ``checkpoint-500/diloco.pt``; the
+            folders beside it with the same name and another number are looked at.
+    """
+    own = _STEP.match(file.parent.name)
+    if own is None or not file.parent.parent.is_dir():
+        return None
+    found: list[tuple[int, Path]] = []
+    for folder in file.parent.parent.iterdir():
+        name = _STEP.match(folder.name)
+        if name and name[1] == own[1] and zipfile.is_zipfile(folder / file.name):
+            found.append((int(name[2]), folder))
+    return max(found)[1] if found else None

@@ -1,0 +1,610 @@
+"""An append-only file of records, which are read back whole, in order, or not at all.
+
+Layout, little endian::
+
+    file    magic, version, kind, bytes of meta, seed | meta | checksum | records
+    record  magic, sequence, bytes of head, bytes of body | checksum | head | body | digest, end
+
+A record's checksum covers its magic and numbers, so a changed length never passes for a record that
+is longer than the file. The digest covers the record and the digest before it, so no record can be
+missing, repeated or moved. The seed is random, and the key of all checksums and digests: no head or
+body can hold bytes that look like a record. The last byte of a record is not zero.
+
+A last record is *torn* if the file ends within it, or if all its sectors of 512 bytes from one on
+are zeros, as after a loss of power. The reader cuts a torn record off, with a warning.
+All other bytes that do not fit are *damage*, and the reader stops there with an error. ``close``
+writes a last record, without which the next reader says that the end may be missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import _C
+
+logger = logging.getLogger(__name__)
+
+MAX_HEAD = 1 << 24
+_MAX_META = 1 << 16
+_MAGIC, _VERSION = b"DCLOG\r\n\x1a", 1
+_FILE = struct.Struct("<8sI16sI16s")  # magic, version, kind, bytes of meta, seed
+_RECORD, _CLOSED = b"DCL\xa5", b"DCL\x5a"
+_NUMBERS = struct.Struct("<4sQIQ")  # magic, sequence number, bytes of head, bytes of body
+_KNOWN = 12  # bytes of the numbers that the reader can foretell: magic and sequence number
+_MAGICS = re.compile(b"DCL[\xa5\x5a]")
+_END = b"\xa5" * 4
+_CHECKSUM, _DIGEST = 8, 16
+_HEADER = _NUMBERS.size + _CHECKSUM
+_TRAILER = _DIGEST + len(_END)
+_SECTOR = 512
+_BLOCK = 1 << 20
+
+
+RESTORE = "restore the file from a backup"
+TORN = "%s ends at byte %d with %d bytes that are no whole record: they are cut off"
+
+
+class DamagedLog(RuntimeError):
+    """A file holds bytes that its writer did not write there, or is no such log.
+
+    Attributes:
+        path, offset: Where the first of these bytes are. Everything before is whole.
+        lost: Whole records behind them.
+    """
+
+    def __init__(self, sentence: str, path: Path, offset: int = 0, lost: int = 0) -> None:
+        super().__init__(sentence)
+        self.path, self.offset, self.lost = path, offset, lost
+
+
+def damaged(path: Path, offset: int, reason: str, size: int, lost: int, remedy: str) -> DamagedLog:
+    """Return the error about damage in a file of ``size`` bytes, with what a cut would lose."""
+    return DamagedLog(
+        f"{path} is damaged at byte {offset}: {reason}; a cut there loses the last "
+        f"{size - offset} bytes, with {lost} whole records behind the damage; {remedy}",
+        path,
+        offset,
+        lost,
+    )
+
+
+class ChangedLog(OSError):
+    """A log was cut, replaced or continued by another program while this process appended to it."""
+
+
+class DoubtfulWrite(OSError):
+    """Records were written, but may not survive a crash: the disk did not confirm the fsync."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of a log.
+
+    Attributes:
+        begin, end: Where the record lies in the file.
+        head: Its head.
+        body, body_bytes: Where its body lies in the file, and the bytes of the body.
+    """
+
+    begin: int
+    head: bytes
+    body: int
+    body_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.body + self.body_bytes + _TRAILER
+
+
+class Log:
+    """A log that is read once, and then appended to.
+
+    ``Log.create`` makes one. The bytes of bodies stay in the file; ``fileno`` is for reading them.
+
+    Args:
+        path: A regular file; no symbolic link.
+        kind: At most 16 characters of ASCII, which the file must have been created with.
+        remedy: How the sentence about damage ends: what the user should do.
+        is_writable: False for reading alone.
+
+    Attributes:
+        meta: The bytes that were given to ``create``.
+        end: Where the next record begins.
+        is_closed: The log ends with the record of ``close``.
+        is_doubtful: An fsync has failed, so the log takes no further record.
+
+    Raises:
+        DamagedLog: If the file is none, is damaged before its first record, or of another kind.
+        OSError: If the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        *,
+        remedy: str = RESTORE,
+        is_writable: bool = True,
+    ) -> None:
+        self.path, self._remedy, self._is_writable = path, remedy, is_writable
+        self._file = open_own(path, os.O_RDWR if is_writable else os.O_RDONLY)
+        # The log was read to its end; ends with the record of ``close``; has own bytes behind
+        # ``end``.
+        self._is_read = self.is_closed = self._is_dirty = self.is_doubtful = False
+        self._sequence = 0
+        try:
+            self._read_file_header(kind)
+        except BaseException:
+            self.release()
+            raise
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        kind: str,
+        meta: bytes = b"",
+        fill: Callable[[Log], None] = lambda log: None,
+        *,
+        remedy: str = RESTORE,
+        mode: int = 0o600,
+    ) -> Log:
+        """Write a new log beside ``path``, fsync it, and rename it over what is at ``path``.
+
+        Args:
+            meta: At most 64 KiB for the reader.
+            fill: Appends the first records, with ``is_durable=False``.
+            mode: Permissions of the file, before the umask.
+
+        Raises:
+            OSError: If the file cannot be written. It may be there only if its folder's fsync
+                failed.
+        """
+        fresh = path.with_name(f"{path.name}.new")
+        file = open_new(fresh, mode)
+        log: Log | None = None
+        try:
+            seed = secrets.token_bytes(16)
+            header = _FILE.pack(_MAGIC, _VERSION, kind.encode(), len(meta), seed) + meta
+            _write(file, header + _hash(seed, header), 0)
+            log = cls(fresh, kind, remedy=remedy)
+            log._is_read = True
+            fill(log)
+            os.fsync(log._file)
+            os.replace(fresh, path)
+            log.path = path
+            sync_folder(path.parent)
+        except BaseException as error:
+            if log is not None:
+                log.release()
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(path)) from None
+            raise
+        finally:
+            os.close(file)
+        return log
+
+    def fileno(self) -> int:
+        """Return the descriptor of the open file."""
+        return self._file
+
+    # ------------------------------------------------------------------------------------ reading
+
+    def _read_file_header(self, kind: str) -> None:
+        self._size = os.fstat(self._file).st_size
+        fixed = self._pread(0, _FILE.size).ljust(_FILE.size, b"\0")
+        magic, version, found, meta_bytes, self._seed = _FILE.unpack(fixed)
+        meta_end = _FILE.size + min(meta_bytes, _MAX_META)
+        header = self._pread(0, meta_end)
+        self._digest = self._pread(meta_end, _DIGEST)
+        if magic != _MAGIC or self._digest != _hash(self._seed, header):
+            raise DamagedLog(
+                f"{self.path} is damaged at byte 0, or is no log of diloco_comm: {RESTORE}",
+                self.path,
+            )
+        name = found.rstrip(b"\0").decode(errors="replace")
+        if version != _VERSION or name != kind:
+            raise DamagedLog(
+                f"{self.path} is a log of kind {name!r} and version {version}, expected kind "
+                f"{kind!r} and version {_VERSION}: give the folder that belongs to this command, "
+                "or use the version of diloco_comm that wrote the file",
+                self.path,
+            )
+        self.meta = header[_FILE.size :]
+        self.end = meta_end + _DIGEST
+
+    def read(self) -> Iterator[Record]:
+        """Yield the whole records from the first one on, each after its digest was checked.
+
+        The next ``append`` cuts a torn record off; a warning names its place.
+
+        Raises:
+            DamagedLog: If the file is damaged; all records before were yielded.
+            OSError: If the file cannot be read.
+        """
+        while self.end < self._size:
+            found = self._header_at(self.end)
+            digest = b"" if found is None else self._digest_in(*found)
+            if found is None or not digest:
+                self._expect_torn(found)
+                break
+            magic, _, record = found
+            if magic == _CLOSED:
+                if record.end < self._size:
+                    raise self.damage(record.end, "bytes follow the record that closed the log")
+                # The next append cuts this record off: a cut behind it would pass for the end.
+                self.is_closed = self._is_dirty = True
+                break
+            self._sequence, self._digest, self.end = self._sequence + 1, digest, record.end
+            yield record
+        self._is_read = True
+        if not self._is_dirty:
+            logger.warning(
+                "%s was not closed: its last server was killed after record %d, or the file was "
+                "cut there, at byte %d",
+                self.path,
+                self._sequence,
+                self.end,
+            )
+
+    def _pread(self, offset: int, num_bytes: int) -> bytes:
+        """Read bytes; fewer only at the end of the file."""
+        wanted = max(0, min(num_bytes, self._size - offset))
+        found = os.pread(self._file, wanted, offset)
+        if len(found) < wanted:
+            raise OSError(errno.EIO, "the file was cut while it was read", str(self.path))
+        return found
+
+    def _header_at(self, offset: int) -> tuple[bytes, int, Record] | None:
+        """Return magic, sequence number and record if there is a valid header, else None."""
+        header = self._pread(offset, _HEADER)
+        numbers = header[: _NUMBERS.size]
+        if header[_NUMBERS.size :] != _hash(self._seed, numbers, _CHECKSUM):
+            return None
+        magic, sequence, head_bytes, body_bytes = _NUMBERS.unpack(numbers)
+        if magic not in (_RECORD, _CLOSED) or head_bytes > MAX_HEAD:
+            return None
+        begin = offset + _HEADER
+        head = self._pread(begin, head_bytes)
+        return magic, sequence, Record(offset, head, begin + head_bytes, body_bytes)
+
+    def _digest_in(self, magic: bytes, sequence: int, record: Record) -> bytes:
+        """Return the digest of a record if the record is whole and the next one, else b""."""
+        if sequence != self._sequence or record.end > self._size:
+            return b""
+        numbers = _NUMBERS.pack(magic, sequence, len(record.head), record.body_bytes)
+        body = _BodyDigest()
+        room = torch.empty(min(record.body_bytes, _BLOCK), dtype=torch.uint8)
+        for begin in range(0, record.body_bytes, _BLOCK):
+            block = room[: min(_BLOCK, record.body_bytes - begin)]
+            view, done = block.numpy().data, 0
+            while done < len(view):
+                count = os.preadv(self._file, [view[done:]], record.body + begin + done)
+                if not count:
+                    raise OSError(errno.EIO, "the file was cut while it was read", str(self.path))
+                done += count
+            body.add(block)
+        digest = self._chained(numbers, record.head, body)
+        return digest if self._pread(record.end - _TRAILER, _TRAILER) == digest + _END else b""
+
+    def _chained(self, numbers: bytes, head: bytes, body: _BodyDigest) -> bytes:
+        return _hash(self._seed, self._digest + numbers + head + body.finish())
+
+    def _expect_torn(self, found: tuple[bytes, int, Record] | None) -> None:
+        """Raise unless the record at ``end`` is torn; ``found`` is its header, if that is valid."""
+        lost = self._first_lost()
+        if found is not None:
+            is_torn = found[1] == self._sequence and found[2].end > lost
+        else:
+            known = self._pread(self.end, min(lost - self.end, _KNOWN))
+            numbers = (_NUMBERS.pack(magic, self._sequence, 0, 0) for magic in (_RECORD, _CLOSED))
+            is_torn = lost - self.end < _HEADER and any(n.startswith(known) for n in numbers)
+        if not is_torn:
+            raise self.damage(self.end)
+        self._is_dirty = True
+        logger.warning(TORN, self.path, self.end, self._size - self.end)
+
+    def _first_lost(self) -> int:
+        """Return from which byte on the file is missing: its end, or a sector before of zeros."""
+        end = self._size
+        while end > self.end:
+            begin = max(self.end, (end - 1) // _BLOCK * _BLOCK)
+            block = self._pread(begin, end - begin).rstrip(b"\0")
+            end = begin + len(block)
+            if block:
+                return min(self._size, -(-end // _SECTOR) * _SECTOR)
+        return self.end
+
+    def damage(self, offset: int, reason: str = "the record there is not valid") -> DamagedLog:
+        """Return the error about the record at an offset, with what a cut there would lose.
+
+        Args:
+            offset: ``begin`` of a record whose content the caller cannot use, say.
+            reason: Why the record is not valid.
+        """
+        lost, at = 0, offset + 1
+        while at < self._size:
+            # Blocks overlap, so that each magic is whole in one of them.
+            block, end = self._pread(at, _BLOCK + len(_RECORD) - 1), at + _BLOCK
+            for match in _MAGICS.finditer(block):
+                found = self._header_at(at + match.start())
+                if found is not None and found[2].end <= self._size:
+                    lost += found[0] == _RECORD
+                    end = found[2].end
+                    break
+            at = end
+        return damaged(self.path, offset, reason, self._size, lost, self._remedy)
+
+    # ------------------------------------------------------------------------------------ writing
+
+    def append(
+        self,
+        head: bytes,
+        body: Iterable[Tensor] = (),
+        body_bytes: int = 0,
+        *,
+        is_durable: bool = True,
+    ) -> None:
+        """Write a record, wholly or not at all.
+
+        Args:
+            head: At most 16 MiB.
+            body: CPU tensors; the body is their bytes, one after the other.
+            body_bytes: The bytes of all of them.
+            is_durable: Return when all records are on the disk (fsync).
+
+        Raises:
+            ChangedLog: If another program has cut, continued, replaced or removed the file since
+                the last call. Nothing is written.
+            DoubtfulWrite: If the fsync failed. The log is doubtful from then on, and ``create``
+                writes what is known anew.
+            OSError: If the record cannot be written. The log ends with the record before, and takes
+                records again when the disk does.
+            ValueError: If head or body are longer or shorter than they may be.
+        """
+        if len(head) > MAX_HEAD:
+            raise ValueError(f"the head of a record has {len(head)} bytes, at most {MAX_HEAD}")
+        self._append(_RECORD, head, body, body_bytes, is_durable)
+
+    def _append(
+        self, magic: bytes, head: bytes, body: Iterable[Tensor], body_bytes: int, is_durable: bool
+    ) -> None:
+        assert self._is_read, "a log is read to its end before the first append"
+        if self.is_doubtful:
+            raise OSError(errno.EIO, "the disk did not confirm an earlier fsync", str(self.path))
+        self._expect_own_end()
+        try:
+            self._cut_dirt()
+            self._is_dirty = True
+            digest, end = self._write_record(magic, head, body, body_bytes)
+        except BaseException as error:
+            with suppress(OSError):
+                self._cut_dirt()
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
+            raise
+        if is_durable:
+            self.sync()
+        self._sequence, self._digest, self.end = self._sequence + 1, digest, end
+        self._is_dirty, self.is_closed = False, magic == _CLOSED
+
+    def _write_record(
+        self, magic: bytes, head: bytes, body: Iterable[Tensor], body_bytes: int
+    ) -> tuple[bytes, int]:
+        """Write a record behind ``end``, and return its digest and its end."""
+        numbers = _NUMBERS.pack(magic, self._sequence, len(head), body_bytes)
+        text = numbers + _hash(self._seed, numbers, _CHECKSUM) + head
+        sums, at, written = _BodyDigest(), self.end, 0
+        if body_bytes:
+            at, text = _write(self._file, text, at), b""
+        for tensor in body:
+            for block in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_BLOCK):
+                sums.add(block)
+                at = _write(self._file, block.numpy().data, at)
+                written += block.nbytes
+        if written != body_bytes:
+            raise ValueError(f"a body of {body_bytes} bytes has {written}")
+        digest = self._chained(numbers, head, sums)
+        return digest, _write(self._file, text + digest + _END, at)
+
+    def _expect_own_end(self) -> None:
+        found = os.fstat(self._file)
+        try:
+            named = os.lstat(self.path)
+        except FileNotFoundError:
+            named = None
+        if named is None or (found.st_dev, found.st_ino) != (named.st_dev, named.st_ino):
+            change = "was replaced or removed"
+        elif found.st_size < self.end or (found.st_size > self.end and not self._is_dirty):
+            change = f"has {found.st_size} instead of {self.end} bytes"
+        else:
+            return
+        raise ChangedLog(
+            errno.ESTALE,
+            f"the file {change} by another program while this one had it open: end this program, "
+            "and put the right file in place before the next start",
+            str(self.path),
+        )
+
+    def _cut_dirt(self) -> None:
+        """Cut off what lies behind ``end``, on the disk too: no later record may mix with it."""
+        if self._is_dirty:
+            os.ftruncate(self._file, self.end)
+            self.sync()
+            self._is_dirty = False
+
+    def sync(self) -> None:
+        """Return when all records are on the disk (fsync).
+
+        Raises:
+            DoubtfulWrite: As ``append``.
+        """
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            # The file's pages may or may not be on the disk, and a later fsync does not say so.
+            self.is_doubtful = True
+            raise DoubtfulWrite(error.errno, error.strerror, str(self.path)) from None
+
+    def close(self) -> None:
+        """Write the last record, which says that nothing is missing; idempotent."""
+        is_whole = self._is_read and self._is_writable and not self.is_doubtful
+        if self._file >= 0 and is_whole and not self.is_closed:
+            with suppress(OSError):
+                self._append(_CLOSED, b"", (), 0, True)
+        self.release()
+
+    def release(self) -> None:
+        """Close the file as it is; idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class _BodyDigest:
+    """The 64-bit digest of ``docs/developers/wire-formats.md`` of bytes that come in blocks."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self._rest = b""
+        self._num_words = 0
+
+    def add(self, block: Tensor) -> None:
+        """Add 1-D uint8."""
+        if self._rest:
+            missing = 8 - len(self._rest)
+            self._rest += bytes(block[:missing].numpy())
+            block = block[missing:]
+            if len(self._rest) < 8:
+                return
+            self._add(torch.frombuffer(bytearray(self._rest), dtype=torch.uint8))
+        num_bytes = block.numel() // 8 * 8
+        self._rest = bytes(block[num_bytes:].numpy())
+        if num_bytes:
+            self._add(block[:num_bytes])
+
+    def _add(self, words: Tensor) -> None:
+        if self._sums is None:
+            self._sums = torch.zeros(2, dtype=torch.int64)
+        torch.ops.diloco_comm.digest(words, self._sums, self._num_words)
+        self._num_words += -(-words.numel() // 8)
+
+    def finish(self) -> bytes:
+        """Return the digest, b"" for no bytes."""
+        num_bytes = 8 * self._num_words + len(self._rest)
+        if self._rest:
+            self._add(torch.frombuffer(bytearray(self._rest), dtype=torch.uint8))
+        if self._sums is None:
+            return b""
+        products, words = self._sums.tolist()
+        return _C.finish_digest(products, words, num_bytes).to_bytes(8, "little")
+
+
+def _hash(seed: bytes, data: bytes, num_bytes: int = _DIGEST) -> bytes:
+    return hashlib.blake2b(data, key=seed, digest_size=num_bytes).digest()
+
+
+def _write(file: int, data: bytes | memoryview, offset: int) -> int:
+    """Write all data, in several calls where the disk is nearly full; return the end."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+    return offset
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def expect_regular(path: Path) -> None:
+    """Raise OSError if something is at a path that is no regular file."""
+    mode = os.lstat(path).st_mode if os.path.lexists(path) else stat.S_IFREG
+    if not stat.S_ISREG(mode):
+        kind = "a symbolic link, which is not followed" if stat.S_ISLNK(mode) else "no regular file"
+        raise OSError(errno.EINVAL, f"it is {kind}: put a regular file there, or none", str(path))
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a regular file of a server's folder; never follow a symbolic link, or wait for a fifo.
+
+    Raises:
+        OSError: If the file cannot be opened, or is no regular file.
+    """
+    expect_regular(path)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def open_new(path: Path, mode: int) -> int:
+    """Make a new file, in the place of a regular file that may be there.
+
+    Raises:
+        OSError: If the file cannot be made, or something else is there.
+    """
+    expect_regular(path)
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in a folder to the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def truncate(damage: DamagedLog) -> str:
+    """Cut a log off where it is damaged, and keep the rest in a new file beside it.
+
+    Returns:
+        One sentence that says what was cut off and where it is.
+
+    Raises:
+        DamagedLog: ``damage``, if nothing before it is whole.
+        OSError: If a file cannot be written; nothing is cut off then.
+    """
+    path, offset = damage.path, damage.offset
+    if not offset:
+        raise damage
+    for number in itertools.count(1):
+        kept = path.with_name(f"{path.name}.cut-{offset}-{number}")
+        if not os.path.lexists(kept):
+            break
+    with open(open_own(path, os.O_RDWR), "r+b") as log:
+        try:
+            with open(open_new(kept, 0o600), "wb") as copy:
+                log.seek(offset)
+                shutil.copyfileobj(log, copy, _BLOCK)
+                copy.flush()
+                os.fsync(copy.fileno())
+            sync_folder(path.parent)
+        except OSError as error:
+            with suppress(OSError):
+                kept.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(kept)) from None
+        num_bytes = log.tell() - offset
+        log.truncate(offset)
+        os.fsync(log.fileno())
+    return (
+        f"{path} is cut off at byte {offset}: {num_bytes} bytes, with {damage.lost} whole records "
+        f"behind the damage, are kept in {kept}"
+    )

@@ -1,0 +1,1 @@
+"""``diloco-comm report``: one file for a bug report, without keys."""

@@ -1,0 +1,240 @@
+"""Files of servers that are damaged, crafted, or from before the log: read whole or refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from async_helpers import PLAIN, attach, serving
+from cli_helpers import run_cli
+from decoupled_processes import attach as attach_learner
+from decoupled_processes import make_server
+from log_files import at, leaves, others, put, read_rows, write_rows
+
+from diloco_comm import HeavyBall
+from diloco_comm.asynchronous.decoupled.tape import replay
+from diloco_comm.asynchronous.server.server import AsyncServer
+from diloco_comm.asynchronous.server.state import ServerState
+from diloco_comm.asynchronous.server.storage import snapshots
+from diloco_comm.base.log import DamagedLog
+
+DATA = Path(__file__).parents[1] / "data" / "server-files-before-logs.tar.xz"
+RESTORED = [-0.7496, -0.7496, -0.7496, -0.7496, -0.7496, -0.7496, -0.7496]
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """The folders of two servers that were killed, as the last version without logs left them."""
+    with tarfile.open(DATA) as archive:
+        archive.extractall(tmp_path / "old", filter="data")
+    return tmp_path / "old"
+
+
+def test_files_from_before_the_log_are_read_and_written_anew(old: Path, tmp_path: Path) -> None:
+    folder = old / "asynchronous"
+    server = AsyncServer(PLAIN, snapshot=folder)
+    # A server that is killed now has the journal as a log, and the snapshot as before.
+    shutil.copytree(folder, tmp_path / "killed")
+    server.stop()
+    for place in (tmp_path / "killed", folder):
+        assert len(read_rows(place / "journal-0" if place != folder else place / "snapshot")) > 0
+        again = AsyncServer(PLAIN, snapshot=place)
+        assert torch.allclose(again.parameters()[0], torch.tensor(RESTORED), atol=1e-4)
+        assert again.state.coordinator.ledger()["a"]["seq"] == 3
+        again.stop()
+    assert {path.name for path in folder.iterdir()} == {"lock", "snapshot", "journal-3"}
+    assert not snapshots.is_old(folder / "snapshot")
+
+
+def test_a_tape_from_before_the_log_goes_on(old: Path) -> None:
+    folder = old / "decoupled"
+    before = replay(folder)
+    assert (before.last, before.is_compared) == (13, True)
+    server = make_server(
+        {"wire": "int4", "wire_down": "int4", "merge": "rda", "receipt": "carry", "sync_every": 2},
+        outer=HeavyBall(0.5, 0.8), snapshot=folder, keep_tape=True,
+    )  # fmt: skip
+    with server:
+        model, learner = attach_learner(server.address, "a", 9)
+        for _ in range(3):
+            model.descend(torch.ones(9))
+            learner.step()
+            assert learner.flush(20.0)
+        learner.close()
+    after = replay(folder)
+    assert after.first == 0 and after.last > 13 and after.is_compared
+    # The first files stay as they were, for the tape.
+    assert snapshots.is_old(folder / "first") and not snapshots.is_old(folder / "snapshot")
+
+
+def test_old_journals_end_with_a_word_where_they_are_torn(
+    old: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = old / "asynchronous" / "journal-0"
+    journal.write_bytes(journal.read_bytes()[:-1])
+    AsyncServer(PLAIN, snapshot=old / "asynchronous").stop()
+    assert "journal-0 ends at byte 2497 with 1246 bytes that are no whole record" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a server that was killed after four updates."""
+    place = tmp_path_factory.mktemp("killed")
+    with serving(snapshot=place / "s", snapshot_every=1000) as server:
+        model, worker = attach(server.address, "a", wire="int8")
+        for value in (1.0, 0.5, 0.25, 2.0):
+            model.descend(torch.full((7,), value))
+            worker.step()
+        shutil.copytree(place / "s", place / "copy")
+        worker.close()
+    return place / "copy"
+
+
+@pytest.fixture
+def folder(killed: Path, tmp_path: Path) -> Path:
+    shutil.copytree(killed, tmp_path / "s")
+    return tmp_path / "s"
+
+
+def flip(path: Path, place: int) -> int:
+    """Change a bit, and return the bytes of the file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x40
+    path.write_bytes(data)
+    return len(data)
+
+
+def serve(folder: Path, *options: str) -> Any:
+    address = ("--address", "tcp://127.0.0.1:0", "--rule", "sgd", "--lr", "1", "--sync-every", "1")
+    return run_cli("serve", *address, "--snapshot", folder, *options)
+
+
+def records_of(folder: Path) -> list[Any]:
+    log = snapshots.Log(folder / "journal-0", snapshots.JOURNAL, is_writable=False)
+    records = list(log.read())
+    log.release()
+    return records
+
+
+@pytest.mark.parametrize("where", ["head", "payload", "length"])
+def test_a_flipped_bit_in_the_middle_is_refused_until_it_is_cut_by_hand(
+    folder: Path, where: str
+) -> None:
+    journal, second = folder / "journal-0", records_of(folder)[1]
+    place = {"head": second.body - 9, "payload": second.body + 500, "length": second.begin + 20}
+    size = flip(journal, place[where])
+    ended = serve(folder)
+    assert ended.status == 1 and f"{journal} is damaged at byte {second.begin}: " in ended.err
+    # The second record is lost, and two whole ones behind it.
+    assert f"loses the last {size - second.begin} bytes, with 2 whole records" in ended.err
+    assert journal.stat().st_size == size and "Traceback" not in ended.err
+    cut = serve(folder, "--truncate")
+    assert cut.status == 0 and f"is cut off at byte {second.begin}: " in cut.out
+    kept = folder / f"journal-0.cut-{second.begin}-1"
+    assert kept.stat().st_size == size - second.begin and str(kept) in cut.out
+    assert "is not damaged, and nothing was cut off" in serve(folder, "--truncate").out
+    back = AsyncServer(PLAIN, snapshot=folder)
+    assert back.state.coordinator.ledger()["a"]["seq"] == 1
+    back.stop()
+    # The next snapshot removes the journal, and not the bytes that were cut off.
+    assert {path.name for path in folder.iterdir()} == {"lock", "snapshot", "journal-1", kept.name}
+
+
+@pytest.mark.parametrize("place", [3, 150, -40])
+def test_a_flipped_bit_in_a_snapshot_is_refused(folder: Path, place: int) -> None:
+    flip(folder / "snapshot", place)
+    ended = serve(folder)
+    assert ended.status == 1 and f"{folder}/snapshot is damaged at byte " in ended.err
+    assert "restore the file from a backup" in ended.err and "Traceback" not in ended.err
+
+
+def test_truncate_needs_a_journal_that_no_server_has(folder: Path, tmp_path: Path) -> None:
+    ended = run_cli("serve", "--truncate")
+    assert ended.status == 2 and "--truncate needs --snapshot" in ended.err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "has no journal of a server" in serve(empty, "--truncate").err
+    with AsyncServer(PLAIN, snapshot=folder):
+        ended = serve(folder, "--truncate")
+        assert ended.status == 1 and "belongs to another server" in ended.err
+
+
+# ----------------------------------------------------------------------------------- crafted files
+
+
+def test_links_and_fifos_are_not_followed(folder: Path, tmp_path: Path) -> None:
+    for name in ("snapshot", "journal-0"):
+        kept = tmp_path / name
+        (folder / name).rename(kept)
+        (folder / name).symlink_to(kept)
+        ended = serve(folder)
+        assert ended.status == 1 and ended.err.count("\n") == 1
+        assert f"{folder}/{name}: it is a symbolic link, which is not followed" in ended.err
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        assert f"{folder}/{name}: it is no regular file" in serve(folder).err
+        (folder / name).unlink()
+        kept.rename(folder / name)
+
+
+def begin(folder: Path) -> str:
+    """Return the sentence with which a server refuses a folder; "" if it begins."""
+    state = ServerState(
+        PLAIN, {"sync_every": 1}, snapshot=folder, snapshot_every=100, model_sizes=4.0, impl=""
+    )
+    try:
+        state.begin(None)
+    except (ValueError, OSError, DamagedLog) as error:
+        assert "\n" not in str(error)
+        return str(error)
+    assert state.keeper is not None
+    state.keeper.release()
+    return ""
+
+
+@pytest.mark.parametrize("name", ["snapshot", "journal-0"])
+def test_absurd_json_with_right_checksums_is_one_sentence(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda number: None)
+    rows = read_rows(folder / name)
+    head, body = rows[0]
+    heads: list[Any] = [put(head, path, x) for path in leaves(head) for x in others(at(head, path))]
+    heads += [{k: v for k, v in head.items() if k != key} for key in head]
+    heads += [put(head, (key,), x) for key in head for x in (None, [], {}, 7, "x")]
+    heads += [b"[]", b"3", b"{", b"[" * 100_000, b'{"a": NaN}', {}]
+    said = []
+    for each in heads:
+        write_rows(folder / name, [(each, body), *rows[1:]])
+        said.append(begin(folder))
+    # Counts, digests of the model, and the speeds of workers may have other values.
+    assert sum(map(bool, said)) > 0.7 * len(said)
+    for each in (body[:-1], body + b"0"):
+        write_rows(folder / name, [(copy.deepcopy(head), each), *rows[1:]])
+        assert "bytes of" in begin(folder)
+
+
+def test_a_journal_of_a_newer_snapshot_is_not_dropped(folder: Path) -> None:
+    (folder / "journal-0").rename(folder / "journal-9")
+    ended = serve(folder)
+    assert ended.status == 2 and "journal-9 belongs to a newer snapshot than" in ended.err
+    # One without records has nothing to lose.
+    write_rows(folder / "journal-9", [])
+    AsyncServer(PLAIN, snapshot=folder).stop()
+
+
+def test_a_crafted_tensor_name_is_refused(folder: Path) -> None:
+    [(head, body)] = read_rows(folder / "snapshot")
+    head["tensors"] = {"../x": head["tensors"].pop("0/outer"), **head["tensors"]}
+    write_rows(folder / "snapshot", [(head, body)])
+    ended = serve(folder)
+    assert ended.status == 2 and "the snapshot has tensors of other sizes than" in ended.err

@@ -1,0 +1,88 @@
+"""Warnings show the line of the program that was at work, however deep this package was then."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from problems import Regression, batch
+from torch import nn
+
+from diloco_comm import DiLoCo
+
+
+def line_here(offset: int = 0) -> str:
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    return f"{frame.f_back.f_code.co_filename}:{frame.f_back.f_lineno + offset}"
+
+
+def told(caught: list[warnings.WarningMessage], words: str) -> list[str]:
+    return [f"{one.filename}:{one.lineno}" for one in caught if words in str(one.message)]
+
+
+def backward(model: nn.Module, rank: int = 0) -> None:
+    x, y = batch(rank, 0)
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+def test_a_warning_of_the_optimizers_hook_shows_the_step() -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    with (
+        DiLoCo(model, optimizer, sync_every=1, num_replicas=1),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        backward(model)
+        optimizer.step()
+        assert told(caught, "have gradients but") == [line_here(-1)]
+
+
+def test_a_check_that_warns_shows_the_step_behind_a_schedule() -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with (
+        DiLoCo(model, optimizer, sync_every=4, num_replicas=1, checks="warn"),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        backward(model)
+        optimizer.step()
+        model.load_state_dict(Regression(seed=1).state_dict())
+        optimizer.step()
+        assert told(caught, "were loaded into the model") == [line_here(-1)]
+
+
+def lines_of_two(rank: int, world: int) -> tuple[bool, bool]:
+    """Whether the constructor's warning, and the warning at the end, show lines of this program."""
+    model = nn.parallel.DistributedDataParallel(Regression())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        diloco = DiLoCo(model, optimizer, sync_every=4)
+        begun = told(caught, "different replicas") == [line_here(-1)]
+        backward(model, rank)
+        optimizer.step()
+        with diloco:
+            end = line_here(-1)
+    return begun, told(caught, "is lost, up to inner step 1") == [end]
+
+
+def test_the_constructor_and_the_end_of_a_block(workers: Callable[[int], object]) -> None:
+    assert workers(2).run(lines_of_two) == [(True, True)] * 2  # type: ignore[attr-defined]
+
+
+def test_a_thread_without_a_line_of_the_program_warns_all_the_same() -> None:
+    import threading
+
+    from diloco_comm.base.checks import warn
+
+    with pytest.warns(UserWarning, match="^nobody's line$"):
+        thread = threading.Thread(target=warn, args=("nobody's line",))
+        thread.start()
+        thread.join()

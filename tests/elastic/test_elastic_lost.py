@@ -1,0 +1,345 @@
+"""All replicas have died, the registry is another one or an older one, or the run has ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic_replicas import registry as registry
+from fault_replicas import (
+    BLOCK,
+    connect,
+    make_model,
+    make_optimizer,
+    take_inner_step,
+    wait_for,
+)
+from registries import Host, hosting
+from support_paths import FOLDERS
+from workers import Pool
+
+from diloco_comm import DiLoCo, Elastic, ReplicaMismatch, RunEnded, Streaming, SyncError
+from diloco_comm.elastic.registry import connect as registry_at
+from diloco_comm.elastic.state_folder import StateFolder
+
+OPTIONS: dict[str, Any] = {"sync_every": 4, "block_size": BLOCK, "chunk_bytes": 512}
+
+
+def attach(
+    registry: str, replica: int | None, *, overlap: Any = None, **choices: Any
+) -> tuple[DiLoCo, Any, Any]:
+    os.environ["DILOCO_COMM_REPORT_S"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    model = make_model()
+    optimizer = make_optimizer(model)
+    defaults = {"suspect_after": 3.0, "quorum_wait": 40.0, "founding_wait": 0.0}
+    membership = Elastic(registry, run="test", replica=replica, **{**defaults, **choices})
+    diloco = DiLoCo(
+        model, optimizer, membership=membership, timeout=40.0, overlap=overlap, **OPTIONS
+    )
+    return diloco, model, optimizer
+
+
+def train(diloco: DiLoCo, model: Any, optimizer: Any, replica: int, until: int) -> None:
+    while diloco.inner_step < until and not diloco.is_done:
+        take_inner_step(model, optimizer, replica, diloco.inner_step + 1)
+
+
+def checkpoint_of(num_steps: int, overlap: Any = None) -> tuple[dict[str, Any], str]:
+    """Return the saved state and the outer hash of a training of one replica."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    diloco = DiLoCo(model, optimizer, num_replicas=1, overlap=overlap, **OPTIONS)
+    train(diloco, model, optimizer, num_steps, num_steps)
+    return diloco.state_dict(), diloco.outer_hash()
+
+
+# ------------------------------------------------------------------------ from a checkpoint
+
+
+def begin(
+    rank: int, world: int, store: tuple[str, int], registry: str, steps: dict[int, int], how: str
+) -> tuple[int, str, str, str]:
+    """Begin a run as one of its founders, some of whom bring a checkpoint of so many steps."""
+    overlap = Streaming(delay=2, alpha=0.5) if how == "streaming" else None
+    saved, outer = checkpoint_of(steps[rank], overlap) if rank in steps else (None, "")
+    diloco, model, optimizer = attach(
+        registry, rank, checkpoint=saved, min_replicas=world, overlap=overlap
+    )
+    first, begun = diloco.inner_step, diloco.outer_hash()
+    train(diloco, model, optimizer, rank, first + 6)
+    diloco.flush()
+    diloco.close()
+    return first, begun, outer, diloco.outer_hash()
+
+
+@pytest.mark.parametrize(
+    ("steps", "newest", "how"),
+    [({0: 9, 1: 12}, 1, "blocking"), ({2: 8}, 2, "streaming"), ({}, -1, "blocking")],
+    ids=["two checkpoints", "one", "none"],
+)
+@pytest.mark.nightly("3 s each; they differ in who brings a checkpoint", but=["two checkpoints"])
+def test_a_group_begins_with_the_newest_checkpoint(
+    fresh_workers: Callable[..., Pool],
+    registry: Host,
+    steps: dict[int, int],
+    newest: int,
+    how: str,
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    ends = pool.run(begin, pool.store, registry.address, steps, how, timeout=60)
+    outer = ends[newest][2] if newest >= 0 else ends[0][1]
+    assert [end[:2] for end in ends] == 3 * [(steps.get(newest, 0), outer)]
+    assert len({end[3] for end in ends}) == 1 and ends[0][3] != outer
+
+
+def test_a_checkpoint_without_a_step_is_refused() -> None:
+    saved, _ = checkpoint_of(4)
+    with pytest.raises(ValueError, match="the saved state has the inner step None"):
+        attach("tcp://127.0.0.1:1", 0, checkpoint={**saved, "inner_step": None})
+
+
+def save_and_die(rank: int, world: int, store: tuple[str, int], registry: str, folder: str) -> None:
+    diloco, model, optimizer = attach(registry, rank, min_replicas=world)
+    train(diloco, model, optimizer, rank, 8 + 4 * rank)
+    torch.save(diloco.state_dict(), f"{folder}/{rank}.pt")
+    Path(folder, f"{rank}.hash").write_text(diloco.outer_hash())
+    train(diloco, model, optimizer, rank, 21)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def come_again(
+    rank: int, world: int, store: tuple[str, int], registry: str, folder: str, saved: list[int]
+) -> Any:
+    """Come with a checkpoint; return where the group goes on, or why this replica has ended."""
+    path = f"{folder}/{rank}.pt"
+    checkpoint = torch.load(path, weights_only=True) if rank in saved else None
+    try:
+        diloco, model, optimizer = attach(
+            registry, rank, checkpoint=checkpoint, founding_wait=2.0, quorum_wait=12.0
+        )
+    except SyncError as error:
+        return str(error)
+    found = diloco.view, diloco.inner_step, diloco.outer_hash(), diloco.members
+    train(diloco, model, optimizer, rank, diloco.inner_step + 5)
+    diloco.close()
+    return found
+
+
+@pytest.mark.nightly("25 s; the first tier begins a run with a checkpoint, and has the core's rule")
+def test_all_replicas_die_and_the_group_goes_on_from_the_newest_checkpoint(
+    fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    arguments = pool.store, registry.address, str(tmp_path)
+    pool.run(save_and_die, *arguments, expect_exit={0, 1}, timeout=60)
+    pool = fresh_workers(3, init_group=False)
+    arguments = pool.store, registry.address, str(tmp_path)
+    # Without a checkpoint nobody goes on.
+    waited = pool.run(come_again, *arguments, [], timeout=60)
+    sentence = "until a replica brings a checkpoint of inner step 0 or later"
+    assert all(sentence in text for text in waited)
+    # Replica 0 has an older one, replica 2 has none and was never there.
+    ends = pool.run(come_again, *arguments, [0, 1], timeout=60)
+    assert {(step, outer, members) for _, step, outer, members in ends} == {
+        (12, (tmp_path / "1.hash").read_text(), (0, 1, 2))
+    }
+    assert all(view > 1 for view, *_ in ends)
+
+
+def train_on(
+    rank: int, world: int, store: tuple[str, int], registry: str, folder: str
+) -> tuple[int, ...] | None:
+    """Replica 0 founds, saves and dies when replica 1 is there, which trains on alone."""
+    signs = connect(store)
+    if rank == 1:
+        signs.wait(["copied"])
+    diloco, model, optimizer = attach(registry, rank, min_replicas=1)
+    if rank == 0:
+        train(diloco, model, optimizer, 0, 8)
+        torch.save(diloco.state_dict(), f"{folder}/0.pt")
+        signs.set("saved", "now")
+    while not signs.check(["end"]):
+        take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
+        time.sleep(0.02)
+        if len(diloco.members) == 2 and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and diloco.members == (1,):
+            signs.set("alone", "now")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
+@pytest.mark.nightly("40 s; test_core_joining has the rule")
+def test_an_older_journal_begins_no_second_training(
+    fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
+) -> None:
+    """All members of the recorded view are dead, but the group trains on in a later view."""
+    pool = fresh_workers(2, init_group=False)
+    pool.submit(train_on, pool.store, registry.address, str(tmp_path))
+    wait_for(pool, ["saved"])
+    shutil.copytree(tmp_path / "journal", tmp_path / "older")
+    signs = connect(pool.store)
+    signs.set("copied", "now")
+    wait_for(pool, ["alone"], timeout=60)
+    registry.kill()
+    shutil.rmtree(tmp_path / "journal")
+    shutil.copytree(tmp_path / "older", tmp_path / "journal")
+    registry.start()
+    other = fresh_workers(1, init_group=False)
+    arguments = other.store, registry.address, str(tmp_path), [0]
+    (waited,) = other.run(come_again, *arguments, timeout=60)
+    assert "until replica 1 tells the registry of the view that it is in" in waited
+    signs.set("end", "now")
+    pool.collect(expect_exit={0, 1}, timeout=60)
+    # Now nobody has the state, and the checkpoint is of the recorded view or later.
+    ((_, step, _, members),) = other.run(come_again, *arguments, timeout=60)
+    assert (step, members) == (8, (0,))
+
+
+# --------------------------------------------------------------------------- another registry
+
+
+@pytest.mark.parametrize("kind", ["tcp", "store", "etcd"])
+def test_a_replica_refuses_another_registry_than_its_folder_names(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = StateFolder(tmp_path / "state")
+    monkeypatch.setenv("DILOCO_COMM_STATE_DIR", str(folder.path))
+    with hosting(kind) as host:
+        found = Elastic(host.address, run="r").connect()
+        known = found.registry_id
+        found.close()
+        folder.remember("r", (0, "nonce"), registry_id="ab" * 16, view=3)
+        with pytest.raises(ReplicaMismatch) as refused:
+            Elastic(host.address, run="r").connect()
+        text = str(refused.value)
+        assert known in text and "ab" * 16 in text and f"as {folder.file} notes" in text
+        # The run has ended: another one may begin, wherever.
+        folder.note_end()
+        Elastic(host.address, run="r").connect().close()
+        # It is that registry, with a journal from before the run.
+        folder.remember("r", (0, "nonce"), registry_id=known, view=3)
+        with pytest.raises(
+            ReplicaMismatch, match=r"knows nothing of run 'r'.* was in view 3 of it"
+        ):
+            Elastic(host.address, run="r").connect()
+        Elastic(host.address, run="r", rollback=True).connect().close()
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def live_through(
+    rank: int, world: int, store: tuple[str, int], registry: str
+) -> tuple[tuple[int, ...], list[str], str]:
+    """Replica 0 trains while its registry is another one for a time; replica 1 comes later."""
+    signs, lines = connect(store), Lines()
+    logging.getLogger("diloco_comm").addHandler(lines)
+    if rank == 1:
+        signs.wait(["own registry"])
+    diloco, model, optimizer = attach(registry, rank)
+    signs.set(f"begun {rank}", "now")
+    error = ""
+    while len(diloco.members) < 2 and diloco.inner_step < 10**6:
+        take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
+        time.sleep(0.01)
+        if any("belongs to the registry" in line for line in lines.lines):
+            signs.set("seen", "now")
+        if signs.check(["other registry"]) and not error:
+            # A second training in this process would begin anew.
+            try:
+                attach(registry, None)
+            except ReplicaMismatch as refused:
+                error = str(refused)
+            signs.set("refused", "now")
+    members = diloco.members
+    diloco.close()
+    return members, lines.lines, error
+
+
+def test_a_group_trains_on_while_its_registry_is_another_one(
+    fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    signs = connect(pool.store)
+    pool.submit(live_through, pool.store, registry.address)
+    wait_for(pool, ["begun 0"])
+    registry.kill()
+    other = Host(address=registry.address, journal=tmp_path / "other")
+    signs.set("other registry", "now")
+    wait_for(pool, ["refused", "seen"])
+    other.kill()
+    registry.start()
+    signs.set("own registry", "now")
+    (members, lines, error), (joined, _, _) = pool.collect(timeout=60)
+    assert members == joined == (0, 1)
+    assert "belongs to the registry" in error and "as this process notes" in error
+    lost = [line for line in lines if line.startswith("rounds go on, but nobody can come or go")]
+    assert sum("belongs to the registry" in line for line in lost) == 1
+    assert "the registry answers again" in lines
+
+
+# -------------------------------------------------------------------------- the run has ended
+
+
+LATE = f"""
+import os, sys
+sys.path[:0] = {[str(Path(__file__).parent), *FOLDERS]!r}
+from test_elastic_lost import attach
+diloco, *_ = attach(sys.argv[1], None, total_steps=8)
+print("never printed")
+"""
+
+
+def finish(
+    rank: int, world: int, store: tuple[str, int], registry: str, path: str
+) -> tuple[int, list[tuple[str, int]]]:
+    """Take all steps; return what the state folder notes before and after the end."""
+    os.environ["DILOCO_COMM_STATE_DIR"] = f"{path}/{rank}"
+    folder = StateFolder(f"{path}/{rank}")
+    diloco, model, optimizer = attach(registry, rank, total_steps=8, min_replicas=world)
+    notes = [(folder.registry_id, folder.last_view)]
+    train(diloco, model, optimizer, rank, 8)
+    diloco.close()
+    return diloco.inner_step, [*notes, (folder.registry_id, folder.last_view)]
+
+
+@pytest.mark.usefixtures("forked_programs")
+def test_a_replica_that_comes_after_the_end_ends_at_once(
+    fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    found = registry_at(registry.address, run="test")
+    found.read()
+    notes = [(found.registry_id, 1), ("", -1)]
+    ends = pool.run(finish, pool.store, registry.address, str(tmp_path), timeout=60)
+    assert ends == 2 * [(8, notes)]
+    sentence = r"run 'test' has ended: replicas \[0, 1\] have taken all their steps"
+    with pytest.raises(RunEnded, match=sentence):
+        attach(registry.address, None, total_steps=8)
+    # The beats of the members are forgotten, and the record says so, too.
+    registry.kill()
+    registry.start()
+    late = subprocess.run(
+        [sys.executable, "-c", LATE, registry.address], capture_output=True, text=True, timeout=60
+    )
+    assert (late.returncode, late.stdout) == (0, ""), late.stderr
+    (line,) = late.stderr.splitlines()
+    assert line.startswith("diloco_comm: run 'test' has ended") and "another name" in line

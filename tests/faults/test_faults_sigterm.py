@@ -1,0 +1,119 @@
+"""SIGTERM for a replica of an elastic run: the first one lets it leave, the second one ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from elastic_replicas import registry as registry
+from fault_replicas import (
+    BLOCK,
+    connect,
+    make_model,
+    make_optimizer,
+    take_inner_step,
+    wait_for,
+)
+from registries import Host
+from workers import Pool
+
+from diloco_comm import DiLoCo, Elastic, SyncError
+
+
+def attach(registry: str, replica: int, sync_every: int, **choices: Any) -> tuple[DiLoCo, Any, Any]:
+    os.environ["DILOCO_COMM_REPORT_S"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    model = make_model()
+    optimizer = make_optimizer(model)
+    membership = Elastic(registry, run="test", replica=replica, suspect_after=6.0, **choices)
+    options: dict[str, Any] = {"sync_every": sync_every, "block_size": BLOCK, "timeout": 40.0}
+    return DiLoCo(model, optimizer, membership=membership, **options), model, optimizer
+
+
+def forked_child_ends() -> int:
+    """Return how a child that this process has forked, such as a DataLoader's, ends by SIGTERM."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def live(
+    rank: int, world: int, store: tuple[str, int], registry: str
+) -> tuple[int, tuple[int, ...], int]:
+    signs = connect(store)
+    diloco, model, optimizer = attach(registry, rank, 4, min_replicas=2 - rank)
+    child = forked_child_ends()
+    signs.set(f"begun {rank}", "now")
+    while not diloco.is_done and diloco.members != (1,):
+        take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
+        time.sleep(0.01)
+    end = diloco.inner_step, diloco.members, child
+    diloco.close()
+    # Nothing of this package is in the way any more.
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
+    return end
+
+
+def test_the_first_signal_is_a_leave_at_the_next_boundary(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    pool.submit(live, pool.store, registry.address)
+    wait_for(pool, ["begun 0", "begun 1"])
+    pool.kill(0, signal.SIGTERM)
+    (step, _, child), (_, members, _) = pool.collect(timeout=60)
+    assert step % 4 == 0 and members == (1,) and child == -signal.SIGTERM
+
+
+def hold_out(rank: int, world: int, store: tuple[str, int], registry: str) -> None:
+    """Train without a boundary; a wish to leave waits for one."""
+    signs = connect(store)
+    diloco, model, optimizer = attach(registry, rank, 10**6)
+    signs.set("begun", "now")
+    while not diloco.is_done:
+        take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
+        time.sleep(0.01)
+        if diloco._elastic is not None and diloco._elastic.group._driver.state.is_leaving:
+            signs.set("leaving", "now")
+
+
+def test_the_second_signal_ends_the_process(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(1, init_group=False)
+    pool.submit(hold_out, pool.store, registry.address)
+    wait_for(pool, ["begun"])
+    pool.kill(0, signal.SIGTERM)
+    wait_for(pool, ["leaving"])
+    pool.kill(0, signal.SIGTERM)
+    pool.collect(timeout=60, expect_exit={0})
+
+
+def wait_for_others(rank: int, world: int, store: tuple[str, int], registry: str) -> str:
+    signs = connect(store)
+    signs.set("waits", "now")
+    try:
+        attach(registry, rank, 4, min_replicas=2, quorum_wait=60.0)
+    except SyncError as error:
+        return f"{error.stage}: {error}"
+    return ""
+
+
+@pytest.mark.nightly("2 s; it differs from a replica that trains in that it has not begun")
+def test_a_replica_that_waits_for_others_ends_at_once(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(1, init_group=False)
+    pool.submit(wait_for_others, pool.store, registry.address)
+    wait_for(pool, ["waits"])
+    time.sleep(2.0)
+    pool.kill(0, signal.SIGTERM)
+    (text,) = pool.collect(timeout=30)
+    assert text == "left: this replica was asked to leave before it had joined its group"
