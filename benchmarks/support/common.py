@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diloco_comm.base.files import whole_file
 from diloco_comm.tools.common import outputs, ranks
 from diloco_comm.tools.common.measuring import (
     interleave,
@@ -189,8 +190,8 @@ def save_plot(path: Path | None, draw: Callable[[Path], None]) -> None:
     if path is None:
         return
     try:
-        with outputs.writing("--plot", path):
-            draw(path)
+        with whole_file("--plot", path) as file:
+            draw(file)
     except OSError as error:
         sys.exit(str(error))
 

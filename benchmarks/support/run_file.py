@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco_comm.tools.common import outputs
+from diloco_comm.base.files import whole_file
 
 from . import common
 
@@ -57,7 +57,7 @@ class RunFile:
         print("\n".join(output))
         record = {**self.about, "results": results, "output": output}
         try:
-            with outputs.writing("--json", path) as file:
+            with whole_file("--json", path) as file:
                 file.write_text(common.record_text(record) + "\n")
         except OSError as error:
             sys.exit(str(error))

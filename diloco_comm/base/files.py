@@ -70,7 +70,7 @@ def _error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
-def reason_of(error: BaseException, path: Path) -> str:
+def why_not_written(error: BaseException, path: Path) -> str:
     """Say why a file could not be written, with the bytes that are free if the disk is full."""
     found = _os_error(error)
     if found is None:
@@ -97,7 +97,9 @@ def _os_error(error: BaseException | None) -> OSError | None:
 def whole_file(what: str, path: Path) -> Iterator[Path]:
     """Give the block a file beside ``path`` to write, which then takes the place of ``path``.
 
-    If the block fails, nothing of its file is left, and ``path`` is as before.
+    If the block fails, nothing of its file is left, and ``path`` is as before. The block gets
+    ``path`` itself where no other file can take its place: a device, a pipe, an open file such as
+    ``/dev/stdout``, and a file in a folder in which none can be made.
 
     Args:
         what: The file, for the sentence, such as "the trace".
@@ -105,21 +107,38 @@ def whole_file(what: str, path: Path) -> Iterator[Path]:
     Raises:
         OSError: If the file cannot be written; its text is a sentence.
     """
-    partial = path.with_suffix(f".{os.getpid()}.partial{path.suffix}")
+    real = Path(os.path.realpath(path))
+    partial = real.with_suffix(f".{os.getpid()}.partial{path.suffix}")
+    written = partial
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if _keeps_its_place(path):
+            written = path
+            yield path
+            return
+        real.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         with partial.open("rb") as file:
             # Some file systems find out only now that the disk is full.
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        os.replace(partial, real)
     except (OSError, RuntimeError) as error:
         if _os_error(error) is None:
             raise
-        raise OSError(f"cannot write {what} {path}: {reason_of(error, partial)}") from None
+        raise OSError(f"cannot write {what} {path}: {why_not_written(error, written)}") from None
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def _keeps_its_place(path: Path) -> bool:
+    if not _exists(path):
+        return False
+    absolute = path.absolute()
+    is_open_file = absolute.parts[1] == "proc" or (
+        absolute.parts[1] == "dev" and absolute.is_symlink()
+    )
+    folder = Path(os.path.realpath(path)).parent
+    return is_open_file or not path.is_file() or not os.access(folder, os.W_OK)
 
 
 def save_state(what: str, state: Any, path: Path) -> None:
@@ -138,6 +157,8 @@ def save_state(what: str, state: Any, path: Path) -> None:
 def load_state(file: Path, remedy: str) -> Any:
     """Read a state that ``save_state`` has written into the folder of a checkpoint.
 
+    The file is read once more to compare its checksums, which takes about a second for each GiB.
+
     Args:
         remedy: How to give another folder, for the sentence.
 
@@ -149,7 +170,7 @@ def load_state(file: Path, remedy: str) -> Any:
 
     reason = "is not there"
     if file.is_file():
-        if zipfile.is_zipfile(file):
+        if _is_whole(file):
             return torch.load(file, map_location="cpu", weights_only=True)
         reason = "is not whole"
     newest = newest_whole(file)
@@ -161,6 +182,8 @@ def load_state(file: Path, remedy: str) -> Any:
 def newest_whole(file: Path) -> Path | None:
     """Return the folder of the highest step that has a whole file of this name.
 
+    The files are read from the newest down, to the first one that is whole.
+
     Args:
         file: A file in the folder of a checkpoint, such as ``checkpoint-500/diloco.pt``; the
             folders beside it with the same name and another number are looked at.
@@ -171,6 +194,17 @@ def newest_whole(file: Path) -> Path | None:
     found: list[tuple[int, Path]] = []
     for folder in file.parent.parent.iterdir():
         name = _STEP.match(folder.name)
-        if name and name[1] == own[1] and zipfile.is_zipfile(folder / file.name):
+        if name and name[1] == own[1]:
             found.append((int(name[2]), folder))
-    return max(found)[1] if found else None
+    newest_first = (folder for _, folder in sorted(found, reverse=True))
+    return next((folder for folder in newest_first if _is_whole(folder / file.name)), None)
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a file of ``torch.save`` is there, and the checksum of every part is right."""
+    try:
+        with zipfile.ZipFile(file) as parts:
+            return parts.testzip() is None
+    # A damaged header ends in errors of every kind.
+    except Exception:
+        return False

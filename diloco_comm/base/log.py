@@ -3,17 +3,21 @@
 Layout, little endian::
 
     file    magic, version, kind, bytes of meta, seed | meta | checksum | records
-    record  magic, sequence, bytes of head, bytes of body | checksum | head | body | digest, end
+    record  numbers | checksum | head | body | digest, end
+    numbers magic, sequence, confirmed, bytes of head, bytes of body
 
 A record's checksum covers its magic and numbers, so a changed length never passes for a record that
 is longer than the file. The digest covers the record and the digest before it, so no record can be
 missing, repeated or moved. The seed is random, and the key of all checksums and digests: no head or
 body can hold bytes that look like a record. The last byte of a record is not zero.
 
-A last record is *torn* if the file ends within it, or if all its sectors of 512 bytes from one on
-are zeros, as after a loss of power. The reader cuts a torn record off, with a warning.
-All other bytes that do not fit are *damage*, and the reader stops there with an error. ``close``
-writes a last record, without which the next reader says that the end may be missing.
+``confirmed`` is the offset up to which the file was on the disk (fsync) before the record was
+written. Bytes before it cannot get lost; a loss of power may leave zeros in any sector behind.
+A record is *torn* if the file ends within it, or if it begins at or behind the last confirmed
+offset and holds a sector of 512 bytes that is all zeros. The log ends there: a warning says so, and
+the next write cuts off the rest, with any whole records behind. All other bytes that do not fit are
+*damage*, and the reader stops there with an error. ``close`` writes a last record, which confirms
+all others, and without which the next reader says that the end may be missing.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +50,7 @@ _MAX_META = 1 << 16
 _MAGIC, _VERSION = b"DCLOG\r\n\x1a", 1
 _FILE = struct.Struct("<8sI16sI16s")  # magic, version, kind, bytes of meta, seed
 _RECORD, _CLOSED = b"DCL\xa5", b"DCL\x5a"
-_NUMBERS = struct.Struct("<4sQIQ")  # magic, sequence number, bytes of head, bytes of body
+_NUMBERS = struct.Struct("<4sQQIQ")  # magic, sequence, confirmed, bytes of head, bytes of body
 _KNOWN = 12  # bytes of the numbers that the reader can foretell: magic and sequence number
 _MAGICS = re.compile(b"DCL[\xa5\x5a]")
 _END = b"\xa5" * 4
@@ -57,7 +62,10 @@ _BLOCK = 1 << 20
 
 
 RESTORE = "restore the file from a backup"
-TORN = "%s ends at byte %d with %d bytes that are no whole record: they are cut off"
+TORN = (
+    "%s ends at byte %d with %d bytes that are no whole record: they will be cut off at the next "
+    "write, with %d whole records behind the torn one"
+)
 
 
 class DamagedLog(RuntimeError):
@@ -112,6 +120,16 @@ class Record:
         return self.body + self.body_bytes + _TRAILER
 
 
+class _Found(NamedTuple):
+    """A record whose header is valid, with its numbers."""
+
+    numbers: bytes
+    magic: bytes
+    sequence: int
+    confirmed: int
+    record: Record
+
+
 class Log:
     """A log that is read once, and then appended to.
 
@@ -126,6 +144,7 @@ class Log:
     Attributes:
         meta: The bytes that were given to ``create``.
         end: Where the next record begins.
+        torn_bytes: Bytes of a torn record and all behind it, which the next write cuts off.
         is_closed: The log ends with the record of ``close``.
         is_doubtful: An fsync has failed, so the log takes no further record.
 
@@ -144,10 +163,11 @@ class Log:
     ) -> None:
         self.path, self._remedy, self._is_writable = path, remedy, is_writable
         self._file = open_own(path, os.O_RDWR if is_writable else os.O_RDONLY)
-        # The log was read to its end; ends with the record of ``close``; has own bytes behind
-        # ``end``.
-        self._is_read = self.is_closed = self._is_dirty = self.is_doubtful = False
-        self._sequence = 0
+        self._is_read = False  # to its end
+        self._is_dirty = False  # has bytes behind ``end`` that the next write cuts off
+        self._is_fresh = False  # is written by ``create``, and has no name yet
+        self.is_closed = self.is_doubtful = False
+        self._sequence = self._confirmed = self.torn_bytes = 0
         try:
             self._read_file_header(kind)
         except BaseException:
@@ -184,9 +204,10 @@ class Log:
             header = _FILE.pack(_MAGIC, _VERSION, kind.encode(), len(meta), seed) + meta
             _write(file, header + _hash(seed, header), 0)
             log = cls(fresh, kind, remedy=remedy)
-            log._is_read = True
+            log._is_read = log._is_fresh = True
             fill(log)
-            os.fsync(log._file)
+            log.sync()
+            log._is_fresh = False
             os.replace(fresh, path)
             log.path = path
             sync_folder(path.parent)
@@ -242,12 +263,13 @@ class Log:
         """
         while self.end < self._size:
             found = self._header_at(self.end)
-            digest = b"" if found is None else self._digest_in(*found)
+            digest = b"" if found is None else self._digest_in(found)
             if found is None or not digest:
                 self._expect_torn(found)
                 break
-            magic, _, record = found
-            if magic == _CLOSED:
+            record = found.record
+            self._confirmed = max(self._confirmed, found.confirmed)
+            if found.magic == _CLOSED:
                 if record.end < self._size:
                     raise self.damage(record.end, "bytes follow the record that closed the log")
                 # The next append cuts this record off: a cut behind it would pass for the end.
@@ -273,24 +295,24 @@ class Log:
             raise OSError(errno.EIO, "the file was cut while it was read", str(self.path))
         return found
 
-    def _header_at(self, offset: int) -> tuple[bytes, int, Record] | None:
-        """Return magic, sequence number and record if there is a valid header, else None."""
+    def _header_at(self, offset: int) -> _Found | None:
+        """Return the record at an offset if its header is valid, else None."""
         header = self._pread(offset, _HEADER)
         numbers = header[: _NUMBERS.size]
         if header[_NUMBERS.size :] != _hash(self._seed, numbers, _CHECKSUM):
             return None
-        magic, sequence, head_bytes, body_bytes = _NUMBERS.unpack(numbers)
+        magic, sequence, confirmed, head_bytes, body_bytes = _NUMBERS.unpack(numbers)
         if magic not in (_RECORD, _CLOSED) or head_bytes > MAX_HEAD:
             return None
         begin = offset + _HEADER
-        head = self._pread(begin, head_bytes)
-        return magic, sequence, Record(offset, head, begin + head_bytes, body_bytes)
+        record = Record(offset, self._pread(begin, head_bytes), begin + head_bytes, body_bytes)
+        return _Found(numbers, magic, sequence, confirmed, record)
 
-    def _digest_in(self, magic: bytes, sequence: int, record: Record) -> bytes:
+    def _digest_in(self, found: _Found) -> bytes:
         """Return the digest of a record if the record is whole and the next one, else b""."""
-        if sequence != self._sequence or record.end > self._size:
+        record = found.record
+        if found.sequence != self._sequence or record.end > self._size:
             return b""
-        numbers = _NUMBERS.pack(magic, sequence, len(record.head), record.body_bytes)
         body = _BodyDigest()
         room = torch.empty(min(record.body_bytes, _BLOCK), dtype=torch.uint8)
         for begin in range(0, record.body_bytes, _BLOCK):
@@ -302,36 +324,64 @@ class Log:
                     raise OSError(errno.EIO, "the file was cut while it was read", str(self.path))
                 done += count
             body.add(block)
-        digest = self._chained(numbers, record.head, body)
+        digest = self._chained(found.numbers, record.head, body)
         return digest if self._pread(record.end - _TRAILER, _TRAILER) == digest + _END else b""
 
     def _chained(self, numbers: bytes, head: bytes, body: _BodyDigest) -> bytes:
         return _hash(self._seed, self._digest + numbers + head + body.finish())
 
-    def _expect_torn(self, found: tuple[bytes, int, Record] | None) -> None:
+    def _expect_torn(self, found: _Found | None) -> None:
         """Raise unless the record at ``end`` is torn; ``found`` is its header, if that is valid."""
-        lost = self._first_lost()
-        if found is not None:
-            is_torn = found[1] == self._sequence and found[2].end > lost
-        else:
-            known = self._pread(self.end, min(lost - self.end, _KNOWN))
-            numbers = (_NUMBERS.pack(magic, self._sequence, 0, 0) for magic in (_RECORD, _CLOSED))
-            is_torn = lost - self.end < _HEADER and any(n.startswith(known) for n in numbers)
-        if not is_torn:
-            raise self.damage(self.end)
-        self._is_dirty = True
-        logger.warning(TORN, self.path, self.end, self._size - self.end)
+        lost = 0
+        if not self._ends_within(found):
+            behind = list(self._behind(self.end))
+            lost = sum(each.magic == _RECORD for each in behind)
+            confirmed = max(self._confirmed, *(each.confirmed for each in behind), 0)
+            if self.end < confirmed or not self._has_hole(found):
+                raise self.damage(self.end)
+        self._is_dirty, self.torn_bytes = True, self._size - self.end
+        logger.warning(TORN, self.path, self.end, self.torn_bytes, lost)
 
-    def _first_lost(self) -> int:
-        """Return from which byte on the file is missing: its end, or a sector before of zeros."""
-        end = self._size
-        while end > self.end:
-            begin = max(self.end, (end - 1) // _BLOCK * _BLOCK)
-            block = self._pread(begin, end - begin).rstrip(b"\0")
-            end = begin + len(block)
-            if block:
-                return min(self._size, -(-end // _SECTOR) * _SECTOR)
-        return self.end
+    def _ends_within(self, found: _Found | None) -> bool:
+        """Whether the file ends within the record at ``end``."""
+        if found is not None:
+            return found.sequence == self._sequence and found.record.end > self._size
+        rest = self._pread(self.end, _HEADER)
+        known = (_NUMBERS.pack(magic, self._sequence, 0, 0, 0) for magic in (_RECORD, _CLOSED))
+        return len(rest) < _HEADER and any(each.startswith(rest[:_KNOWN]) for each in known)
+
+    def _has_hole(self, found: _Found | None) -> bool:
+        """Whether the record at ``end`` is the next one, and holds a sector of zeros."""
+        if found is not None:
+            return found.sequence == self._sequence and self._has_lost_sector(found.record)
+        # The zeros begin within the header: at a sector, or where the file ended at the last fsync.
+        begin = self.end + len(self._pread(self.end, _HEADER).rstrip(b"\0"))
+        sector = -(-begin // _SECTOR) * _SECTOR
+        zeros = self._pread(begin, sector + _SECTOR - begin)
+        is_long = sector < self._size or begin == self.end
+        return begin < self.end + _HEADER and is_long and not zeros.strip(b"\0")
+
+    def _has_lost_sector(self, record: Record) -> bool:
+        for at in range(-(-record.begin // _SECTOR) * _SECTOR, record.end, _BLOCK):
+            block = self._pread(at, _BLOCK)
+            for place in range(0, min(record.end - at, len(block)), _SECTOR):
+                if not block[place : place + _SECTOR].strip(b"\0"):
+                    return True
+        return False
+
+    def _behind(self, offset: int) -> Iterator[_Found]:
+        """Yield the records behind an offset whose headers are valid, and which fit the file."""
+        at = offset + 1
+        while at < self._size:
+            # Blocks overlap, so that each magic is whole in one of them.
+            block, end = self._pread(at, _BLOCK + len(_RECORD) - 1), at + _BLOCK
+            for match in _MAGICS.finditer(block):
+                found = self._header_at(at + match.start())
+                if found is not None and found.record.end <= self._size:
+                    yield found
+                    end = found.record.end
+                    break
+            at = end
 
     def damage(self, offset: int, reason: str = "the record there is not valid") -> DamagedLog:
         """Return the error about the record at an offset, with what a cut there would lose.
@@ -340,17 +390,7 @@ class Log:
             offset: ``begin`` of a record whose content the caller cannot use, say.
             reason: Why the record is not valid.
         """
-        lost, at = 0, offset + 1
-        while at < self._size:
-            # Blocks overlap, so that each magic is whole in one of them.
-            block, end = self._pread(at, _BLOCK + len(_RECORD) - 1), at + _BLOCK
-            for match in _MAGICS.finditer(block):
-                found = self._header_at(at + match.start())
-                if found is not None and found[2].end <= self._size:
-                    lost += found[0] == _RECORD
-                    end = found[2].end
-                    break
-            at = end
+        lost = sum(found.magic == _RECORD for found in self._behind(offset))
         return damaged(self.path, offset, reason, self._size, lost, self._remedy)
 
     # ------------------------------------------------------------------------------------ writing
@@ -404,13 +444,15 @@ class Log:
         if is_durable:
             self.sync()
         self._sequence, self._digest, self.end = self._sequence + 1, digest, end
+        if is_durable or self._is_fresh:
+            self._confirmed = end
         self._is_dirty, self.is_closed = False, magic == _CLOSED
 
     def _write_record(
         self, magic: bytes, head: bytes, body: Iterable[Tensor], body_bytes: int
     ) -> tuple[bytes, int]:
         """Write a record behind ``end``, and return its digest and its end."""
-        numbers = _NUMBERS.pack(magic, self._sequence, len(head), body_bytes)
+        numbers = _NUMBERS.pack(magic, self._sequence, self._confirmed, len(head), body_bytes)
         text = numbers + _hash(self._seed, numbers, _CHECKSUM) + head
         sums, at, written = _BodyDigest(), self.end, 0
         if body_bytes:
@@ -425,13 +467,32 @@ class Log:
         digest = self._chained(numbers, head, sums)
         return digest, _write(self._file, text + digest + _END, at)
 
+    @property
+    def is_in_place(self) -> bool:
+        """The file at ``path`` is the open one."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._file), os.lstat(self.path))
+        return False
+
+    def open_for_writing(self) -> None:
+        """Let a log that was opened for reading alone take records; idempotent.
+
+        Raises:
+            OSError: If the file cannot be opened for writing, or is another one by now.
+        """
+        if self._is_writable:
+            return
+        file = open_own(self.path, os.O_RDWR)
+        try:
+            self._expect_own_end()
+            os.dup2(file, self._file, inheritable=False)
+        finally:
+            os.close(file)
+        self._is_writable = True
+
     def _expect_own_end(self) -> None:
         found = os.fstat(self._file)
-        try:
-            named = os.lstat(self.path)
-        except FileNotFoundError:
-            named = None
-        if named is None or (found.st_dev, found.st_ino) != (named.st_dev, named.st_ino):
+        if not self.is_in_place:
             change = "was replaced or removed"
         elif found.st_size < self.end or (found.st_size > self.end and not self._is_dirty):
             change = f"has {found.st_size} instead of {self.end} bytes"
@@ -449,7 +510,7 @@ class Log:
         if self._is_dirty:
             os.ftruncate(self._file, self.end)
             self.sync()
-            self._is_dirty = False
+            self._is_dirty, self.torn_bytes = False, 0
 
     def sync(self) -> None:
         """Return when all records are on the disk (fsync).
@@ -463,12 +524,15 @@ class Log:
             # The file's pages may or may not be on the disk, and a later fsync does not say so.
             self.is_doubtful = True
             raise DoubtfulWrite(error.errno, error.strerror, str(self.path)) from None
+        self._confirmed = self.end
 
     def close(self) -> None:
         """Write the last record, which says that nothing is missing; idempotent."""
         is_whole = self._is_read and self._is_writable and not self.is_doubtful
         if self._file >= 0 and is_whole and not self.is_closed:
             with suppress(OSError):
+                if self._confirmed < self.end:
+                    self.sync()
                 self._append(_CLOSED, b"", (), 0, True)
         self.release()
 
@@ -532,6 +596,16 @@ def _write(file: int, data: bytes | memoryview, offset: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------ files
+
+
+def is_log(path: Path) -> bool:
+    """Whether a file begins as a log.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def expect_regular(path: Path) -> None:

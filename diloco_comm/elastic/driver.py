@@ -21,7 +21,13 @@ from .core import events as ev
 from .detecting import AGAIN_S, Detector, Signs
 from .exits import Ended, is_asked_to_leave
 from .numbers import NumberChoice
-from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable
+from .registry.protocol import (
+    KEY_WAIT_S,
+    KeyRefused,
+    Registry,
+    RegistryMismatch,
+    RegistryUnavailable,
+)
 from .state_folder import StateFolder
 from .views import View, from_bytes
 
@@ -34,6 +40,8 @@ _HASTE = 0.2
 # Seconds between two looks while a change is under way, and the same as a part of its time so far:
 # a change takes tenths of a second, but one that waits for a replica may take many.
 _LOOK_S, _PATIENCE = 0.03, 0.1
+# Seconds in which the end of the run is written again while the registry does not answer.
+_LAST_SWAP_S = 5.0
 
 
 _open: weakref.WeakSet[Driver] = weakref.WeakSet()
@@ -98,6 +106,7 @@ class Driver:
         self._counter = 0
         self._signs = Signs(detector)
         self._has_warned = False
+        self._loss_since = 0.0
         self._last_poll = self._last_answer = self._stage_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="diloco_comm views")
 
@@ -114,7 +123,7 @@ class Driver:
         _open.discard(self)
         self._events.put(None)
         if self._thread.is_alive():
-            self._thread.join(2 * self._period_s + 5.0)
+            self._thread.join(2 * self._period_s + 5.0 + 2 * _LAST_SWAP_S)
 
     # --------------------------------------------------------------- for the training thread
 
@@ -302,7 +311,13 @@ class Driver:
             is_other = isinstance(error, RegistryMismatch)
             level = logging.ERROR if is_other else logging.WARNING
             logger.log(level, "rounds go on, but nobody can come or go: %s", error)
+            self._loss_since = time.monotonic()
         self.loss = error
+        is_refused = isinstance(error, KeyRefused)
+        if is_refused and time.monotonic() - self._loss_since > KEY_WAIT_S:
+            self._end("refused", str(error))
+            self.is_broken = True
+            self._break_off()
 
     def _step(self, event: ev.Event) -> None:
         stage = self.state.stage
@@ -355,12 +370,20 @@ class Driver:
                 logger.warning("the launcher's state folder was not written: %s", error)
 
     def _swap(self, action: ev.Swap) -> None:
+        is_done, until = self._try_swap(action), time.monotonic() + _LAST_SWAP_S
+        while is_done is None and self.state.stage == FINISHED and time.monotonic() < until:
+            # No poll repeats what a process writes at its end.
+            time.sleep(self._period_s)
+            is_done = self._try_swap(action)
+        self._step(ev.Swapped(action.old, action.new, is_done))
+
+    def _try_swap(self, action: ev.Swap) -> bool | None:
+        """Return whether the record was replaced; None if that is unknown."""
         try:
-            is_done: bool | None = self._registry.swap(action.old, action.new)
+            return self._registry.swap(action.old, action.new)
         except (RegistryUnavailable, RegistryMismatch) as error:
             self._note_loss(error)
-            is_done = None
-        self._step(ev.Swapped(action.old, action.new, is_done))
+            return None
 
     def _abandon(self, number: int) -> None:
         with self._news:

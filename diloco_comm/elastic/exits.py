@@ -78,6 +78,13 @@ def end_with_status(*, has_launcher: bool = True) -> None:
             sys.exit(DONE)
         before(kind, error, traceback)
         status = status_of(error)
+        if status is None and _is_asked:
+            print(
+                "diloco_comm: SIGTERM asked this replica to leave, and its program failed before "
+                "the boundary: if the signal has ended a worker of a DataLoader, let SIGTERM reach "
+                "the launcher alone (systemd: KillMode=mixed)",
+                file=sys.stderr,
+            )
         if status is not None and (has_launcher or status == LEFT):
             sys.exit(status)
 

@@ -19,7 +19,14 @@ from . import core, exits
 from .detecting import Detector
 from .hosting import own_interface
 from .registry import connect
-from .registry.protocol import Registry, RegistryMismatch, RegistryUnavailable, check_run
+from .registry.protocol import (
+    KEY_WAIT_S,
+    KeyRefused,
+    Registry,
+    RegistryMismatch,
+    RegistryUnavailable,
+    check_run,
+)
 from .state_folder import StateFolder
 from .views import NO_VIEW, Member
 
@@ -63,9 +70,11 @@ class Elastic:
         suspect_after: Seconds without a beat after which the others do not wait for a replica.
         quorum_wait: Seconds to wait for enough replicas, or for an answer of the registry, before a
             SyncError; None: for ever.
-        founding_wait: Seconds for which those that begin a run wait for more to come.
-        rollback: Begin anew where all members of the run have died, though an outer step that
-            they applied is lost.
+        founding_wait: Seconds for which those that begin a run wait for more to come. After all
+            replicas have died, those that come again wait for the rest for ``suspect_after``
+            seconds, if that is longer.
+        rollback: Begin anew where all members of the run have died, or at another registry than
+            before, though an outer step that they applied is lost.
         host: Address of this host for the other members; default: that of the interface which leads
             to the registry.
         round_log_bytes: Most bytes of host memory for the payloads of the latest rounds, from which
@@ -167,7 +176,8 @@ class Elastic:
         """Connect to the registry; wait for ``quorum_wait`` until it answers.
 
         Raises:
-            ReplicaMismatch: If another registry answers than before, or one that has lost the run.
+            ReplicaMismatch: If another registry answers than before, or one that has lost the run,
+                or if the registry refuses the key.
             SyncError: If no registry answers in time.
         """
         assert self.registry is not None and self.run is not None
@@ -175,6 +185,7 @@ class Elastic:
         known = "" if folder is None else folder.registry_id
         place = "this process" if not known or folder is None else str(folder.file)
         known = known or _registries.get((str(self.registry), self.run), "")
+        known = "" if self.rollback else known
         registry = connect(
             self.registry,
             run=self.run,
@@ -196,8 +207,11 @@ class Elastic:
                 registry.close()
                 raise
             except RegistryUnavailable as error:
-                limit = self.quorum_wait
-                if limit is not None and time.monotonic() - began > limit:
+                limit, waited = self.quorum_wait, time.monotonic() - began
+                if isinstance(error, KeyRefused) and waited > KEY_WAIT_S:
+                    registry.close()
+                    raise ReplicaMismatch(str(error), stage="registry") from None
+                if limit is not None and waited > limit:
                     registry.close()
                     raise SyncError(
                         f"waited {limit:g} s for the registry: {error}", stage="registry"
@@ -215,8 +229,8 @@ class Elastic:
         if known and known in text:
             text = (
                 f"{text.rpartition(': ')[0]}, as {place} notes: start that registry at this "
-                "address, with its own journal or data; to begin the run anew instead, delete "
-                "the note or give the run another name"
+                "address, with its own journal or data; to begin the run anew instead, give "
+                "Elastic rollback=True, or give the run another name"
             )
         return ReplicaMismatch(text, stage="registry")
 
@@ -246,7 +260,8 @@ class Elastic:
         try:
             return self.host or own_interface(self.registry)
         except OSError as error:
-            raise SyncError(str(error), stage="registry") from None
+            # The name server may be late: a launcher starts the replica again.
+            raise SyncError(str(error), stage="rendezvous") from None
 
     def folder(self) -> StateFolder | None:
         """Return the folder that ``diloco-comm launch`` has given to this replica; None without."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from ..base.files import whole_file
 from .views import NO_VIEW, Key
 
 REPLICA_FILE, LEAVE_FILE = "replica.json", "leave"
@@ -112,13 +111,9 @@ class StateFolder:
         raise ValueError(f"{self.file} is damaged: delete the file, and the replica gets a number")
 
     def _write(self, values: dict[str, Any]) -> None:
-        partial = self.path / f"{REPLICA_FILE}.{os.getpid()}"
-        try:
+        # Whole or as before, also after a loss of power.
+        with whole_file("the state of the replica", self.file) as partial:
             partial.write_text(json.dumps(values))
-            partial.replace(self.file)
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
 
 
 def _is_sound(values: Any) -> bool:

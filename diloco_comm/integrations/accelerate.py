@@ -3,7 +3,9 @@
     replicas = replica_per_process()                 # before the Accelerator is made
     model, optimizer = accelerator.prepare(model, optimizer)
     diloco = attach(accelerator, model, optimizer, sync_every=100, **replicas)
-    loader = accelerator.prepare(diloco.shard(loader))
+    loader = diloco.shard(loader)
+    accelerator.register_for_checkpointing(loader.sampler)
+    loader = accelerator.prepare(loader)
 
 The training loop stays as it is.
 Source: accelerate 1.15, ``optimizer.py`` and ``checkpointing.py``.
@@ -56,7 +58,7 @@ def attach(
             inside accelerate's ``find_executable_batch_size``, which begins one replica anew.
         TypeError: For an argument that ``make`` does not have.
     """
-    check(attach, make, arguments)
+    arguments = check(attach, make, arguments)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError(
             "under DeepSpeed the optimizer steps inside accelerator.backward(), where no hook "
@@ -67,6 +69,8 @@ def attach(
     refuse_if_spans_replicas(model, arguments, _REMEDY)
     refuse_if_alone_in_a_job(accelerator.num_processes, arguments, _REMEDY)
     diloco = make(accelerator.unwrap_model(model), optimizer, **arguments)
+    # A prepared loader divides the batches of a replica among its workers.
+    diloco._batches_at_once = 1 if accelerator.split_batches else accelerator.num_processes
     accelerator.register_for_checkpointing(diloco)
     return diloco
 

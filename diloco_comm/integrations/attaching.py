@@ -31,7 +31,7 @@ Make = Callable[..., DiLoCo]
 _PRESETS = "diloco_comm.training.presets"
 
 
-def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -> set[str]:
+def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Check the arguments of a callback when it is made: the trainer begins much later.
 
     The values are checked where ``make`` is ``DiLoCo``; the names, also where it is a preset.
@@ -41,7 +41,7 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
         make: See ``attach``.
 
     Returns:
-        The names of the arguments that ``make`` is known to take.
+        The arguments, and those that ``make`` has from ``functools.partial``.
 
     Raises:
         TypeError: For an argument that ``make`` does not have, or for one that it lacks.
@@ -55,15 +55,16 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
         base, bound = base.func, {**base.keywords, **bound}
     is_ours = base is DiLoCo or getattr(base, "__module__", "") == _PRESETS
     everything = _named(DiLoCo)
-    wanted = _named(base)
+    wanted = _named(make)
     if wanted.pop("**", None) is not None:
         if not is_ours:
-            return set()  # A function of the user's may take anything.
+            return bound  # A function of the user's may take anything.
         wanted = {**everything, **wanted}
     check_names(owner, arguments, wanted)
     for name, default in wanted.items():
         if default is inspect.Parameter.empty and name not in bound:
-            raise TypeError(f"{owner.__name__} needs {name}=, which {base.__name__} asks for")
+            asking = getattr(base, "__name__", type(base).__name__)
+            raise TypeError(f"{owner.__name__} needs {name}=, which {asking} asks for")
     if is_ours:
         given = {**everything, **bound}
         check_arguments({**given, "model": nn.Module()})
@@ -72,13 +73,37 @@ def check(owner: Callable[..., Any], make: Make, arguments: Mapping[str, Any]) -
         seconds_of(given["timeout"])
     if base is DiLoCo:
         check_on_reset(given["on_reset"], settings_among(given, given["config"]))
-    return set(wanted)
+    return bound
+
+
+def with_norms(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with ``norms=True``, if ``make`` is known to take it and none is given."""
+    base: Any = make
+    while isinstance(base, partial):
+        base = base.func
+    named = _named(make)
+    takes = "norms" in named or ("**" in named and getattr(base, "__module__", "") == _PRESETS)
+    return {"norms": True, **arguments} if takes else dict(arguments)
 
 
 def _named(make: Make) -> dict[str, Any]:
-    """Return the arguments after model and optimizer with their defaults; "**" for any others."""
-    parameters = list(inspect.signature(make).parameters.values())[2:]
-    return {"**" if one.kind is one.VAR_KEYWORD else one.name: one.default for one in parameters}
+    """Return the arguments beside model and optimizer with their defaults; "**" for any others.
+
+    Raises:
+        TypeError: If ``make`` cannot be called with a model and an optimizer.
+    """
+    signature = inspect.signature(make)
+    try:
+        taken = signature.bind_partial("model", "optimizer").arguments
+    except TypeError as error:
+        raise TypeError(
+            f"make is called as make(model, optimizer, ...), and {make!r} cannot be: {error}"
+        ) from error
+    return {
+        "**" if one.kind is one.VAR_KEYWORD else one.name: one.default
+        for one in signature.parameters.values()
+        if one.name not in taken and one.kind is not one.VAR_POSITIONAL
+    }
 
 
 def check_names(
@@ -146,9 +171,8 @@ def attach(
 
 
 def has_joined(diloco: DiLoCo) -> bool:
-    """Whether this replica has come to a group that trains already, and has the group's state."""
-    view = None if diloco._elastic is None else diloco._elastic.group.view
-    return view is not None and set(view.joined) != set(view.ids)
+    """Whether this replica has the state of a group that trains already, or of its checkpoint."""
+    return diloco._elastic is not None and diloco._elastic.has_group_state
 
 
 def with_total_steps(arguments: Mapping[str, Any], num_steps: int) -> dict[str, Any]:

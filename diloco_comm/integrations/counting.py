@@ -19,7 +19,9 @@ def move_schedule(schedule: Any, num_steps: int) -> None:
     Args:
         schedule: A scheduler, or the wrapper of accelerate around a scheduler; None does nothing.
     """
-    inner = getattr(schedule, "scheduler", schedule)
+    # A scheduler of the user's may keep another one as ``scheduler``.
+    is_own = isinstance(schedule, LRScheduler)
+    inner = schedule if is_own else getattr(schedule, "scheduler", schedule)
     if num_steps < 1 or inner is None:
         return
     if isinstance(inner, ReduceLROnPlateau) or not isinstance(inner, LRScheduler):
@@ -35,6 +37,12 @@ def move_schedule(schedule: Any, num_steps: int) -> None:
         warnings.simplefilter("ignore")
         for _ in range(num_steps):
             inner.step()
+
+
+def leave_schedules(diloco: DiLoCo) -> None:
+    """Say that a callback has moved the schedules: they may count epochs or batches."""
+    if diloco._elastic is not None:
+        diloco._elastic.leave_schedules()
 
 
 class TrainerSteps:

@@ -34,9 +34,10 @@ from .attaching import (
     finish,
     savable,
     state_with_local,
+    with_norms,
     with_total_steps,
 )
-from .counting import TrainerSteps, move_schedule
+from .counting import TrainerSteps, leave_schedules, move_schedule
 from .evaluating import CHOICES, Swap, share_best
 from .wrapping import Division, refuse_if_alone_in_a_job, refuse_if_spans_replicas
 from .writers import FIGURES, Figures
@@ -109,8 +110,7 @@ class DiLoCoCallback(TrainerCallback):
     ) -> None:
         choice("evaluate", evaluate, CHOICES)
         choice("figures", figures, FIGURES)
-        if "norms" in check(DiLoCoCallback, make, arguments):
-            arguments = {"norms": True, **arguments}
+        arguments = with_norms(make, check(DiLoCoCallback, make, arguments))
         self._make, self._arguments = make, arguments
         self._division = Division(arguments, is_wanted=flag("shard", shard))
         self._has_loader = False
@@ -187,6 +187,8 @@ class DiLoCoCallback(TrainerCallback):
         self._figures = Figures(self.diloco, self._choice)
         self._agree_on_the_end(state)
         self._division.check(self.diloco)
+        # With several workers the trainer does not tell the loader the epoch of a resumed run.
+        self._division.begin_at(int(state.epoch or 0))
         if not self._has_loader and self._division.is_needed(args.world_size):
             self._division.warn_undivided(
                 "the callback came after the Trainer was made; give it as Trainer(callbacks=[...])"
@@ -199,6 +201,7 @@ class DiLoCoCallback(TrainerCallback):
         assert self.diloco is not None
         num_steps = max(0, self.diloco.inner_step - state.global_step)
         move_schedule(schedule, num_steps)
+        leave_schedules(self.diloco)
         state.global_step += num_steps
         # The trainer divides its sums of losses by the steps since these.
         for name in ("_initial_global_step", "_globalstep_last_logged"):

@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -31,9 +32,10 @@ from .attaching import (
     check,
     finish,
     state_with_local,
+    with_norms,
     with_total_steps,
 )
-from .counting import TrainerSteps, move_schedule
+from .counting import TrainerSteps, leave_schedules, move_schedule
 from .evaluating import CHOICES, Swap
 from .wrapping import Division, refuse_if_spans_replicas
 from .writers import FIGURES, Figures
@@ -94,8 +96,7 @@ class DiLoCoCallback(pl.Callback):
     ) -> None:
         choice("evaluate", evaluate, CHOICES)
         choice("figures", figures, FIGURES)
-        if "norms" in check(DiLoCoCallback, make, arguments):
-            arguments = {"norms": True, **arguments}
+        arguments = with_norms(make, check(DiLoCoCallback, make, arguments))
         self._make, self._arguments = make, arguments
         self._division = Division(arguments, is_wanted=flag("shard", shard))
         self._choice, self._figures = figures, Figures()
@@ -121,8 +122,11 @@ class DiLoCoCallback(pl.Callback):
             part_of = partial(self._division.part_of, num_processes=num_processes)
             if isinstance(found, CombinedLoader):
                 found.flattened = [part_of(loader) for loader in found.flattened]
-                return found
-            return tree_map(part_of, found)
+            else:
+                found = tree_map(part_of, found)
+            # Lightning begins to read before it tells the loaders the epoch of a resumed run.
+            self._division.begin_at(trainer.fit_loop.epoch_progress.current.processed)
+            return found
 
         source.dataloader = own_parts
 
@@ -149,6 +153,9 @@ class DiLoCoCallback(pl.Callback):
         self._steps = None
         if self.diloco.view >= 0:
             _move_to_group(trainer, self.diloco.inner_step)
+            # Under manual optimisation the schedules are the user's.
+            if pl_module.automatic_optimization:
+                leave_schedules(self.diloco)
         if len(optimizers) == 1:
             self._steps = TrainerSteps(self.diloco, trainer.global_step)
         self._figures = Figures(self.diloco, self._choice)
@@ -365,7 +372,33 @@ def _move_to_group(trainer: pl.Trainer, inner_step: int) -> None:
     total.completed += num_steps * num_optimizers
     loop._batches_that_stepped += num_steps
     for config in trainer.lr_scheduler_configs if is_automatic else ():
-        steps_per_turn = float(config.frequency)
-        if config.interval == "epoch":
-            steps_per_turn *= trainer.num_training_batches // trainer.accumulate_grad_batches or 1
-        move_schedule(config.scheduler, int(num_steps / steps_per_turn))
+        if config.interval == "epoch" and math.isinf(trainer.num_training_batches):
+            _logger.warning(
+                "the learning rate of this replica begins anew, and the group has taken %d steps: "
+                "a schedule by epochs cannot be moved there, since the data have no length",
+                inner_step,
+            )
+            continue
+        before = _turns(trainer, config, inner_step - num_steps)
+        move_schedule(config.scheduler, _turns(trainer, config, inner_step) - before)
+
+
+def _turns(trainer: pl.Trainer, config: LRSchedulerConfig, num_steps: int) -> int:
+    """Return how often Lightning steps a schedule in the first ``num_steps`` steps of a training.
+
+    Lightning counts ``frequency`` in batches of the epoch, or in epochs. The last batch of an epoch
+    makes a step too. See ``_update_learning_rates`` in ``loops/training_epoch_loop.py``.
+    """
+    num_batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
+    num_epochs, num_left = 0, num_steps
+    if not math.isinf(num_batches):
+        steps_per_epoch = math.ceil(num_batches / accumulated)
+        num_epochs, num_left = divmod(num_steps, steps_per_epoch)
+    if config.interval == "epoch":
+        return num_epochs // config.frequency
+    batches_per_turn = math.lcm(accumulated, config.frequency)
+    turns = num_left * accumulated // batches_per_turn
+    if num_epochs:
+        last = int(num_batches % config.frequency == 0)
+        turns += num_epochs * ((steps_per_epoch - 1) * accumulated // batches_per_turn + last)
+    return turns

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,6 +110,7 @@ class Division:
         self._arguments, self._is_wanted = arguments, is_wanted
         self._has_warned = False
         self._datasets: dict[int, Any] = {}  # that were divided, by identity
+        self._samplers: list[Any] = []
 
     def is_needed(self, num_processes: int) -> bool:
         """Whether the trainer gives all replicas the same data.
@@ -142,7 +146,7 @@ class Division:
             return loader
         if self._arguments.get("membership") is not None:
             self.warn_undivided(
-                "with membership= give the loader an ElasticSampler, or each replica its own data"
+                "with membership= the callback divides no data: give each replica data of its own"
             )
             return loader
         try:
@@ -151,7 +155,13 @@ class Division:
             self.warn_undivided(str(error))
             return loader
         self._datasets[id(loader.dataset)] = loader.dataset
+        self._samplers.append(divided.sampler)
         return divided
+
+    def begin_at(self, epoch: int) -> None:
+        """Let the divided loaders go on with this epoch, where the trainer does not tell them."""
+        for sampler in self._samplers:
+            sampler.set_epoch(epoch)
 
     def warn_undivided(self, reason: str) -> None:
         """Warn once that the replicas have the same data."""
@@ -175,21 +185,38 @@ class Division:
 
 
 def _shown(data: Any) -> str:
-    """Return the length of a data set and a digest of its first sample.
-
-    "" where that fails, and where the sample is another one each time.
-    """
+    """Return the length of a data set and a digest of three samples; "" where that fails."""
     try:
-        with torch.random.fork_rng(devices=[]):
-            first, again = (b" ".join(_pieces(data[0])) for _ in range(2))
-        digest = hashlib.blake2b(first, digest_size=8).hexdigest()
-        return f"{len(data)} {digest}" if first == again else ""
+        size = len(data)
+        with _seeded():
+            samples = [data[index] for index in sorted({0, size // 2, size - 1})]
+        digest = hashlib.blake2b(b" ".join(_pieces(samples)), digest_size=8).hexdigest()
+        return f"{size} {digest}"
     except Exception:
         # A data set may do anything when it is asked; training asks it again.
         return ""
 
 
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Let all replicas draw the same random numbers, and then what they would have drawn."""
+    numpy, before = sys.modules.get("numpy"), random.getstate()
+    numpy_before = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            random.seed(0)
+            torch.default_generator.manual_seed(0)
+            if numpy is not None:
+                numpy.random.seed(0)
+            yield
+        finally:
+            random.setstate(before)
+            if numpy is not None:
+                numpy.random.set_state(numpy_before)
+
+
 def _pieces(sample: Any) -> Iterable[bytes]:
+    """Return the numbers of a sample as bytes; texts may be paths, which differ between hosts."""
     if isinstance(sample, Mapping):
         for name, value in sample.items():
             yield str(name).encode()
@@ -200,5 +227,5 @@ def _pieces(sample: Any) -> Iterable[bytes]:
     elif isinstance(sample, list | tuple):
         for value in sample:
             yield from _pieces(value)
-    elif isinstance(sample, str | bytes | int | float):
+    elif isinstance(sample, bytes | int | float):
         yield repr(sample).encode()

@@ -87,6 +87,7 @@ class ModelWatch:
         self._before: int | None = None
         self._is_expected = self._is_paused = False
         self._overwritten: int | None = None
+        self._is_lost: Callable[[], bool] | None = None
         self._handles: list[Any] = []
         # The tables of modules with what each has under a name: parameters, and modules with them.
         self._places: list[tuple[dict[str, Any], str, Any]] = []
@@ -187,14 +188,19 @@ class ModelWatch:
 
     # ------------------------------------------------------------------------------------- loads
 
-    def expect_load(self, overwritten: int | None) -> None:
+    def expect_load(
+        self, overwritten: int | None, is_lost: Callable[[], bool] | None = None
+    ) -> None:
         """Take what is loaded before the next step for a part of a resume.
 
         Args:
             overwritten: Digest of weights of another replica that have taken the place of this
                 replica's own; None if that did not happen.
+            is_lost: Asked before the next step whether the model has other weights than the saved
+                state; None if the state cannot tell.
         """
         self._before, self._is_expected, self._overwritten = None, True, overwritten
+        self._is_lost = is_lost
         self.forget_writes()
 
     @contextmanager
@@ -232,6 +238,14 @@ class ModelWatch:
                 "this replica goes on from a saved state with the weights of another replica, "
                 "which the construction of DiLoCo has copied over those that were loaded: load "
                 "the model's state after DiLoCo is constructed"
+            )
+        is_lost, self._is_lost = self._is_lost, None
+        if self.checks != "off" and is_lost is not None and is_lost():
+            warn(
+                "DiLoCo goes on from a state that was saved after an exchange, but the model does "
+                "not have the weights of that save: load the model's state too, on all replicas, "
+                "or the next exchange moves the shared model to these weights",
+                RuntimeWarning,
             )
 
     def _digest(self) -> int:

@@ -329,7 +329,7 @@ class RoundRunner(ABC):
         self.is_change_due |= any(header.is_change_due for header in flight.wait().headers)
         try:
             self._records.applied(part, flight, inner_step)
-            self.same_data.look(flight)
+            self.same_data.look(part, flight)
         finally:
             self._streaks.applied(part, flight.number, flight.reset_replicas())
 

@@ -64,6 +64,8 @@ class Attached:
 
     # None where the user changes the group, or nobody.
     _elastic: ElasticTraining | None = None
+    # Batches that a trainer takes from a loader to give each worker one; None if it divides none.
+    _batches_at_once: int | None = None
     # None until the constructor has ended.
     _watch: ModelWatch | None = None
 

@@ -214,7 +214,7 @@ class DiLoCo(Saved):
             is_hooked=attach,
         )
         if checks != "off":
-            self._rounds.same_data.begin(self._rounds.parts)
+            self._rounds.same_data.begin(self.parts, self.inner_step)
         if attach:
             self._hooks = StepHooks(optimizers, self._step)
 
@@ -410,7 +410,7 @@ class DiLoCo(Saved):
 
         Args:
             batches_per_step: Batches of one inner step, with gradient accumulation. It matters with
-                ``membership=``, and for a state that is saved with ``num_workers > 0``.
+                ``membership=``, and for the state of the sampler.
 
         Raises:
             TypeError, ValueError: If the data set, or a sampler that was given, can only be

@@ -84,7 +84,7 @@ class ElasticGroup:
         self._registry_id = ""
         self._driver: Driver | None = None
         self._host: Host | None = None
-        failure, is_misfit = "", False
+        failure, is_misfit, stage = "", False, "registry"
         folder = elastic.folder()
         end_with_status(has_launcher=folder is not None)
         heed_sigterm(self, folder, has_mates=workers is not None)
@@ -96,10 +96,11 @@ class ElasticGroup:
                     raise
                 failure = f"{type(error).__name__}: {error}"
                 is_misfit = isinstance(error, ReplicaMismatch)
-        failure, is_misfit = self._from_worker_0((failure, is_misfit))
+                stage = error.stage if isinstance(error, SyncError) else stage
+        failure, is_misfit, stage = self._from_worker_0((failure, is_misfit, stage))
         if failure:
             kind = ReplicaMismatch if is_misfit else SyncError
-            raise kind(f"worker 0 of this replica failed: {failure}", stage="registry")
+            raise kind(f"worker 0 of this replica failed: {failure}", stage=stage)
 
     def _open(self, shown: Any, num_workers: int) -> None:
         elastic = self.elastic

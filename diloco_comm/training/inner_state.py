@@ -265,18 +265,25 @@ def warn_of_schedules(optimizers: Sequence[Any], inner_step: int) -> None:
         return
     found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
     for optimizer in scheduled:
-        # Wrappers such as accelerate's have the optimizer inside.
-        own = [s for s in found if optimizer in (s.optimizer, getattr(s.optimizer, "optimizer", 0))]
-        own = [s for s in own if not isinstance(s, ReduceLROnPlateau)]
-        if own and max(getattr(s, "last_epoch", 0) for s in own) < 1:
+        own = [s for s in found if not isinstance(s, ReduceLROnPlateau) and _moves(s, optimizer)]
+        taken = max((getattr(s, "last_epoch", 0) for s in own), default=inner_step)
+        if taken < inner_step:
             logger.warning(
-                "training goes on at inner step %d, and the learning rate of this replica begins "
-                "anew: its %s has taken no step; call scheduler.step() %d times before the first "
-                "step, unless it counts epochs",
+                "training goes on at inner step %d, and the learning rate of this replica is "
+                "behind: its %s has taken %d steps; call scheduler.step() %d times before the "
+                "first step, unless it counts epochs",
                 inner_step,
                 type(own[0]).__name__,
-                inner_step,
+                taken,
+                inner_step - taken,
             )
+
+
+def _moves(schedule: LRScheduler, optimizer: Any) -> bool:
+    """Whether a schedule, which may be half-made, is about an optimizer."""
+    its = getattr(schedule, "optimizer", None)
+    # Wrappers such as accelerate's have the optimizer inside.
+    return optimizer in (its, getattr(its, "optimizer", None))
 
 
 def _source_rank(exchange: Exchange) -> int:

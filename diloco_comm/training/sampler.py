@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sized
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,24 +37,32 @@ def shard(
 ) -> DataLoader[Any]:
     """Return a loader like ``loader`` that reads the own part of this replica; see ``DiLoCo``."""
     integer("batches_per_step", batches_per_step, 1)
-    place, is_elastic = partial(_place_of, diloco), diloco._elastic is not None
+    worker, num_workers = _worker_of(diloco)
+
+    def place() -> Place:
+        part = diloco.replica_index * num_workers + worker
+        return part, diloco.num_replicas * num_workers
+
+    is_elastic, seed = diloco._elastic is not None, diloco.settings.seed
     num_samples, is_shuffled = _ordinary(loader, place(), is_elastic=is_elastic)
-    samples_per_step = (loader.batch_size or 1) * batches_per_step
-    seed = diloco.settings.seed
+    batch_size = loader.batch_size or 1
     if is_elastic:
+        lease = batch_size * batches_per_step
         elastic = ElasticSampler(
-            num_samples, diloco, batch_size=samples_per_step, seed=seed, shuffle=is_shuffled
+            num_samples, diloco, batch_size=lease, seed=seed, shuffle=is_shuffled
         )
         return _with_sampler(loader, elastic)
+    batch_size *= diloco._batches_at_once or 1
     fixed = ReplicaSampler(
         num_samples,
         place,
         seed=seed,
         shuffle=is_shuffled,
+        batch_size=batch_size,
         drop_last=loader.drop_last,
         inner_step=lambda: diloco.inner_step,
-        # Without workers the loader takes a batch when the loop asks for that batch.
-        samples_per_step=samples_per_step if loader.num_workers else None,
+        samples_per_step=batch_size * batches_per_step,
+        counts_anew=diloco._batches_at_once is not None,
     )
     return _with_part(loader, fixed)
 
@@ -77,7 +85,12 @@ def shard_part(
     place = part, num_parts
     num_samples, is_shuffled = _ordinary(loader, place)
     fixed = ReplicaSampler(
-        num_samples, lambda: place, seed=seed, shuffle=is_shuffled, drop_last=loader.drop_last
+        num_samples,
+        lambda: place,
+        seed=seed,
+        shuffle=is_shuffled,
+        batch_size=loader.batch_size or 1,
+        drop_last=loader.drop_last,
     )
     return _with_part(loader, fixed)
 
@@ -170,18 +183,18 @@ def _with_sampler(loader: DataLoader[Any], sampler: Sampler[int]) -> DataLoader[
     return DataLoader(**arguments, sampler=sampler)
 
 
-def _place_of(diloco: Attached) -> Place:
-    """Return the part of this worker, of all data-parallel workers of all replicas."""
-    worker, num_workers = _worker_of(diloco)
-    return diloco.replica_index * num_workers + worker, diloco.num_replicas * num_workers
-
-
 def _worker_of(diloco: Attached) -> Place:
-    """Return the place of this worker among the workers of its replica, which take other samples.
+    """Return the place of this worker among the samplers of its replica that take other samples.
 
     Raises:
         ValueError: If it is not certain that the workers are data parallel.
     """
+    worker, num_workers = _data_parallel_worker(diloco)
+    # Where a trainer divides the batches, the samplers of all workers give the replica's samples.
+    return (worker, num_workers) if diloco._batches_at_once is None else (0, 1)
+
+
+def _data_parallel_worker(diloco: Attached) -> Place:
     params = [p for p in diloco._model.parameters() if sharding.is_sharded(p)]
     workers = diloco._workers
     if params:
@@ -251,25 +264,38 @@ class Orders:
         return self._kept[epoch]
 
 
+@dataclass
+class _Iteration:
+    """One iteration over a part: its division, the inner step and sample where it began."""
+
+    num_parts: int
+    inner_step: int
+    first: int
+    taken: int
+
+
 class ReplicaSampler(Sampler[int]):
     """Give one part of each data epoch, in a group of replicas that does not change by itself.
 
     Part p of n takes the places p, p + n, p + 2n ... of the epoch's order. All parts have as many
-    samples: with ``drop_last`` the samples that are left over are dropped, otherwise the first ones
-    of the epoch are taken once more.
+    samples: with ``drop_last`` those that fill no batch are dropped, otherwise the first ones of
+    the epoch are taken once more.
 
-    A new iteration begins the next epoch if the replica has trained since the last iteration began.
-    So a look at a first batch, on one replica alone, changes no order.
+    An epoch is over when one of its iterations was exhausted, or was left after an inner step; the
+    next iteration begins the next epoch. So a look at a first batch, on one replica alone, changes
+    no order.
 
     Args:
         num_samples: The length of the data set.
-        place: Returns the own part and the number of parts; called when an epoch begins.
+        place: Returns the own part and the number of parts; called when an iteration begins.
         seed: The seed of the orders.
         shuffle: False for the order of the data set in every epoch.
+        batch_size: Samples of a batch, for ``drop_last``.
         drop_last: Drop samples, instead of repeating some.
         inner_step: Returns the inner steps taken; None makes each iteration a new epoch.
-        samples_per_step: Samples of one inner step, where the loader takes samples ahead of the
-            training; None where it does not.
+        samples_per_step: Samples of one inner step: loaders take samples ahead of the training.
+        counts_anew: Whether a trainer calls ``set_epoch`` with numbers that begin with 0 in each
+            process: after a resume they count on from the saved epoch.
     """
 
     def __init__(
@@ -279,18 +305,22 @@ class ReplicaSampler(Sampler[int]):
         *,
         seed: int,
         shuffle: bool,
+        batch_size: int,
         drop_last: bool,
         inner_step: Callable[[], int] | None = None,
-        samples_per_step: int | None = None,
+        samples_per_step: int = 0,
+        counts_anew: bool = False,
     ) -> None:
         self.place, self.epoch = place, 0
         self._orders = Orders(integer("num_samples", num_samples, 1), seed, shuffle=shuffle)
-        self._drop_last, self._inner_step = drop_last, inner_step
-        self._samples_per_step = samples_per_step
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._inner_step, self._samples_per_step = inner_step, samples_per_step
         self._shape = {"num_samples": num_samples, "seed": seed, "shuffle": shuffle}
-        # Inner step at which the present epoch began, None before; its first sample, the next one.
-        self._begun: int | None = None
-        self._first = self._taken = 0
+        self._counts_anew, self._is_loaded, self._offset = counts_anew, False, 0
+        # Where the next iteration begins, and the iteration that took samples last.
+        self._first = 0
+        self._last: _Iteration | None = None
+        self._is_over = False
 
     def __len__(self) -> int:
         _, num_parts = self.place()
@@ -298,38 +328,58 @@ class ReplicaSampler(Sampler[int]):
 
     def _count(self, num_parts: int) -> int:
         num_samples = self._orders.num_samples
-        return num_samples // num_parts if self._drop_last else -(-num_samples // num_parts)
+        if self._drop_last:
+            return num_samples // num_parts // self._batch_size * self._batch_size
+        return -(-num_samples // num_parts)
 
     def __iter__(self) -> Iterator[int]:
-        now = self._now()
-        if self._begun is not None and (self._inner_step is None or now != self._begun):
-            self.set_epoch(self.epoch + 1)
-        self._begun, self._taken = now, self._first
+        if self._is_over:
+            self._begin(self.epoch + 1)
         return self._samples(self.epoch, self._first)
+
+    def _samples(self, epoch: int, first: int) -> Iterator[int]:
+        (part, num_parts), before = self.place(), self._last
+        own = _Iteration(num_parts, self._now(), first, first)
+        is_over = False
+        try:
+            for number in range(first, self._count(num_parts)):
+                own.taken = number + 1
+                self._last = own if epoch == self.epoch else self._last
+                place = number * num_parts + part
+                yield self._orders.sample(epoch, place % self._orders.num_samples)
+            is_over = True
+        finally:
+            is_over = is_over or self._inner_step is None or self._now() != own.inner_step
+            if epoch == self.epoch and is_over:
+                self._is_over = True
+            elif self._last is own:
+                self._last = before
 
     def _now(self) -> int:
         return 0 if self._inner_step is None else self._inner_step()
 
-    def _samples(self, epoch: int, first: int) -> Iterator[int]:
-        part, num_parts = self.place()
-        for number in range(first, self._count(num_parts)):
-            self._taken = number + 1
-            place = number * num_parts + part
-            yield self._orders.sample(epoch, place % self._orders.num_samples)
-
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch with the next iteration; the same number on all replicas."""
-        if epoch != self.epoch or self._begun is not None:
-            self._first = self._taken = 0
-        self.epoch, self._begun = integer("epoch", epoch, 0), None
+        epoch = integer("epoch", epoch, 0)
+        if self._is_loaded and self._counts_anew:
+            self._offset = self.epoch - epoch
+        self._is_loaded = False
+        epoch += self._offset
+        if epoch != self.epoch or self._last is not None:
+            self._begin(epoch)
+
+    def _begin(self, epoch: int) -> None:
+        self.epoch, self._first, self._last, self._is_over = epoch, 0, None, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the data stand, for a checkpoint at this inner step."""
-        taken = self._taken
-        if self._begun is not None and self._samples_per_step is not None:
-            used = (self._now() - self._begun) * self._samples_per_step
-            taken = min(taken, self._first + used)
-        return {**self._shape, "num_parts": self.place()[1], "epoch": self.epoch, "taken": taken}
+        num_parts, taken = self.place()[1], self._first
+        if self._last is not None:
+            num_parts, taken = self._last.num_parts, self._last.taken
+            if self._inner_step is not None:
+                used = (self._now() - self._last.inner_step) * self._samples_per_step
+                taken = min(taken, self._last.first + used)
+        return {**self._shape, "num_parts": num_parts, "epoch": self.epoch, "taken": taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, with the next iteration; every replica loads its own or another.
@@ -346,17 +396,17 @@ class ReplicaSampler(Sampler[int]):
                 f"the saved state is of a loader with {other}, and this one has {self._shape}: "
                 "shard the same data, in a DiLoCo with the same seed"
             )
-        taken, num_parts = int(state["taken"]), self.place()[1]
+        epoch, taken, num_parts = int(state["epoch"]), int(state["taken"]), self.place()[1]
         if taken and state["num_parts"] != num_parts:
             raise ValueError(
                 f"the saved state is {taken} samples into an epoch of {state['num_parts']} parts, "
                 f"and there are {num_parts} parts now: begin an epoch by "
-                f"loader.sampler.set_epoch({int(state['epoch']) + 1}), on all replicas"
+                f"loader.sampler.set_epoch({epoch + 1}), on all replicas"
             )
-        self.set_epoch(int(state["epoch"]))
-        self._first = self._taken = taken
-        if taken >= self._count(num_parts):
-            self.set_epoch(self.epoch + 1)
+        left = self._count(num_parts) - taken
+        is_over = left < (self._batch_size if self._drop_last else 1)
+        self._begin(epoch + is_over)
+        self._first, self._is_loaded = 0 if is_over else taken, True
 
 
 class ElasticSampler(Sampler[int]):
@@ -416,6 +466,7 @@ class ElasticSampler(Sampler[int]):
         choice("lost", lost, (REPEAT, SKIP))
         self._diloco = diloco
         self._worker, self._num_workers = _worker_of(diloco)
+        self._batch_size *= diloco._batches_at_once or 1
         self._orders = Orders(self._num_samples, self._seed, shuffle=shuffle)
         self._shape = {
             "num_samples": self._num_samples,

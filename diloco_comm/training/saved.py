@@ -10,16 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.memory import memory_order
+from ..methods.overlap import Blocking
 from ..replica.fragments import all_parameters, refuse_new_parameters
 from ..rounds.agreement.consensus import mean_outer
 from ..rounds.checkpoint import save
 from ..rounds.checkpoint.changes import run_of
 from ..rounds.checkpoint.flights import saved_writes
 from ..rounds.checkpoint.load import Restore
-from ..rounds.synced import SyncedPart
+from ..rounds.synced import SyncedFragment, SyncedPart
 from .agreement import Agreement
 from .attached import Attached
 from .evaluation import swapped_in
+
+# Parameters that are not exchanged, and that a step looks at.
+_LOOKS_A_STEP = 64
 
 
 class Saved(Attached):
@@ -29,10 +34,12 @@ class Saved(Attached):
     _saved_writes: dict[int, set[int]]
     # A state whose new parameters take the weights that the model has at the next step.
     _awaiting: Restore | None = None
-    # Hooks of the optimizers; the number of their parameters, and those that are not exchanged.
     _handles: tuple[Any, ...] = ()
-    _num_held = -1
+    # A summary of the optimizers' groups, their parameters that are not exchanged, and the first
+    # of these that the next step looks at.
+    _held: list[tuple[int, ...]] | None = None
     _others_held: list[Tensor]
+    _next_other = 0
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -139,9 +146,32 @@ class Saved(Attached):
             restore.write()
             self.inner_step = restore.inner_step
             self._saved_writes = saved_writes(self.parts)
+        if self._rounds.same_data.is_wanted:
+            self._rounds.same_data.begin(self.parts, self.inner_step)
         if self._watch is not None:
-            self._watch.expect_load(self._agreement.overwritten)
+            is_shared = not restore.has_new and self._has_just_exchanged()
+            lost = self._differs_from_outer if is_shared else None
+            self._watch.expect_load(self._agreement.overwritten, lost)
         self._awaiting = restore if restore.has_new and self._handles else None
+
+    def _has_just_exchanged(self) -> bool:
+        """Whether the local parameters are the outer ones, by the numbers of a state."""
+        is_blocking = type(self._rounds.settings.overlap) is Blocking
+        return is_blocking and self.inner_step > 0 and not self._rounds.has_unsent(self.inner_step)
+
+    def _differs_from_outer(self) -> bool:
+        """Whether any local parameter is not the outer one."""
+        for part in self.parts:
+            if not isinstance(part, SyncedFragment) or part.outer is None:
+                continue
+            offset = 0
+            for _, piece in part.fragment.pieces():
+                flat = memory_order(piece)
+                outer = part.outer[offset : offset + flat.numel()]
+                if not torch.equal(outer.to(flat.device, flat.dtype), flat):
+                    return True
+                offset += flat.numel()
+        return False
 
     # --------------------------------------------------------------- before an inner step
 
@@ -181,14 +211,19 @@ class Saved(Attached):
             self._awaiting.read_new()
 
     def _refuse_new_parameters(self) -> None:
-        """Raise before the first step on parameters that were added to an optimizer or unfrozen."""
-        groups = [group for one in self._optimizers for group in one.param_groups]
-        num_held = sum(len(group["params"]) for group in groups)
-        if num_held != self._num_held:
+        """Raise before a step on parameters that were added to an optimizer or unfrozen.
+
+        The next send looks at all of them; a step looks at a few, so that it costs the same for
+        any number of frozen parameters.
+        """
+        groups = [group["params"] for one in self._optimizers for group in one.param_groups]
+        held = [(len(params), *map(id, params[:1]), *map(id, params[-1:])) for params in groups]
+        if held != self._held:
             known = {id(param) for param in self._plan.parameters()}
-            held = [param for group in groups for param in group["params"]]
-            self._others_held = [param for param in held if id(param) not in known]
-            self._num_held = num_held
-        if any(param.requires_grad for param in self._others_held):
+            self._others_held = [p for params in groups for p in params if id(p) not in known]
+            self._held, self._next_other = held, 0
+        begin, end = self._next_other, self._next_other + _LOOKS_A_STEP
+        self._next_other = end if end < len(self._others_held) else 0
+        if any(param.requires_grad for param in self._others_held[begin:end]):
             known = {id(param) for param in self._plan.parameters()}
             refuse_new_parameters(self._model, self._optimizers, known)

@@ -182,14 +182,24 @@ class ElasticTraining:
             self._ask_what_broke_off(diloco, view)
             self.leasing.change(diloco.exchange, diloco._rounds.parts, view.number)
 
+    @property
+    def has_group_state(self) -> bool:
+        """Whether all members have begun from one member's state, or from one's checkpoint."""
+        view = self.group.view
+        is_begin = view is not None and set(view.joined) == set(view.ids)
+        return not is_begin or self.group.first_step >= 0
+
     def refuse_to_load(self) -> None:
         """Raise RuntimeError where a saved state would set this replica apart from the others."""
-        view = self.group.view
-        if view is None or set(view.joined) != set(view.ids):
+        if self.has_group_state:
             raise RuntimeError(
                 "this replica has the state of a group that trains already: load a state only "
                 "where a run begins (diloco.view is 1 and diloco.inner_step is 0)"
             )
+
+    def leave_schedules(self) -> None:
+        """Log nothing of schedules of the learning rate: a trainer's callback has moved them."""
+        self._optimizers = []
 
     def take_step(self, diloco: Trained, take_step: Callable[[], None]) -> None:
         """Go to the next view if the present one has ended, then take an inner step."""

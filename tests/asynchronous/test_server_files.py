@@ -90,9 +90,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a server that was killed after four updates."""
     place = tmp_path_factory.mktemp("killed")
     with serving(snapshot=place / "s", snapshot_every=1000) as server:
-        model, worker = attach(server.address, "a", wire="int8")
+        # Payloads without padding: a sector of zeros in a changed record would pass for a lost one.
+        model, worker = attach(server.address, "a", 4096, wire="int8")
         for value in (1.0, 0.5, 0.25, 2.0):
-            model.descend(torch.full((7,), value))
+            model.descend(torch.full((4096,), value))
             worker.step()
         shutil.copytree(place / "s", place / "copy")
         worker.close()
@@ -147,6 +148,14 @@ def test_a_flipped_bit_in_the_middle_is_refused_until_it_is_cut_by_hand(
     back.stop()
     # The next snapshot removes the journal, and not the bytes that were cut off.
     assert {path.name for path in folder.iterdir()} == {"lock", "snapshot", "journal-1", kept.name}
+
+
+def test_truncate_says_that_a_torn_end_is_cut_off_later(folder: Path) -> None:
+    journal, last = folder / "journal-0", records_of(folder)[-1]
+    os.truncate(journal, last.end - 3)
+    said = snapshots.truncate_journal(folder)
+    assert said.endswith(f"the next server cuts off its last {last.end - 3 - last.begin} bytes")
+    assert journal.stat().st_size == last.end - 3
 
 
 @pytest.mark.parametrize("place", [3, 150, -40])

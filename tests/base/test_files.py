@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import resource
-import subprocess
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
+from small_disk import mounted
 
 from diloco_comm.base.files import load_state, newest_whole, save_state, whole_file
-from diloco_comm.tools.common import outputs
 
 SMALL, LARGE = torch.zeros(100), torch.zeros(200_000)
 
@@ -21,13 +20,8 @@ SMALL, LARGE = torch.zeros(100), torch.zeros(200_000)
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "256k") as folder:
+        yield folder
 
 
 def everything_in(folder: Path) -> list[str]:
@@ -57,9 +51,32 @@ def test_a_state_on_a_full_disk_leaves_nothing_and_says_how_much_is_free(small_d
 def test_what_a_tool_writes_on_a_full_disk(small_disk: Path) -> None:
     file = small_disk / "results.json"
     with pytest.raises(OSError, match=r"cannot write --json .*: No space .*, \d+ bytes are free"):
-        with outputs.writing("--json", file):
-            file.write_text("x" * 500_000)
+        with whole_file("--json", file) as partial:
+            partial.write_text("x" * 500_000)
     assert everything_in(small_disk) == []
+    # Through a link, and to a file that was there before.
+    file.write_text("old results")
+    link = small_disk / "link.json"
+    link.symlink_to(file)
+    for path in (file, link):
+        with pytest.raises(OSError, match=f"cannot write --json {path}: No space"):
+            with whole_file("--json", path) as partial:
+                partial.write_text("x" * 500_000)
+        assert file.read_text() == "old results" and link.is_symlink()
+    with whole_file("--json", link) as partial:
+        partial.write_text("new results")
+    assert file.read_text() == "new results" and link.is_symlink()
+
+
+def test_a_device_and_an_open_file_keep_their_places(tmp_path: Path) -> None:
+    with (tmp_path / "shown").open("w+b") as shown:
+        for path in (Path("/dev/null"), Path(f"/dev/fd/{shown.fileno()}")):
+            with whole_file("--json", path) as file:
+                assert file == path
+                file.write_text("results")
+        assert shown.read() == b"results"
+    assert Path("/dev/null").is_char_device()
+    assert everything_in(tmp_path) == ["shown"]
 
 
 def save_above_a_limit(folder: Path) -> str:
@@ -86,7 +103,7 @@ def test_an_error_of_the_block_is_passed_on(tmp_path: Path) -> None:
     assert everything_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
 def test_the_newest_checkpoint_that_is_whole_is_named(tmp_path: Path, damage: str) -> None:
     for step in (9, 20, 100):
         save_state("the state", {"outer": SMALL}, tmp_path / f"checkpoint-{step}" / "diloco.pt")
@@ -94,6 +111,15 @@ def test_the_newest_checkpoint_that_is_whole_is_named(tmp_path: Path, damage: st
     last = tmp_path / "checkpoint-100" / "diloco.pt"
     if damage == "missing":
         last.unlink()
+    elif damage == "flipped":
+        for file in (last, tmp_path / "checkpoint-30" / "diloco.pt"):
+            save_state("the state", {"outer": SMALL}, file)
+            content = bytearray(file.read_bytes())
+            at = content.index(bytes(SMALL.nbytes)) + SMALL.nbytes // 2
+            content[at] ^= 64
+            file.write_bytes(content)
+            # torch reads it in silence.
+            assert torch.count_nonzero(torch.load(file)["outer"]) == 1
     else:
         last.write_bytes(last.read_bytes()[:-200])
     said = "is not there" if damage == "missing" else "is not whole"

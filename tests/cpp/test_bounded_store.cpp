@@ -1,6 +1,8 @@
 // Calls on a store whose host hangs end in time, fail at once from then on, and work again later.
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 
+#include <algorithm>
 #include <functional>
 #include <stdexcept>
 #include <thread>
@@ -122,6 +124,41 @@ void test_connection_that_breaks() {
     EXPECT(is_thrown);
 }
 
+// Calls see the level of torch's log; `change` runs in them, as in another thread of the program.
+class LookingStore : public LocalStore {
+  public:
+    bool check(const std::vector<std::string>&) override { return look(); }
+    void wait(const std::vector<std::string>&, const std::chrono::milliseconds&) override {
+        look();
+    }
+    int level = -1;
+    std::function<void()> change = [] {};
+
+  private:
+    bool look() {
+        level = FLAGS_caffe2_log_level;
+        change();
+        return true;
+    }
+};
+
+void test_warnings_are_held_back_in_short_calls_alone() {
+    constexpr int kErrors = 2;
+    const int before = FLAGS_caffe2_log_level;
+    const auto host = c10::make_intrusive<LookingStore>();
+    BoundedStore store(host, 60s);
+    store.check({"key"});
+    EXPECT(host->level == std::max(before, kErrors) && FLAGS_caffe2_log_level == before);
+    store.wait({"key"}, 1s);
+    EXPECT(host->level == before && FLAGS_caffe2_log_level == before);
+    host->change = [] { FLAGS_caffe2_log_level = 3; };
+    store.check({"key"});
+    EXPECT(FLAGS_caffe2_log_level == 3);
+    store.check({"key"});
+    EXPECT(host->level == 3 && FLAGS_caffe2_log_level == 3);
+    FLAGS_caffe2_log_level = before;
+}
+
 }  // namespace
 
 int main() {
@@ -131,5 +168,6 @@ int main() {
     test_host_that_hangs();
     test_host_that_wakes_up();
     test_connection_that_breaks();
+    test_warnings_are_held_back_in_short_calls_alone();
     return passed("bounded store");
 }

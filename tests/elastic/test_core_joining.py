@@ -217,6 +217,8 @@ def test_a_run_whose_members_have_all_died_is_founded_anew_from_a_checkpoint(
         actions += process.poll(newcomer(id, **values))
         if any(isinstance(a, Swap) for a in actions):
             break
+    waits_for_the_rest = "a while for replicas [0], as one of them may have a newer checkpoint"
+    assert (waits_for_the_rest in reasons(actions)) == (values.get("inner_step") == 100)
     if reason:
         assert reasons(actions)[-1].startswith(reason)
         assert not [a for a in actions if isinstance(a, Swap)]
@@ -224,6 +226,17 @@ def test_a_run_whose_members_have_all_died_is_founded_anew_from_a_checkpoint(
         after = proposal(actions)
         assert after.ids == (id, 5) and after.base == 4 and after.left == (0, 1)
         assert after.source == (id if values else 2)
+
+
+def test_a_newer_checkpoint_that_comes_a_little_later_counts() -> None:
+    process = founder(0, to_bytes(view(0, 1)), founding_wait=2 * SUSPECT_AFTER)
+    older, newer = ({"positions": (3,), "inner_step": step} for step in (100, 104))
+    actions: list[Any] = []
+    while not reasons(actions) or "a while for replicas [1]" not in reasons(actions)[-1]:
+        actions = process.poll(newcomer(2, **older))
+    while not any(isinstance(one, Swap) for one in actions):
+        actions = process.poll(newcomer(2, **older), newcomer(1, **newer))
+    assert proposal(actions).source == 1
 
 
 def test_nobody_begins_anew_beside_one_in_a_later_view_than_the_record() -> None:

@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,14 @@ from fault_replicas import (
     take_inner_step,
     wait_for,
 )
-from registries import Host, hosting
+from registries import Host, hosting, serving
 from support_paths import FOLDERS
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, ReplicaMismatch, RunEnded, Streaming, SyncError
+from diloco_comm.base.service.curve import make_keys
+from diloco_comm.elastic import driver, options
+from diloco_comm.elastic.exits import MISFIT, status_of
 from diloco_comm.elastic.registry import connect as registry_at
 from diloco_comm.elastic.state_folder import StateFolder
 
@@ -225,6 +230,8 @@ def test_a_replica_refuses_another_registry_than_its_folder_names(
             Elastic(host.address, run="r").connect()
         text = str(refused.value)
         assert known in text and "ab" * 16 in text and f"as {folder.file} notes" in text
+        assert "give Elastic rollback=True" in text
+        Elastic(host.address, run="r", rollback=True).connect().close()
         # The run has ended: another one may begin, wherever.
         folder.note_end()
         Elastic(host.address, run="r").connect().close()
@@ -296,7 +303,39 @@ def test_a_group_trains_on_while_its_registry_is_another_one(
     assert "the registry answers again" in lines
 
 
+def test_a_replica_whose_key_is_removed_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "KEY_WAIT_S", 0.5)
+    make_keys(tmp_path)
+    with serving(keys=tmp_path) as server:
+        diloco, model, optimizer = attach(server.address, 0, key=tmp_path)
+        train(diloco, model, optimizer, 0, 4)
+        (tmp_path / "allowed" / "worker.key").unlink()
+        with pytest.raises(ReplicaMismatch, match="the key of this client is not among") as refused:
+            train(diloco, model, optimizer, 0, 10**6)
+        assert status_of(refused.value) == MISFIT
+        diloco.close()
+
+
 # -------------------------------------------------------------------------- the run has ended
+
+
+def test_the_end_is_written_when_the_registry_is_back(
+    registry: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "connect", partial(registry_at, timeout_s=0.3))
+    diloco, model, optimizer = attach(registry.address, 0, total_steps=8)
+    train(diloco, model, optimizer, 0, 7)
+    registry.kill()
+    back = threading.Timer(1.0, registry.start)
+    back.start()
+    train(diloco, model, optimizer, 0, 8)
+    diloco.close()
+    back.join()
+    # The registry that was started again has no beats: the record alone tells.
+    with pytest.raises(RunEnded, match="run 'test' has ended"):
+        attach(registry.address, None, total_steps=8)
 
 
 LATE = f"""

@@ -312,14 +312,22 @@ def test_a_schedule_that_begins_in_the_middle_of_a_run_is_named(
     others.step()
     assert told_of_schedules(optimizer, 0, caplog) == []
     assert told_of_schedules(optimizer, 24, caplog) == [
-        "training goes on at inner step 24, and the learning rate of this replica begins anew: its "
-        "LambdaLR has taken no step; call scheduler.step() 24 times before the first step, unless "
+        "training goes on at inner step 24, and the learning rate of this replica is behind: its "
+        "LambdaLR has taken 0 steps; call scheduler.step() 24 times before the first step, unless "
         "it counts epochs"
     ]
     optimizer.step()
-    for _ in range(24):
+    for _ in range(8):
+        schedule.step()
+    # As in a program that has resumed from a checkpoint of its own.
+    [sentence] = told_of_schedules(optimizer, 24, caplog)
+    assert "has taken 8 steps; call scheduler.step() 16 times" in sentence
+    # A scheduler whose constructor has not come to its optimizer yet.
+    half_made = schedules.StepLR.__new__(schedules.StepLR)
+    for _ in range(16):
         schedule.step()
     assert told_of_schedules(optimizer, 24, caplog) == []
+    del half_made
 
 
 def test_a_schedule_of_parts_has_moved_with_its_first_part(
@@ -332,5 +340,6 @@ def test_a_schedule_of_parts_has_moved_with_its_first_part(
     [sentence] = told_of_schedules(optimizer, 3, caplog)
     assert "call scheduler.step() 3 times" in sentence
     optimizer.step()
-    whole.step()
+    for _ in range(3):
+        whole.step()
     assert told_of_schedules(optimizer, 3, caplog) == []

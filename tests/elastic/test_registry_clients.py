@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,10 @@ import zmq
 from registries import serving
 from torch.distributed import HashStore
 
-from diloco_comm.base.service.curve import make_keys
+from diloco_comm import Elastic, ReplicaMismatch
+from diloco_comm.base.service.curve import Guard, make_keys
 from diloco_comm.base.service.sockets import receive
+from diloco_comm.elastic import options
 from diloco_comm.elastic.registry import RegistryMismatch, RegistryUnavailable, connect
 from diloco_comm.elastic.registry.client import RegistryClient
 from diloco_comm.elastic.registry.messages import (
@@ -26,6 +29,7 @@ from diloco_comm.elastic.registry.messages import (
     pack,
     parse,
 )
+from diloco_comm.elastic.registry.protocol import KeyRefused
 from diloco_comm.elastic.registry.server import RegistryServer
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -92,8 +96,9 @@ def test_keys_let_in_the_allowed_and_nobody_else(tmp_path: Path) -> None:
                 registry.read()
                 return True
             except RegistryUnavailable as error:
-                asked = "want keys" if key is None else "know the key"
-                assert asked in str(error)
+                asked = "want keys" if key is None else "refuses the key|know the key"
+                assert re.search(asked, str(error))
+                assert isinstance(error, KeyRefused) == (key == keys / "two.key_secret")
                 return False
             finally:
                 registry.close()
@@ -108,7 +113,9 @@ def test_keys_let_in_the_allowed_and_nobody_else(tmp_path: Path) -> None:
         connect(server.address, run="r", key=keys / "three.key_secret")
 
 
-def test_a_key_counts_from_and_until_a_second_after_its_file(tmp_path: Path) -> None:
+def test_a_key_counts_from_and_until_a_second_after_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client whose key was removed is refused on the connection that it has, too."""
     make_keys(tmp_path, ["paris", "tokyo"])
     file, kept = tmp_path / "allowed" / "tokyo.key", tmp_path / "tokyo.key"
@@ -120,11 +127,16 @@ def test_a_key_counts_from_and_until_a_second_after_its_file(tmp_path: Path) -> 
         file.unlink()
         time.sleep(2.0)
         for call in (lambda: tokyo.swap(b"x", b"y"), lambda: tokyo.beat("0.a", b"b"), tokyo.read):
-            with pytest.raises(RegistryUnavailable, match="refuses: the key of this client is not"):
+            with pytest.raises(KeyRefused, match="refuses: the key of this client is not"):
                 call()
         again = connect(server.address, run="r", timeout_s=0.5, key=key)
-        with pytest.raises(RegistryUnavailable, match="does it know the key"):
+        with pytest.raises(
+            KeyRefused, match=r"refuses the key .*tokyo.key_secret: copy its public"
+        ):
             again.read()
+        monkeypatch.setattr(options, "KEY_WAIT_S", 0.0)
+        with pytest.raises(ReplicaMismatch, match="refuses the key"):
+            Elastic(server.address, key=key).connect()
         assert paris.read() == b"x" and paris.beat("1.b", b"b") == {"1.b": b"b"}
         shutil.copy(kept, file)
         time.sleep(2.0)
@@ -134,6 +146,27 @@ def test_a_key_counts_from_and_until_a_second_after_its_file(tmp_path: Path) -> 
         (tmp_path / "allowed" / "broken.key").write_text("no key")
         time.sleep(2.0)
         assert paris.swap(b"x", b"y")
+
+
+def test_a_folder_of_keys_that_is_gone_for_a_moment_locks_nobody_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_keys(tmp_path)
+    with zmq.Context() as context:
+        guard = Guard(context, tmp_path / "allowed")
+        try:
+            (key,) = guard._present()
+            (tmp_path / "allowed").rename(tmp_path / "away")
+            for _ in range(2):
+                guard._look_at = 0.0
+                assert guard.callback("*", key)
+            (line,) = [one.getMessage() for one in caplog.records]
+            assert "is gone: the clients that it named before stay allowed" in line
+            (tmp_path / "allowed").mkdir()
+            guard._look_at = 0.0
+            assert not guard.callback("*", key)
+        finally:
+            guard.stop()
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://192.0.2.1:5", "tcp://a.example:5"])

@@ -65,6 +65,13 @@ def test_a_torn_end_is_cut_off_and_damage_before_it_is_refused(
         # The server is killed here.
         data = path.read_bytes()
     path.write_bytes(data[: end + 5])
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "journal").write_bytes(path.read_bytes())
+    torn = Journal(copy, truncates=True)
+    assert torn.cut == f"{copy}/journal had a torn end: its last 5 bytes are cut off"
+    torn.close()
+    caplog.clear()
     with opened(tmp_path) as journal:
         assert f"{path} ends at byte {end} with 5 bytes that are no whole record" in caplog.text
         assert journal.records == {"a": b"22", "b": b"x" * 20}
@@ -84,13 +91,13 @@ def test_a_torn_end_is_cut_off_and_damage_before_it_is_refused(
         Journal(tmp_path)
     assert path.read_bytes() == damaged
     journal = Journal(tmp_path, truncates=True)
-    assert "1 whole records behind the damage, are kept in" in journal.truncated
+    assert "1 whole records behind the damage, are kept in" in journal.cut
     assert journal.records == {"a": b"1", "b": b"x" * 20}
     journal.close()
     (kept,) = tmp_path.glob("journal.cut-*")
     assert damaged.endswith(kept.read_bytes())
     with opened(tmp_path) as journal:
-        assert journal.records == {"a": b"1", "b": b"x" * 20} and not journal.truncated
+        assert journal.records == {"a": b"1", "b": b"x" * 20} and not journal.cut
     # A file that is no journal is left alone.
     path.write_text("hello")
     with pytest.raises(DamagedLog, match="at byte 0"):
@@ -160,7 +167,7 @@ def test_a_journal_in_the_old_format_is_read_once(
             caplog.clear()
             try:
                 assert load(path)[1] == {"a": b"11"}
-                assert "that are no whole record: they are cut off" in caplog.text
+                assert "that are no whole record: they will be cut off" in caplog.text
             except DamagedLog:
                 assert end
     for place in range(len(data)):
@@ -291,3 +298,22 @@ def test_each_entry_is_fsynced_and_a_long_journal_compacted(
             synced.clear()
         assert max(sizes) < 5500
         assert load(journal.path)[1] == {"a": b"99" * 100}
+
+
+def test_a_journal_that_cannot_be_compacted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as journal:
+        for i in range(10):
+            journal.append([(f"run{i}", b"x" * 150)])
+        monkeypatch.setattr(module, "_COMPACT_BYTES", 1500)
+        # A new file cannot be made here.
+        journal.path.with_name("journal.new").mkdir()
+        for i in range(2):
+            journal.append([("a", b"%d" % i)])
+        assert caplog.text.count("is long and cannot be written anew: ") == 1
+        assert load(journal.path)[1] == journal.records and journal.records["a"] == b"1"
+        journal.path.with_name("journal.new").rmdir()
+        for _ in range(10):
+            journal.append([("b", b"y" * 100)])
+        assert load(journal.path)[1] == journal.records and journal.path.stat().st_size < 3300

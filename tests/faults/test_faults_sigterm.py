@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from fault_replicas import (
     wait_for,
 )
 from registries import Host
+from support_paths import FOLDERS
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic, SyncError
@@ -70,6 +74,37 @@ def test_the_first_signal_is_a_leave_at_the_next_boundary(
     pool.kill(0, signal.SIGTERM)
     (step, _, child), (_, members, _) = pool.collect(timeout=60)
     assert step % 4 == 0 and members == (1,) and child == -signal.SIGTERM
+
+
+LOADER = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), *FOLDERS]!r}
+from torch.utils.data import DataLoader
+from test_faults_sigterm import attach, take_inner_step
+diloco, model, optimizer = attach(sys.argv[1], 0, 10**6)
+for step, _ in enumerate(DataLoader(range(10**6), num_workers=1), 1):
+    take_inner_step(model, optimizer, 0, step)
+    if step == 1:
+        print("begun", flush=True)
+"""
+
+
+@pytest.mark.usefixtures("forked_programs")
+def test_the_death_of_a_worker_of_a_data_loader_is_named(registry: Host) -> None:
+    """As from systemd, which signals all processes of a service by default."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", LOADER, registry.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None and program.stdout.readline() == "begun\n"
+    children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+    for pid in (program.pid, *map(int, children)):
+        os.kill(pid, signal.SIGTERM)
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode == 1 and "DataLoader worker" in errors
+    assert "let SIGTERM reach the launcher alone (systemd: KillMode=mixed)" in errors
 
 
 def hold_out(rank: int, world: int, store: tuple[str, int], registry: str) -> None:

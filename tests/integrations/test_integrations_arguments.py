@@ -14,6 +14,7 @@ from trainers import Rows, WithLoss, needs
 from workers import Pool
 
 from diloco_comm import DiLoCo, eager_diloco, fedavg, local_sgd
+from diloco_comm.integrations.attaching import check, with_norms
 
 TRAINERS = [
     pytest.param("huggingface", marks=needs("transformers")),
@@ -26,6 +27,18 @@ def with_any(model: Any, optimizer: Any, **anything: Any) -> DiLoCo:
 
 
 def with_one(model: Any, optimizer: Any, steps: int) -> DiLoCo:
+    raise NotImplementedError
+
+
+def tagged(tag: str, model: Any, optimizer: Any, **anything: Any) -> DiLoCo:
+    raise NotImplementedError
+
+
+def with_all(*places: Any, **names: Any) -> DiLoCo:
+    return DiLoCo(*places, **names)
+
+
+def with_model_alone(model: Any) -> DiLoCo:
     raise NotImplementedError
 
 
@@ -51,6 +64,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"make": eager_diloco, "wires": "e3m0"}, "no argument 'wires': did you mean 'wire'"),
     ({"make": eager_diloco, "norms": 1}, "norms must be True or False, got 1"),
     ({"make": partial(local_sgd, sync_every=4), "lane": 1}, "did you mean 'lanes'"),
+    ({"make": with_model_alone}, "make is called as make(model, optimizer, ...), and <function"),
 ]
 RIGHT: list[dict[str, Any]] = [
     {"sync_every": 4},
@@ -59,6 +73,8 @@ RIGHT: list[dict[str, Any]] = [
     {"make": partial(DiLoCo, sync_every=4, store="tcp://h:1"), "replica": 0, "num_replicas": 2},
     {"make": with_any, "zzz": 1},
     {"make": with_one, "steps": 1},
+    {"make": with_all, "sync_every": 4},
+    {"make": partial(tagged, "x"), "zzz": 1},
 ]
 
 
@@ -83,6 +99,13 @@ def test_wrong_arguments_are_refused_at_once(
     for text, (_, sentence) in zip(found, WRONG, strict=True):
         assert sentence in text and "\n" not in text
     assert trainer_replicas(1).run(refusals, trainer, RIGHT) == [[""] * len(RIGHT)]
+
+
+def test_the_arguments_of_a_partial_count() -> None:
+    make = partial(partial(DiLoCo, sync_every=4, norms=False), seed=3)
+    arguments = with_norms(make, check(DiLoCo, make, {"seed": 5}))
+    assert arguments == {"sync_every": 4, "norms": False, "seed": 5}
+    assert with_norms(eager_diloco, {}) == {"norms": True} and with_norms(with_any, {}) == {}
 
 
 def with_file(rank: int, world: int, path: Path) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_disk import mounted
 from trainers import Rows, WithLoss, needs
 from workers import Pool
 
@@ -21,13 +21,8 @@ def replicas(trainer_replicas: Callable[[int], Pool]) -> Callable[[int], Pool]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "4m") as folder:
+        yield folder
 
 
 def save_on_a_full_disk(rank: int, world: int, disk: Path) -> tuple[list[str], list[str], int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +21,11 @@ from trainers import Rows, WithLoss, make_optimizer, needs
 from workers import Pool
 
 from diloco_comm import DiLoCo, Elastic
+from diloco_comm.integrations.attaching import attach
+from diloco_comm.integrations.counting import move_schedule
 
 LAST_STEP, LONG_RUN = 40, 60
+NUM_BATCHES = 10
 
 
 def train(rank: int, world: int, registry: str, folder: str) -> tuple[int, int, bool]:
@@ -173,3 +179,167 @@ def test_a_newcomers_steps_and_schedule_are_the_groups(
     assert new_rates == {step: old_rates[step] for step in new_rates}
     # Checkpoints are named by the group's steps.
     assert set(new_names) < set(old_names) and old_names
+
+
+def resume(rank: int, world: int, registry: str) -> tuple[int, str, str]:
+    """Come back as a trainer that has resumed, after all replicas have died."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+    def train(diloco: DiLoCo, num_steps: int) -> None:
+        for _ in range(num_steps):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, sync_every=2, num_replicas=1) as alone:
+        train(alone, 4 + 2 * rank)
+        saved = copy.deepcopy(alone.state_dict())
+        alone.flush()
+    membership = Elastic(
+        registry, run="resumed", replica=rank, min_replicas=world, checkpoint=saved
+    )
+    arguments = {"sync_every": 2, "membership": membership, "timeout": 40}
+    diloco = attach(DiLoCo, model, optimizer, arguments, saved)
+    first = diloco.inner_step
+    with pytest.raises(RuntimeError, match="has the state of a group") as refused:
+        diloco.load_state_dict(saved)
+    train(diloco, 4)
+    diloco.flush()
+    digest = diloco.outer_hash()
+    diloco.close()
+    return first, digest, str(refused.value)
+
+
+def test_a_trainers_checkpoint_gives_way_to_the_newest(
+    workers: Callable[..., Pool], registry: Host
+) -> None:
+    one, other = workers(2, init_group=False).run(resume, registry.address)
+    assert one[0] == 6 and one == other
+
+
+# ------------------------------------------------------------------- schedules of the learning rate
+
+# By batches that make a step: interval and frequency of schedules. An epoch ends with a step.
+SCHEDULES = {
+    1: [("epoch", 2), ("step", 3)],
+    3: [("epoch", 1), ("step", 5)],
+    4: [("epoch", 1), ("step", 1), ("step", 2), ("step", 4), ("step", 5)],
+}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        rows = Rows(0, NUM_BATCHES)
+        return (rows[i] for i in range(len(rows)))
+
+
+def turns_by_step(
+    accumulated: int, moves: list[int], last: int, rows: Any
+) -> dict[int, dict[tuple[str, int], int]]:
+    """Train with Lightning up to a step; first go to some steps as a newcomer does.
+
+    Returns:
+        How often each schedule had been stepped, by the trainer's steps.
+    """
+    import lightning.pytorch as pl
+    from lightning_runs import Module, quiet_trainer
+
+    from diloco_comm.integrations.lightning import _move_to_group
+
+    kinds = SCHEDULES[accumulated]
+    turns: dict[int, dict[tuple[str, int], int]] = {}
+
+    class Scheduled(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = make_optimizer(self.model)
+            halving = [torch.optim.lr_scheduler.StepLR(optimizer, 7) for _ in kinds]
+            configs = [
+                {"scheduler": one, "interval": interval, "frequency": frequency}
+                for one, (interval, frequency) in zip(halving, kinds, strict=True)
+            ]
+            return [optimizer], configs
+
+    class Note(pl.Callback):
+        def on_train_start(self, trainer, *others: Any) -> None:  # type: ignore[no-untyped-def]
+            for step in moves:
+                _move_to_group(trainer, step)
+                self.on_train_batch_end(trainer)
+
+        def on_train_batch_end(self, trainer, *others: Any) -> None:  # type: ignore[no-untyped-def]
+            counts = [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
+            turns[trainer.global_step] = dict(zip(kinds, counts, strict=True))
+
+    trainer = quiet_trainer(max_steps=last, callbacks=[Note()], accumulate_grad_batches=accumulated)
+    trainer.fit(Scheduled(), torch.utils.data.DataLoader(rows, batch_size=8))
+    return turns
+
+
+def moved_and_real(rank: int, world: int, accumulated: int) -> tuple[Any, Any]:
+    """Return the turns of schedules that were moved, and of a real training."""
+    moves, rows = [2, 3, 7, 9, 13, 29], Rows(0, NUM_BATCHES)
+    moved = turns_by_step(accumulated, moves, moves[-1] + 1, rows)
+    real = turns_by_step(accumulated, [], moves[-1], rows)
+    return [moved[step] for step in moves], [real[step] for step in moves]
+
+
+@needs("lightning")
+def test_a_newcomers_schedule_is_moved_as_lightning_steps_it(
+    trainer_replicas: Callable[[int], Pool],
+) -> None:
+    for accumulated in SCHEDULES:
+        [(moved, real)] = trainer_replicas(1).run(moved_and_real, accumulated)
+        assert moved == real
+        assert all(count > 0 for count in real[-1].values())
+
+
+def move_on_a_stream(rank: int, world: int) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("diloco_comm").addHandler(handler)
+    try:
+        return turns_by_step(4, [6], 7, Stream())[6], said
+    finally:
+        logging.getLogger("diloco_comm").removeHandler(handler)
+
+
+@needs("lightning")
+def test_data_without_a_length_leave_a_schedule_by_epochs(
+    trainer_replicas: Callable[[int], Pool],
+) -> None:
+    [(turns, said)] = trainer_replicas(1).run(move_on_a_stream)
+    assert turns == {
+        ("epoch", 1): 0,
+        ("step", 1): 6,
+        ("step", 2): 6,
+        ("step", 4): 6,
+        ("step", 5): 1,
+    }
+    assert said == [
+        "the learning rate of this replica begins anew, and the group has taken 6 steps: a "
+        "schedule by epochs cannot be moved there, since the data have no length"
+    ]
+
+
+class KeepsItsBase(torch.optim.lr_scheduler.LRScheduler):
+    """A warm-up of three steps around another scheduler."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [base * min(1.0, (self.last_epoch + 1) / 4) for base in self.base_lrs]
+
+
+def test_a_scheduler_around_another_is_moved_itself() -> None:
+    optimizer = make_optimizer(WithLoss())
+    schedule = KeepsItsBase(optimizer)
+    move_schedule(schedule, 3)
+    assert schedule.last_epoch == 3 and schedule.scheduler.last_epoch == 0
+    # As accelerate's wrapper, which is no scheduler of torch.
+    move_schedule(SimpleNamespace(scheduler=schedule), 2)
+    assert schedule.last_epoch == 5

@@ -169,6 +169,32 @@ def test_a_resume_that_lost_the_local_weights_is_told(order: str, workers) -> No
     assert first == "" and second.startswith("this replica goes on") == (order == "before"), second
 
 
+@pytest.mark.parametrize("steps", [4, 6], ids=["after an exchange", "in the middle"])
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_resume_without_the_models_weights(steps: int, is_loaded: bool) -> None:
+    """After an exchange the state knows the weights; in the middle of a round nobody does."""
+    model, optimizer = make()
+    with DiLoCo(model, optimizer, sync_every=4, num_replicas=1, checks="off") as diloco:
+        for step in range(steps):
+            train_step(model, optimizer, 0, step, WIDTH)
+        states = copy.deepcopy((model.state_dict(), diloco.state_dict()))
+    torch.manual_seed(17)
+    model, optimizer = make()
+    for param in model.parameters():
+        nn.init.normal_(param)
+    diloco = DiLoCo(model, optimizer, sync_every=4, num_replicas=1)
+    diloco.load_state_dict(states[1])
+    if is_loaded:
+        model.load_state_dict(states[0])
+    if steps == 4 and not is_loaded:
+        with pytest.warns(RuntimeWarning, match="load the model's state too"):
+            train_step(model, optimizer, 0, steps, WIDTH)
+    else:
+        train_step(model, optimizer, 0, steps, WIDTH)
+    diloco.flush()
+    diloco.close()
+
+
 def swap_average(model: nn.Module, diloco: DiLoCo) -> None:
     own = copy.deepcopy(model.state_dict())
     model.load_state_dict(other_weights())
@@ -192,7 +218,8 @@ def resume(model: nn.Module, diloco: DiLoCo) -> None:
 
 
 def resume_the_other_way_round(model: nn.Module, diloco: DiLoCo) -> None:
-    saved = copy.deepcopy([other_weights(), diloco.state_dict()])
+    saved = copy.deepcopy([model.state_dict(), diloco.state_dict()])
+    into_the_parts(model, other_weights())
     diloco.load_state_dict(saved[1])
     model.load_state_dict(saved[0])
 

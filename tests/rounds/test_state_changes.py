@@ -332,7 +332,23 @@ def test_error_feedback_may_begin_with_a_resume(caplog: pytest.LogCaptureFixture
     (said,) = [one.getMessage() for one in caplog.records]
     assert said == (
         "the saved state follows a change: sync_every is 4 in the state, 2 here; "
-        "offsets is [1, 2, 4] in the state, [1, 1, 2] here"
+        "offsets is [1, 2, 4] in the state, [1, 1, 2] here; wires: ['int8 of blocks of 256'] in "
+        "the state, ['int4 of blocks of 256'] here; error_feedback: False in the state, True here"
+    )
+
+
+def test_what_follows_without_other_fragments_is_logged_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, state = saved_after(8, outer=Nesterov(0.5, 0.9), flush=True)
+    _, _, diloco = attach(outer=Nesterov(0.2, 0.6), overlap=Streaming(1, 0.5))
+    with diloco, caplog.at_level(logging.INFO, LOADER):
+        diloco.load_state_dict(state)
+        diloco.load_state_dict(copy.deepcopy(diloco.state_dict()))
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert said == (
+        "the saved state follows a change: momentum of outer: 0.9 in the state, 0.6 here; "
+        "overlap: Blocking in the state, Streaming here"
     )
 
 
@@ -383,6 +399,46 @@ def test_another_number_of_replicas(old: int, new: int, workers) -> None:
         assert any(tensor.any() for tensor in saved.values()) == (rank < old)
         for name, tensor in loaded.items():
             assert torch.equal(tensor, saved.get(name, torch.zeros_like(tensor))), name
+
+
+def reductions_after_a_load(rank: int, world: int, is_moved: bool) -> tuple[bool, bool, list[str]]:
+    """Whether the reductions had left something before a save, and have after the load."""
+    torch.manual_seed(rank)
+    model = nn.Conv2d(4, 8, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"sync_every": 2, "wire": "int4", "block_size": 32, "error_feedback": True}
+
+    def has_left(diloco: DiLoCo) -> bool:
+        parts = [part for part in diloco.parts if part.buffers is not None]
+        return any(bool(run.any()) for p in parts for run in p.buffers.residuals.reductions())
+
+    with DiLoCo(model, optimizer, **settings) as diloco:
+        for _ in range(4):
+            model(torch.randn(2, 4, 5, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state, before = copy.deepcopy(diloco.state_dict()), has_left(diloco)
+        diloco.flush()
+    if is_moved:
+        model.to(memory_format=torch.channels_last)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(LOADER).addHandler(handler)
+    with DiLoCo(model, optimizer, **settings) as diloco:
+        diloco.load_state_dict(state)
+        logging.getLogger(LOADER).removeHandler(handler)
+        assert torch.equal(diloco.state_dict()["outer"]["weight"], state["outer"]["weight"])
+        after = has_left(diloco)
+        diloco.flush()
+    return before, after, said
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_what_goes_by_place_does_not_follow_into_another_order(is_moved: bool, workers) -> None:
+    for before, after, said in workers(3).run(reductions_after_a_load, is_moved):
+        assert before and after != is_moved
+        assert any("drops what its encodings had left" in one for one in said) == is_moved
 
 
 def load_one_of_two(rank: int, world: int, states: list[Any]) -> str:

@@ -16,6 +16,9 @@ from diloco_comm.tools.report.command import MASK, mask
 
 HF_TOKEN = "hf_" + "aB3" * 11
 WANDB_KEY = "0123456789abcdef" * 2 + "01234567"
+# A key with the signs that a sentence has, too.
+CURVE_KEY = "JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6"
+PEM_LINE = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7VJTUt9Us8cKj"
 JWT = "eyJhbGciOiJI.eyJzdWIiOiIx.SflKxwRJSMeKKF2QT4"
 
 
@@ -94,10 +97,34 @@ def test_a_report_has_what_a_reader_asks_and_no_key(
             f"{MASK}\nnext",
         ),
         ("AWS_SECRET_ACCESS_KEY=wJalrXU/K7MD", f"AWS_SECRET_ACCESS_KEY={MASK}"),
+        (f"curve_secretkey={CURVE_KEY}", f"curve_secretkey={MASK}"),
+        (f"secretkey={CURVE_KEY} sent", f"secretkey={MASK} sent"),
+        (f"key={CURVE_KEY}", f"key={MASK}"),
+        (f"with ({CURVE_KEY}).", f"with ({MASK})."),
+        (f"curve={CURVE_KEY}: refused", f"curve={MASK}: refused"),
+        (f"[{CURVE_KEY}]", f"[{MASK}]"),
+        ("key = s3cr3t-and-long", f"key = {MASK}"),
+        ("secretKey: s3cr3t", f"secretKey: {MASK}"),
+        ("AccountKey=abc/d==;Endpoint=x", f"AccountKey={MASK}"),
+        ("DB_PASS=1234567 next", f"DB_PASS={MASK} next"),
+        ("password=ab,cd;ef next", f"password={MASK} next"),
+        ("password=b'a b', next", f"password={MASK}, next"),
+        (r"{\"token\": \"ab cd\"}", r"{\"token\": \***"),
+        ("Authorization: Token abc", f"Authorization: Token {MASK}"),
+        ("authorization=abcdefgh", f"authorization={MASK}"),
+        (
+            "{'Authorization': 'Custom abc', 'n': 1}",
+            f"{{'Authorization': 'Custom {MASK}', 'n': 1}}",
+        ),
+        ('Authorization: Digest user="u", response="9f8e"', f"Authorization: Digest {MASK}"),
+        ("Cookie: a=first; session=second", f"Cookie: {MASK}"),
+        ("set-cookie: a=first; Path=/", f"set-cookie: {MASK}"),
+        ("tcp://u:p@ss@host:1", f"tcp://{MASK}@host:1"),
+        (f"{PEM_LINE}\nAbc=\n-----END PRIVATE KEY-----\nnext", f"{MASK}\n{MASK}\nnext"),
     ],
 )
 def test_what_has_the_form_of_a_secret_is_masked(text: str, masked: str) -> None:
-    assert mask(text) == (masked, 1)
+    assert mask(text) == (masked, masked.count(MASK))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +135,11 @@ def test_what_has_the_form_of_a_secret_is_masked(text: str, masked: str) -> None
         "outer state 0x0123456789abcdef of replica 1, commit e397b56dc289",
         "author: Jane, keys in /work/keys, monkey: 3, keyboard = us",
         "diloco_comm/exchange/membership/meeting/rendezvous.py",
+        "sorted(x, key=operator.itemgetter(1)), key: model.layers.0.weight, KeyError: 'weight'",
+        "[rank0]: File https://download.pytorch.org/whl/cu121/torch-2.7.1-cp311-linux.whl line 12",
+        "#5 c10d::TCPStore::doGet(std::string const&) + 0x4d0 (0x7f12ab34cd56 in libtorch_cpu.so)",
+        "sha256 e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855 of the model",
+        "authorized by the token server; the cookie jar is empty; secrets: none",
     ],
 )
 def test_what_a_reader_needs_stays(text: str) -> None:
@@ -121,6 +153,28 @@ def test_curve_keys_are_masked_wherever_they_stand(folder: Path) -> None:
         for text in (path.read_text(), f"key {secret}", f"({secret},)", repr(secret.encode())):
             assert secret not in mask(text, [secret])[0]
         assert secret not in mask(f'secret-key = "{secret}"')[0]
+
+
+def test_a_secret_that_the_report_cuts_is_masked_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a long line, and in a key of more lines than the report has."""
+    # Longer than a name of a file may be.
+    long_token = "aB3/" + "x9Z+" * 120
+    monkeypatch.setenv("AWS_SESSION_TOKEN", long_token)
+    body = [PEM_LINE[number:] + PEM_LINE[:number] for number in range(24)]
+    key = ["-----BEGIN PRIVATE KEY-----", *body, "Ab9=", "-----END PRIVATE KEY-----"]
+    log = [f"step {number}" for number in range(9)]
+    log += ["-" * 3990 + " " + HF_TOKEN + " tail", *key, f"sent {long_token}", "last line"]
+    (folder / "train.log").write_text("\n".join(log) + "\n")
+    for lines in (2, 3, 4, 30):
+        ended = run_cli("report", "train.log", "--lines", lines, "--no-self-test")
+        assert (ended.status, ended.err) == (0, "")
+        text = (folder / "diloco-comm-report.txt").read_text()
+        for planted in (HF_TOKEN[:9], long_token[:9], "Ab9=", *(line[:9] for line in body)):
+            assert planted not in text, (lines, planted)
+        assert text.endswith(f"sent {MASK}\nlast line\n\n")
+    assert "step 8" in text
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,29 @@ def test_silence(
     assert workers(2).run(told, shards, lr, **arguments) == [[], []]
 
 
+def fragments_apart(rank: int, world: int) -> list[str]:
+    """Weight decay alone moves the head alike; the data move the rest."""
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(8, 8), "rest": torch.nn.Linear(8, 8)})
+    for param in model.parameters():
+        torch.nn.init.ones_(param)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with DiLoCo(model, optimizer, sync_every=4, fragments=["head*", "rest*"]) as diloco:
+            for step in range(12):
+                for param in model["head"].parameters():
+                    param.grad = torch.zeros_like(param)
+                for param in model["rest"].parameters():
+                    param.grad = torch.randn_like(param) * (rank + step + 1)
+                optimizer.step()
+            diloco.flush()
+    return [str(one.message) for one in caught if WORDS in str(one.message)]
+
+
+def test_a_fragment_that_no_data_reach_is_no_evidence(workers: Callable[[int], Any]) -> None:
+    assert workers(2).run(fragments_apart) == [[], []]
+
+
 def test_a_single_replica_hears_nothing() -> None:
     assert told(0, 1, (0,), 0.01, num_replicas=1) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -173,7 +173,7 @@ def test_a_part_must_be_among_the_parts() -> None:
 
 
 def read_two_epochs(rank: int, world: int) -> tuple[list[list[list[int]]], str]:
-    """Train on the sharded loader, and look at a first batch on one replica alone."""
+    """Train on the sharded loader, and look at first batches on one replica alone."""
     torch.manual_seed(rank)
     model, optimizer, diloco = attach(sync_every=4, seed=5)
     with diloco:
@@ -187,6 +187,8 @@ def read_two_epochs(rank: int, world: int) -> tuple[list[list[list[int]]], str]:
             for batch in loader:
                 epochs[-1].append(batch.tolist())
                 train_step(model, optimizer, rank, int(batch[0]))
+                if rank == 0 and len(epochs[-1]) == 2:
+                    next(iter(loader))
         diloco.flush(final=True)
         return epochs, diloco.outer_hash()
 
@@ -228,45 +230,101 @@ def test_a_changed_group_divides_its_next_epoch_anew(workers: Callable[[int], An
     assert set(counts.values()) == {1} and counts.total() > NUM_SAMPLES - 9
 
 
-def resume(num_workers: int, batches_per_step: int) -> tuple[list[list[int]], list[list[int]]]:
+def leave_within_an_epoch(rank: int, world: int) -> str:
+    """Return the error of a resume by two replicas in an epoch that three have begun."""
+    model, optimizer, diloco = attach(sync_every=4)
+    with diloco:
+        loader = diloco.shard(loader_of())
+        for number, batch in enumerate(loader, 1):
+            train_step(model, optimizer, rank, int(batch[0]))
+            if number == 4:
+                diloco.flush()
+                if rank == 1:
+                    return ""
+                diloco.change_group([0, 2])
+            if number == 5:
+                break
+        sampler: Any = loader.sampler
+        with pytest.raises(ValueError, match="20 samples into") as caught:
+            sampler.load_state_dict(sampler.state_dict())
+        return str(caught.value)
+
+
+def test_a_place_is_saved_with_the_parts_of_its_epoch(workers: Callable[[int], Any]) -> None:
+    first, _, third = workers(3).run(leave_within_an_epoch)
+    assert first == third and "an epoch of 3 parts, and there are 2 parts now" in first
+
+
+def test_an_epoch_is_over_when_it_was_exhausted_or_left_after_a_step() -> None:
+    model, optimizer, diloco = attach(sync_every=4, num_replicas=1)
+    with diloco:
+        loader = diloco.shard(loader_of())
+        # Gradients are only accumulated, in the first two epochs.
+        orders = [read(loader) for _ in range(2)]
+        for _ in range(2):
+            orders.append([])
+            for batch in islice(loader, 3):
+                orders[-1].append(batch.tolist())
+                train_step(model, optimizer, 0, int(batch[0]))
+        look = next(iter(loader)).tolist()
+        orders.append(read(loader))
+        diloco.flush()
+    assert look == orders[-1][0]
+    assert len({tuple(batches[0]) for batches in orders}) == 5
+
+
+def resume(
+    num_workers: int, batches_per_step: int, stop_at: int, is_outside: bool, **arguments: Any
+) -> tuple[list[list[int]], list[list[int]]]:
     """Return the batches of a run, and of a run that stops in its second epoch and resumes."""
 
     def begin() -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo, DataLoader[int]]:
         model, optimizer, diloco = attach(sync_every=4, num_replicas=1)
         context = "fork" if num_workers else None
-        loader = loader_of(num_workers=num_workers, multiprocessing_context=context)
+        loader = loader_of(num_workers=num_workers, multiprocessing_context=context, **arguments)
         return model, optimizer, diloco, diloco.shard(loader, batches_per_step=batches_per_step)
 
     runs: list[list[list[int]]] = []
-    for stop_at in (None, 12):
+    for stops in (False, True):
         model, optimizer, diloco, loader = begin()
         batches: list[list[int]] = []
-        num_epochs = 0
-        while num_epochs < 2:
+        for epoch in range(4):
+            saved = None
             for number, batch in enumerate(loader, 1):
                 batches.append(batch.tolist())
                 if number % batches_per_step == 0:
                     train_step(model, optimizer, 0, diloco.inner_step)
-                if num_epochs == 1 and number == stop_at:
+                if stops and epoch == 1 and number == stop_at and not is_outside:
                     saved = diloco.state_dict(), loader.sampler.state_dict()  # type: ignore[attr-defined]
-                    diloco.close()
-                    model, optimizer, diloco, loader = begin()
-                    diloco.load_state_dict(saved[0])
-                    loader.sampler.load_state_dict(saved[1])  # type: ignore[attr-defined]
-                    num_epochs -= 1
                     break
-            num_epochs += 1
+            if stops and epoch == 1 and is_outside:
+                saved = diloco.state_dict(), loader.sampler.state_dict()  # type: ignore[attr-defined]
+            if saved is not None:
+                diloco.close()
+                model, optimizer, diloco, loader = begin()
+                diloco.load_state_dict(saved[0])
+                loader.sampler.load_state_dict(saved[1])  # type: ignore[attr-defined]
         diloco.flush()
         diloco.close()
-        runs.append(batches)
+        runs.append(batches[: 3 * len(loader)])
     return runs[0], runs[1]
 
 
 @pytest.mark.parametrize(("num_workers", "batches_per_step"), [(0, 1), (0, 2), (1, 1), (1, 2)])
 def test_a_run_resumes_at_the_next_batch(num_workers: int, batches_per_step: int) -> None:
     """A loader with a worker has taken batches ahead when the state is saved."""
-    whole, resumed = resume(num_workers, batches_per_step)
+    whole, resumed = resume(num_workers, batches_per_step, 12, False)
     assert resumed == whole
+
+
+@pytest.mark.parametrize(("num_workers", "is_outside"), [(0, False), (0, True), (1, True)])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_run_resumes_at_the_end_of_an_epoch(
+    num_workers: int, is_outside: bool, drop_last: bool
+) -> None:
+    last = NUM_SAMPLES // 4 + (not drop_last)
+    whole, resumed = resume(num_workers, 1, last, is_outside, drop_last=drop_last)
+    assert resumed == whole and len(whole) == 3 * last
 
 
 def test_a_state_of_other_data_is_refused() -> None:

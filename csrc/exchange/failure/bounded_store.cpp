@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
@@ -67,20 +68,24 @@ bool run_within(milliseconds limit, const Counter& num_late, std::function<void(
     return true;
 }
 
-// While one exists, torch logs no warnings. TCPStore logs the end of its host with a C++ stack,
-// also where the host has ended as it should, and throws the same text.
+// While one exists, torch logs no warnings, in any thread: no level of a thread alone exists.
+// TCPStore logs the end of its host with a C++ stack, also where the host has ended as it should,
+// and throws the same text. A level that the program sets meanwhile stays.
 class WithoutWarnings {
   public:
     WithoutWarnings() {
         const std::lock_guard<std::mutex> lock(mutex_);
         if (count_++ > 0) return;
-        level_ = FLAGS_caffe2_log_level;
-        FLAGS_caffe2_log_level = std::max(level_, kErrors);
+        level_ = __atomic_load_n(&FLAGS_caffe2_log_level, __ATOMIC_RELAXED);
+        if (level_ < kErrors) __atomic_store_n(&FLAGS_caffe2_log_level, kErrors, __ATOMIC_RELAXED);
     }
 
     ~WithoutWarnings() {
         const std::lock_guard<std::mutex> lock(mutex_);
-        if (--count_ == 0) FLAGS_caffe2_log_level = level_;
+        if (--count_ > 0 || level_ >= kErrors) return;
+        int expected = kErrors;
+        __atomic_compare_exchange_n(&FLAGS_caffe2_log_level, &expected, level_, false,
+                                    __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     }
 
     WithoutWarnings(const WithoutWarnings&) = delete;
@@ -135,7 +140,9 @@ void BoundedStore::ask(milliseconds limit, std::function<void(Store&)> body) con
 
 void BoundedStore::run(milliseconds limit, std::function<void(Store&)> body) const {
     if (*is_broken_) C10_THROW_ERROR(DistNetworkError, "the connection to the store has broken");
-    const WithoutWarnings quiet;
+    // A wait for keys may last long: the warnings of other threads count more.
+    std::optional<WithoutWarnings> quiet;
+    if (limit <= limit_) quiet.emplace();
     ask(limit, [is_broken = is_broken_, body = std::move(body)](Store& store) {
         try {
             body(store);

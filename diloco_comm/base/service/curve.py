@@ -74,6 +74,7 @@ class Guard:
         self._keys: frozenset[bytes] = frozenset()
         self._seen: Sequence[tuple[object, ...]] = ()
         self._look_at = 0.0
+        self._is_missing = False
         self._thread = ThreadAuthenticator(context)
         self._thread.start()
         # New connections are checked on that thread.
@@ -95,11 +96,25 @@ class Guard:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
+            if not self._folder.is_dir():
+                # It is about to be replaced, such as by a copy of another host's.
+                self._note_missing()
+                return self._keys
+            self._is_missing = False
             paths = sorted(self._folder.glob("*.key"))
             seen = [_stamp(path) for path in paths]
             if seen != self._seen:
                 self._keys, self._seen = frozenset(filter(None, map(_public_key, paths))), seen
         return self._keys
+
+    def _note_missing(self) -> None:
+        if not self._is_missing:
+            self._is_missing = True
+            logger.warning(
+                "the folder %s is gone: the clients that it named before stay allowed; make the "
+                "folder again, without the keys that are to be refused",
+                self._folder,
+            )
 
 
 def _stamp(path: Path) -> tuple[object, ...]:

@@ -173,8 +173,18 @@ def _found(state: State, standing: Standing, roster: Roster, view: View | None) 
     if len(ids) < state.settings.min_replicas:
         return Plan(reason=_too_few(state.settings.min_replicas, ids))
     proposal = _view(state, view, group, joined=group, source=best.member.id)
-    patience = _patience(state, group, ids) + state.settings.founding_wait
-    return Plan(proposal, patience=patience)
+    settings, reason, wait = state.settings, "", state.settings.founding_wait
+    absent = [] if view is None else _absent(view, ids, standing.finished)
+    if absent and best.positions and not settings.allows_rollback:
+        # One of them may bring a newer checkpoint.
+        wait = max(wait, settings.suspect_after)
+        reason = f"a while for replicas {absent}, as one of them may have a newer checkpoint"
+    return Plan(proposal, reason, patience=_patience(state, group, ids) + wait)
+
+
+def _absent(view: View, ids: Sequence[int], finished: Sequence[int]) -> list[int]:
+    """Return the members of the last open view that have not come again."""
+    return [id for id, _ in view.last_open[1] if id not in ids and id not in finished]
 
 
 def _in_a_later_view(state: State, roster: Roster, view: View | None) -> int | None:

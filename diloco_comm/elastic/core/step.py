@@ -240,4 +240,4 @@ def _propose(turn: Turn, roster: Roster, is_late: bool) -> None:
         return
     if plan.view is not None and not is_late:
         most = 2 * state.settings.suspect_after + state.settings.founding_wait
-        turn.change(num_waits=min(num_waits + 1, most))
+        turn.change(num_waits=min(num_waits + 1, max(most, plan.patience)))

@@ -11,16 +11,26 @@ import weakref
 from pathlib import Path
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ...base.service import curve
 from ...base.service.addresses import parse_address
 from ...base.service.sockets import NOBLOCK, POLLIN, POLLOUT, receive
 from .messages import MAX_FRAME, NO_ID, Kind, Message, ProtocolError, pack, parse
-from .protocol import RegistryMismatch, RegistryUnavailable, check_beat, check_run, check_swap
+from .protocol import (
+    KeyRefused,
+    RegistryMismatch,
+    RegistryUnavailable,
+    check_beat,
+    check_run,
+    check_swap,
+)
 
 # Reads and beats are sent again when the server is silent: it may have been restarted.
 _REPEAT_S = 0.5
 _SECRET = ".key_secret"
+# The answer to a connection with a key that is not allowed.
+_NOT_ALLOWED = 400
 
 
 class RegistryClient:
@@ -86,6 +96,7 @@ class RegistryClient:
                 if folder.name.endswith(_SECRET):
                     folder, name = folder.parent, folder.name.removesuffix(_SECRET)
                 curve.protect_worker(socket, folder, name)
+                socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
             socket.connect(self.address)
         except BaseException:
             socket.close()
@@ -161,9 +172,15 @@ class RegistryClient:
             if answer is not None and answer.number == request.number:
                 return self._check(answer, expected)
             if answer is None and time.monotonic() >= deadline:
+                is_refused = self._key is not None and _is_refused(socket)
                 # A new socket has nothing of this request, and finds a server that has moved.
                 self._socket = None
                 socket.close()
+                if is_refused:
+                    raise KeyRefused(
+                        f"the registry {self.address} refuses the key {self._key}: copy its public "
+                        "part, NAME.key, into the folder allowed of the registry's keys"
+                    )
                 raise RegistryUnavailable(self._silence())
 
     def _next(self, socket: zmq.Socket, until: float) -> Message | None:
@@ -190,7 +207,8 @@ class RegistryClient:
             )
         self.server_nonce, self._is_durable = answer.nonce.hex(), answer.is_durable
         if answer.kind != expected:
-            raise RegistryUnavailable(f"the registry {self.address} refuses: {answer.sentence}")
+            kind = KeyRefused if answer.sentence == curve.REVOKED else RegistryUnavailable
+            raise kind(f"the registry {self.address} refuses: {answer.sentence}")
         return answer
 
     def _silence(self) -> str:
@@ -199,6 +217,15 @@ class RegistryClient:
             f"the registry {self.address} has not answered for {self.timeout_s:g} s: "
             f"is it running, {asked}"
         )
+
+
+def _is_refused(socket: zmq.Socket) -> bool:
+    """Whether the server has refused the key of a socket; ends the watch over the socket."""
+    monitor, is_refused = socket.get_monitor_socket(), False
+    while monitor.poll(0):
+        is_refused |= int(recv_monitor_message(monitor)["value"]) == _NOT_ALLOWED
+    socket.disable_monitor()
+    return is_refused
 
 
 def _send(socket: zmq.Socket, frames: list[bytes], deadline: float) -> bool:

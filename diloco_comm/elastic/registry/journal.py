@@ -14,7 +14,6 @@ import secrets
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ...base.log import RESTORE, TORN, DamagedLog, Log, damaged, open_own, truncate
@@ -51,7 +50,7 @@ class Journal:
     Attributes:
         registry_id: 16 random bytes, as old as the folder's journal.
         records: The record of each run that has one.
-        truncated: One sentence about what was cut off, "" for nothing.
+        cut: One sentence about the damaged or torn end that was cut off, "" for nothing.
 
     Raises:
         FolderInUse: If another server has the folder.
@@ -66,7 +65,8 @@ class Journal:
         self._log: Log | None = None
         self.records: dict[str, bytes] = {}
         self.registry_id = secrets.token_bytes(16)
-        self.truncated = ""
+        self.cut = ""
+        self._spared_bytes = 0  # that the file may grow by, since it could not be compacted
         try:
             self._open(truncates)
         except BaseException:
@@ -74,15 +74,15 @@ class Journal:
             raise
 
     def _open(self, truncates: bool) -> None:
-        has_journal = os.path.lexists(self.path)
+        has_journal, torn_bytes = os.path.lexists(self.path), 0
         if has_journal:
             try:
-                self.registry_id, self.records = load(self.path)
+                self.registry_id, self.records, torn_bytes = _loaded(self.path)
             except DamagedLog as damage:
                 if not truncates:
                     raise
-                self.truncated = truncate(damage)
-                self.registry_id, self.records = load(self.path)
+                self.cut = truncate(damage)
+                self.registry_id, self.records, torn_bytes = _loaded(self.path)
         try:
             self._rewrite()
         except OSError as error:
@@ -90,6 +90,9 @@ class Journal:
                 raise
             reason = f"{error.filename} cannot be written: {error.strerror or error}"
             logger.warning("%s; the registry accepts no swap until it can", reason)
+        else:
+            if torn_bytes:
+                self.cut = f"{self.path} had a torn end: its last {torn_bytes} bytes are cut off"
 
     def close(self) -> None:
         """Close the file and unlock the folder; idempotent."""
@@ -115,23 +118,40 @@ class Journal:
         assert self._log is not None
         self._log.append(_packed(changes))
         _apply(self.records, changes)
-        if self._log.end > _COMPACT_BYTES:
-            # The changes are on the disk. If the new file is not, the next call tries again.
-            with suppress(OSError):
-                self._rewrite()
+        if self._log.end > _COMPACT_BYTES + self._spared_bytes:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Write the file anew; if that fails, go on in the long one until it has grown again."""
+        self._spared_bytes += _COMPACT_BYTES
+        try:
+            self._rewrite()
+        except OSError as error:
+            logger.warning(
+                "%s is long and cannot be written anew: %s; the registry goes on in the long file",
+                self.path,
+                error.strerror or error,
+            )
 
     def _rewrite(self) -> None:
         """Write ``records`` to a new file, rename it over the journal, and go on in it."""
-        if self._log is not None:
-            self._log.release()
-            self._log = None
         changes = sorted(self.records.items())
 
         def fill(log: Log) -> None:
             for i in range(0, len(changes), _BATCH):
                 log.append(_packed(changes[i : i + _BATCH]), is_durable=False)
 
-        self._log = Log.create(self.path, KIND, self.registry_id, fill)
+        try:
+            fresh = Log.create(self.path, KIND, self.registry_id, fill)
+        except OSError:
+            # The new file is there already if only the folder's fsync failed.
+            if self._log is not None and not self._log.is_in_place:
+                self._log.release()
+                self._log = None
+            raise
+        if self._log is not None:
+            self._log.release()
+        self._log, self._spared_bytes = fresh, 0
 
 
 def _packed(changes: Iterable[Change]) -> bytes:
@@ -151,17 +171,23 @@ def load(path: Path) -> tuple[bytes, dict[str, bytes]]:
         DamagedLog: If the file is damaged, or is no journal of a registry.
         OSError: If the file cannot be read.
     """
+    return _loaded(path)[:2]
+
+
+def _loaded(path: Path) -> tuple[bytes, dict[str, bytes], int]:
+    """Return what ``load`` returns, and the bytes of the torn end."""
     records: dict[str, bytes] = {}
     with open(open_own(path, os.O_RDONLY), "rb") as file:
         if file.read(len(_OLD_MAGIC)) == _OLD_MAGIC:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _load_old(path, data, records), records
+                registry_id, torn_bytes = _load_old(path, data, records)
+                return registry_id, records, torn_bytes
     log = Log(path, KIND, remedy=_remedy(path), is_writable=False)
     try:
         _apply(records, changes(log))
     finally:
         log.release()
-    return log.meta, records
+    return log.meta, records, log.torn_bytes
 
 
 def changes(log: Log) -> Iterator[Change]:
@@ -212,8 +238,12 @@ def _remedy(path: Path) -> str:
     )
 
 
-def _load_old(path: Path, data: mmap.mmap, records: dict[str, bytes]) -> bytes:
-    """Add the records of a journal in the format before ``Log``, and return the registry's id."""
+def _load_old(path: Path, data: mmap.mmap, records: dict[str, bytes]) -> tuple[bytes, int]:
+    """Add the records of a journal in the format before ``Log``.
+
+    Returns:
+        The registry's id, and the bytes of a torn entry at the end.
+    """
     header = data[: _OLD_HEADER.size].ljust(_OLD_HEADER.size, b"\0")
     _, registry_id, seed, checksum = _OLD_HEADER.unpack(header)
     if zlib.crc32(header[:-4]) != checksum:
@@ -230,11 +260,11 @@ def _load_old(path: Path, data: mmap.mmap, records: dict[str, bytes]) -> bytes:
             later = [_old_content(data, place, seed)[0] for place in places if place > offset]
             lost = sum(content is not None for content in later)
             if is_torn and not lost:
-                logger.warning(TORN, path, offset, len(data) - offset)
-                break
+                logger.warning(TORN, path, offset, len(data) - offset, 0)
+                return registry_id, len(data) - offset
             raise damaged(path, offset, str(error), len(data), lost, _remedy(path)) from None
         offset += _OLD_ENTRY.size + len(content)
-    return registry_id
+    return registry_id, 0
 
 
 def _old_content(data: mmap.mmap, offset: int, seed: int) -> tuple[bytes | None, bool]:

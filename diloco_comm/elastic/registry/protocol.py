@@ -9,6 +9,8 @@ MAX_BEAT_BYTES = 2048
 MAX_NAME = 100
 # Seconds without a beat after which a registry forgets a member's last beat.
 DROP_AFTER_S = 600.0
+# Seconds in which a key that is refused may be allowed again, before its client ends.
+KEY_WAIT_S = 10.0
 
 
 class RegistryUnavailable(ConnectionError):
@@ -18,6 +20,10 @@ class RegistryUnavailable(ConnectionError):
     after this error. Read the record again. Records that hold a nonce of their writer tell a
     writer's own record from an equal one.
     """
+
+
+class KeyRefused(RegistryUnavailable):
+    """The registry does not let in the key of this client, or does not any more."""
 
 
 class RegistryMismatch(RuntimeError):

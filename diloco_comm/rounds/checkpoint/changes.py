@@ -167,6 +167,28 @@ def differences(saved: Run, here: Run) -> list[str]:
     return found
 
 
+def other_differences(saved: Run, here: Run) -> list[str]:
+    """List what differs beside model, fragments and schedule: all of this follows.
+
+    An older version has saved a state that says nothing of the outer optimizer or the group.
+    """
+    pairs: list[tuple[str, Any, Any]] = [("wires", _wires(saved), _wires(here))]
+    for name in ("error_feedback", "members"):
+        if getattr(saved, name) is not None:
+            pairs.append((name, getattr(saved, name), getattr(here, name)))
+    if saved.outer:
+        # Through JSON, as the saved one: a tuple has become a list.
+        now = json.loads(json.dumps(here.outer))
+        names = sorted({*saved.outer, *now})
+        pairs += [(f"{name} of outer", saved.outer.get(name), now.get(name)) for name in names]
+    return [f"{what}: {was} in the state, {now} here" for what, was, now in pairs if was != now]
+
+
+def _wires(run: Run) -> list[str]:
+    """Return the names and block sizes of a run's wires, each once."""
+    return sorted({f"{name} of blocks of {size}" for name, size in (f.wire for f in run.fragments)})
+
+
 def _places(run: Run) -> dict[str, str]:
     """Say by name in which fragment a parameter is, and how it lies in memory."""
     return {
@@ -247,6 +269,14 @@ class Match:
             if (one.names, one.alignment) == (own.names, own.alignment):
                 return index
         return None
+
+    def place(self, part: SyncedPart) -> int | None:
+        """Return the twin, if its elements lie at the same places too; None without one."""
+        twin = self.twin(part)
+        if twin is None or not isinstance(part, SyncedFragment):
+            return twin
+        is_alike = self.saved.fragments[twin].forms == self.here.fragments[part.index].forms
+        return twin if is_alike else None
 
     def sources(self, part: SyncedPart) -> list[int]:
         """Return the saved parts that had a part's parameters."""

@@ -18,7 +18,14 @@ from ...replica import sharding
 from ..agreement import history
 from ..synced import SyncedFragment, SyncedPart
 from . import flights as saved_flights
-from .changes import Match, Run, differences, refuse_what_cannot_follow, saved_run
+from .changes import (
+    Match,
+    Run,
+    differences,
+    other_differences,
+    refuse_what_cannot_follow,
+    saved_run,
+)
 from .flights import Saved
 from .save import VERSION, Scope, chain_key, set_numbers
 
@@ -175,8 +182,8 @@ class Restore:
             keys = part.fragment.own_views(buffers.residual)
             self._kept |= {("residual", key) for key in keys}
         if runs is not None:
-            twin = self._match.twin(part)
-            self._kept |= {("reduce_residual", self._run_key(twin, k)) for k in range(len(runs))}
+            place = self._match.place(part)
+            self._kept |= {("reduce_residual", self._run_key(place, k)) for k in range(len(runs))}
 
         def load() -> None:
             # Looked up now: the buffers may have been swapped since the check.
@@ -194,7 +201,7 @@ class Restore:
         saved = None if self._own is None else self._own.get(name)
         if not saved or not part.fragment.has_own(saved):
             return None
-        if part.fragment.placement and self._match.twin(part) != part.index:
+        if part.fragment.placement and self._match.place(part) != part.index:
             return None  # A worker's range of elements has no names.
         new = {name: param for name, param in _named(part) if name in self._match.new}
         whole = {**saved, **_zeros(new)}
@@ -204,10 +211,10 @@ class Restore:
     def _find_runs(self, part: SyncedFragment, name: str) -> list[Tensor] | None:
         """Return saved residuals of each chain of reductions; None if they do not fit."""
         assert part.buffers is not None
-        saved, twin = {} if self._own is None else self._own.get(name, {}), self._match.twin(part)
+        saved, place = {} if self._own is None else self._own.get(name, {}), self._match.place(part)
         runs = []
         for chain, mine in enumerate(part.buffers.residuals.reductions()):
-            run = None if twin is None else saved.get(self._run_key(twin, chain))
+            run = None if place is None else saved.get(self._run_key(place, chain))
             if run is None or run.shape != mine.shape or self._is_other_group():
                 return None
             runs.append(run)
@@ -223,18 +230,18 @@ class Restore:
         """Whether the state has, for a good reason, no residual of a part's encoding."""
         saved = self._saved
         is_newcomer = saved.members is not None and self._scope.replica not in saved.members
-        is_cut_anew = bool(part.fragment.placement) and self._match.twin(part) != part.index
+        is_cut_anew = bool(part.fragment.placement) and self._match.place(part) != part.index
         is_new = self._match.new and not set(part.fragment.names) - set(self._match.new)
         return saved.error_feedback is False or is_newcomer or is_cut_anew or bool(is_new)
 
     def _lacks_runs(self, part: SyncedFragment) -> bool:
         """As ``_lacks_whole``, for the reductions, which go by place and not by name."""
-        twin = self._match.twin(part)
+        place = self._match.place(part)
         if self._saved.error_feedback is None:
             return False
-        if twin is None or self._is_other_group():
+        if place is None or self._is_other_group():
             return True
-        return self._saved.fragments[twin].wire != (part.wire.name, part.wire.block_size)
+        return self._saved.fragments[place].wire != (part.wire.name, part.wire.block_size)
 
     # ------------------------------------------------------------------------------- flights
 
@@ -292,7 +299,7 @@ class Restore:
         if not is_there or not self._scope.overlap.rounds or part.buffers is None:
             return []
         assert isinstance(part, SyncedFragment)
-        if part.fragment.placement and self._match.twin(part) != part.index:
+        if part.fragment.placement and self._match.place(part) != part.index:
             return []
         lacking = {name: param for name, param in _named(part) if name not in owed}
         return self._owe(part, {**owed, **_zeros({} if part.fragment.placement else lacking)})
@@ -310,10 +317,11 @@ class Restore:
     def _report(self) -> None:
         """Log what has changed, and how much of the state no part of this run has taken."""
         assert self._scope.run is not None
-        match, told = (
-            self._match,
-            [] if self._match.is_same else differences(self._saved, self._scope.run),
-        )
+        match, told = self._match, differences(self._saved, self._scope.run)
+        told += other_differences(self._saved, self._scope.run)
+        was, now = self._state.get("overlap"), self._scope.kind
+        if was is not None and was != now:
+            told.append(f"overlap: {was['name']} in the state, {now['name']} here")
         if match.new:
             told.append(f"{first_of(match.new)} begin without momentum")
         if told:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..common import outputs
+from ...base.files import whole_file
 from ..common.exits import FAILED, fail, in_options, misuse
 from ..common.sizes import format_size, parse_count, parse_size
 
@@ -360,8 +360,8 @@ def _write_config(report: Any, out: Path, config: dict[str, Any]) -> bool:
     if report.quiet:
         return True
     try:
-        with outputs.writing("--out", out):
-            out.write_text(json.dumps(config, indent=1) + "\n")
+        with whole_file("--out", out) as file:
+            file.write_text(json.dumps(config, indent=1) + "\n")
     except OSError as error:
         _complain(report, str(error))
         return False

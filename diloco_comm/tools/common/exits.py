@@ -30,7 +30,7 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(FAILED)
 
 
-def reason_of(error: Exception) -> str:
+def sentence_of(error: Exception) -> str:
     """Return an error in one sentence; an error of the operating system names its file."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"

@@ -1,13 +1,12 @@
-"""Files that a tool writes: checked before the work, and written after the results are printed.
+"""Files that a tool writes: checked before the work.
 
-If a file cannot be written, the error is a sentence that names the option: a ``ValueError`` before
-the work, an ``OSError`` after it.
+If a file cannot be written, the error is a ``ValueError``, a sentence that names the option. After
+the results are printed the tools write their files with ``whole_file``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def check_file(option: str, path: Path | None) -> None:
     """
     if path is None:
         return
-    with _sentence(option, path, ValueError):
+    with _sentence(option, path):
         files.try_file(path)
 
 
@@ -42,28 +41,8 @@ def check_folder(option: str, folder: Path | None, *, may_be_full: bool = False)
         ValueError: If no file can be made.
     """
     if folder is not None:
-        with _sentence(option, folder, ValueError):
+        with _sentence(option, folder):
             files.try_folder(folder, 0 if may_be_full else files.PAGE_BYTES)
-
-
-@contextlib.contextmanager
-def writing(option: str, path: Path) -> Iterator[Path]:
-    """Make the folder of a file that the block writes, and name the option in errors.
-
-    A file that was not there before is not left behind in parts.
-
-    Raises:
-        OSError: If the file cannot be written; its text is a sentence.
-    """
-    was_there = os.path.lexists(path)
-    with _sentence(option, path, OSError):
-        Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield path
-        except OSError:
-            if not was_there:
-                path.unlink(missing_ok=True)
-            raise
 
 
 def plot_file(path: Path | None) -> Path | None:
@@ -91,9 +70,9 @@ def check_plot(option: str, path: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _sentence(option: str, path: Path, kind: type[ValueError] | type[OSError]) -> Iterator[None]:
+def _sentence(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = files.reason_of(error, path)
-        raise kind(f"cannot write {option} {path}: {reason}") from None
+        reason = files.why_not_written(error, path)
+        raise ValueError(f"cannot write {option} {path}: {reason}") from None

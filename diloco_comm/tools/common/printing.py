@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...base.files import whole_file
 from .exits import fail
-from .outputs import writing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,8 +41,8 @@ def save_plot(path: Path, draw: Callable[[Path], None], *, as_json: bool) -> Non
     Called after the results are printed, so that a failure loses no result.
     """
     try:
-        with writing("--plot", path):
-            draw(path)
+        with whole_file("--plot", path) as file:
+            draw(file)
     except OSError as error:
         fail(str(error))
     except ValueError as error:

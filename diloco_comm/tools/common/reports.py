@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...base import launch
+from ...base.files import whole_file
 from . import outputs
 
 # The checkout, where this file is in one.
@@ -179,5 +180,5 @@ class Report:
             "results": results,
             "output": self.lines,
         }
-        with outputs.writing(option, Path(path)) as file:
+        with whole_file(option, Path(path)) as file:
             file.write_text(record_text(document) + "\n")

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ...base.files import whole_file
 from ..common.exits import fail, given_options, in_options, misuse, note
-from ..common.outputs import check_file, check_plot, plot_file, writing
+from ..common.outputs import check_file, check_plot, plot_file
 from ..common.printing import save_plot
 from ..common.sizes import parse_count
 
@@ -215,8 +216,8 @@ def _write(link: dict[str, Any], path: Path, as_json: bool) -> None:
     if link["chosen"] is None:
         fail(f"nothing is written to {path}: no setting that was tried reaches --target")
     try:
-        with writing("--write", path):
-            path.write_text(json.dumps(link["chosen"]["config"], indent=1) + "\n")
+        with whole_file("--write", path) as file:
+            file.write_text(json.dumps(link["chosen"]["config"], indent=1) + "\n")
     except OSError as error:
         fail(str(error))
     if not as_json:

@@ -73,7 +73,7 @@ def _header_sizes(path: Path) -> list[tuple[str, int]]:
             header = json.loads(file.read(num_bytes))
             entries = {name: e for name, e in header.items() if name != "__metadata__"}
             return [(name, math.prod(entry["shape"])) for name, entry in entries.items()]
-        except (ValueError, AttributeError, KeyError, TypeError):
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             raise ValueError(wrong) from None
 
 
@@ -140,7 +140,7 @@ def _llama(config: dict[str, Any]) -> tuple[int, int]:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path} is not JSON") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")

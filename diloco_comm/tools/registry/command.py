@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.exits import fail, in_options, misuse, reason_of
+from ..common.exits import fail, in_options, misuse, sentence_of
 from ..common.outputs import check_folder
 from ..common.printing import announcer
 
@@ -78,7 +78,7 @@ def registry(
                 misuse("--truncate needs --journal with the folder of a journal")
             opened = Journal(journal, truncates=True)
             opened.close()
-            print(opened.truncated or f"{opened.path} is not damaged: nothing was cut off")
+            print(opened.cut or f"{opened.path} is not damaged: nothing was cut off")
             return
         server = RegistryServer(
             f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
@@ -98,7 +98,7 @@ def registry(
     except DamagedLog as error:
         fail(str(error))
     except OSError as error:
-        fail(reason_of(error))
+        fail(sentence_of(error))
 
 
 @registry_app.command(epilog=KEYGEN_EXAMPLES)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..common.exits import fail, in_options, misuse, reason_of
+from ..common.exits import fail, given_options, in_options, misuse, sentence_of
 from ..common.hosting import Server
 from ..common.outputs import check_folder
 from ..common.printing import announcer
@@ -158,7 +158,9 @@ def serve(
     if truncate:
         _truncate(snapshot)
         return
-    used = _given(context, ASYNCHRONOUS_OPTIONS if decoupled else DECOUPLED_OPTIONS)
+    options = given_options(context)
+    of_the_other = ASYNCHRONOUS_OPTIONS if decoupled else DECOUPLED_OPTIONS
+    used = next((options[name] for name in of_the_other if name in options), None)
     if used is not None:
         misuse(f"{used} does not go with --decoupled" if decoupled else f"{used} needs --decoupled")
     rule_options = {
@@ -193,15 +195,6 @@ def serve(
     _host(context, make, snapshot, as_json=as_json)
 
 
-def _given(context: typer.Context, names: Iterable[str]) -> str | None:
-    """Return the first of these options that was given, or None."""
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            return f"--{name.replace('_', '-')}"
-    return None
-
-
 def _show(context: typer.Context, address: str, *, keys: Path | None, **options: Any) -> None:
     """Show the status of a server, and end with a sentence if there is no answer."""
     from ...asynchronous.worker.link import ServerLost
@@ -230,12 +223,12 @@ def _truncate(snapshot: Path | None) -> None:
     try:
         print(truncate_journal(snapshot))
     except (ValueError, OSError, DamagedLog) as error:
-        fail(reason_of(error))
+        fail(sentence_of(error))
 
 
 def _rule_of(context: typer.Context, rule: str) -> str:
     """Return the rule of the merges: nesterov where none was given."""
-    return rule if _given(context, ["rule"]) else "nesterov"
+    return rule if "rule" in given_options(context) else "nesterov"
 
 
 def _make_asynchronous(rule: str, rule_options: dict[str, Any], options: dict[str, Any]) -> Server:
@@ -251,7 +244,7 @@ def _make_decoupled(
     from .decoupled import make_server
 
     options = {name: value for name, value in options.items() if name not in ASYNCHRONOUS_OPTIONS}
-    if not _given(context, ["model_sizes"]):
+    if "model_sizes" not in given_options(context):
         del options["model_sizes"]
     del options["sync_every"]
     return make_server(given, outer, options)
@@ -277,7 +270,7 @@ def _host(
     except (ValueError, TypeError) as error:
         misuse(in_options(str(error), context.params))
     except (OSError, DamagedLog) as error:
-        fail(reason_of(error))
+        fail(sentence_of(error))
 
 
 @serve_app.command(epilog=KEYGEN_EXAMPLES)

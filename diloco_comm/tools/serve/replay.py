@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..common.exits import fail, reason_of
+from ..common.exits import fail, sentence_of
 
 EXAMPLES = """Examples:
 
@@ -46,7 +46,7 @@ def replay(
     try:
         done = repeat(tape, show if every else lambda record, model: None)
     except (ValueError, OSError, DamagedLog) as error:
-        fail(reason_of(error))
+        fail(sentence_of(error))
     if as_json:
         print(json.dumps({"schema": 1, **dataclasses.asdict(done)}))
         return

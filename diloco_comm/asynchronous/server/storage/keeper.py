@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....base.log import DamagedLog
 from ....base.service.folder_lock import FolderInUse
 from ...protocol.payloads import Payload, PayloadFile
 from .snapshots import Storage
@@ -150,7 +151,7 @@ class Keeper:
             if not self._is_journalled:
                 self._storage.continue_journal(max(0, self.saved_version))
             self._storage.append(record, payloads, is_durable=True)
-        except OSError as error:
+        except (OSError, DamagedLog) as error:
             self._is_journalled = False
             self._fail(error)
             return False
@@ -222,7 +223,7 @@ class Keeper:
         """Seconds since the problem began."""
         return time.monotonic() - self._began_at if self._reason else 0.0
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: OSError | DamagedLog) -> None:
         is_new = not self._reason
         self._reason = _reason(error, self.folder)
         if is_new:
@@ -256,5 +257,7 @@ class Keeper:
         }
 
 
-def _reason(error: OSError, path: Path) -> str:
+def _reason(error: OSError | DamagedLog, path: Path) -> str:
+    if isinstance(error, DamagedLog):
+        return f"{error.path} is damaged at byte {error.offset}"
     return f"{error.filename or path} cannot be written: {error.strerror or error}"

@@ -116,8 +116,8 @@ def restoring(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _open(path: Path, kind: str, *, is_writable: bool = False) -> Log:
-    return Log(path, kind, remedy=_REMEDY, is_writable=is_writable)
+def _open(path: Path, kind: str) -> Log:
+    return Log(path, kind, remedy=_REMEDY, is_writable=False)
 
 
 def _rows(log: Log, *, keeps_open: bool = False, may_be_torn: bool = True) -> Iterator[Row]:
@@ -127,7 +127,7 @@ def _rows(log: Log, *, keeps_open: bool = False, may_be_torn: bool = True) -> It
             if head is None:
                 raise log.damage(record.begin, "the record there holds no JSON object")
             yield head, PayloadFile(log, record.body, record.body_bytes)
-        if not (may_be_torn or log.is_closed) and log.end < os.fstat(log.fileno()).st_size:
+        if log.torn_bytes and not may_be_torn:
             raise log.damage(log.end, "the end was cut off, and a later journal follows")
     finally:
         if not keeps_open:
@@ -161,15 +161,26 @@ def truncate_journal(folder: Path) -> str:
     newest = newest_journal(folder)
     if newest < 0:
         raise ValueError(f"{folder} has no journal of a server")
-    path = folder / f"journal-{newest}"
+    path, snapshot = folder / f"journal-{newest}", folder / "snapshot"
     lock = FolderLock(folder, "snapshot folder")
     try:
-        for _ in read_journal(path, may_be_old=True):
+        if os.path.lexists(snapshot) and is_old(snapshot) and _is_old_journal(path):
+            return (
+                f"{path} is one of versions before the logs, and nothing was cut off: the next "
+                "server reads its whole records, and writes them anew"
+            )
+        log = _open(path, JOURNAL)
+        for _ in _rows(log):
             pass
     except DamagedLog as damage:
         return logs.truncate(damage)
     finally:
         lock.release()
+    if log.torn_bytes:
+        return (
+            f"{path} is not damaged, but torn: nothing was cut off, and the next server cuts off "
+            f"its last {log.torn_bytes} bytes"
+        )
     return f"{path} is not damaged, and nothing was cut off"
 
 
@@ -187,10 +198,8 @@ def is_old(path: Path) -> bool:
 
 
 def _is_old_journal(path: Path) -> bool:
-    if not os.path.lexists(path):
-        return False
-    # Such a server has made an empty file, and a log is never empty.
-    return not path.lstat().st_size or next(_old_rows(path, 0), None) is not None
+    """Whether a journal beside an old snapshot is old, too."""
+    return os.path.lexists(path) and not logs.is_log(path)
 
 
 def _old_rows(path: Path, begin: int) -> Iterator[Row]:
@@ -227,6 +236,7 @@ class Storage:
 
     Raises:
         FolderInUse: If another server has the folder.
+        ValueError: If the folder has updates in a journal, and no snapshot.
     """
 
     def __init__(self, folder: Path, *, keeps_journals: bool = False) -> None:
@@ -240,6 +250,21 @@ class Storage:
         # A server that was killed may have left half a snapshot.
         with suppress(OSError):
             self._scratch.unlink(missing_ok=True)
+        try:
+            self._refuse_without_snapshot()
+        except BaseException:
+            self.release()
+            raise
+
+    def _refuse_without_snapshot(self) -> None:
+        """Raise if a new model would take the place of one whose snapshot is missing."""
+        newest = newest_journal(self.folder)
+        path = self._journal_path(newest)
+        if not self.exists and newest >= 0 and any(read_journal(path, may_be_old=True)):
+            raise ValueError(
+                f"{path} has updates of a model whose snapshot, {self._path}, is missing: put the "
+                "snapshot back, or move the journals away to begin a new model"
+            )
 
     @property
     def _path(self) -> Path:
@@ -394,7 +419,9 @@ class Storage:
         """
         path = self._journal_path(version)
         newest = newest_journal(self.folder)
-        if newest > version and any(read_journal(self._journal_path(newest), may_be_old=True)):
+        if newest > version and any(
+            read_journal(self._journal_path(newest), may_be_old=self.is_old)
+        ):
             raise ValueError(
                 f"{self._journal_path(newest)} belongs to a newer snapshot than {self._path} of "
                 f"version {version}: put back the snapshot of the journal, or move the journal away"
@@ -402,7 +429,7 @@ class Storage:
         if self.is_old and _is_old_journal(path):
             yield from _old_rows(path, 0)
         elif os.path.lexists(path):
-            self._journal = _open(path, JOURNAL, is_writable=True)
+            self._journal = _open(path, JOURNAL)
             yield from _rows(self._journal, keeps_open=True)
 
     def continue_journal(self, version: int) -> None:
@@ -419,6 +446,7 @@ class Storage:
         if self._journal is None:
             self._journal = self._opened(path)
         with self._doubting(), _naming(path):
+            self._journal.open_for_writing()
             self._journal.sync()
             logs.sync_folder(self.folder)
 
@@ -432,7 +460,7 @@ class Storage:
             return log
         if not os.path.lexists(path):
             return Log.create(path, JOURNAL, remedy=_REMEDY)
-        log = _open(path, JOURNAL, is_writable=True)
+        log = _open(path, JOURNAL)
         for _ in log.read():
             pass
         return log

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...common import outputs
+from ....base.files import whole_file
 
 
 def write_files(
@@ -22,8 +22,9 @@ def write_files(
         OSError: If a file cannot be written; its text is a sentence.
     """
     try:
-        with outputs.writing("--out", out / f"{name}.json") as path:
-            path.write_text(numbers + "\n")
+        path = out / f"{name}.json"
+        with whole_file("--out", path) as file:
+            file.write_text(numbers + "\n")
         console.print(f"numbers: {path}", highlight=False)
     finally:
         _write_plot(console, out / f"{name}.png", draw)
@@ -33,6 +34,6 @@ def _write_plot(console: Console, path: Path, draw: Callable[[Path], None]) -> N
     if importlib.util.find_spec("matplotlib") is None:
         console.print("plot:    none; for one, pip install 'diloco_comm\\[plot]'")
         return
-    with outputs.writing("--out", path):
-        draw(path)
+    with whole_file("--out", path) as file:
+        draw(file)
     console.print(f"plot:    {path}", highlight=False)
