@@ -74,7 +74,7 @@ def why_not_written(error: BaseException, path: Path) -> str:
     """Say why a file could not be written, with the bytes that are free if the disk is full."""
     found = _os_error(error)
     if found is None:
-        return str(error).splitlines()[0]
+        return str(error).partition("\n")[0]
     said = found.strerror or str(found)
     real = Path(os.path.realpath(path))
     is_device = os.path.exists(real) and not os.path.isfile(real)

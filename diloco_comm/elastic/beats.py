@@ -86,7 +86,7 @@ class Beat:
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Beat | None:
-        """Return the beat of which this is the text; None for any other text.
+        """Return the beat that the text holds; None for any other text.
 
         A beat of another version is logged, once.
         """

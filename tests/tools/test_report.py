@@ -133,7 +133,7 @@ def test_what_has_the_form_of_a_secret_is_masked(text: str, masked: str) -> None
         "tokens: 512, token=17, max_tokens=4096, tokenizer: gpt2, 8.1e3 tokens/s",
         "tcp://127.0.0.1:29400 is the store, and mail to a@b.org",
         "outer state 0x0123456789abcdef of replica 1, commit e397b56dc289",
-        "author: Jane, keys in /work/keys, monkey: 3, keyboard = us",
+        "author: Jane, keys in site/keys, monkey: 3, keyboard = us",
         "diloco_comm/exchange/membership/meeting/rendezvous.py",
         "sorted(x, key=operator.itemgetter(1)), key: model.layers.0.weight, KeyError: 'weight'",
         "[rank0]: File https://download.pytorch.org/whl/cu121/torch-2.7.1-cp311-linux.whl line 12",

@@ -97,7 +97,7 @@ class Guard:
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
             if not self._folder.is_dir():
-                # It is about to be replaced, such as by a copy of another host's.
+                # The file is about to be replaced, such as by a copy of another host's.
                 self._note_missing()
                 return self._keys
             self._is_missing = False
