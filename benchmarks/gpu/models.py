@@ -73,10 +73,10 @@ class Trainer:
                 self.synchronize()
                 begin = time.perf_counter()
             run.losses.append(self.step())
-        if diloco is not None:
-            diloco.flush()
         self.synchronize()
         run.seconds = time.perf_counter() - begin
+        if diloco is not None:
+            diloco.flush()
         run.num_tokens = num_steps * self.tokens_per_step
         run.losses = [loss.item() for loss in run.losses]
         return run

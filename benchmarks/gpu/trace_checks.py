@@ -17,10 +17,12 @@ from typing import Any
 Event = dict[str, Any]
 Interval = tuple[float, float]
 
+# Calls that wait for the device, or for the driver's lock of all devices.
 HOST_WAITS = re.compile(
-    r"^(cuda(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize"
-    r"|hip(Stream|Device|Event)Synchronize)"
+    r"^(cuda|hip)(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize"
+    r"|^(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|MallocHost|FreeHost|HostRegister|Memcpy)$"
 )
+LONG_CALL_US = 1000.0  # A launch that takes longer waited for room in the device's queue.
 _OURS = re.compile(r"^diloco_comm::(\w+) fragment=(-?\d+) round=(-?\d+)")
 _EXCHANGE = re.compile(r"^diloco_comm::exchange fragment=(\d+) round=(\d+) us=(\d+)")
 _NCCL = re.compile(r"^nccl", re.IGNORECASE)
@@ -58,13 +60,25 @@ def our_ranges(events: Iterable[Event]) -> list[Range]:
 
 
 def host_waits_in_ranges(events: Sequence[Event]) -> list[str]:
-    """Describe every call that makes the host wait for the device inside one of our ranges."""
+    """Describe every call that makes the host wait for the device inside one of our ranges.
+
+    These are calls that wait by their names, copies of memory that is not page-locked, and calls
+    that took a millisecond.
+    """
+    pageable = {
+        event.get("args", {}).get("correlation")
+        for event in complete(events)
+        if event.get("cat") == "gpu_memcpy" and "Pageable" in event["name"]
+    }
     by_thread: dict[Any, list[Range]] = {}
     for one in our_ranges(events):
         by_thread.setdefault(one.thread, []).append(one)
     found = []
     for event in complete(events):
-        if not HOST_WAITS.match(event["name"]):
+        is_call = event.get("cat") in ("cuda_runtime", "cuda_driver")
+        is_copy = is_call and event.get("args", {}).get("correlation", -1) in pageable
+        is_long = is_call and float(event["dur"]) >= LONG_CALL_US
+        if not (HOST_WAITS.match(event["name"]) or is_copy or is_long):
             continue
         ranges = by_thread.get((event.get("pid"), event.get("tid")), [])
         at = bisect.bisect_right([one.begin for one in ranges], float(event["ts"])) - 1
@@ -109,6 +123,17 @@ def computation(events: Sequence[Event]) -> list[Interval]:
         return union(_interval(e) for e in kernels)
     spans = union(_interval(e) for e in all_events if e["name"].startswith("aten::"))
     return difference(spans, union((one.begin, one.end) for one in our_ranges(events)))
+
+
+def hidden_fraction(events: Sequence[Event], seconds: dict[tuple[int, int], float]) -> float:
+    """Return the share of the exchanges for which no step waited; NaN when there was none.
+
+    The overlap says less of replicas that share a device: while the kernels of one run, those of
+    the other wait.
+    """
+    waits = [one for one in our_ranges(events) if one.stage == "wait"]
+    total = 1e6 * sum(seconds.values())
+    return 1.0 - sum(one.end - one.begin for one in waits) / total if total else float("nan")
 
 
 def overlap_fraction(events: Sequence[Event], seconds: dict[tuple[int, int], float]) -> float:

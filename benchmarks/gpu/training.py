@@ -79,7 +79,7 @@ def main() -> int:
     add("--device", default="cuda", help="cuda (default) or cpu")
     add("--model", default="nanogpt", choices=list(SIZES), help="size of the transformer")
     add("-n", "--iters", type=int, default=120, help="steps measured")
-    add("-w", "--warmup_iters", type=int, default=10, help="steps before them")
+    add("-w", "--warmup_iters", type=int, default=45, help="steps before them: two rounds at least")
     add("--sync_every", type=int, default=20, help="inner steps between two sends of a fragment")
     common.add_output(parser, help="write the figures there")
     args = parser.parse_args()

@@ -46,6 +46,7 @@ struct Segments {
 struct Terms {
     const Term* in_memory;
     int32_t count;
+    bool are_aligned;  // all payloads, to wire::kAlignment
     Term inlined[kInlineTerms];
 };
 
@@ -57,13 +58,25 @@ DILOCO_DEVICE DType dtype_of(const Segment& segment) {
 DILOCO_DEVICE const Segment* list_of(const Segments& segments) {
     return segments.in_memory != nullptr ? segments.in_memory : segments.inlined;
 }
+// With one index for all lanes; the parameters are not read through a pointer.
+DILOCO_DEVICE Segment segment_at(const Segments& segments, int32_t i) {
+    if (segments.in_memory == nullptr) return segments.inlined[i];
+    return segments.in_memory[i];
+}
 DILOCO_DEVICE Term term_at(const Terms& terms, int t) {
     if (terms.in_memory == nullptr) return terms.inlined[t];
     return terms.in_memory[t];
 }
 
-// Elements of a tile of encode and reduce, and of all other operators.
-constexpr int kEncodeTile = 1024;
+// Elements of a tile. A tile of encode and reduce holds whole blocks: it is as small as an operator
+// likes where the blocks are, so that a multiprocessor has room for more warps, and else large.
+constexpr int kEncodeTile = 256;
+constexpr int kReduceTile = 512;
+constexpr int kLargeTile = 1024;
+constexpr bool is_small_tile(int tile, wire::Format format, int64_t block_size) {
+    return wire::has_element_codes(format) && block_size <= tile;
+}
+// Of all other operators.
 constexpr int kStepTile = 512;
 // Of any operator on a sparse wire: a block, which eight warps share.
 constexpr int kSparseTile = 4096;

@@ -8,19 +8,26 @@
 namespace diloco::cuda {
 namespace {
 
+// Blocks of a multiprocessor, for which registers are set aside.
+template <int kQuads>
+constexpr int kEncodeBlocks = kQuads == 2   ? 8
+                              : kQuads == 4 ? 5
+                                            : 3;
+
 // x = outer - params + residual, or the weighted sum of runs + residual;  scale = absmax / qmax;
 // code = round(x / scale), by blocks.
 // int8, blocks of 256, fp32 parameters: encode reads 8n bytes, reduce W (n + n / 128); both write
-// n + n / 128; error feedback reads and writes 4n more each. One warp per 1024 elements, in a grid
+// n + n / 128; error feedback reads and writes 4n more each. One warp per tile, in a grid
 // that fills the device, or for reduce within the caller's bound.
-template <Format kFormat, bool kStochastic, class Args>
-__global__ void __launch_bounds__(kThreads, 3) encode_kernel(const __grid_constant__ Args args) {
-    __shared__ __align__(16) float stages[kWarps][kEncodeStageFloats];
+template <Format kFormat, bool kStochastic, int kQuads, class Args>
+__global__ void __launch_bounds__(kThreads, kEncodeBlocks<kQuads>)
+    encode_kernel(const __grid_constant__ Args args) {
+    __shared__ __align__(16) float stages[kWarps][kEncodeStageFloats<kQuads>];
     const WarpLanes lanes(stages[warp_in_block()]);
     WarpLanes::Of<int> bad{0};
     Place place;
     for (uint32_t i = first_warp(); i < args.target.runs.num_tiles; i += grid_warps()) {
-        encode_tile<kFormat, kStochastic>(lanes, args, i, place, bad);
+        encode_tile<kFormat, kStochastic, kQuads>(lanes, args, i, place, bad);
     }
     if (args.target.nonfinite != nullptr) {
         lanes.count(args.target.nonfinite, [&](int lane) { return bad[lane]; });
@@ -29,11 +36,11 @@ __global__ void __launch_bounds__(kThreads, 3) encode_kernel(const __grid_consta
 
 template <class Args>
 void launch_encode(const Args& args, Format format, bool is_stochastic, Queue queue) {
-    by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
-        constexpr Format kFormat = decltype(constant)::value;
+    by_tile(args, format, is_stochastic, [&](auto constant, auto stochastic, auto quads) {
         static ResidentBlocks fits{};
-        launch<Args>(encode_kernel<kFormat, decltype(stochastic)::value, Args>, fits, args,
-                     args.target.runs.num_tiles, queue);
+        launch<Args>(encode_kernel<decltype(constant)::value, decltype(stochastic)::value,
+                                   decltype(quads)::value, Args>,
+                     fits, args, args.target.runs.num_tiles, queue);
     });
 }
 

@@ -2,18 +2,39 @@
 // element is read once.
 #pragma once
 
+#include <type_traits>
+
+#include "cuda/by_format.h"
 #include "cuda/terms.h"
 
 namespace diloco::cuda {
 
-constexpr int kEncodeQuads = kEncodeTile / (kQuad * kLanes);
-constexpr int kEncodeStageFloats = 2 * (kEncodeTile + kStageSlack);
-static_assert(kEncodeTile == wire::kMaxBlockSize && kEncodeStageFloats <= kStageFloats);
+constexpr int kLargeQuads = kLargeTile / (kQuad * kLanes);
+template <class Args>
+constexpr int kSmallTile = std::is_same_v<Args, EncodeArgs> ? kEncodeTile : kReduceTile;
+template <int kQuads>
+constexpr int kEncodeStageFloats = 2 * (kTile<kQuads> + kStageSlack);
+static_assert(kLargeTile == wire::kMaxBlockSize && kEncodeStageFloats<kLargeQuads> <= kStageFloats);
 
+// Calls f with the format, the rounding and the quads of a lane as compile-time constants.
+template <class Args, class F>
+void by_tile(const Args& args, Format format, bool is_stochastic, F&& f) {
+    by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
+        if constexpr (wire::has_element_codes(decltype(constant)::value)) {
+            if (is_small_tile(kSmallTile<Args>, format, args.target.runs.block_size)) {
+                constexpr int kQuads = kSmallTile<Args> / (kQuad * kLanes);
+                return f(constant, stochastic, std::integral_constant<int, kQuads>{});
+            }
+        }
+        f(constant, stochastic, std::integral_constant<int, kLargeQuads>{});
+    });
+}
+
+template <int kQuads>
 struct PerQuad {
-    uint32_t magnitude[kEncodeQuads];
-    float scale[kEncodeQuads];
-    float inverse[kEncodeQuads];
+    uint32_t magnitude[kQuads];
+    float scale[kQuads];
+    float inverse[kQuads];
 };
 
 struct RandomWords {
@@ -21,14 +42,14 @@ struct RandomWords {
 };
 
 // Fills in the magnitudes of quads and adds the bad elements to `bad`.
-template <class Lanes>
+template <int kQuads, class Lanes>
 DILOCO_DEVICE void find_magnitudes(const Lanes& lanes,
-                                   const typename Lanes::template Of<Quads<kEncodeQuads>>& x,
-                                   typename Lanes::template Of<PerQuad>& quads,
+                                   const typename Lanes::template Of<Quads<kQuads>>& x,
+                                   typename Lanes::template Of<PerQuad<kQuads>>& quads,
                                    typename Lanes::template Of<int>& bad) {
     lanes.each([&](int lane) {
         DILOCO_UNROLL
-        for (int j = 0; j < kEncodeQuads; ++j) {
+        for (int j = 0; j < kQuads; ++j) {
             uint32_t largest = 0;
             DILOCO_UNROLL
             for (int i = 0; i < kQuad; ++i) {
@@ -45,20 +66,21 @@ DILOCO_DEVICE void find_magnitudes(const Lanes& lanes,
 
 // Turns the magnitudes of quads into those of their blocks, then into scales. Only the first quad
 // of a block that spans several is worked on; the others take its result.
-template <Format kFormat, class Lanes>
+template <Format kFormat, int kQuads, class Lanes>
 DILOCO_DEVICE void find_scales(const Lanes& lanes, const Runs& runs, const Tile& tile,
-                               uint8_t* payload, typename Lanes::template Of<PerQuad>& quads) {
+                               uint8_t* payload,
+                               typename Lanes::template Of<PerQuad<kQuads>>& quads) {
     const int block = runs.block_size;
     constexpr int kRow = kQuad * kLanes;
     const int stride = block > kRow ? block / kRow : 1;  // quads of a lane in a block
     const int num_lanes = block < kRow ? block / kQuad : kLanes;
     const bool is_aligned = reinterpret_cast<uint64_t>(payload) % wire::kAlignment == 0;
     DILOCO_UNROLL
-    for (int n = 1; n < kEncodeQuads; n *= 2) {
+    for (int n = 1; n < kQuads; n *= 2) {
         if (n >= stride) break;
         lanes.each([&](int lane) {
             DILOCO_UNROLL
-            for (int j = 0; j < kEncodeQuads; j += 2 * n) {
+            for (int j = 0; j < kQuads; j += 2 * n) {
                 const uint32_t upper = quads[lane].magnitude[j + n];
                 uint32_t& lower = quads[lane].magnitude[j];
                 lower = upper > lower ? upper : lower;
@@ -66,7 +88,7 @@ DILOCO_DEVICE void find_scales(const Lanes& lanes, const Runs& runs, const Tile&
         });
     }
     DILOCO_UNROLL
-    for (int j = 0; j < kEncodeQuads; ++j) {
+    for (int j = 0; j < kQuads; ++j) {
         if ((j & (stride - 1)) != 0) continue;
         lanes.max_over(num_lanes, [&](int lane) -> uint32_t& { return quads[lane].magnitude[j]; });
         lanes.each([&](int lane) {
@@ -85,11 +107,11 @@ DILOCO_DEVICE void find_scales(const Lanes& lanes, const Runs& runs, const Tile&
         });
     }
     DILOCO_UNROLL
-    for (int n = kEncodeQuads / 2; n >= 1; n /= 2) {
+    for (int n = kQuads / 2; n >= 1; n /= 2) {
         if (n >= stride) continue;
         lanes.each([&](int lane) {
             DILOCO_UNROLL
-            for (int j = 0; j < kEncodeQuads; j += 2 * n) {
+            for (int j = 0; j < kQuads; j += 2 * n) {
                 quads[lane].magnitude[j + n] = quads[lane].magnitude[j];
                 quads[lane].scale[j + n] = quads[lane].scale[j];
                 quads[lane].inverse[j + n] = quads[lane].inverse[j];
@@ -119,8 +141,8 @@ DILOCO_DEVICE void draw(const Lanes& lanes, const EncodeTarget& target, const Ti
 }
 
 // The codes of quad j; `random` holds its random bits.
-template <Format kFormat, bool kStochastic>
-DILOCO_DEVICE CodeQuad<kFormat> codes_of(const Quad& x, const PerQuad& quads, int j,
+template <Format kFormat, bool kStochastic, int kQuads>
+DILOCO_DEVICE CodeQuad<kFormat> codes_of(const Quad& x, const PerQuad<kQuads>& quads, int j,
                                          uint32_t random) {
     CodeQuad<kFormat> codes{};
     if constexpr (wire::has_scales(kFormat)) {
@@ -146,10 +168,11 @@ DILOCO_DEVICE CodeQuad<kFormat> codes_of(const Quad& x, const PerQuad& quads, in
 
 // Encodes quad j of a lane and writes its codes; leaves in x what the encoding lost if it is
 // wanted. Elements that do not exist are zero, and so are their codes.
-template <Format kFormat, bool kStochastic>
+template <Format kFormat, bool kStochastic, int kQuads>
 DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bool keeps_rest,
-                               Quad& x, const PerQuad& quads, int j, uint32_t random, int& bad) {
-    CodeQuad<kFormat> codes = codes_of<kFormat, kStochastic>(x, quads, j, random);
+                               Quad& x, const PerQuad<kQuads>& quads, int j, uint32_t random,
+                               int& bad) {
+    CodeQuad<kFormat> codes = codes_of<kFormat, kStochastic, kQuads>(x, quads, j, random);
     if constexpr (kFormat == Format::kFp16) {
         CodeQuad<kFormat> good{};
         DILOCO_UNROLL
@@ -172,8 +195,6 @@ DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bo
     }
     if (count > 0) store_codes<kFormat>(codes_at, codes, count, is_aligned);
 }
-
-using EncodeQuads = Quads<kEncodeQuads>;
 
 // x = f(x, y), element by element.
 template <int kQuads, class Lanes, class F>
@@ -232,11 +253,10 @@ DILOCO_DEVICE void add_residual(const Lanes& lanes, const EncodeTarget& target, 
 template <int kQuads, class Lanes>
 DILOCO_DEVICE void store_residual(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
                                   const typename Lanes::template Of<Quads<kQuads>>& x) {
-    const Segment array = whole(target.new_residual, target.residual_dtype);
     if (target.residual_dtype == DType::kFp32) {
-        store_inside<DType::kFp32, kQuads>(lanes, array, tile, x);
+        store_flat_tile<DType::kFp32, kQuads>(lanes, target.new_residual, tile, x);
     } else {
-        store_inside<DType::kBf16, kQuads>(lanes, array, tile, x);
+        store_flat_tile<DType::kBf16, kQuads>(lanes, target.new_residual, tile, x);
     }
 }
 
@@ -246,9 +266,10 @@ template <int kQuads, class Lanes>
 DILOCO_DEVICE void load_values(const Lanes& lanes, const EncodeArgs& args, const Tile& tile,
                                Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {
     typename Lanes::template Of<Quads<kQuads>> outer;
+    move_to(lanes, args.params, tile.first, place);
     fetch_residual<kQuads>(lanes, args.target, tile);
     if (args.outer != nullptr) {
-        load_inside<DType::kFp32, kQuads>(lanes, whole(args.outer, DType::kFp32), tile, outer);
+        load_flat_tile<DType::kFp32, kQuads>(lanes, args.outer, tile, outer);
     }
     load_tile<kQuads>(lanes, args.params, tile, place, x);
     if (args.outer != nullptr) {
@@ -259,19 +280,19 @@ DILOCO_DEVICE void load_values(const Lanes& lanes, const EncodeArgs& args, const
 }
 
 // Encodes x with a code for each element; leaves in x what the encoding lost if it is wanted.
-template <Format kFormat, bool kStochastic, class Lanes>
+template <Format kFormat, bool kStochastic, int kQuads, class Lanes>
 DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
-                                   typename Lanes::template Of<EncodeQuads>& x,
+                                   typename Lanes::template Of<Quads<kQuads>>& x,
                                    typename Lanes::template Of<int>& bad) {
     uint8_t* payload = target.payload;
-    typename Lanes::template Of<PerQuad> quads;
-    find_magnitudes(lanes, x, quads, bad);
+    typename Lanes::template Of<PerQuad<kQuads>> quads;
+    find_magnitudes<kQuads>(lanes, x, quads, bad);
     if constexpr (wire::has_scales(kFormat)) {
-        find_scales<kFormat>(lanes, target.runs, tile, payload, quads);
+        find_scales<kFormat, kQuads>(lanes, target.runs, tile, payload, quads);
     }
     const bool is_aligned = reinterpret_cast<uint64_t>(payload) % wire::kAlignment == 0;
     DILOCO_UNROLL
-    for (int pair = 0; pair < kEncodeQuads; pair += 2) {
+    for (int pair = 0; pair < kQuads; pair += 2) {
         typename Lanes::template Of<RandomWords> words;
         if constexpr (kStochastic) draw(lanes, target, tile, pair, words);
         lanes.each([&](int lane) {
@@ -280,7 +301,7 @@ DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& targe
                 const bool is_own = (j - pair) == lane % 2;
                 uint32_t word = 0;
                 if constexpr (kStochastic) word = is_own ? words[lane].own : words[lane].other;
-                encode_quad<kFormat, kStochastic>(
+                encode_quad<kFormat, kStochastic, kQuads>(
                     payload + tile.codes + quad_at(lane, j) * wire::code_bits(kFormat) / 8,
                     is_aligned, tile.count(lane, j), target.new_residual != nullptr, x[lane].q[j],
                     quads[lane], j, word, bad[lane]);
@@ -290,38 +311,38 @@ DILOCO_DEVICE void encode_elements(const Lanes& lanes, const EncodeTarget& targe
 }
 
 // Encodes x; adds the bad elements to `bad`.
-template <Format kFormat, bool kStochastic, class Lanes>
+template <Format kFormat, bool kStochastic, int kQuads, class Lanes>
 DILOCO_DEVICE void encode_quads(const Lanes& lanes, const EncodeTarget& target, const Tile& tile,
-                                typename Lanes::template Of<EncodeQuads>& x,
+                                typename Lanes::template Of<Quads<kQuads>>& x,
                                 typename Lanes::template Of<int>& bad) {
     if constexpr (wire::is_rotated(kFormat)) {
-        encode_rotated<kFormat, kEncodeQuads>(lanes, target, tile, x, bad);
+        encode_rotated<kFormat, kQuads>(lanes, target, tile, x, bad);
     } else {
-        encode_elements<kFormat, kStochastic>(lanes, target, tile, x, bad);
+        encode_elements<kFormat, kStochastic, kQuads>(lanes, target, tile, x, bad);
     }
-    if (target.new_residual != nullptr) store_residual<kEncodeQuads>(lanes, target, tile, x);
+    if (target.new_residual != nullptr) store_residual<kQuads>(lanes, target, tile, x);
 }
 
 // payload <- Q(outer - params + residual), or Q(params + residual).
-template <Format kFormat, bool kStochastic, class Lanes>
+template <Format kFormat, bool kStochastic, int kQuads, class Lanes>
 DILOCO_DEVICE void encode_tile(const Lanes& lanes, const EncodeArgs& args, uint32_t index,
                                Place& place, typename Lanes::template Of<int>& bad) {
-    const Tile tile = tile_at<kFormat, kEncodeQuads>(args.target.runs, index);
-    typename Lanes::template Of<EncodeQuads> x;
-    load_values<kEncodeQuads>(lanes, args, tile, place, x);
-    encode_quads<kFormat, kStochastic>(lanes, args.target, tile, x, bad);
+    const Tile tile = tile_at<kFormat, kQuads>(args.target.runs, index);
+    typename Lanes::template Of<Quads<kQuads>> x;
+    load_values<kQuads>(lanes, args, tile, place, x);
+    encode_quads<kFormat, kStochastic, kQuads>(lanes, args.target, tile, x, bad);
 }
 
 // result <- Q(sum of coefficient * decoded run + residual).
-template <Format kFormat, bool kStochastic, class Lanes>
+template <Format kFormat, bool kStochastic, int kQuads, class Lanes>
 DILOCO_DEVICE void encode_tile(const Lanes& lanes, const ReduceArgs& args, uint32_t index, Place&,
                                typename Lanes::template Of<int>& bad) {
-    const Tile tile = tile_at<kFormat, kEncodeQuads>(args.target.runs, index);
-    typename Lanes::template Of<EncodeQuads> x;
-    fetch_residual<kEncodeQuads>(lanes, args.target, tile);
-    sum_terms<kFormat, kEncodeQuads>(lanes, args.target.runs, args.terms, tile, x);
-    add_residual<kEncodeQuads>(lanes, args.target, tile, x);
-    encode_quads<kFormat, kStochastic>(lanes, args.target, tile, x, bad);
+    const Tile tile = tile_at<kFormat, kQuads>(args.target.runs, index);
+    typename Lanes::template Of<Quads<kQuads>> x;
+    fetch_residual<kQuads>(lanes, args.target, tile);
+    sum_terms<kFormat, kQuads>(lanes, args.target.runs, args.terms, tile, x);
+    add_residual<kQuads>(lanes, args.target, tile, x);
+    encode_quads<kFormat, kStochastic, kQuads>(lanes, args.target, tile, x, bad);
 }
 
 }  // namespace diloco::cuda

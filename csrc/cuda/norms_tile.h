@@ -11,8 +11,8 @@
 
 namespace diloco::cuda {
 
-constexpr int kNormQuads = kEncodeTile / (kQuad * kLanes);
-constexpr int kNormStageFloats = 2 * (kEncodeTile + kStageSlack);
+constexpr int kNormQuads = kLargeTile / (kQuad * kLanes);
+constexpr int kNormStageFloats = 2 * (kLargeTile + kStageSlack);
 constexpr int kTotalBatch = 8;  // chunks of a lane that are read before the first is added
 constexpr int kTotalStageFloats = 2 * kTotalBatch * kLanes;
 static_assert(kNormStageFloats <= kStageFloats && kTotalStageFloats <= kStageFloats);
@@ -21,8 +21,8 @@ using NormQuads = Quads<kNormQuads>;
 
 // Tile `index` of the fragment.
 DILOCO_DEVICE Tile norm_tile_at(const NormsArgs& args, int64_t index) {
-    const int64_t first = index * kEncodeTile, left = args.num_elements - first;
-    return {first, static_cast<int32_t>(left < kEncodeTile ? left : kEncodeTile), 0, 0, 0, 0};
+    const int64_t first = index * kLargeTile, left = args.num_elements - first;
+    return {first, static_cast<int32_t>(left < kLargeTile ? left : kLargeTile), 0, 0, 0, 0};
 }
 
 template <class Lanes>
@@ -30,7 +30,7 @@ DILOCO_DEVICE void load_norm_tile(const Lanes& lanes, const NormsArgs& args, con
                                   Place& place, typename Lanes::template Of<NormQuads>& outer,
                                   typename Lanes::template Of<NormQuads>& x) {
     if (args.outer != nullptr) {
-        load_inside<DType::kFp32, kNormQuads>(lanes, whole(args.outer, DType::kFp32), tile, outer);
+        load_flat_tile<DType::kFp32, kNormQuads>(lanes, args.outer, tile, outer);
     }
     load_tile<kNormQuads>(lanes, args.params, tile, place, x);
 }
@@ -66,7 +66,7 @@ DILOCO_DEVICE void add_squares(const Lanes& lanes, const float* stage,
     lanes.each([&](int lane) {
         if (lane >= codec::kNormLanes) return;
         DILOCO_UNROLL_8
-        for (int at = lane; at < kEncodeTile; at += codec::kNormLanes) {
+        for (int at = lane; at < kLargeTile; at += codec::kNormLanes) {
             const auto x = static_cast<double>(stage[at]);
 #if defined(__CUDA_ARCH__)
             squares[lane] = __dadd_rn(squares[lane], __dmul_rn(x, x));
@@ -81,9 +81,9 @@ DILOCO_DEVICE void add_squares(const Lanes& lanes, const float* stage,
 template <class Lanes>
 DILOCO_DEVICE void norms_chunk(const Lanes& lanes, const NormsArgs& args, int64_t chunk,
                                Place& place) {
-    constexpr int64_t kTiles = codec::kNormChunk / kEncodeTile;
-    float* const differences = lanes.stage + kEncodeTile + kStageSlack;
-    const int64_t num_tiles = (args.num_elements + kEncodeTile - 1) / kEncodeTile;
+    constexpr int64_t kTiles = codec::kNormChunk / kLargeTile;
+    float* const differences = lanes.stage + kLargeTile + kStageSlack;
+    const int64_t num_tiles = (args.num_elements + kLargeTile - 1) / kLargeTile;
     const int64_t begin = chunk * kTiles;
     const int64_t end = begin + kTiles < num_tiles ? begin + kTiles : num_tiles;
     typename Lanes::template Of<double> squares;

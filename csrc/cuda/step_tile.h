@@ -15,13 +15,13 @@ using StepQuads = typename Lanes::template Of<Quads<kStepQuads>>;
 template <class Lanes>
 DILOCO_DEVICE void load_flat(const Lanes& lanes, const float* array, const Tile& tile,
                              StepQuads<Lanes>& x) {
-    load_inside<DType::kFp32, kStepQuads>(lanes, whole(array, DType::kFp32), tile, x);
+    load_flat_tile<DType::kFp32, kStepQuads>(lanes, array, tile, x);
 }
 
 template <class Lanes>
 DILOCO_DEVICE void store_flat(const Lanes& lanes, float* array, const Tile& tile,
                               const StepQuads<Lanes>& x) {
-    store_inside<DType::kFp32, kStepQuads, true>(lanes, whole(array, DType::kFp32), tile, x);
+    store_flat_tile<DType::kFp32, kStepQuads, true>(lanes, array, tile, x);
 }
 
 // Calls f(lane, j, i) for each element of a lane.
@@ -98,6 +98,7 @@ template <Format kFormat, bool kIsAdam, class Lanes>
 DILOCO_DEVICE void step_tile(const Lanes& lanes, const StepArgs& args, uint32_t index,
                              Place& place) {
     const Tile tile = tile_at<kFormat, kStepQuads>(args.runs, index);
+    move_to(lanes, args.params, tile.first, place);
     StepArrays<Lanes> a;
     load_step<kIsAdam>(lanes, args, tile, a);
     sum_terms<kFormat, kStepQuads>(lanes, args.runs, args.terms, tile, a.g);
@@ -158,6 +159,7 @@ template <Format kFormat, class Lanes>
 DILOCO_DEVICE void decode_tile(const Lanes& lanes, const DecodeArgs& args, uint32_t index,
                                Place& place) {
     const Tile tile = tile_at<kFormat, kStepQuads>(args.runs, index);
+    move_to(lanes, args.outs, tile.first, place);
     StepQuads<Lanes> sum;
     sum_terms<kFormat, kStepQuads>(lanes, args.runs, args.terms, tile, sum);
     store_tile<kStepQuads>(lanes, args.outs, tile, place, sum);
@@ -168,6 +170,7 @@ template <class Lanes>
 DILOCO_DEVICE void merge_tile(const Lanes& lanes, const MergeArgs& args, uint32_t index,
                               Place& place) {
     const Tile tile = tile_at<Format::kFp32, kStepQuads>(args.runs, index);
+    move_to(lanes, args.params, tile.first, place);
     StepQuads<Lanes> outer;
     load_flat(lanes, args.outer, tile, outer);
     merge_into(lanes, args.params, tile, place, args.alpha, args.one_minus_alpha, outer);

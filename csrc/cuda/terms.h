@@ -105,39 +105,56 @@ DILOCO_DEVICE void add_codes(const Lanes& lanes, const Runs& runs, bool is_first
     }
 }
 
+// Adds terms t to t + kTerms, or begins the sum with them. There is no branch between the reads of
+// the terms' codes: each would make the next read wait for the one before.
+template <Format kFormat, int kQuads, int kTerms, class Lanes>
+DILOCO_DEVICE void add_batch(const Lanes& lanes, const Runs& runs, const Terms& terms, int t,
+                             const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
+    Term batch[kTerms];
+    DILOCO_UNROLL
+    for (int k = 0; k < kTerms; ++k) batch[k] = term_at(terms, t + k);
+    typename Lanes::template Of<TermCodes<kFormat, kQuads>> codes[kTerms];
+    DILOCO_UNROLL
+    for (int k = 0; k < kTerms; ++k) {
+        lanes.each([&](int lane) {
+            load_term<kFormat, kQuads>(runs, batch[k], tile, lane, codes[k][lane]);
+        });
+    }
+    DILOCO_UNROLL
+    for (int k = 0; k < kTerms; ++k) {
+        const float coefficient = batch[k].coefficient;
+        bool fuses = false;
+        if constexpr (kCanFuse<kFormat>) {
+            const int too_large = lanes.num_where(
+                [&](int lane) { return codes[k][lane].scale > kLargestFusedScale; });
+            fuses = is_exact_coefficient(coefficient) && too_large == 0;
+        }
+        if (fuses) {
+            add_codes<kFormat, kQuads, kCanFuse<kFormat>>(lanes, runs, t + k == 0, coefficient,
+                                                          codes[k], sum);
+        } else {
+            add_codes<kFormat, kQuads, false>(lanes, runs, t + k == 0, coefficient, codes[k], sum);
+        }
+    }
+}
+
 // The sum over a tile that is there as a whole, of payloads that are aligned.
 template <Format kFormat, int kQuads, class Lanes>
 DILOCO_DEVICE void sum_whole(const Lanes& lanes, const Runs& runs, const Terms& terms,
                              const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {
     constexpr int kBatch = kTermsAtOnce<kFormat>;
-    for (int t = 0; t < terms.count; t += kBatch) {
-        typename Lanes::template Of<TermCodes<kFormat, kQuads>> codes[kBatch];
-        DILOCO_UNROLL
-        for (int k = 0; k < kBatch; ++k) {
-            if (t + k >= terms.count) break;
-            const Term term = term_at(terms, t + k);
-            lanes.each([&](int lane) {
-                load_term<kFormat, kQuads>(runs, term, tile, lane, codes[k][lane]);
-            });
+    int t = 0;
+    for (; t + kBatch <= terms.count; t += kBatch) {
+        add_batch<kFormat, kQuads, kBatch>(lanes, runs, terms, t, tile, sum);
+    }
+    if constexpr (kBatch > 2) {
+        if (t + 2 <= terms.count) {
+            add_batch<kFormat, kQuads, 2>(lanes, runs, terms, t, tile, sum);
+            t += 2;
         }
-        DILOCO_UNROLL
-        for (int k = 0; k < kBatch; ++k) {
-            if (t + k >= terms.count) break;
-            const float coefficient = term_at(terms, t + k).coefficient;
-            bool fuses = false;
-            if constexpr (kCanFuse<kFormat>) {
-                const int too_large = lanes.num_where(
-                    [&](int lane) { return codes[k][lane].scale > kLargestFusedScale; });
-                fuses = is_exact_coefficient(coefficient) && too_large == 0;
-            }
-            if (fuses) {
-                add_codes<kFormat, kQuads, kCanFuse<kFormat>>(lanes, runs, t + k == 0, coefficient,
-                                                              codes[k], sum);
-            } else {
-                add_codes<kFormat, kQuads, false>(lanes, runs, t + k == 0, coefficient, codes[k],
-                                                  sum);
-            }
-        }
+    }
+    if constexpr (kBatch > 1) {
+        if (t < terms.count) add_batch<kFormat, kQuads, 1>(lanes, runs, terms, t, tile, sum);
     }
 }
 
@@ -177,13 +194,7 @@ DILOCO_DEVICE void sum_terms(const Lanes& lanes, const Runs& runs, const Terms& 
     if constexpr (wire::is_rotated(kFormat)) {
         sum_rotated<kFormat, kQuads>(lanes, terms, tile, sum);
     } else {
-        bool are_aligned = tile.size == kTile<kQuads>;
-        DILOCO_NO_UNROLL
-        for (int t = 0; t < terms.count; ++t) {
-            const auto address = reinterpret_cast<uint64_t>(term_at(terms, t).payload);
-            are_aligned = are_aligned && address % wire::kAlignment == 0;
-        }
-        if (are_aligned) {
+        if (terms.are_aligned && tile.size == kTile<kQuads>) {
             sum_whole<kFormat, kQuads>(lanes, runs, terms, tile, sum);
         } else {
             sum_any<kFormat, kQuads>(lanes, runs, terms, tile, sum);

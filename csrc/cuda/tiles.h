@@ -90,18 +90,28 @@ struct Place {
     uint64_t origin = 0;
     int64_t end = 0;  // the element at which the next segment begins
     int32_t entry = 0;
+    uint32_t within_16 = 0;  // of the origin
     DType dtype = DType::kFp32;
 };
 
+// Call this before a tile's arrays are read: what is read here is used here, and the compiler may
+// make one wait of that and of all that is under way.
 template <class Lanes>
 DILOCO_DEVICE void move_to(const Lanes& lanes, const Segments& segments, int64_t element,
                            Place& place) {
     if (element < place.end) return;
-    const Segment* list = list_of(segments);
-    place.entry = find(lanes, list, segments.count, element);
-    place.origin = list[place.entry].origin;
-    place.dtype = dtype_of(list[place.entry]);
-    place.end = begin_of(list[place.entry + 1]);
+    // Most tensors are so large that a warp's next tile lies in one of the next few.
+    constexpr int kNextOnes = 4;
+    int32_t entry = place.entry;
+    const int32_t most = entry + kNextOnes < segments.count ? entry + kNextOnes : segments.count;
+    while (entry < most && begin_of(segment_at(segments, entry + 1)) <= element) ++entry;
+    if (entry == most) entry = find(lanes, list_of(segments), segments.count, element);
+    const Segment found = segment_at(segments, entry);
+    place.entry = entry;
+    place.origin = found.origin;
+    place.within_16 = static_cast<uint32_t>(found.origin % 16);
+    place.dtype = dtype_of(found);
+    place.end = begin_of(segment_at(segments, entry + 1));
 }
 
 // An array that holds the whole fragment.
@@ -133,8 +143,8 @@ DILOCO_DEVICE void with_dtype(DType dtype, F&& f) {
 }
 
 template <DType kDType>
-DILOCO_DEVICE bool is_quad_aligned(const Segment& segment) {
-    return segment.origin % (kDType == DType::kFp32 ? 16 : 8) == 0;
+DILOCO_DEVICE bool is_quad_aligned(uint64_t origin) {
+    return origin % (kDType == DType::kFp32 ? 16 : 8) == 0;
 }
 
 template <int kQuads, class Lanes>
@@ -252,11 +262,12 @@ DILOCO_DEVICE void take_fetched(const Lanes& lanes, const float* stage, const Se
     lanes.sync();
 }
 
-// Reads a tile that lies in one segment; elements that do not exist are zero.
+// Reads a tile that lies in one segment, whose quads are aligned or not; elements that do not exist
+// are zero.
 template <DType kDType, int kQuads, class Lanes>
-DILOCO_DEVICE void load_inside(const Lanes& lanes, const Segment& segment, const Tile& tile,
-                               typename Lanes::template Of<Quads<kQuads>>& x) {
-    if (tile.size == kTile<kQuads> && is_quad_aligned<kDType>(segment)) {
+DILOCO_DEVICE void load_inside(const Lanes& lanes, const Segment& segment, bool is_aligned,
+                               const Tile& tile, typename Lanes::template Of<Quads<kQuads>>& x) {
+    if (tile.size == kTile<kQuads> && is_aligned) {
         lanes.each([&](int lane) {
             const uint64_t own = address_in<kDType>(segment, tile.first + quad_at(lane, 0));
             DILOCO_UNROLL
@@ -270,11 +281,20 @@ DILOCO_DEVICE void load_inside(const Lanes& lanes, const Segment& segment, const
     take_fetched<kDType, kQuads>(lanes, lanes.stage, segment, tile, x);
 }
 
+// The same of a flat array.
+template <DType kDType, int kQuads, class Lanes>
+DILOCO_DEVICE void load_flat_tile(const Lanes& lanes, const void* array, const Tile& tile,
+                                  typename Lanes::template Of<Quads<kQuads>>& x) {
+    const Segment segment = whole(array, kDType);
+    load_inside<kDType, kQuads>(lanes, segment, is_quad_aligned<kDType>(segment.origin), tile, x);
+}
+
 // kOnce: what is written is not read again soon.
 template <DType kDType, int kQuads, bool kOnce = false, class Lanes>
-DILOCO_DEVICE void store_inside(const Lanes& lanes, const Segment& segment, const Tile& tile,
+DILOCO_DEVICE void store_inside(const Lanes& lanes, const Segment& segment, bool is_aligned,
+                                const Tile& tile,
                                 const typename Lanes::template Of<Quads<kQuads>>& x) {
-    if (tile.size == kTile<kQuads> && is_quad_aligned<kDType>(segment)) {
+    if (tile.size == kTile<kQuads> && is_aligned) {
         lanes.each([&](int lane) {
             const uint64_t own = address_in<kDType>(segment, tile.first + quad_at(lane, 0));
             DILOCO_UNROLL
@@ -294,15 +314,24 @@ DILOCO_DEVICE void store_inside(const Lanes& lanes, const Segment& segment, cons
     lanes.sync();
 }
 
-// Calls f(segment, dtype constant) when the tile lies in one segment, else `straddles(entry)`, the
-// segment of the tile's first element in the list.
+template <DType kDType, int kQuads, bool kOnce = false, class Lanes>
+DILOCO_DEVICE void store_flat_tile(const Lanes& lanes, void* array, const Tile& tile,
+                                   const typename Lanes::template Of<Quads<kQuads>>& x) {
+    const Segment segment = whole(array, kDType);
+    const bool is_aligned = is_quad_aligned<kDType>(segment.origin);
+    store_inside<kDType, kQuads, kOnce>(lanes, segment, is_aligned, tile, x);
+}
+
+// Calls f(segment, whether its quads are aligned, dtype constant) when the tile lies in one
+// segment, else `straddles(entry)`, the segment of the tile's first element in the list.
 template <class Lanes, class F, class G>
 DILOCO_DEVICE void by_place(const Lanes& lanes, const Segments& segments, const Tile& tile,
                             Place& place, F&& f, G&& straddles) {
     move_to(lanes, segments, tile.first, place);
     if (place.end >= tile.first + tile.size) {
         with_dtype(place.dtype, [&](auto dtype) {
-            f(Segment{place.origin, static_cast<int64_t>(place.dtype)}, dtype);
+            f(Segment{place.origin, static_cast<int64_t>(place.dtype)},
+              is_quad_aligned<decltype(dtype)::value>(place.within_16), dtype);
         });
     } else {
         straddles(list_of(segments) + place.entry);
@@ -360,8 +389,8 @@ DILOCO_DEVICE void load_tile(const Lanes& lanes, const Segments& segments, const
                              Place& place, typename Lanes::template Of<Quads<kQuads>>& x) {
     by_place(
         lanes, segments, tile, place,
-        [&](const Segment& segment, auto dtype) {
-            load_inside<decltype(dtype)::value, kQuads>(lanes, segment, tile, x);
+        [&](const Segment& segment, bool is_aligned, auto dtype) {
+            load_inside<decltype(dtype)::value, kQuads>(lanes, segment, is_aligned, tile, x);
         },
         [&](const Segment* entry) { load_straddling<kQuads>(lanes, entry, tile, x); });
 }
@@ -371,8 +400,8 @@ DILOCO_DEVICE void store_tile(const Lanes& lanes, const Segments& segments, cons
                               Place& place, const typename Lanes::template Of<Quads<kQuads>>& x) {
     by_place(
         lanes, segments, tile, place,
-        [&](const Segment& segment, auto dtype) {
-            store_inside<decltype(dtype)::value, kQuads>(lanes, segment, tile, x);
+        [&](const Segment& segment, bool is_aligned, auto dtype) {
+            store_inside<decltype(dtype)::value, kQuads>(lanes, segment, is_aligned, tile, x);
         },
         [&](const Segment* entry) {
             stage<kQuads>(lanes, x);

@@ -43,6 +43,10 @@ void set_target(cuda::EncodeTarget& target, c10::Device device, const Tensor& pa
     target.key = static_cast<uint64_t>(rng_key);
 }
 
+int tile_of(const codec::RunLayout& layout, int small) {
+    return cuda::is_small_tile(small, layout.format, layout.block_size) ? small : cuda::kLargeTile;
+}
+
 void encode_cuda(const OptionalTensor& outer, TensorList params, const Tensor& payload,
                  int64_t begin, int64_t end, int64_t run_elements, c10::string_view wire,
                  int64_t block_size, bool stochastic, int64_t rng_key,
@@ -59,7 +63,7 @@ void encode_cuda(const OptionalTensor& outer, TensorList params, const Tensor& p
     args.target = {};
     set_target(args.target, call.device, payload, num_elements, rng_key, residual, new_residual,
                nonfinite);
-    args.target.runs = runs_of(layout, begin, end, cuda::kEncodeTile);
+    args.target.runs = runs_of(layout, begin, end, tile_of(layout, cuda::kEncodeTile));
     args.outer = static_cast<const float*>(data_or_null(outer));
     if (begin == end) return;
     set_segments(call, args.params, view.get(), begin, end);
@@ -80,7 +84,7 @@ void reduce_cuda(const Tensor& received, const Tensor& result, c10::ArrayRef<dou
     args.target = {};
     set_target(args.target, call.device, result, num_elements, rng_key, residual, new_residual,
                nonfinite);
-    args.target.runs = runs_of(layout, 0, num_elements, cuda::kEncodeTile);
+    args.target.runs = runs_of(layout, 0, num_elements, tile_of(layout, cuda::kReduceTile));
     args.target.index_begin = static_cast<uint64_t>(index_begin);
     if (num_elements == 0) return;
     set_terms(call, args.terms, terms);

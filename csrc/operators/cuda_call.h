@@ -140,8 +140,11 @@ void set_segments(Call& call, cuda::Segments& to, const codec::Fragment& fragmen
 void set_terms(Call& call, cuda::Terms& to, const TermList& terms) {
     static thread_local std::vector<cuda::Term> list;
     list.clear();
+    to.are_aligned = true;
     for (int i = 0; i < terms.count; ++i) {
         list.push_back({terms.payloads[i], terms.coefficients[i]});
+        const auto address = reinterpret_cast<uint64_t>(terms.payloads[i]);
+        to.are_aligned = to.are_aligned && address % wire::kAlignment == 0;
     }
     to.count = terms.count;
     to.in_memory = nullptr;

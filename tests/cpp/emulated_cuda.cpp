@@ -153,10 +153,10 @@ void encode_tiles(const Args& args, Format format, bool is_stochastic, const Que
         EmulatedLanes lanes;
         EmulatedLanes::Of<int> bad{};
         Place place;
-        by_rounding(format, is_stochastic, [&](auto constant, auto stochastic) {
+        by_tile(args, format, is_stochastic, [&](auto constant, auto stochastic, auto quads) {
             for (uint32_t i = warp; i < target.runs.num_tiles; i += stride) {
-                encode_tile<decltype(constant)::value, decltype(stochastic)::value>(lanes, args, i,
-                                                                                    place, bad);
+                encode_tile<decltype(constant)::value, decltype(stochastic)::value,
+                            decltype(quads)::value>(lanes, args, i, place, bad);
             }
         });
         if (target.nonfinite != nullptr) {

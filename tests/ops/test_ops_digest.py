@@ -226,7 +226,9 @@ def test_equal_bytes_have_equal_digests_whatever_the_implementation() -> None:
     assert len({digest_of(tensors, impl=impl) for impl in ops.available_impls()}) == 1
 
 
-def on_device(rank: int, world: int, device: str, library: str) -> tuple[bool, list[str]]:
+def on_device(
+    rank: int, world: int, device: str, library: str
+) -> tuple[bool, list[str] | None]:
     """Whether host and device agree, and what of the device the host waited for."""
     here = devices.use(device, library)
     tensors = [torch.randn(100_003), torch.randn(70, 30).t().bfloat16(), torch.zeros(0)]
@@ -235,7 +237,8 @@ def on_device(rank: int, world: int, device: str, library: str) -> tuple[bool, l
     if device == "lagging":
         torch.ops.lagging.host_waits()
     given = digest_of(copies)
-    waits = torch.ops.lagging.host_waits() if device == "lagging" else ["copy out"]
+    # A GPU tells of no waits.
+    waits = torch.ops.lagging.host_waits() if device == "lagging" else None
     return given == expected == digest_of([copies[0], *tensors[1:]]), waits
 
 
@@ -244,7 +247,7 @@ def test_device_and_host_have_equal_digests(device: str, replicas, stand_in: str
     """The host waits once, for the sums of all tensors."""
     ((is_equal, waits),) = replicas(1).run(on_device, device, stand_in)
     assert is_equal
-    assert len(waits) == 1 and waits[0].startswith("synchronizeEvent")
+    assert waits is None or (len(waits) == 1 and waits[0].startswith("synchronizeEvent"))
 
 
 @pytest.mark.gpu

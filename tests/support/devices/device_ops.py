@@ -23,8 +23,15 @@ def _copied(argument: object, device: str, copies: dict[int, tuple[Tensor, Tenso
     if not isinstance(argument, Tensor):
         return argument
     if id(argument) not in copies:
-        copies[id(argument)] = (argument, argument.detach().to(device))
+        # With the argument's strides, which ``to`` keeps only where no element is left out.
+        base = torch.empty(0, dtype=argument.dtype).set_(argument.untyped_storage()).to(device)
+        place = (argument.shape, argument.stride(), argument.storage_offset())
+        copies[id(argument)] = (argument, base.as_strided(*place))
     return copies[id(argument)][1]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _anywhere(name: str) -> Callable[..., None]:
@@ -43,7 +50,7 @@ def _anywhere(name: str) -> Callable[..., None]:
         operator(*there, impl=impl, **named)
         with torch.no_grad():
             for here, copy in copies.values():
-                if not torch.equal(here, copy.to(here.device)):
+                if not torch.equal(_bytes(here), _bytes(copy.to(here.device))):  # -0 is not 0
                     here.copy_(copy)
 
     return run
