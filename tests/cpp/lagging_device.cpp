@@ -3,7 +3,8 @@
 // engine's own streams, events and copies run on it through the same interfaces as on CUDA.
 //
 // What a GPU forgives by luck fails here. Memory that is freed is overwritten in the order of the
-// stream that allocated it. Tensors of the host cannot stand in for those of the device. Whatever
+// stream that allocated it. Tensors of the host cannot stand in for those of the device, and a
+// tensor's elements lie in memory that the device's allocator has given out. Whatever
 // makes the host wait is written down: torch.ops.lagging.host_waits() lists it; tasks() lists what
 // was enqueued, where, and after what.
 #include <ATen/EmptyTensor.h>
@@ -146,8 +147,13 @@ Lane& lane_of(const at::Tensor& tensor) { return lane(current[tensor.device().in
 // The device's memory as the stream's thread sees it. It does not keep the memory.
 at::Tensor on_host(const at::Tensor& tensor) {
     TORCH_CHECK(is_here(tensor), "a tensor in host memory where one of the device is needed");
-    return at::from_blob(const_cast<void*>(tensor.unsafeGetTensorImpl()->data()), tensor.sizes(),
-                         tensor.strides(), tensor.options().device(at::kCPU).pinned_memory(false));
+    const void* data = tensor.unsafeGetTensorImpl()->data();
+    const size_t num_bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
+                                                              tensor.dtype().itemsize());
+    TORCH_CHECK(tensor.numel() == 0 || device_blocks().have(data, num_bytes), "a tensor of ",
+                tensor.sizes(), " lies outside of the memory that was allocated");
+    return at::from_blob(const_cast<void*>(data), tensor.sizes(), tensor.strides(),
+                         tensor.options().device(at::kCPU).pinned_memory(false));
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
@@ -289,7 +295,8 @@ at::Tensor cat(const at::ITensorListRef& tensors, int64_t dim) {
     return out;
 }
 
-// diloco_comm's own: enqueued, and run later by the CPU's implementation.
+// diloco_comm's own: enqueued, and run later by the CPU's implementation, or by Triton's in the
+// interpreter.
 c10::IValue for_the_host(const c10::IValue& value) {
     if (value.isTensor()) {
         const at::Tensor& tensor = value.toTensor();
@@ -308,7 +315,16 @@ c10::IValue for_the_host(const c10::IValue& value) {
     return value;
 }
 
-void enqueue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+// The operator of that name; the one of Triton where the last argument asks for it, as on a GPU.
+c10::OperatorHandle asked_for(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+    const std::string name = op.schema().name();
+    if (stack.back().toStringRef() != "triton") return op;
+    const std::string triton = "diloco_comm_triton" + name.substr(name.find("::"));
+    return c10::Dispatcher::singleton().findSchemaOrThrow(triton.c_str(), "");
+}
+
+void enqueue_operator(const c10::OperatorHandle& given_op, torch::jit::Stack* stack) {
+    const c10::OperatorHandle op = asked_for(given_op, *stack);
     const size_t count = op.schema().arguments().size();
     torch::jit::Stack arguments;
     Lane* here = nullptr;
@@ -351,12 +367,15 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
     m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
 }
 
-TORCH_LIBRARY_IMPL(diloco_comm, PrivateUse1, m) {
+void serve(torch::Library& library) {
     for (const char* name : {"encode", "reduce", "outer_step", "outer_step_adam",
                              "outer_step_delayed", "decode", "merge", "norms", "digest"}) {
-        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>());
+        library.impl(name, torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>());
     }
 }
+
+TORCH_LIBRARY_IMPL(diloco_comm, PrivateUse1, m) { serve(m); }
+TORCH_LIBRARY_IMPL(diloco_comm_triton, PrivateUse1, m) { serve(m); }
 
 // -------------------------------------------------------------------------------- for the tests
 
