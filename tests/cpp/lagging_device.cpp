@@ -6,7 +6,7 @@
 // stream that allocated it. Tensors of the host cannot stand in for those of the device, and a
 // tensor's elements lie in memory that the device's allocator has given out. Whatever
 // makes the host wait is written down: torch.ops.lagging.host_waits() lists it; tasks() lists what
-// was enqueued, where, and after what.
+// was enqueued, where, and after what; set_devices() lists the devices that threads changed to.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -37,16 +37,38 @@ REGISTER_ALLOCATOR(kType, &device_allocator);
 
 // --------------------------------------------------------------------------------------- guards
 
+// On a GPU whatever sets a device makes a context there, unless it is the thread's device already.
+void set_device(DeviceIndex to) noexcept {
+    if (current_device == to) return;
+    current_device = to;
+    note_device(to);
+}
+
+// Events are used on their stream's device; afterwards the thread's device is what it was.
+class OnDevice {
+  public:
+    explicit OnDevice(DeviceIndex device) { set_device(device); }
+    ~OnDevice() { set_device(before_); }
+    OnDevice(const OnDevice&) = delete;
+    OnDevice& operator=(const OnDevice&) = delete;
+
+  private:
+    const DeviceIndex before_ = static_cast<DeviceIndex>(current_device);
+};
+
 struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     static constexpr c10::DeviceType static_type = kType;
     c10::DeviceType type() const override { return kType; }
     Device exchangeDevice(Device to) const override {
         const Device before = getDevice();
-        uncheckedSetDevice(to);
+        setDevice(to);
         return before;
     }
     Device getDevice() const override { return Device(kType, current_device); }
-    void setDevice(Device to) const override { uncheckedSetDevice(to); }
+    void setDevice(Device to) const override {
+        if (to.has_index()) set_device(to.index());
+    }
+    // With this a guard ends. No context is made.
     void uncheckedSetDevice(Device to) const noexcept override {
         if (to.has_index()) current_device = to.index();
     }
@@ -58,16 +80,19 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     Stream exchangeStream(Stream to) const override {
         return stream(to.device(), std::exchange(current[to.device_index()], to.id()));
     }
-    void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    void destroyEvent(void* event, const DeviceIndex device) const noexcept override {
+        const OnDevice there(device);
         delete static_cast<PointPtr*>(event);
     }
     void record(void** event, const Stream& on, const DeviceIndex,
                 const c10::EventFlag) const override {
+        const OnDevice there(on.device_index());
         if (*event == nullptr) *event = new PointPtr(std::make_shared<Point>());
         record_point(*static_cast<PointPtr*>(*event), on.id());
     }
     void block(void* event, const Stream& on) const override {
         if (event == nullptr) return;
+        const OnDevice there(on.device_index());
         const PointPtr point = *static_cast<PointPtr*>(event);
         uint64_t version = 0;
         {
@@ -399,6 +424,7 @@ TORCH_LIBRARY(lagging, m) {
     m.def("set_lag(int us) -> ()", [](int64_t us) { lag_us = us; });
     m.def("host_waits() -> str[]", [] { return take(&Record::waits); });
     m.def("tasks() -> str[]", [] { return take(&Record::tasks); });
+    m.def("set_devices() -> str[]", [] { return take(&Record::devices); });
     m.def("num_allocations() -> int", [] { return num_allocations.load(); });
     m.def("synchronize() -> ()", [] { synchronize_all(); });
     m.def("host_function(int address) -> ()", &host_function);

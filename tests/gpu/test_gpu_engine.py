@@ -326,3 +326,21 @@ def captured(rank: int, world: int, device: str, library: str) -> bool:
 @pytest.mark.parametrize("device", DEVICES)
 def test_encode_and_outer_step_can_be_captured(device: str, replicas, stand_in) -> None:
     assert replicas(1).run(captured, device, stand_in) == [True]
+
+
+def on_the_second_device(rank: int, world: int, library: str) -> list[Any]:
+    """Train on device 1 of two; whether the bits are right, and the devices that the engine set."""
+    here = devices.use("lagging", library, 1)
+    expected = train(rank, torch.device("cpu"), 9, **METHODS["streaming"])
+    with torch.accelerator.device_index(1):
+        torch.ops.lagging.set_devices()
+        given = train(rank, here, 9, **METHODS["streaming"])
+        taken = torch.ops.lagging.set_devices()
+    engine = {device for device in taken if "diloco-engine" in device}
+    return [equal(expected, given), sorted(engine)]
+
+
+def test_the_engine_stays_off_other_devices(replicas, stand_in) -> None:
+    """A thread begins on device 0; on a GPU, going back to it makes a context there."""
+    results = replicas(2).run(on_the_second_device, stand_in)
+    assert results == [[True, ["1 in diloco-engine"]]] * 2
